@@ -1,0 +1,383 @@
+"""Every number of a run has one home: here. Frozen pydantic models, filled from YAML and ``section.key=value`` overrides.
+
+The docstring under a field is its line in ``--help``. ``load_config`` reports a user's
+mistake as a :class:`ConfigError` of one line per mistake, naming the key, the value and what would work.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from grpo.arguments import ConfigError, help_text, parse_arguments, validate
+
+__all__ = ["Config", "ConfigError", "PRESETS", "check_world_size", "help_text", "load_config"]
+
+_GRPO = dict(objective="clip", baseline="mean", scale="group", aggregation="response_mean", importance_level="token")
+PRESETS: dict[str, dict[str, Any]] = {
+    # name -> the keys of `algorithm` that differ from the field defaults; sources in docs/algorithm.md
+    "grpo": _GRPO,
+    "dr_grpo": _GRPO | dict(scale="none", aggregation="constant", beta=0.0),
+    "dapo": _GRPO | dict(aggregation="token_mean", epsilon_high=0.28, beta=0.0, dynamic_sampling=True),
+    "gspo": _GRPO | dict(importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, beta=0.0),
+    "cispo": _GRPO | dict(objective="cispo", aggregation="token_mean", epsilon_high=5.0, beta=0.0),
+    "rloo": _GRPO | dict(objective="reinforce", baseline="leave_one_out", scale="none", beta=0.0),
+    "reinforce": _GRPO | dict(objective="reinforce", baseline="none", scale="none", beta=0.0),
+    "reinforce_baseline": _GRPO | dict(objective="reinforce", beta=0.0),
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    name_or_path: str = "builtin:tiny"
+    """Hub id, local folder, or builtin:tiny (1M parameters, warm-started on the built-in task, cached)."""
+    attn_implementation: str = "sdpa"
+    """Attention kernel, as transformers names it: sdpa, eager, flash_attention_2, ..."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    disable_dropout: bool = True
+    """Set every dropout to 0, so that scoring sees the policy that sampled."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+
+class DataConfig(Section):
+    dataset: str = "builtin:arithmetic"
+    """Hub id, .jsonl/.json/.csv/.parquet file, folder saved by datasets, or builtin:arithmetic, builtin:countdown."""
+    config_name: str | None = None
+    """Configuration of a Hub dataset (gsm8k has main and socratic)."""
+    train_split: str = "train"
+    """Split to train on; slices such as train[:90%] work."""
+    eval_split: str | None = None
+    """Split to evaluate on (slices too); none: no evaluation, except for built-in tasks, which have their own."""
+    eval_dataset: str | None = None
+    """Where the evaluation split lies if not in `dataset` (a second file, say)."""
+    prompt_column: str = "prompt"
+    """Column with the question: text, or a list of chat messages."""
+    answer_column: str | None = None
+    """Column with the reference answer; rewards see it as `answer`."""
+    answer_pattern: str | None = None
+    """Regular expression whose first group (or whole match) is the answer inside the answer column."""
+    system_prompt: str | None = None
+    """System message put before each prompt."""
+    few_shot: list[dict[str, str]] = []
+    """Worked examples put before each question as chat turns: a list of {prompt, completion}."""
+    max_prompt_length: int = Field(512, ge=1)
+    """Longest prompt in tokens; longer ones are left out and counted, never truncated."""
+    max_train_samples: int | None = Field(None, ge=1)
+    """Use only the first N training problems."""
+    max_eval_samples: int | None = Field(None, ge=1)
+    """Load only the first N evaluation problems."""
+
+
+class RewardFunction(Section):
+    name: str
+    """Registry name, package.module:function, path/to/file.py:function, or classifier:<model>."""
+    weight: float = 1.0
+    """Factor in the sum of rewards."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+
+class RewardConfig(Section):
+    functions: list[RewardFunction] = Field([RewardFunction(name="accuracy")], min_length=1)
+    """Reward functions, summed with their weights: a list of {name, weight, args}."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Seconds after which a hanging reward is killed and scores None."""
+    num_workers: int | None = Field(None, ge=1)
+    """Worker processes per rank that run the rewards; none: as many as pays."""
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _names_alone(cls, value: Any) -> Any:
+        return [{"name": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+
+
+class RolloutConfig(Section):
+    prompts_per_step: int = Field(8, ge=1)
+    """Problems per step, over all ranks."""
+    num_generations: int = Field(8, ge=1)
+    """Completions per problem (G)."""
+    max_completion_length: int = Field(256, ge=1)
+    """Longest completion in tokens; longer ones are cut and count as truncated."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probs are taken at the same one."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; below 1 it biases the estimate."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the k likeliest tokens; 0: all. Above 0 it biases the estimate."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Leave out tokens below this fraction of the likeliest one's probability; above 0 it biases the estimate."""
+    stop: list[str] = []
+    """Strings that end a completion (they stay part of it)."""
+    tokens_in_flight: int | None = Field(None, ge=1)
+    """Bound on prompt + completion tokens held in the KV cache at once, per rank; none: the whole batch."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal[tuple(PRESETS)] = "grpo"  # type: ignore[valid-type]
+    """Preset that fills the other keys of this section; any of them can still be set."""
+    objective: Literal["clip", "cispo", "reinforce"] = "clip"
+    """Per-token policy loss."""
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    """What is subtracted from a reward within its group."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What the centred reward is divided by: std of the group, of the whole batch, or 1."""
+    aggregation: Literal["response_mean", "token_mean", "constant"] = "response_mean"
+    """What the loss is averaged over: responses, tokens, or responses x max_completion_length."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Importance ratio of each token, or of the whole response (GSPO)."""
+    epsilon: float = Field(0.2, ge=0)
+    """Clip range below 1."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """Clip range above 1; none: the same as epsilon."""
+    delta: float | None = Field(None, gt=1)
+    """Cap on the ratio in the unclipped branch (two-sided clipping)."""
+    beta: float = Field(0.04, ge=0)
+    """Weight of the KL to the reference model; 0: no reference model is kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL."""
+    num_iterations: int = Field(1, ge=1)
+    """Passes over each rollout batch."""
+    num_minibatches: int = Field(1, ge=1)
+    """Optimizer updates per pass."""
+    mask_truncated_completions: bool = False
+    """Leave truncated completions out of the loss."""
+    dynamic_sampling: bool = False
+    """Replace groups of equal rewards by groups of other problems (DAPO)."""
+    dynamic_sampling_attempts: int = Field(3, ge=1)
+    """How often one place in the batch is given to another problem before its group is kept as it is."""
+    ref_sync_steps: int = Field(0, ge=0)
+    """Move the reference towards the policy every N steps; 0: never."""
+    ref_sync_alpha: float = Field(1.0, gt=0, le=1)
+    """How far it moves: ref = alpha * policy + (1 - alpha) * ref."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return PRESETS.get(values.get("name", "grpo"), {}) | values
+        return values
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.num_iterations * self.num_minibatches
+
+    @property
+    def clip_high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+class OptimConfig(Section):
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's averaging factors."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+    lr_scheduler_type: str = "constant"
+    """Schedule, as transformers.get_scheduler names it: constant, linear, cosine, constant_with_warmup, ..."""
+    warmup_steps: float = Field(0, ge=0)
+    """Warm-up in optimizer updates; a value below 1 is a fraction of all updates."""
+    min_lr: float | None = Field(None, ge=0)
+    """Floor of a cosine schedule."""
+    max_steps: int | None = Field(None, ge=1)
+    """Steps (rollout batches) to train; overrides num_epochs."""
+    num_epochs: float = Field(1.0, gt=0)
+    """Passes over the data, if max_steps is not set."""
+    tokens_per_microbatch: int = Field(16384, ge=1)
+    """Bound on padded tokens (prompt + completion) in one forward and backward pass."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("both must lie in [0, 1)")
+        return value
+
+
+class EvalConfig(Section):
+    every: int | None = Field(None, ge=1)
+    """Evaluate every N steps; none: only before and after training."""
+    before_training: bool = True
+    """Evaluate before the first step, so that the end has something to be compared with."""
+    num_samples: int = Field(1, ge=1)
+    """Completions per problem for mean@k and pass@k, beside the greedy one; 1: greedy only."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of those completions."""
+    max_samples: int | None = Field(None, ge=1)
+    """Evaluate on the first N evaluation problems."""
+
+
+class CheckpointConfig(Section):
+    save_steps: int | None = Field(None, ge=1)
+    """Save every N steps; the last step is always saved."""
+    keep: int = Field(2, ge=1)
+    """Checkpoints to keep; older ones are deleted."""
+    resume: str = "auto"
+    """auto: continue from the newest valid checkpoint in output_dir; never: start afresh; or a checkpoint folder."""
+
+
+class LoggingConfig(Section):
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases mode; metrics.jsonl is always written."""
+    project: str = "grpo"
+    """wandb project."""
+    run_name: str | None = None
+    """wandb run name; none: the name of output_dir."""
+    log_completions: int = Field(4, ge=0)
+    """Completions written to completions/ per logged step; 0: none."""
+    every: int = Field(1, ge=1)
+    """Console line and wandb point every N steps (metrics.jsonl has every step)."""
+
+
+class RuntimeConfig(Section):
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda)$")
+    """auto (CUDA where there is one), cpu, or cuda."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """bf16: autocast over fp32 master weights; fp32: no autocast."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Seconds a rank waits for the others before it gives up."""
+    deterministic: bool = False
+    """Only kernels that give the same bits every time (CUDA; slower)."""
+    threads_per_rank: int | None = Field(None, ge=1)
+    """CPU threads of each rank; none: cores / ranks on this machine."""
+
+
+class Config(Section):
+    output_dir: str = "runs/default"
+    """Folder of the run: config.yaml, metrics.jsonl, completions/, checkpoint-<step>/."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """All randomness of the run follows from it."""
+    debug: bool = False
+    """Set by --debug: a single process, a handful of prompts, 2 steps, everything printed and checked."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dapo_punishes_overlong(cls, values: Any) -> Any:
+        """DAPO's soft overlong punishment is a reward; the preset adds it unless the config already names it."""
+        if not isinstance(values, dict) or not isinstance(values.get("algorithm"), dict):
+            return values
+        reward = values.get("reward", {})
+        functions = reward.get("functions", ["accuracy"]) if isinstance(reward, dict) else None
+        if values["algorithm"].get("name") != "dapo" or not isinstance(functions, list):
+            return values
+        names = [item.get("name") if isinstance(item, dict) else item for item in functions]
+        if "soft_overlong" in names:
+            return values
+        length = (values.get("rollout") or {}).get("max_completion_length", 256)
+        if not isinstance(length, int) or length < 5:
+            return values
+        # The paper punishes over the last 4,096 of 20,480 tokens: a fifth.
+        punishment = {"name": "soft_overlong", "args": {"max_length": length, "cache_length": length // 5}}
+        return values | {"reward": reward | {"functions": [*functions, punishment]}}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        a, G = self.algorithm, self.rollout.num_generations
+        if G == 1 and (a.baseline != "none" or a.scale == "group"):
+            raise ValueError(
+                f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
+                f"algorithm.scale={a.scale}: use num_generations >= 2, or baseline=none with scale=none"
+            )
+        if a.objective == "reinforce" and a.updates_per_step > 1:
+            raise ValueError(
+                f"algorithm.objective=reinforce takes one update per rollout, got num_iterations={a.num_iterations} x "
+                f"num_minibatches={a.num_minibatches}: later updates would be off-policy and it has no importance ratio; "
+                "use objective=clip, or 1 and 1"
+            )
+        if a.delta is not None and a.delta <= 1 + a.clip_high:
+            raise ValueError(f"algorithm.delta={a.delta} must be above 1 + epsilon_high = {1 + a.clip_high:g}")
+        if self.rollout.prompts_per_step % a.num_minibatches:
+            works = _nearest_multiples(self.rollout.prompts_per_step, a.num_minibatches)
+            raise ValueError(
+                f"rollout.prompts_per_step={self.rollout.prompts_per_step} cannot be cut into "
+                f"algorithm.num_minibatches={a.num_minibatches} equal parts: use prompts_per_step={works}"
+            )
+        if self.eval.num_samples > 1 and self.eval.temperature == 0:
+            raise ValueError(
+                f"eval.num_samples={self.eval.num_samples} at eval.temperature=0 would be the same completion "
+                f"{self.eval.num_samples} times: set eval.temperature (1.0, say), or num_samples=1 for greedy only"
+            )
+        if self.optim.min_lr is not None and not self.optim.lr_scheduler_type.startswith("cosine"):
+            raise ValueError(f"optim.min_lr needs a cosine schedule, got lr_scheduler_type={self.optim.lr_scheduler_type}")
+        for example in self.data.few_shot:
+            if set(example) != {"prompt", "completion"}:
+                raise ValueError(f"data.few_shot takes {{prompt, completion}} entries, got keys {sorted(example)}")
+        return self
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def check_world_size(config: Config, world_size: int) -> None:
+    """Refuse a number of ranks that cannot share the step evenly.
+
+    Raises:
+        ValueError: naming the nearest values of ``rollout.prompts_per_step`` that work.
+    """
+    unit = world_size * config.algorithm.num_minibatches
+    P = config.rollout.prompts_per_step
+    if P % unit:
+        minibatches = f" x algorithm.num_minibatches={config.algorithm.num_minibatches}" * (unit > world_size)
+        raise ValueError(
+            f"rollout.prompts_per_step={P} does not divide over {world_size} ranks{minibatches}: "
+            f"use prompts_per_step={_nearest_multiples(P, unit)}"
+        )
+    if config.debug and world_size > 1:
+        raise ValueError(f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1")
+
+
+_DEBUG = {
+    # What --debug makes of any config. Values are caps for sizes, replacements for the rest.
+    "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64},
+    "data": {"max_train_samples": 32, "max_eval_samples": 4},
+    "optim": {"max_steps": 2},
+    "eval": {"num_samples": 1, "max_samples": 4},
+    "checkpoint": {"resume": "never", "save_steps": None},
+    "logging": {"wandb": "disabled", "every": 1},
+}
+
+
+def _debug_version(config: Config) -> Config:
+    values = config.model_dump()
+    for section, changes in _DEBUG.items():
+        for key, value in changes.items():
+            old = values[section][key]
+            values[section][key] = min(old, value) if isinstance(value, int) and old is not None else value
+    minibatches = values["algorithm"]["num_minibatches"]
+    values["rollout"]["prompts_per_step"] = max(values["rollout"]["prompts_per_step"] // minibatches, 1) * minibatches
+    values |= {"debug": True, "output_dir": config.output_dir.rstrip("/") + "-debug"}
+    return Config.model_validate(values)
+
+
+def load_config(argv: list[str]) -> Config:
+    """``["--config", "file.yaml", "section.key=value", "--debug"]`` -> a validated :class:`Config`.
+
+    Later overrides win over earlier ones, all overrides over the file, the file over the defaults.
+
+    Raises:
+        ConfigError: a ``ValueError``; one line per mistake.
+        SystemExit: with code 0 after ``--help``.
+    """
+    values, debug = parse_arguments(argv, Config)
+    config = validate(Config, values)
+    return _debug_version(config) if debug else config

@@ -1,0 +1,144 @@
+"""Log-probabilities of completions by shifted cross-entropy, never with all the logits in memory at once.
+
+Shapes: ``B`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens, ``V`` vocabulary, ``H`` hidden size, ``N`` tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo.batch import IGNORE_INDEX
+
+LOGITS_PER_CHUNK = 2**24
+"""Logits held at once by the chunked head: 64 MiB in fp32."""
+
+
+def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probability of each label, ``-cross_entropy(logits / temperature, label)``.
+
+    Args:
+        logits_BTV: ``[B, T, V]`` (any leading shape); position ``t`` holds the logits that predict ``labels[..., t]``.
+        labels_BT: ``[B, T]`` shifted labels: the token *after* the one at whose position the logits were computed.
+            ``-100`` marks positions that are not scored.
+        temperature: the sampling temperature, so that these are the probabilities the tokens were drawn with.
+
+    Returns:
+        ``[B, T]`` in fp32 (float64 for float64 logits), nats; 0.0 at ``-100``.
+
+    Raises:
+        ValueError: if the shapes disagree or the temperature is not positive.
+    """
+    if logits_BTV.shape[:-1] != labels_BT.shape:
+        raise ValueError(f"logits {tuple(logits_BTV.shape)} do not fit labels {tuple(labels_BT.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be above 0")
+    logits_NV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(0, -2)
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    # Autocast would leave cross_entropy in fp32 as well; `to` above does it outside of autocast too.
+    losses_N = F.cross_entropy(logits_NV, labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    return -losses_N.view(labels_BT.shape)
+
+
+class CompletionScorer(nn.Module):
+    """Wraps a causal language model so that one ``forward`` gives the log-probs of completions.
+
+    A module, so that DistributedDataParallel can wrap it and see the forward pass; it adds no parameters of its own.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float = 1.0):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self._plain_head: bool | None = None
+
+    def forward(
+        self, sequence_ids_BS: torch.Tensor, prompt_lengths_B: torch.Tensor, completion_mask_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score the completions of right-padded sequences.
+
+        Args:
+            sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value. Padding on the right of a causal
+                model cannot influence what is left of it, so that no attention mask is needed.
+            prompt_lengths_B: ``[B]`` tokens of each prompt.
+            completion_mask_BT: ``[B, T]`` True at each completion's tokens.
+
+        Returns:
+            ``(logprobs_BT, entropies_BT)``, fp32, nats, 0.0 outside the mask; the entropies carry no gradient.
+        """
+        T = completion_mask_BT.shape[1]
+        # The logits at position t-1 score token t: completion token t of row b sits at prompt_length + t.
+        positions_BT = prompt_lengths_B[:, None] + torch.arange(T, device=sequence_ids_BS.device)[None, :]
+        positions_BT = positions_BT.clamp(max=sequence_ids_BS.shape[1] - 1)
+        labels_N = sequence_ids_BS.gather(1, positions_BT)[completion_mask_BT]
+        rows_N = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
+        before_N = (rows_N[completion_mask_BT], positions_BT[completion_mask_BT] - 1)
+        if self._plain_head is None:
+            self._plain_head = head_is_plain(self.model)
+        if self._plain_head:
+            hidden_BSH = backbone(self.model)(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
+            logprobs_N, entropies_N = self._chunked_head(hidden_BSH[before_N], labels_N)
+        else:
+            logits_NV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits[before_N]
+            logprobs_N, entropies_N = score(logits_NV, labels_N, self.temperature)
+        zeros_BT = torch.zeros(completion_mask_BT.shape, dtype=logprobs_N.dtype, device=logprobs_N.device)
+        return (
+            zeros_BT.masked_scatter(completion_mask_BT, logprobs_N),
+            zeros_BT.masked_scatter(completion_mask_BT, entropies_N),
+        )
+
+    def _chunked_head(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Head and cross-entropy a chunk of tokens at a time, logits recomputed in the backward pass.
+
+        Memory is bounded by ``LOGITS_PER_CHUNK`` instead of tokens x vocabulary (tens of GiB at a vocabulary of 150,000).
+        """
+        head = self.model.get_output_embeddings()
+
+        def chunk(hidden_nH: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return score(head(hidden_nH), labels_n, self.temperature)
+
+        n = max(LOGITS_PER_CHUNK // head.weight.shape[0], 1)
+        if len(hidden_NH) <= n:
+            return chunk(hidden_NH, labels_N)
+        parts = [
+            checkpoint(chunk, hidden_nH, labels_n, use_reentrant=False)
+            for hidden_nH, labels_n in zip(hidden_NH.split(n), labels_N.split(n), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+
+def score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[N, V]`` logits and ``[N]`` labels to log-probs and entropies ``[N]``, fp32, nats; no gradient through the entropy."""
+    logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
+    with torch.no_grad():
+        logprobs_NV = F.log_softmax(logits_NV.detach().float() / temperature, dim=-1)
+        entropies_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
+    return logprobs_N, entropies_N
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The model without its language-model head."""
+    return getattr(model, model.base_model_prefix)
+
+
+@torch.no_grad()
+def head_is_plain(model: nn.Module) -> bool:
+    """Whether ``logits == head(backbone(ids))``, measured on one short input.
+
+    False for models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone; those are scored
+    from the full logits.
+    """
+    inner, head = getattr(model, getattr(model, "base_model_prefix", ""), None), model.get_output_embeddings()
+    if inner is None or inner is model or head is None:
+        return False
+    ids = torch.arange(2, device=head.weight.device)[None, :]
+    was_training = model.training
+    model.eval()
+    try:
+        hidden = inner(input_ids=ids, use_cache=False).last_hidden_state
+        expected = model(input_ids=ids, use_cache=False).logits
+        return torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4)
+    finally:
+        model.train(was_training)
