@@ -75,3 +75,114 @@ def right_pad(rows: Sequence[Sequence[int]], value: int, device: torch.device | 
     for b, row in enumerate(rows):
         padded[b, : len(row)] = torch.as_tensor(row, dtype=torch.long)
     return padded.to(device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tensors on the training device, right-padded: prompt, completion, padding.
+
+    ``S`` and ``T`` are the longest sequence and completion among the rows.
+    """
+
+    sequence_ids_BS: torch.Tensor
+    """Prompt, then completion, then padding."""
+    prompt_lengths_B: torch.Tensor
+    completion_mask_BT: torch.Tensor
+    """True at each completion's tokens: what is scored."""
+    loss_mask_BT: torch.Tensor
+    """True at the tokens that are trained on: the same, less masked truncated completions."""
+    advantages_B: torch.Tensor
+    sampling_logprobs_BT: torch.Tensor
+    """As the sampler computed them; a check on scoring, not used in the loss."""
+    old_logprobs_BT: torch.Tensor | None = None
+    """Under the policy that sampled; None: the policy of the first update is that policy."""
+    ref_logprobs_BT: torch.Tensor | None = None
+    """Under the reference; None: no KL term."""
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids_BS)
+
+    @property
+    def lengths_B(self) -> torch.Tensor:
+        """Tokens of prompt and completion together."""
+        return self.prompt_lengths_B + self.completion_mask_BT.sum(dim=1)
+
+    def rows(self, index: torch.Tensor | slice) -> "Batch":
+        """Some of the rows, trimmed to the longest among them."""
+        index = torch.arange(len(self))[index] if isinstance(index, slice) else index
+        index = index.to(self.sequence_ids_BS.device)
+        S = int(self.lengths_B[index].max())
+        T = int(self.completion_mask_BT[index].sum(dim=1).max())
+        chosen = {}
+        for name, tensor in vars(self).items():
+            if tensor is not None:
+                width = {"S": S, "T": T}.get(name[-1])
+                chosen[name] = tensor[index] if width is None else tensor[index, :width]
+        return replace(self, **chosen)
+
+
+def collate(
+    groups: Sequence[Group],
+    advantages_PG: torch.Tensor,
+    *,
+    pad_id: int,
+    device: torch.device | str = "cpu",
+    mask_truncated: bool = False,
+) -> Batch:
+    """Groups and their advantages ``[P, G]`` to one batch of ``P*G`` rows, group by group.
+
+    Raises:
+        ValueError: if there are not as many advantages as completions.
+    """
+    pairs = [(group.problem, completion) for group in groups for completion in group.completions]
+    if advantages_PG.numel() != len(pairs):
+        raise ValueError(f"{len(pairs)} completions, but {advantages_PG.numel()} advantages")
+    lengths_B = torch.tensor([len(completion.ids) for _, completion in pairs])
+    completion_ids_BT = right_pad([completion.ids for _, completion in pairs], pad_id)
+    mask_BT = completion_mask(completion_ids_BT, lengths_B)
+    trained_B = torch.tensor([completion.finished or not mask_truncated for _, completion in pairs])
+    sampled_BT = torch.zeros(mask_BT.shape)
+    for b, (_, completion) in enumerate(pairs):
+        if completion.sampling_logprobs:
+            sampled_BT[b, : len(completion.ids)] = torch.tensor(completion.sampling_logprobs)
+    tensors = dict(
+        sequence_ids_BS=right_pad([problem.prompt_ids + completion.ids for problem, completion in pairs], pad_id),
+        prompt_lengths_B=torch.tensor([len(problem.prompt_ids) for problem, _ in pairs]),
+        completion_mask_BT=mask_BT,
+        loss_mask_BT=mask_BT & trained_B[:, None],
+        advantages_B=advantages_PG.flatten().float(),
+        sampling_logprobs_BT=sampled_BT,
+    )
+    return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def minibatches(batch: Batch, count: int) -> list[Batch]:
+    """``count`` equal parts of consecutive groups; one optimizer update is made from each.
+
+    Rank r holds the global groups r, r + world_size, ..., so the same part of every rank is the same part of the whole batch,
+    whatever the world size.
+    """
+    assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
+    n = len(batch) // count
+    return [batch.rows(slice(m * n, (m + 1) * n)) for m in range(count)]
+
+
+def cut(batch: Batch, tokens: int) -> list[torch.Tensor]:
+    """Row numbers of forward passes of at most ``tokens`` padded tokens each, rows of like length together.
+
+    A row longer than the budget comes alone. At least one part, so that every rank runs one synchronised backward pass.
+    """
+    lengths = batch.lengths_B.tolist()
+    parts: list[list[int]] = [[]]
+    for b in sorted(range(len(batch)), key=lambda b: lengths[b]):  # ascending, so that row b is the longest of its part
+        if parts[-1] and (len(parts[-1]) + 1) * lengths[b] > tokens:
+            parts.append([])
+        parts[-1].append(b)
+    return [torch.tensor(rows) for rows in parts]
+
+
+def microbatches(batch: Batch, tokens: int) -> Iterator[tuple[Batch, bool]]:
+    """``(rows, is_last)`` for each part of :func:`cut`."""
+    parts = cut(batch, tokens)
+    for number, rows in enumerate(parts, 1):
+        yield batch.rows(rows), number == len(parts)

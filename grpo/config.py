@@ -189,6 +189,8 @@ class OptimConfig(Section):
     """Floor of a cosine schedule."""
     max_steps: int | None = Field(None, ge=1)
     """Steps (rollout batches) to train; overrides num_epochs."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """What all ranks do when a gradient is not finite: leave out that update (10 in a row stop the run), or stop at once."""
     num_epochs: float = Field(1.0, gt=0)
     """Passes over the data, if max_steps is not set."""
     tokens_per_microbatch: int = Field(16384, ge=1)
@@ -213,6 +215,8 @@ class EvalConfig(Section):
     """Sampling temperature of those completions."""
     max_samples: int | None = Field(None, ge=1)
     """Evaluate on the first N evaluation problems."""
+    correctness: str | None = None
+    """Name of the reward whose value above 0 means correct; none: the first one that checks answers."""
 
 
 class CheckpointConfig(Section):
@@ -222,6 +226,8 @@ class CheckpointConfig(Section):
     """Checkpoints to keep; older ones are deleted."""
     resume: str = "auto"
     """auto: continue from the newest valid checkpoint in output_dir; never: start afresh; or a checkpoint folder."""
+    accept_changes: bool = False
+    """Continue although model, data, algorithm, seed or batch differ from the checkpoint's."""
 
 
 class LoggingConfig(Section):

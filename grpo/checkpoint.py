@@ -1,0 +1,177 @@
+"""Save a step atomically, find the newest valid one, restore it.
+
+A checkpoint is a Hugging Face folder (``from_pretrained`` loads it) with ``trainer/`` beside the weights. Position in the data
+and all randomness follow from (seed, step), so neither is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+class BrokenCheckpoint(ValueError):
+    """A checkpoint that is incomplete or altered."""
+
+
+def save_checkpoint(
+    output_dir: str | Path,
+    step: int,
+    *,
+    model: nn.Module,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    reference: nn.Module | None = None,
+    state: dict[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write ``checkpoint-<step>/``: beside, synced, manifest last, renamed; then delete all but the ``keep`` newest.
+
+    Args:
+        reference: only if it changes during training (``ref_sync_steps``); otherwise it is the starting model.
+        state: JSON-serialisable facts of the run (wandb id, resolved config, ...).
+
+    Returns:
+        The folder.
+    """
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    final, partial = output_dir / f"checkpoint-{step}", output_dir / f".partial-checkpoint-{step}"
+    shutil.rmtree(partial, ignore_errors=True)
+    trainer = partial / "trainer"
+    trainer.mkdir(parents=True)
+    _save_model(model, partial)
+    tokenizer.save_pretrained(partial)
+    torch.save({"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}, trainer / "optimizer.pt")
+    if reference is not None:
+        torch.save(reference.state_dict(), trainer / "reference.pt")
+    (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
+    files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
+    for name in files:
+        _sync(partial / name)
+    (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
+    _sync(partial / MANIFEST)
+    _sync(trainer)
+    _sync(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(partial, final)
+    _sync(output_dir)
+    for _, old in list_checkpoints(output_dir)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def rehearse_save(output_dir: str | Path, **arguments: Any) -> None:
+    """Save once before the first step, and delete it: a model that cannot be saved, or a full disk, must not show at the end.
+
+    Raises:
+        OSError, ValueError: whatever the save raised.
+    """
+    rehearsal = Path(output_dir) / ".rehearsal"
+    try:
+        verify(save_checkpoint(rehearsal, 0, **arguments))
+    finally:
+        shutil.rmtree(rehearsal, ignore_errors=True)
+
+
+def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
+    """``(step, folder)``, newest first."""
+    folders = [p for p in Path(output_dir).glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)]
+    return sorted(((int(_NAME.fullmatch(p.name)[1]), p) for p in folders), reverse=True)
+
+
+def find_newest_valid(output_dir: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that is whole, and a line about each newer one that is not."""
+    warnings = []
+    for _, folder in list_checkpoints(output_dir):
+        try:
+            verify(folder)
+            return folder, warnings
+        except BrokenCheckpoint as broken:
+            warnings.append(f"skipping {broken}")
+    return None, warnings
+
+
+def verify(folder: str | Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest; returns the manifest.
+
+    Raises:
+        BrokenCheckpoint: naming the folder and the first thing that is wrong.
+    """
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BrokenCheckpoint(f"{folder}: no readable {MANIFEST} ({error})") from None
+    for name, expected in files.items():
+        try:
+            found = _digest(folder / name)
+        except OSError as error:
+            raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from None
+        if found != expected:
+            raise BrokenCheckpoint(f"{folder}: {name} is not what was saved ({found['bytes']} bytes, {expected['bytes']} expected)")
+    return manifest
+
+
+def read_state(folder: str | Path) -> dict[str, Any]:
+    """What was saved as ``state``, with ``step``."""
+    return json.loads((Path(folder) / "trainer" / "state.json").read_text(encoding="utf-8"))
+
+
+def restore(
+    folder: str | Path,
+    *,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    reference: nn.Module | None = None,
+    device: torch.device,
+) -> None:
+    """Load optimizer, schedule and a moving reference; the model itself is loaded by ``from_pretrained(folder)``."""
+    trainer = Path(folder) / "trainer"
+    saved = torch.load(trainer / "optimizer.pt", map_location=device, weights_only=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    schedule.load_state_dict(saved["schedule"])
+    if reference is not None and (trainer / "reference.pt").exists():
+        reference.load_state_dict(torch.load(trainer / "reference.pt", map_location=device, weights_only=True))
+
+
+def _save_model(model: nn.Module, folder: Path) -> None:
+    # transformers refuses to save sampling values that it finds inconsistent (a temperature without do_sample). They are not ours
+    # to judge, and no run must fail at its end because of them: the original is written past the check.
+    original = getattr(model, "generation_config", None)
+    if original is None:
+        model.save_pretrained(folder)
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = original
+    original.to_json_file(str(folder / "generation_config.json"))
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,62 @@
+"""What ``--debug`` prints and asserts: shapes, dtypes, devices and times of each phase, one group in full."""
+
+from __future__ import annotations
+
+import textwrap
+
+import torch
+
+
+def show_step(run, step: int, groups, values_PGF, advantages_PG, batch, seconds: dict[str, float]) -> None:
+    """Print one step before its update and assert what must hold of its batch."""
+    say = run.reporter.say
+    say(f"\n--- step {step} " + "-" * 60)
+    model = run.policy.model
+    parameter = next(model.parameters())
+    say(f"policy    {type(model).__name__}, weights {parameter.dtype} on {parameter.device}, compute {run.config.runtime.precision}")
+    for phase in ("rollout", "reward", "logprobs"):
+        say(f"{phase:9} {seconds[phase]:.3f} s")
+    for name, tensor in vars(batch).items():
+        if tensor is not None:
+            say(f"  {name:22} {str(tuple(tensor.shape)):12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
+    group = groups[0]
+    say(f"problem {group.problem.index}, {len(group.problem.prompt_ids)} prompt tokens, as the model sees it:")
+    say(textwrap.indent(run.policy.tokenizer.decode(group.problem.prompt_ids), "  | "))
+    for g, completion in enumerate(group.completions):
+        rewards = ", ".join(f"{n} {v:g}" for n, v in zip(run.rewards.names, values_PGF[0, g].tolist(), strict=True))
+        end = "finished" if completion.finished else "cut"
+        say(f"completion {g}: {len(completion.ids)} tokens, {end}; {rewards}; advantage {advantages_PG[0, g]:+.4f}")
+        say(textwrap.indent(completion.text, "  | "))
+    check_batch(run, step, groups, batch)
+
+
+def check_batch(run, step: int, groups, batch) -> None:
+    """Masks equal recorded lengths, EOS lies inside the mask, everything is finite, the KL is 0 while nothing has moved."""
+    lengths = [len(c.ids) for group in groups for c in group.completions]
+    assert batch.completion_mask_BT.sum(dim=1).tolist() == lengths, "mask sums differ from the recorded lengths"
+    completions = [c for group in groups for c in group.completions]
+    for b, completion in enumerate(completions):
+        end = int(batch.prompt_lengths_B[b]) + len(completion.ids)
+        last = int(batch.sequence_ids_BS[b, end - 1])
+        assert last == completion.ids[-1], "the last token of a completion is not where the mask ends"
+        assert not completion.finished or last in run.policy.eos_ids or run.config.rollout.stop, "EOS is not inside the mask"
+    for name, tensor in vars(batch).items():
+        assert tensor is None or torch.isfinite(tensor).all(), f"{name} is not finite"
+    if batch.ref_logprobs_BT is not None and step == 0:
+        with torch.no_grad(), run.policy.autocast():
+            inner = getattr(run.scorer, "module", run.scorer)
+            new_BT, _ = inner(batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT)
+            ref_BT, _ = run.ref_scorer(batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT)
+        assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference are the same weights"
+    run.reporter.say("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * (step == 0 and run.ref_scorer is not None))
+
+
+def check_update(run, metrics) -> None:
+    """The first update's importance ratio is 1."""
+    if getattr(run, "_ratio_checked", False):
+        return
+    run._ratio_checked = True
+    total, count = metrics._sums["ratio"].tolist()
+    tolerance = 1e-5 if run.config.runtime.precision == "fp32" else 1e-2
+    assert count == 0 or abs(total / count - 1) < tolerance, f"importance ratio of the first update is {total / count}, not 1"
+    run.reporter.say(f"checked   importance ratio of the first update: {total / max(count, 1):.6f}")

@@ -1,0 +1,217 @@
+"""The only file that knows there are other ranks: start, sums, votes, DDP, shutdown.
+
+Works the same under torchrun on GPUs (NCCL), under torchrun on CPU (gloo), and as a plain single process with no launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class RanksDisagree(RuntimeError):
+    """One or more ranks failed; raised on all of them, with the first failing rank's message."""
+
+
+@dataclass
+class World:
+    """This process among the ranks of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    phase: str = field(default="start", compare=False)
+    """What this rank is doing, for the message when a collective times out."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
+        """Name what this rank is doing, and add the seconds it took to ``seconds[phase]``."""
+        outer, self.phase = self.phase, phase
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+            self.phase = outer
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over ranks, a new tensor on the same device."""
+        return self._reduce(tensor, "sum")
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over ranks, a new tensor on the same device."""
+        return self._reduce(tensor, "max")
+
+    def all_true(self, here: bool) -> bool:
+        """A vote: whether every rank says yes. All ranks get the same answer, so that all take the same branch."""
+        return not bool(self.max(torch.tensor(0.0 if here else 1.0)))
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[n, ...]`` on each rank to ``[n * size, ...]`` in dataset order: rank r holds global rows r, r + size, ... ."""
+        if self.size == 1:
+            return rows
+        parts = [torch.empty_like(rows, device=self.device) for _ in range(self.size)]
+        self._collective(lambda: dist.all_gather(parts, rows.to(self.device).contiguous()))
+        return torch.stack(parts, dim=1).flatten(0, 1).to(rows.device)
+
+    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`gather_rows`: this rank's share of global rows."""
+        return rows[self.rank :: self.size]
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """One picklable object per rank, in rank order, on every rank."""
+        if self.size == 1:
+            return [thing]
+        things: list[Any] = [None] * self.size
+        self._collective(lambda: dist.all_gather_object(things, thing))
+        return things
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Vote on a failure that may have happened on some ranks only: if any failed, all raise, and none is left waiting."""
+        if self.all_true(error is None):
+            return
+        messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        rank = next(r for r, message in enumerate(messages) if message is not None)
+        if error is not None and rank == self.rank:
+            raise error
+        raise RanksDisagree(f"rank {rank}: {messages[rank]}")
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main rank runs the block before the others (which then find its result on disk).
+
+        Its failure is raised on all ranks.
+        """
+        if not self.is_main:
+            self.raise_together(None)
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # voted on, not swallowed
+            error = caught
+        self.raise_together(error)
+
+    def barrier(self) -> None:
+        self.all_true(True)
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Overwrite ``tensors`` in place by the main rank's."""
+        if self.size > 1:
+            self._collective(lambda: [dist.broadcast(tensor, src=0) for tensor in tensors])
+
+    def data_parallel(self, module: nn.Module, first_forward: Callable[[nn.Module], torch.Tensor]) -> nn.Module:
+        """Wrap in DistributedDataParallel, and settle the order of its buckets.
+
+        DDP rebuilds its buckets after the first backward in the order in which gradients arrived; another bucket order is
+        another order of summation, so a run resumed at step s would differ in the last bits from one that was not
+        (visible from three ranks on). Two backwards of a zero loss here put that behind us. ``first_forward`` maps the
+        wrapped module to any scalar that depends on all its parameters.
+        """
+        if self.size == 1:
+            return module
+        device_ids = [self.device.index] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(
+            module, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+        for _ in range(2):
+            self._collective(lambda: (first_forward(wrapped) * 0.0).backward())
+        wrapped.zero_grad(set_to_none=True)
+        return wrapped
+
+    def synchronise_if(self, is_last: bool, module: nn.Module) -> contextlib.AbstractContextManager:
+        """Gradients are averaged over ranks by the backward pass of the last micro-batch only."""
+        if is_last or not isinstance(module, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return module.no_sync()
+
+    def shutdown(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        if self.size == 1:
+            return tensor.clone()
+        result = tensor.detach().to(self.device, copy=True)
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        self._collective(lambda: dist.all_reduce(result, op=operation))
+        return result.to(tensor.device)
+
+    def _collective(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as error:  # a timeout blames the waiting rank: say what this one was waiting in
+            print(f"[rank {self.rank}] gave up while in phase {self.phase!r}: {error}", file=sys.stderr, flush=True)
+            raise
+
+
+def start_world(
+    *,
+    device: str = "auto",
+    timeout_s: float = 1800.0,
+    threads_per_rank: int | None = None,
+    deterministic: bool = False,
+) -> World:
+    """Read torchrun's environment, pick the device, share out the CPU cores, join the process group.
+
+    Raises:
+        ValueError: if CUDA is asked for where there is none, or there are fewer GPUs than local ranks.
+    """
+    rank, size, local_rank, local_size = launched_as()
+    cuda = torch.cuda.is_available()
+    if device == "cuda" and not cuda:
+        raise ValueError("runtime.device=cuda, but PyTorch sees no CUDA device: use runtime.device=auto or cpu")
+    use_cuda = cuda and device != "cpu"
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"{local_size} processes on this machine, but {torch.cuda.device_count()} CUDA devices: "
+            f"use --nproc_per_node={torch.cuda.device_count()}"
+        )
+    # Ranks that each start as many threads as there are cores fight for them (80 times slower, measured on two cores).
+    torch.set_num_threads(threads_per_rank or max(available_cores() // local_size, 1))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(where)
+    if "RANK" in os.environ:
+        dist.init_process_group(
+            "nccl" if use_cuda else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=where if use_cuda else None,
+        )
+    return World(rank, size, local_rank, where)
+
+
+def launched_as() -> tuple[int, int, int, int]:
+    """``(rank, world size, local rank, local world size)`` from torchrun's environment; ``(0, 1, 0, 1)`` without it."""
+    if "RANK" not in os.environ:
+        return 0, 1, 0, 1
+    return tuple(int(os.environ.get(k, d)) for k, d in (
+        ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"),
+    ))  # fmt: skip
+
+
+def available_cores() -> int:
+    """Cores this process may use (a container's CPU set is often smaller than the machine)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

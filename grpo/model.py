@@ -1,0 +1,200 @@
+"""Policy, reference, tokenizer, optimizer and schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.utils import logging as transformers_logging
+
+from grpo.tasks.tiny import build_tiny_model
+
+transformers_logging.disable_progress_bar()  # one bar a shard, from every rank
+
+
+@dataclass
+class Policy:
+    """A causal language model with what sampling and scoring need to know about it."""
+
+    model: nn.Module
+    """The bare model, fp32 master weights; DDP wraps a scorer around it, never this attribute."""
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    """Every id that ends a completion: the union of what tokenizer, config and generation config name."""
+    pad_id: int
+    """Fills unused places; never used to tell padding from tokens."""
+    device: torch.device
+    precision: str
+    """``bf16`` (autocast) or ``fp32``."""
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Eval mode, no grad, autocast; the mode before is restored whatever happens.
+
+        In train mode gradient checkpointing silently drops the KV cache, and dropout would change the policy.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        assert not any(module.training for module in self.model.modules())
+        try:
+            with torch.no_grad(), self.autocast():
+                yield
+        finally:
+            self.model.train(was_training)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens the model's positions reach, None if it does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = False) -> str:
+    """``builtin:tiny`` to the folder of the (cached) tiny model, anything else unchanged after a look at its config.
+
+    Raises:
+        ValueError: if the folder or Hub id holds no model that transformers can load.
+    """
+    if name_or_path.startswith("builtin:"):
+        if name_or_path != "builtin:tiny":
+            raise ValueError(f"model.name_or_path={name_or_path}: the only built-in model is builtin:tiny")
+        task = dataset.removeprefix("builtin:") if dataset.startswith("builtin:") else "arithmetic"
+        return str(build_tiny_model(task, seed=0))
+    if os.path.isdir(name_or_path) and not os.path.exists(os.path.join(name_or_path, "config.json")):
+        inside = ", ".join(sorted(os.listdir(name_or_path))[:5]) or "nothing"
+        raise ValueError(f"model.name_or_path={name_or_path} is not a model folder: it has no config.json (it has {inside})")
+    if os.path.isfile(name_or_path):
+        raise ValueError(f"model.name_or_path={name_or_path} is a file: give the folder that holds config.json")
+    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if looks_local and not os.path.exists(name_or_path):
+        raise ValueError(f"model.name_or_path={name_or_path} does not exist")
+    try:
+        AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model.name_or_path={name_or_path} cannot be loaded: {_first_line(error)}") from None
+    return name_or_path
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder or Hub id.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"model.name_or_path={path} has no tokenizer that loads: {_first_line(error)}") from None
+
+
+def load_policy(
+    path: str,
+    tokenizer: Any,
+    *,
+    device: torch.device,
+    precision: str = "bf16",
+    attn_implementation: str = "sdpa",
+    gradient_checkpointing: bool = False,
+    disable_dropout: bool = True,
+    trust_remote_code: bool = False,
+) -> Policy:
+    """Load fp32 master weights, whatever the checkpoint's dtype: bf16 parameters round away updates at 1e-6.
+
+    Raises:
+        ValueError: if the weights do not load, or nothing says which token ends a completion.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ValueError(f"model.name_or_path={path} cannot be loaded: {_first_line(error)}") from None
+    if disable_dropout:
+        turn_dropout_off(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.to(device)
+    eos_ids = end_tokens(model, tokenizer)
+    if not eos_ids:
+        raise ValueError(f"model.name_or_path={path}: neither tokenizer nor config names an EOS token, so no completion can end")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        raise ValueError(
+            f"model.name_or_path={path}: the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows"
+        )
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
+    return Policy(model, tokenizer, eos_ids, pad_id, device, precision)
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Every EOS id that tokenizer, config or generation config name. Only these are read from ``generation_config.json``."""
+    named = [tokenizer.eos_token_id, getattr(model.config, "eos_token_id", None)]
+    named.append(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+    ids = set()
+    for value in named:
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return tuple(sorted(ids))
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """Every dropout probability to 0: modules, and the attributes that attention functions read."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+                setattr(module, name, 0.0)
+
+
+def make_reference(model: nn.Module) -> nn.Module:
+    """A frozen copy, in eval mode, of the same weights and under the same autocast: the KL at step 0 is exactly 0."""
+    reference = copy.deepcopy(model).eval()
+    return reference.requires_grad_(False)
+
+
+@torch.no_grad()
+def sync_reference(reference: nn.Module, model: nn.Module, alpha: float) -> None:
+    """``ref = alpha * policy + (1 - alpha) * ref``, in place."""
+    for old, new in zip(reference.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, alpha)
+
+
+def make_optimizer(model: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float):
+    """AdamW with weight decay on matrices only: norms and biases are not pulled to 0."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas)
+
+
+def make_schedule(optimizer, *, name: str, num_updates: int, warmup_steps: float, min_lr: float | None):
+    """A learning-rate schedule of ``num_updates`` optimizer updates, from ``transformers.get_scheduler``.
+
+    Raises:
+        ValueError: on a name that transformers does not know.
+    """
+    warmup = round(warmup_steps * num_updates) if warmup_steps < 1 else int(warmup_steps)
+    extra: dict[str, Any] = {}
+    if min_lr is not None:
+        name, extra = "cosine_with_min_lr", {"scheduler_specific_kwargs": {"min_lr": min_lr}}
+    try:
+        return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_updates, **extra)
+    except ValueError as error:
+        raise ValueError(f"optim.lr_scheduler_type={name}: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,281 @@
+"""Problems to groups of sampled completions.
+
+Each prompt is prefilled once, its cache forked G times; a token is drawn by inverting the CDF at a uniform number that was
+fixed ahead by the row's own address; finished rows leave the batch instead of being decoded to the end of the longest.
+
+Shapes: ``U`` prompts, ``R`` rows in flight, ``L`` padded prompt length, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from grpo.batch import Completion, Group, Problem
+from grpo.seeding import generator
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. Every value is explicit: nothing is read from a model's ``generation_config.json``."""
+
+    num_generations: int
+    max_completion_length: int
+    """In tokens."""
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    tokens_in_flight: int | None = None
+
+
+def generate(
+    policy,
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    *,
+    address: tuple[int, str, int],
+    on_tokens: Callable[[int], None] | None = None,
+) -> list[Group]:
+    """Sample ``num_generations`` completions of each problem.
+
+    Args:
+        policy: a ``grpo.model.Policy``; its bare model is used (never a DDP wrapper), in eval mode.
+        problems: this rank's problems.
+        sampling: how to draw.
+        address: ``(seed, purpose, step)``; row g of a problem draws its uniforms from
+            ``derive_seed(seed, purpose, step, problem.index, g)``, so that its tokens depend neither on the other rows nor on
+            the world size.
+        on_tokens: called with the number of tokens drawn since the last call, for progress bars.
+
+    Returns:
+        One group per problem, in order.
+    """
+    seed, purpose, step = address
+    G, T = sampling.num_generations, sampling.max_completion_length
+    rows = [(p, g) for p in range(len(problems)) for g in range(G)]
+    completions: dict[tuple[int, int], Completion] = {}
+    with policy.sampling():
+        for wave in _waves(rows, problems, sampling):
+            uniforms_RT = None
+            if sampling.temperature > 0:
+                uniforms_RT = torch.stack(
+                    [torch.rand(T, generator=generator(seed, purpose, step, problems[p].index, g)) for p, g in wave]
+                )
+            prompts = [problems[p].prompt_ids for p, _ in wave]
+            drawn = _decode_wave(policy, prompts, uniforms_RT, sampling, on_tokens)
+            completions.update(zip(wave, drawn, strict=True))
+    return [
+        Group(problem, tuple(completions[p, g] for g in range(G))) for p, problem in enumerate(problems)
+    ]
+
+
+def _waves(rows: list[tuple[int, int]], problems: Sequence[Problem], sampling: Sampling) -> list[list[tuple[int, int]]]:
+    """Cut the rows so that no wave holds more than ``tokens_in_flight`` tokens of KV cache at its fullest."""
+    if sampling.tokens_in_flight is None or not rows:
+        return [rows] if rows else []
+    waves: list[list[tuple[int, int]]] = [[]]
+    longest = 0
+    for row in rows:
+        longest = max(longest, len(problems[row[0]].prompt_ids))
+        if waves[-1] and (len(waves[-1]) + 1) * (longest + sampling.max_completion_length) > sampling.tokens_in_flight:
+            waves.append([])
+            longest = len(problems[row[0]].prompt_ids)
+        waves[-1].append(row)
+    return waves
+
+
+def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> list[Completion]:
+    """Prefill the distinct prompts of a wave, fork, decode until every row has ended."""
+    device, T, R = policy.device, sampling.max_completion_length, len(prompts)
+    distinct = list(dict.fromkeys(prompts))
+    fork_R = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
+    logits_UV, cache, mask_UK, lengths_U = _prefill(policy, distinct, T)
+    logits_RV, mask_RK, positions_R = logits_UV[fork_R], mask_UK[fork_R], lengths_U[fork_R]
+    cache.batch_select_indices(fork_R)
+
+    tokens_RT = torch.zeros(R, T, dtype=torch.long)
+    logprobs_RT = torch.zeros(R, T)
+    lengths = [T] * R
+    finished = [False] * R
+    eos = torch.tensor(policy.eos_ids, device=device)
+    uniforms_RT = None if uniforms_RT is None else uniforms_RT.to(device)
+    alive = list(range(R))  # the wave's row behind each row still in the batch
+    live = torch.ones(R, dtype=torch.bool, device=device)  # rows in the batch that have not ended
+    L = mask_RK.shape[1] - T
+    for t in range(T):
+        u_R = None if uniforms_RT is None else uniforms_RT[alive, t]
+        token_R, logprob_R = draw(logits_RV, u_R, sampling)
+        tokens_RT[alive, t] = token_R.cpu()
+        logprobs_RT[alive, t] = logprob_R.cpu()
+        ended_R = torch.isin(token_R, eos) & live
+        if sampling.stop:
+            hit = [_hits_stop(policy.tokenizer, tokens_RT[row, : t + 1], sampling.stop) for row in alive]
+            ended_R |= torch.tensor(hit, device=device) & live
+        live = live & ~ended_R
+        for r in ended_R.nonzero().flatten().tolist():
+            lengths[alive[r]], finished[alive[r]] = t + 1, True
+        num_live = int(live.sum())
+        if on_tokens is not None:
+            on_tokens(num_live + int(ended_R.sum()))
+        if num_live == 0 or t == T - 1:
+            break
+        # Leaving costs a copy of the cache, staying a share of every later step; an eighth of the rows is worth it.
+        if len(alive) - num_live >= max(len(alive) // 8, 1):
+            keep = live.nonzero().flatten()
+            alive = [alive[r] for r in keep.tolist()]
+            cache.batch_select_indices(keep)
+            token_R, mask_RK, positions_R, live = token_R[keep], mask_RK[keep], positions_R[keep], live[keep]
+        logits_RV = _step(policy, token_R, mask_RK[:, : L + t + 1], positions_R + t, cache)
+    texts = policy.tokenizer.batch_decode(
+        [tokens_RT[r, :n].tolist() for r, n in enumerate(lengths)], skip_special_tokens=True
+    )
+    return [
+        Completion(
+            ids=tuple(tokens_RT[r, : lengths[r]].tolist()),
+            text=texts[r],
+            finished=finished[r],
+            sampling_logprobs=tuple(logprobs_RT[r, : lengths[r]].tolist()) if uniforms_RT is not None else (),
+        )
+        for r in range(R)
+    ]
+
+
+def _prefill(policy, prompts, room: int):
+    """Run the prompts once, padded on the left so that all rows continue at the same place in the cache.
+
+    Returns:
+        logits ``[U, V]`` after the last prompt token; the cache; the attention mask ``[U, L + room]`` with the places of future
+        tokens already True; the prompt lengths ``[U]``.
+    """
+    L = max(len(prompt) for prompt in prompts)
+    ids_UL = torch.full((len(prompts), L), policy.pad_id, dtype=torch.long)
+    mask_UK = torch.ones(len(prompts), L + room, dtype=torch.bool)
+    for u, prompt in enumerate(prompts):
+        ids_UL[u, L - len(prompt) :] = torch.tensor(prompt)
+        mask_UK[u, : L - len(prompt)] = False
+    ids_UL, mask_UK = ids_UL.to(policy.device), mask_UK.to(policy.device)
+    positions_UL = (mask_UK[:, :L].long().cumsum(dim=1) - 1).clamp(min=0)
+    cache = rollout_cache(policy.model.config, capacity=L + room)
+    output = policy.model(
+        input_ids=ids_UL,
+        attention_mask=mask_UK[:, :L],
+        position_ids=positions_UL,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1], cache, mask_UK, positions_UL[:, -1] + 1
+
+
+def _step(policy, token_R, mask_RK, positions_R, cache) -> torch.Tensor:
+    """One token for every row; logits ``[R, V]`` of the next."""
+    output = policy.model(
+        input_ids=token_R[:, None],
+        attention_mask=mask_RK,
+        position_ids=positions_R[:, None],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]
+
+
+def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row by inverting the CDF at ``u``.
+
+    Args:
+        logits_RV: ``[R, V]`` logits.
+        u_R: ``[R]`` uniform numbers in [0, 1); None for greedy.
+        sampling: temperature and filters.
+
+    Returns:
+        Tokens ``[R]`` and their log-probabilities ``[R]`` (nats, at the temperature, before top-k/top-p/min-p: what the loss
+        scores).
+    """
+    if u_R is None:
+        token_R = logits_RV.argmax(dim=-1)
+        return token_R, torch.zeros_like(token_R, dtype=torch.float32)
+    logprobs_RV = torch.log_softmax(logits_RV.float() / sampling.temperature, dim=-1)
+    probs_RV = keep_likely(logprobs_RV.exp(), sampling)
+    cdf_RV = probs_RV.cumsum(dim=-1)
+    total_R1 = cdf_RV[:, -1:]
+    # Just below the total at most: u * total can round up to it, and would fall behind the last possible token.
+    target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
+    token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
+    return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1)
+
+
+def keep_likely(probs_RV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Probabilities with those outside top-k, top-p and min-p set to 0 (not renormalised), applied in that order."""
+    V = probs_RV.shape[-1]
+    top_k = sampling.top_k if 0 < sampling.top_k < V else 0
+    if not top_k and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
+        return probs_RV
+    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
+    keep_RV = torch.ones_like(sorted_RV, dtype=torch.bool)
+    if top_k:
+        keep_RV[:, top_k:] = False
+    if sampling.top_p < 1.0:
+        kept_RV = sorted_RV * keep_RV
+        before_RV = (kept_RV.cumsum(dim=-1) - kept_RV) / kept_RV.sum(dim=-1, keepdim=True)
+        keep_RV &= before_RV < sampling.top_p  # the smallest set that reaches top_p; never empty
+    if sampling.min_p > 0.0:
+        keep_RV &= sorted_RV >= sampling.min_p * sorted_RV[:, :1]
+    return torch.zeros_like(probs_RV).scatter(-1, order_RV, sorted_RV * keep_RV)
+
+
+def _hits_stop(tokenizer, ids_t: torch.Tensor, stop: tuple[str, ...]) -> bool:
+    # A stop string of n characters spans at most 4n byte-level tokens; decoding more would make long completions quadratic.
+    tail = ids_t[-4 * max(len(s) for s in stop) - 4 :].tolist()
+    text = tokenizer.decode(tail, skip_special_tokens=True)
+    return any(s in text for s in stop)
+
+
+class _PreallocatedLayer(DynamicLayer):
+    """A full-attention cache layer that writes into a buffer allocated once, instead of concatenating at every token."""
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity, self.length = capacity, 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = self._room_for(key_states), self._room_for(value_states)
+        self.is_initialized = True
+
+    def _room_for(self, states: torch.Tensor) -> torch.Tensor:
+        B, H, _, D = states.shape
+        return states.new_empty(B, H, self.capacity, D)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[-2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_empty(len(indices), *old.shape[1:])
+            new[:, :, : self.length] = old[indices, :, : self.length]
+            setattr(self, name, new)
+
+
+def rollout_cache(config, capacity: int) -> DynamicCache:
+    """A cache for ``capacity`` tokens: full-attention layers preallocated, all others as transformers makes them."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache

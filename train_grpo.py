@@ -1,0 +1,254 @@
+"""GRPO on one page: sample, score, centre, fix old and reference log-probs, update.
+
+    python train_grpo.py --config configs/tiny_arithmetic.yaml             one process
+    torchrun --nproc_per_node=8 train_grpo.py --config FILE.yaml           eight GPUs
+
+P problems a step (over all ranks), G completions each, B = P*G rows, T completion tokens. Where this departs from the
+DeepSeekMath paper: the loss is averaged over the whole optimizer step on all ranks at once, whatever the micro-batches; rewards
+that nothing could be compared with teach nothing; one update per rollout needs no separate old policy.
+"""
+
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from grpo import debug
+from grpo.advantages import group_advantages, has_equal_rewards
+from grpo.batch import Batch, Group, collate, cut, microbatches, minibatches
+from grpo.config import Config, load_config
+from grpo.distributed import World, launched_as, start_world
+from grpo.logprobs import CompletionScorer
+from grpo.loss import loss_denominator, policy_loss
+from grpo.metrics import Accumulator, evaluation_table
+from grpo.model import sync_reference
+from grpo.rollout import generate
+from grpo.run import Run, check_rewards, completion_metrics, prepare, reward_metrics, samples_of
+
+PHASES = ("rollout", "reward", "logprobs", "update", "eval")
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+def train(run: Run) -> None:
+    config, world, algorithm = run.config, run.world, run.config.algorithm
+    if run.start == 0 and config.eval.before_training:
+        run.before = run.evaluate(step=0)
+        run.reporter.step({"step": 0, **run.before})
+    for step in range(run.start, run.max_steps):
+        metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
+        started = time.perf_counter()
+
+        groups, values_PGF, rewards_PG = sample_and_score(run, step, seconds)  # K samples per prompt, bf16 autocast
+        all_rewards_PG = world.gather_rows(rewards_PG)
+        advantages_PG = world.own_rows(
+            group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
+        )
+        batch = collate(
+            groups,
+            advantages_PG,
+            pad_id=run.policy.pad_id,
+            device=world.device,
+            mask_truncated=algorithm.mask_truncated_completions,
+        )
+        with world.timed("logprobs", seconds):
+            batch = with_old_and_ref_logprobs(run, batch)
+        if config.debug:
+            debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
+        with world.timed("update", seconds):
+            for iteration in range(algorithm.num_iterations):
+                for minibatch in minibatches(batch, algorithm.num_minibatches):
+                    update(run, minibatch, metrics, is_first_pass=iteration == 0)
+        if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
+            sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
+
+        step_time = time.perf_counter() - started
+        is_last = step + 1 == run.max_steps
+        evaluated = {}
+        if is_last or (config.eval.every and (step + 1) % config.eval.every == 0):
+            with world.timed("eval", seconds):
+                evaluated = run.evaluate(step + 1)
+        report(run, step, metrics, seconds, step_time, groups, world.gather_rows(values_PGF), all_rewards_PG, evaluated)
+        run.reporter.completions(
+            step + 1,
+            samples_of(groups, values_PGF, advantages_PG, run.rewards.names, config.logging.log_completions, step + 1),
+        )
+        if not config.debug and (is_last or (config.checkpoint.save_steps and (step + 1) % config.checkpoint.save_steps == 0)):
+            run.save(step + 1)
+        if is_last and evaluated:
+            run.reporter.say(evaluation_table(run.before, evaluated))
+    if not config.debug:
+        run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
+
+
+def sample_and_score(
+    run: Run, step: int, seconds: dict[str, float]
+) -> tuple[list[Group], torch.Tensor, torch.Tensor]:
+    """This rank's groups, every reward ``[P, G, F]``, and their weighted sum ``[P, G]`` (NaN: nothing could score it).
+
+    With dynamic sampling (DAPO, section 3.2) a place whose group has equal rewards goes to another problem. Which one is a
+    function of (step, place, attempt), so that neither world size nor a resume changes it; a place that stays without
+    signal keeps its group.
+    """
+    world, algorithm = run.world, run.config.algorithm
+    problems = run.problems.at(step)
+    groups: list[Group | None] = [None] * len(problems)
+    values_PGF = torch.full((len(problems), run.sampling.num_generations, len(run.rewards.names)), torch.nan)
+    places = list(range(len(problems)))
+    for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
+        error = None
+        with world.timed("rollout", seconds):
+            total = len(places) * run.sampling.num_generations * run.sampling.max_completion_length
+            with run.reporter.bar("rollout", total) as bar:
+                sampled = generate(
+                    run.policy,
+                    [problems[p] for p in places],
+                    run.sampling,
+                    address=(run.config.seed, "rollout", step),
+                    on_tokens=bar.update,
+                )
+        with world.timed("reward", seconds):
+            try:
+                values = run.score(sampled)
+            except ValueError as broken_contract:  # of a user's function, on this rank only perhaps: voted on below
+                values, error = values_PGF[places], broken_contract
+        check_rewards(run, values, error)
+        for p, group, value_GF in zip(places, sampled, values, strict=True):
+            groups[p], values_PGF[p] = group, value_GF
+        rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
+        if not algorithm.dynamic_sampling or attempt == algorithm.dynamic_sampling_attempts:
+            break
+        equal = has_equal_rewards(rewards_PG).nonzero().flatten().tolist()
+        substitutes = {p: run.problems.substitute(step, p, attempt) for p in equal}
+        places = [p for p, problem in substitutes.items() if problem is not None]
+        for p in places:
+            problems[p] = substitutes[p]
+        if world.all_true(not places):
+            break
+    return groups, values_PGF, rewards_PG
+
+
+def weighted_sum(values_PGF: torch.Tensor, weights: list[float]) -> torch.Tensor:
+    """``[P, G]`` over the functions that gave a value; NaN where none did."""
+    rewards_PG = (values_PGF.nan_to_num(0.0) * torch.tensor(weights)).sum(dim=-1)
+    return rewards_PG.masked_fill(values_PGF.isnan().all(dim=-1), torch.nan)
+
+
+def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
+    """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without grad."""
+    old_BT = ref_BT = None
+    if run.config.algorithm.updates_per_step > 1:  # with one update, old = new.detach(): the same numbers, a pass saved
+        old_BT = logprobs_without_grad(run, CompletionScorer(run.policy.model, run.config.rollout.temperature), batch)
+    if run.ref_scorer is not None:
+        ref_BT = logprobs_without_grad(run, run.ref_scorer, batch)
+    return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT)
+
+
+@torch.no_grad()
+def logprobs_without_grad(run: Run, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
+    logprobs_BT = torch.zeros_like(batch.sampling_logprobs_BT)
+    with run.policy.autocast():
+        for rows in cut(batch, run.config.optim.tokens_per_microbatch):
+            micro = batch.rows(rows)
+            scored, _ = scorer(micro.sequence_ids_BS, micro.prompt_lengths_B, micro.completion_mask_BT)
+            logprobs_BT[rows.to(logprobs_BT.device), : scored.shape[1]] = scored
+    return logprobs_BT
+
+
+def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: bool) -> None:
+    """One optimizer update from this rank's share of a minibatch."""
+    config, world, a = run.config, run.world, run.config.algorithm
+    averaging = dict(aggregation=a.aggregation, max_length=config.rollout.max_completion_length)
+    # Counted over all ranks before the first backward: the gradient then does not depend on how the work is cut.
+    denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
+    for micro, is_last in microbatches(minibatch, config.optim.tokens_per_microbatch):
+        with world.synchronise_if(is_last, run.scorer):
+            with run.policy.autocast():
+                new_BT, entropy_BT = run.scorer(micro.sequence_ids_BS, micro.prompt_lengths_B, micro.completion_mask_BT)
+            old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
+            loss_sum, stats = policy_loss(
+                new_BT,
+                old_BT,
+                micro.advantages_B,
+                micro.loss_mask_BT,
+                ref_logprobs_BT=micro.ref_logprobs_BT,
+                objective=a.objective,
+                importance_level=a.importance_level,
+                epsilon=a.epsilon,
+                epsilon_high=a.epsilon_high,
+                delta=a.delta,
+                beta=a.beta,
+                kl_estimator=a.kl_estimator,
+                **averaging,
+            )
+            (loss_sum * world.size / denominator).backward()  # world.size undoes DDP's mean
+        metrics.add_all(stats)
+        metrics.add("loss", loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging))
+        metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
+        if is_first_pass:
+            difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
+            metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
+    if config.debug:
+        debug.check_update(run, metrics)
+    grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), config.optim.max_grad_norm)
+    metrics.add("learning_rate", run.optimizer.param_groups[0]["lr"])
+    if world.all_true(bool(torch.isfinite(grad_norm))):
+        run.optimizer.step()
+        run.skipped_in_a_row = 0
+        metrics.add("grad_norm", grad_norm)
+    else:
+        run.skipped_in_a_row += 1
+        run.reporter.say("warning: a gradient is not finite; this update is left out and the weights are untouched")
+        if config.optim.on_nonfinite == "stop" or run.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise ValueError(f"{run.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate")
+        metrics.add("grad_norm", 0.0, 0.0)
+    metrics.add("skipped_updates", float(run.skipped_in_a_row > 0), 0)
+    run.schedule.step()  # also after a skipped update: the learning rate is a function of the step
+    run.optimizer.zero_grad(set_to_none=True)
+
+
+def report(run: Run, step, metrics: Accumulator, seconds, step_time, groups, all_values_PGF, all_rewards_PG, evaluated) -> None:
+    """One reduction over ranks, then one line on the console and one object in ``metrics.jsonl``."""
+    metrics.add("num_tokens", completion_metrics(groups, metrics), 0)
+    for phase in PHASES:
+        metrics.maximum(f"time/{phase}", seconds[phase])
+    metrics.maximum("step_time", step_time)
+    reduced = metrics.reduce(run.world, minima=("completions/min_length",), totals=("num_tokens", "completion_tokens", "skipped_updates"))
+    run.num_tokens = reduced["num_tokens"] = run.num_tokens + int(reduced["num_tokens"])
+    reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
+    run.reporter.step(
+        {
+            "step": step + 1,
+            "epoch": (step + 1) / run.problems.steps_per_epoch,
+            **reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG),
+            **reduced,
+            **evaluated,
+        }
+    )
+
+
+def main(argv: list[str]) -> int:
+    rank = launched_as()[0]
+    world, run = None, None
+    try:
+        config: Config = load_config(argv)
+        world: World = start_world(**config.runtime.model_dump(exclude={"precision"}))
+        run = prepare(config, world)
+    except (ValueError, OSError) as mistake:  # what a user can mend: one line, from one rank
+        if rank == 0:
+            print(f"error: {mistake}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one goes: let rank 0 speak
+        return 2
+    try:
+        if run is not None:
+            train(run)
+    finally:
+        if run is not None:
+            run.close()
+        world.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
