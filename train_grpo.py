@@ -18,13 +18,14 @@ from grpo import debug
 from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, cut, microbatches, minibatches
 from grpo.config import Config, load_config
+from grpo.describe import completion_metrics, reward_metrics, samples_of
 from grpo.distributed import World, launched_as, start_world
 from grpo.logprobs import CompletionScorer
 from grpo.loss import loss_denominator, policy_loss
 from grpo.metrics import Accumulator, evaluation_table
 from grpo.model import sync_reference
 from grpo.rollout import generate
-from grpo.run import Run, check_rewards, completion_metrics, prepare, reward_metrics, samples_of
+from grpo.run import Run, check_rewards, prepare
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 MAX_SKIPPED_IN_A_ROW = 10
@@ -73,7 +74,9 @@ def train(run: Run) -> None:
             step + 1,
             samples_of(groups, values_PGF, advantages_PG, run.rewards.names, config.logging.log_completions, step + 1),
         )
-        if not config.debug and (is_last or (config.checkpoint.save_steps and (step + 1) % config.checkpoint.save_steps == 0)):
+        if not config.debug and (
+            is_last or (config.checkpoint.save_steps and (step + 1) % config.checkpoint.save_steps == 0)
+        ):
             run.save(step + 1)
         if is_last and evaluated:
             run.reporter.say(evaluation_table(run.before, evaluated))
@@ -81,9 +84,7 @@ def train(run: Run) -> None:
         run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
 
 
-def sample_and_score(
-    run: Run, step: int, seconds: dict[str, float]
-) -> tuple[list[Group], torch.Tensor, torch.Tensor]:
+def sample_and_score(run: Run, step: int, seconds: dict[str, float]) -> tuple[list[Group], torch.Tensor, torch.Tensor]:
     """This rank's groups, every reward ``[P, G, F]``, and their weighted sum ``[P, G]`` (NaN: nothing could score it).
 
     With dynamic sampling (DAPO, section 3.2) a place whose group has equal rewards goes to another problem. Which one is a
@@ -200,20 +201,26 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
         run.skipped_in_a_row += 1
         run.reporter.say("warning: a gradient is not finite; this update is left out and the weights are untouched")
         if config.optim.on_nonfinite == "stop" or run.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            raise ValueError(f"{run.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate")
+            raise ValueError(
+                f"{run.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
+            )
         metrics.add("grad_norm", 0.0, 0.0)
     metrics.add("skipped_updates", float(run.skipped_in_a_row > 0), 0)
     run.schedule.step()  # also after a skipped update: the learning rate is a function of the step
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def report(run: Run, step, metrics: Accumulator, seconds, step_time, groups, all_values_PGF, all_rewards_PG, evaluated) -> None:
+def report(
+    run: Run, step, metrics: Accumulator, seconds, step_time, groups, all_values_PGF, all_rewards_PG, evaluated
+) -> None:
     """One reduction over ranks, then one line on the console and one object in ``metrics.jsonl``."""
     metrics.add("num_tokens", completion_metrics(groups, metrics), 0)
     for phase in PHASES:
         metrics.maximum(f"time/{phase}", seconds[phase])
     metrics.maximum("step_time", step_time)
-    reduced = metrics.reduce(run.world, minima=("completions/min_length",), totals=("num_tokens", "completion_tokens", "skipped_updates"))
+    reduced = metrics.reduce(
+        run.world, minima=("completions/min_length",), totals=("num_tokens", "completion_tokens", "skipped_updates")
+    )
     run.num_tokens = reduced["num_tokens"] = run.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
     run.reporter.step(

@@ -38,7 +38,9 @@ def group_advantages(
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale={scale!r}: use group, batch or none")
     if rewards_PG.shape[1] == 1 and baseline != "none":
-        raise ValueError(f"G = 1 with baseline={baseline!r} compares a completion with itself: use G >= 2 or baseline='none'")
+        raise ValueError(
+            f"G = 1 with baseline={baseline!r} compares a completion with itself: use G >= 2 or baseline='none'"
+        )
     # fp32 at least: rewards in half precision would round the differences that are the whole signal.
     rewards_PG = rewards_PG.to(torch.promote_types(rewards_PG.dtype, torch.float32))
     if torch.isinf(rewards_PG).any():

@@ -43,7 +43,9 @@ def read_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}".replace("\n", " ")) from None
+        raise ConfigError(
+            f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}".replace("\n", " ")
+        ) from None
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
@@ -93,7 +95,9 @@ def parse_arguments(argv: list[str], model: type[BaseModel]) -> tuple[dict[str, 
     for item in rest:
         key, equals, text = item.partition("=")
         if key.startswith("-") or not equals or not key:
-            raise ConfigError(f"argument {item!r} is not understood: use section.key=value, --config FILE, --debug or --help")
+            raise ConfigError(
+                f"argument {item!r} is not understood: use section.key=value, --config FILE, --debug or --help"
+            )
         _set(values, key, read_yaml(text, f"{key}="), known)
     return values, options.debug
 
@@ -104,7 +108,9 @@ def _read_file(name: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         nearby = sorted(str(p) for p in Path("configs").glob("*.yaml"))
-        raise ConfigError(f"config file {name} does not exist" + (f"; there are {', '.join(nearby)}" if nearby else "")) from None
+        raise ConfigError(
+            f"config file {name} does not exist" + (f"; there are {', '.join(nearby)}" if nearby else "")
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {name} cannot be read: {error}") from None
     values = read_yaml(text, name)

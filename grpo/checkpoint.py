@@ -123,7 +123,9 @@ def verify(folder: str | Path) -> dict[str, Any]:
         except OSError as error:
             raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from None
         if found != expected:
-            raise BrokenCheckpoint(f"{folder}: {name} is not what was saved ({found['bytes']} bytes, {expected['bytes']} expected)")
+            raise BrokenCheckpoint(
+                f"{folder}: {name} is not what was saved ({found['bytes']} bytes, {expected['bytes']} expected)"
+            )
     return manifest
 
 

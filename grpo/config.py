@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from grpo.arguments import ConfigError, help_text, parse_arguments, validate
 
-__all__ = ["Config", "ConfigError", "PRESETS", "check_world_size", "help_text", "load_config"]
+__all__ = ["PRESETS", "Config", "ConfigError", "check_world_size", "help_text", "load_config"]
 
 _GRPO = dict(objective="clip", baseline="mean", scale="group", aggregation="response_mean", importance_level="token")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -94,7 +94,9 @@ class RewardConfig(Section):
     @field_validator("functions", mode="before")
     @classmethod
     def _names_alone(cls, value: Any) -> Any:
-        return [{"name": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+        return (
+            [{"name": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+        )
 
 
 class RolloutConfig(Section):
@@ -322,7 +324,9 @@ class Config(Section):
                 f"{self.eval.num_samples} times: set eval.temperature (1.0, say), or num_samples=1 for greedy only"
             )
         if self.optim.min_lr is not None and not self.optim.lr_scheduler_type.startswith("cosine"):
-            raise ValueError(f"optim.min_lr needs a cosine schedule, got lr_scheduler_type={self.optim.lr_scheduler_type}")
+            raise ValueError(
+                f"optim.min_lr needs a cosine schedule, got lr_scheduler_type={self.optim.lr_scheduler_type}"
+            )
         for example in self.data.few_shot:
             if set(example) != {"prompt", "completion"}:
                 raise ValueError(f"data.few_shot takes {{prompt, completion}} entries, got keys {sorted(example)}")

@@ -238,7 +238,9 @@ def render(
 class Schedule:
     """Which problems a rank works on at which step: a pure function of the step, so that a resumed run needs no state."""
 
-    def __init__(self, problems: Sequence[Problem], *, prompts_per_step: int, seed: int, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self, problems: Sequence[Problem], *, prompts_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ):
         if len(problems) < prompts_per_step:
             raise ValueError(
                 f"{len(problems)} training problems are fewer than rollout.prompts_per_step={prompts_per_step}: "

@@ -13,12 +13,14 @@ def show_step(run, step: int, groups, values_PGF, advantages_PG, batch, seconds:
     say(f"\n--- step {step} " + "-" * 60)
     model = run.policy.model
     parameter = next(model.parameters())
-    say(f"policy    {type(model).__name__}, weights {parameter.dtype} on {parameter.device}, compute {run.config.runtime.precision}")
+    say(
+        f"policy    {type(model).__name__}, weights {parameter.dtype} on {parameter.device}, compute {run.config.runtime.precision}"
+    )
     for phase in ("rollout", "reward", "logprobs"):
         say(f"{phase:9} {seconds[phase]:.3f} s")
     for name, tensor in vars(batch).items():
         if tensor is not None:
-            say(f"  {name:22} {str(tuple(tensor.shape)):12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
+            say(f"  {name:22} {tuple(tensor.shape)!s:12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
     group = groups[0]
     say(f"problem {group.problem.index}, {len(group.problem.prompt_ids)} prompt tokens, as the model sees it:")
     say(textwrap.indent(run.policy.tokenizer.decode(group.problem.prompt_ids), "  | "))
@@ -39,7 +41,9 @@ def check_batch(run, step: int, groups, batch) -> None:
         end = int(batch.prompt_lengths_B[b]) + len(completion.ids)
         last = int(batch.sequence_ids_BS[b, end - 1])
         assert last == completion.ids[-1], "the last token of a completion is not where the mask ends"
-        assert not completion.finished or last in run.policy.eos_ids or run.config.rollout.stop, "EOS is not inside the mask"
+        assert not completion.finished or last in run.policy.eos_ids or run.config.rollout.stop, (
+            "EOS is not inside the mask"
+        )
     for name, tensor in vars(batch).items():
         assert tensor is None or torch.isfinite(tensor).all(), f"{name} is not finite"
     if batch.ref_logprobs_BT is not None and step == 0:
@@ -48,7 +52,10 @@ def check_batch(run, step: int, groups, batch) -> None:
             new_BT, _ = inner(batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT)
             ref_BT, _ = run.ref_scorer(batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT)
         assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference are the same weights"
-    run.reporter.say("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * (step == 0 and run.ref_scorer is not None))
+    run.reporter.say(
+        "checked   masks = lengths, EOS inside the mask, all finite"
+        + ", KL = 0" * (step == 0 and run.ref_scorer is not None)
+    )
 
 
 def check_update(run, metrics) -> None:
@@ -58,5 +65,7 @@ def check_update(run, metrics) -> None:
     run._ratio_checked = True
     total, count = metrics._sums["ratio"].tolist()
     tolerance = 1e-5 if run.config.runtime.precision == "fp32" else 1e-2
-    assert count == 0 or abs(total / count - 1) < tolerance, f"importance ratio of the first update is {total / count}, not 1"
+    assert count == 0 or abs(total / count - 1) < tolerance, (
+        f"importance ratio of the first update is {total / count}, not 1"
+    )
     run.reporter.say(f"checked   importance ratio of the first update: {total / max(count, 1):.6f}")

@@ -50,7 +50,9 @@ class Verdict:
 Judge = Callable[[Sequence[Group]], list[list[Verdict]]]
 
 
-def make_judge(score: Callable[[Sequence[Group]], list[dict[str, float | None]]], correctness: str, format_name: str | None) -> Judge:
+def make_judge(
+    score: Callable[[Sequence[Group]], list[dict[str, float | None]]], correctness: str, format_name: str | None
+) -> Judge:
     """A judge from the run's own rewards.
 
     Args:

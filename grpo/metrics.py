@@ -87,9 +87,11 @@ class Reporter:
         (self.output_dir / "completions").mkdir(parents=True, exist_ok=True)
         self._jsonl_path = self.output_dir / "metrics.jsonl"
         self._drop_steps_from(first_step)
-        self._jsonl = open(self._jsonl_path, "a", encoding="utf-8")
+        self._jsonl = open(self._jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=max_steps, initial=first_step, desc="steps", unit="step", disable=not terminal, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=max_steps, initial=first_step, desc="steps", unit="step", disable=not terminal, dynamic_ncols=True
+        )
         if wandb_mode != "disabled":
             self._wandb = self._start_wandb(wandb_mode, project, run_name or self.output_dir.name, config or {})
 
@@ -182,7 +184,11 @@ class Reporter:
 def console_line(metrics: dict[str, Any], max_steps: int) -> str:
     """One line a step, led by the reward."""
     parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
-    parts += [f"{name.split('/')[1]} {metrics[name]:.3f}" for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
+    parts += [
+        f"{name.split('/')[1]} {metrics[name]:.3f}"
+        for name in metrics
+        if name.startswith("rewards/") and name.endswith("/mean")
+    ]
     shown = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"), ("completions/mean_length", "len", ".1f"),
              ("frac_reward_zero_std", "equal", ".2f"), ("grad_norm", "grad", ".3f"), ("learning_rate", "lr", ".1e"),
              ("tokens_per_second", "tok/s", ".0f"), ("step_time", "s", ".2f"))  # fmt: skip

@@ -73,7 +73,9 @@ def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = 
         return str(build_tiny_model(task, seed=0))
     if os.path.isdir(name_or_path) and not os.path.exists(os.path.join(name_or_path, "config.json")):
         inside = ", ".join(sorted(os.listdir(name_or_path))[:5]) or "nothing"
-        raise ValueError(f"model.name_or_path={name_or_path} is not a model folder: it has no config.json (it has {inside})")
+        raise ValueError(
+            f"model.name_or_path={name_or_path} is not a model folder: it has no config.json (it has {inside})"
+        )
     if os.path.isfile(name_or_path):
         raise ValueError(f"model.name_or_path={name_or_path} is a file: give the folder that holds config.json")
     looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
@@ -127,7 +129,9 @@ def load_policy(
     model.to(device)
     eos_ids = end_tokens(model, tokenizer)
     if not eos_ids:
-        raise ValueError(f"model.name_or_path={path}: neither tokenizer nor config names an EOS token, so no completion can end")
+        raise ValueError(
+            f"model.name_or_path={path}: neither tokenizer nor config names an EOS token, so no completion can end"
+        )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
         raise ValueError(

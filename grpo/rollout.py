@@ -71,9 +71,7 @@ def generate(
             prompts = [problems[p].prompt_ids for p, _ in wave]
             drawn = _decode_wave(policy, prompts, uniforms_RT, sampling, on_tokens)
             completions.update(zip(wave, drawn, strict=True))
-    return [
-        Group(problem, tuple(completions[p, g] for g in range(G))) for p, problem in enumerate(problems)
-    ]
+    return [Group(problem, tuple(completions[p, g] for g in range(G))) for p, problem in enumerate(problems)]
 
 
 def _waves(rows: list[tuple[int, int]], problems: Sequence[Problem], sampling: Sampling) -> list[list[tuple[int, int]]]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from grpo import checkpoint
-from grpo.advantages import has_equal_rewards
 from grpo.batch import Group, Problem
 from grpo.config import Config, ConfigError, check_world_size
-from grpo.data import ProblemSet, Schedule, count_shared, load_rows, make_problems
+from grpo.data import ProblemSet, Schedule, load_rows, make_problems
+from grpo.describe import summary
 from grpo.distributed import World
 from grpo.evaluation import evaluate, make_judge
 from grpo.logprobs import CompletionScorer
-from grpo.metrics import Accumulator, Reporter
+from grpo.metrics import Reporter
 from grpo.model import (
     Policy,
     load_policy,
@@ -35,12 +31,11 @@ from grpo.model import (
     make_schedule,
     resolve_model,
 )
+from grpo.output import find_resume_point, refuse_changes, start_output
 from grpo.rewards import RewardRunner
 from grpo.rollout import Sampling
 
 ANSWER_CHECKERS = ("accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests")
-MUST_NOT_CHANGE = ("seed", "model.name_or_path", "data", "reward.functions", "rollout", "algorithm", "optim")
-"""What a resumed run must share with its checkpoint to be the same run."""
 
 
 @dataclass
@@ -83,7 +78,9 @@ class Run:
             RewardContractError: if a function returned something that is no reward.
         """
         result = score_groups(self.rewards, groups)
-        values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values], dtype=torch.float32)
+        values = torch.tensor(
+            [[math.nan if v is None else v for v in row] for row in result.values], dtype=torch.float32
+        )
         self.last_result = result
         return values.view(len(groups), -1, len(self.rewards.names))
 
@@ -98,7 +95,9 @@ class Run:
             return [dict(zip(names, row, strict=True)) for row in score_groups(self.rewards, groups).values]
 
         judge = make_judge(score, correctness_reward(self.config, names), "format" if "format" in names else None)
-        with self.reporter.bar("evaluation", len(self.eval_problems[:: self.world.size]) * (1 + (e.num_samples > 1)), "problem") as bar:
+        with self.reporter.bar(
+            "evaluation", len(self.eval_problems[:: self.world.size]) * (1 + (e.num_samples > 1)), "problem"
+        ) as bar:
             return evaluate(
                 self.policy,
                 self.eval_problems,
@@ -125,7 +124,9 @@ class Run:
                     tokenizer=self.policy.tokenizer,
                     optimizer=self.optimizer,
                     schedule=self.schedule,
-                    reference=self.ref_scorer.model if self.ref_scorer and self.config.algorithm.ref_sync_steps else None,
+                    reference=self.ref_scorer.model
+                    if self.ref_scorer and self.config.algorithm.ref_sync_steps
+                    else None,
                     state={
                         "num_tokens": self.num_tokens,
                         "before": self.before,
@@ -172,7 +173,7 @@ def prepare(config: Config, world: World) -> Run | None:
         ValueError: for what the user got wrong, in one line (see ``tests/test_bad_input.py``).
     """
     check_world_size(config, world.size)
-    resume = find_resume_point(config) if world.size == 1 else _agreed(world, lambda: find_resume_point(config))
+    resume = _agreed(world, lambda: find_resume_point(config))
     rewards = RewardRunner(
         config.reward.functions,
         timeout_s=config.reward.timeout_s,
@@ -191,7 +192,9 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     eval_rows = load_rows(config.data, train=False, seed=config.seed)
     rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
     if config.eval.correctness is not None and config.eval.correctness not in rewards.names:
-        raise ConfigError(f"eval.correctness={config.eval.correctness}: no such reward; there are {', '.join(rewards.names)}")
+        raise ConfigError(
+            f"eval.correctness={config.eval.correctness}: no such reward; there are {', '.join(rewards.names)}"
+        )
 
     state = checkpoint.read_state(resume) if resume else {}
     if resume:
@@ -199,7 +202,9 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     if world.is_main and config.model.name_or_path == "builtin:tiny" and not resume:
         print("builtin:tiny: looking in the cache, else building it (about a minute) ...", flush=True)
     with world.main_first():
-        path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
+        path = resolve_model(
+            config.model.name_or_path, config.data.dataset, trust_remote_code=config.model.trust_remote_code
+        )
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     train = make_problems(train_rows, config.data, tokenizer)
@@ -219,7 +224,9 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         rewards.close()
         return None
 
-    options = dict(device=world.device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"}))
+    options = dict(
+        device=world.device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"})
+    )
     policy = load_policy(str(resume or path), tokenizer, **options)
     longest = max(len(problem.prompt_ids) for problem in [*train.problems, *evaluation.problems])
     if policy.context_length is not None and longest + config.rollout.max_completion_length > policy.context_length:
@@ -283,7 +290,18 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     )
     if not config.debug:
         run.save(0, rehearsal=True)
-    summarise(run, train, evaluation, resume)
+    lines = summary(
+        config,
+        num_parameters=sum(p.numel() for p in policy.model.parameters()),
+        device=world.device.type,
+        world_size=world.size,
+        train=train,
+        evaluation=run.eval_problems,
+        steps_per_epoch=problems.steps_per_epoch,
+        max_steps=max_steps,
+    )
+    for line in lines + [f"resuming  {resume} at step {start}"] * bool(resume):
+        reporter.say(line)
     return run
 
 
@@ -311,103 +329,6 @@ def _agreed(world: World, look):
     return world.gather_objects(found)[0]
 
 
-def find_resume_point(config: Config) -> Path | None:
-    """The checkpoint to continue from, by ``checkpoint.resume``.
-
-    Raises:
-        ConfigError: if a folder named explicitly is not a whole checkpoint, or ``output_dir`` holds something else.
-    """
-    output, resume = Path(config.output_dir), config.checkpoint.resume
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output_dir={output} is a file")
-    foreign = output.is_dir() and any(output.iterdir()) and not (output / "config.yaml").exists()
-    if foreign:
-        inside = ", ".join(sorted(entry.name for entry in output.iterdir())[:4])
-        raise ConfigError(f"output_dir={output} holds something that is not a run ({inside}): choose another folder")
-    if resume == "never":
-        return None
-    if resume != "auto":
-        if not Path(resume).is_dir():
-            raise ConfigError(f"checkpoint.resume={resume}: no such folder; use auto, never, or a checkpoint-<step> folder")
-        try:
-            checkpoint.verify(resume)
-        except checkpoint.BrokenCheckpoint as broken:
-            raise ConfigError(f"checkpoint.resume={resume}: {broken}") from None
-        return Path(resume)
-    folder, warnings = checkpoint.find_newest_valid(output)
-    for warning in warnings:
-        print(f"warning: {warning}", flush=True)
-    return folder
-
-
-def refuse_changes(config: Config, saved: dict[str, Any]) -> None:
-    """Refuse to continue a run under settings that would make it another one, listing each difference."""
-    now = config.model_dump(mode="json")
-    differences = []
-    for key in MUST_NOT_CHANGE:
-        section, _, leaf = key.partition(".")
-        old, new = saved.get(section), now[section]
-        if leaf:
-            old, new = (old or {}).get(leaf), new[leaf]
-        if old != new:
-            both = isinstance(old, dict) and isinstance(new, dict)
-            pairs = [(f"{key}.{k}", old.get(k), new[k]) for k in new if old.get(k) != new[k]] if both else [(key, old, new)]
-            differences += [f"{name}: checkpoint {before!r}, now {after!r}" for name, before, after in pairs]
-    if differences and not config.checkpoint.accept_changes:
-        raise ConfigError(
-            f"{config.output_dir} was started with other settings ({'; '.join(differences)}): "
-            "use another output_dir, the old values, or checkpoint.accept_changes=true"
-        )
-
-
-def start_output(config: Config, resume: Path | None) -> None:
-    """Create ``output_dir`` with the resolved config; set an earlier run's results aside if this one starts afresh."""
-    output = Path(config.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    leftovers = [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl"), *output.glob("completions")]
-    if resume is None and any(path.name.startswith("checkpoint-") or path.name == "metrics.jsonl" for path in leftovers):
-        number = 1 + len(list(output.glob("previous-*")))
-        aside = output / f"previous-{number}"
-        aside.mkdir()
-        for path in [*leftovers, output / "config.yaml"]:
-            if path.exists():
-                shutil.move(path, aside / path.name)
-        print(f"an earlier run in {output} was moved to {aside}", flush=True)
-    for unfinished in [*output.glob(".partial-checkpoint-*"), *output.glob(".rehearsal")]:  # of a save that was killed
-        shutil.rmtree(unfinished, ignore_errors=True)
-    temporary = output / "config.yaml.tmp"
-    temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8")
-    os.replace(temporary, output / "config.yaml")
-
-
-def summarise(run: Run, train: ProblemSet, evaluation: ProblemSet, resume: Path | None) -> None:
-    """What is about to happen, and what could surprise, in a few lines."""
-    config, world, say = run.config, run.world, run.reporter.say
-    a, r = config.algorithm, config.rollout
-    parameters = sum(p.numel() for p in run.policy.model.parameters())
-    say(f"model     {config.model.name_or_path}, {parameters / 1e6:.2f}M parameters, {config.runtime.precision}, {world.device.type}")
-    left_out = f", {train.num_too_long} left out as longer than {config.data.max_prompt_length} tokens" * bool(train.num_too_long)
-    left_out += f", {train.num_without_answer} without an answer" * bool(train.num_without_answer)
-    say(f"data      {config.data.dataset}: {len(train.problems)} problems to train on{left_out}; {len(run.eval_problems)} to evaluate on")
-    shared = count_shared(train.problems, evaluation.problems)
-    if shared:
-        say(f"warning: {shared} evaluation problems are also in the training data")
-    rows = r.prompts_per_step * r.num_generations
-    say(
-        f"step      {r.prompts_per_step} problems x {r.num_generations} completions = {rows} over {world.size} rank(s), "
-        f"{a.updates_per_step} update(s); {run.max_steps} steps, {run.problems.steps_per_epoch} to an epoch"
-    )
-    say(f"algorithm {a.name}: {a.objective}, baseline {a.baseline}, scale {a.scale}, {a.aggregation}, beta {a.beta:g}")
-    say(f"output    {config.output_dir}; the same command continues it from its newest checkpoint")
-    if resume:
-        say(f"resuming  {resume} at step {run.start}")
-    if a.updates_per_step == 1:
-        say("note: with one update per rollout the loss stays near 0 while its gradient does not: watch reward, not loss")
-    for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(r, key) != neutral:
-            say(f"warning: rollout.{key}={getattr(r, key)} samples from a cut distribution, but is scored with the whole one: a biased estimate")
-
-
 def check_rewards(run: Run, values_PGF: torch.Tensor | None, error: Exception | None) -> None:
     """Raise on all ranks if a reward broke its contract on one, or failed on every completion of the step on all."""
     run.world.raise_together(error)
@@ -417,60 +338,7 @@ def check_rewards(run: Run, values_PGF: torch.Tensor | None, error: Exception | 
     for name, count in zip(run.rewards.names, failed, strict=True):
         if count >= rows:
             trace = result.first_traceback.get(name)
-            raise ValueError(f"reward {name!r} failed on all {rows} completions of this step" + (f":\n{trace}" if trace else " (timeout)"))
-
-
-def reward_metrics(names: Sequence[str], values_PGF: torch.Tensor, totals_PG: torch.Tensor) -> dict[str, float]:
-    """Reward statistics of the whole global batch (every rank has all of it)."""
-    metrics = {"reward": _mean(totals_PG), "reward_std": _mean(_row_std(totals_PG))}
-    metrics["frac_reward_zero_std"] = has_equal_rewards(totals_PG).float().mean().item()
-    metrics["frac_unscorable"] = torch.isnan(totals_PG).float().mean().item()
-    for f, name in enumerate(names):
-        values = values_PGF[..., f]
-        metrics[f"rewards/{name}/mean"] = _mean(values)
-        metrics[f"rewards/{name}/std"] = _row_std(values.reshape(1, -1)).item()
-    return metrics
-
-
-def completion_metrics(groups: Sequence[Group], metrics: Accumulator) -> int:
-    """Lengths and truncation into ``metrics``; the tokens of prompts and completions here."""
-    lengths = torch.tensor([len(c.ids) for group in groups for c in group.completions])
-    truncated = torch.tensor([not c.finished for group in groups for c in group.completions])
-    metrics.add_values("completions/mean_length", lengths.double())
-    metrics.add_values("completions/clipped_ratio", truncated.double())
-    metrics.maximum("completions/max_length", float(lengths.max()))
-    metrics.minimum("completions/min_length", float(lengths.min()))
-    metrics.add("completion_tokens", lengths.sum(), 0)
-    prompt_tokens = sum(len(group.problem.prompt_ids) * len(group.completions) for group in groups)
-    return prompt_tokens + int(lengths.sum())
-
-
-def samples_of(groups: Sequence[Group], values_PGF, advantages_PG, names: Sequence[str], limit: int, step: int) -> list[dict]:
-    """The first few completions as records for ``completions/``."""
-    records = []
-    for p, group in enumerate(groups):
-        for g, completion in enumerate(group.completions):
-            if len(records) == limit:
-                return records
-            records.append(
-                {
-                    "step": step,
-                    "problem": group.problem.index,
-                    "prompt": group.problem.prompt,
-                    "completion": completion.text,
-                    "rewards": dict(zip(names, values_PGF[p, g].tolist(), strict=True)),
-                    "advantage": advantages_PG[p, g].item(),
-                    "length": len(completion.ids),
-                    "finished": completion.finished,
-                }
+            raise ValueError(
+                f"reward {name!r} failed on all {rows} completions of this step"
+                + (f":\n{trace}" if trace else " (timeout)")
             )
-    return records
-
-
-def _mean(values: torch.Tensor) -> float:
-    return values[~torch.isnan(values)].mean().item() if (~torch.isnan(values)).any() else 0.0
-
-
-def _row_std(values_PG: torch.Tensor) -> torch.Tensor:
-    stds = [row[~torch.isnan(row)] for row in values_PG]
-    return torch.stack([row.std() if len(row) > 1 else torch.zeros(()) for row in stds])

@@ -1,0 +1,93 @@
+"""The output folder of a run: whether it may be used, what it is continued from, how it is begun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo import checkpoint
+from grpo.config import Config, ConfigError
+
+MUST_NOT_CHANGE = ("seed", "model.name_or_path", "data", "reward.functions", "rollout", "algorithm", "optim")
+"""What a resumed run must share with its checkpoint to be the same run."""
+
+
+def find_resume_point(config: Config) -> Path | None:
+    """The checkpoint to continue from, by ``checkpoint.resume``.
+
+    Raises:
+        ConfigError: if a folder named explicitly is not a whole checkpoint, or ``output_dir`` holds something else.
+    """
+    output, resume = Path(config.output_dir), config.checkpoint.resume
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output_dir={output} is a file")
+    foreign = output.is_dir() and any(output.iterdir()) and not (output / "config.yaml").exists()
+    if foreign:
+        inside = ", ".join(sorted(entry.name for entry in output.iterdir())[:4])
+        raise ConfigError(f"output_dir={output} holds something that is not a run ({inside}): choose another folder")
+    if resume == "never":
+        return None
+    if resume != "auto":
+        if not Path(resume).is_dir():
+            raise ConfigError(
+                f"checkpoint.resume={resume}: no such folder; use auto, never, or a checkpoint-<step> folder"
+            )
+        try:
+            checkpoint.verify(resume)
+        except checkpoint.BrokenCheckpoint as broken:
+            raise ConfigError(f"checkpoint.resume={resume}: {broken}") from None
+        return Path(resume)
+    folder, warnings = checkpoint.find_newest_valid(output)
+    for warning in warnings:
+        print(f"warning: {warning}", flush=True)
+    return folder
+
+
+def refuse_changes(config: Config, saved: dict[str, Any]) -> None:
+    """Refuse to continue a run under settings that would make it another one, listing each difference."""
+    now = config.model_dump(mode="json")
+    differences = []
+    for key in MUST_NOT_CHANGE:
+        section, _, leaf = key.partition(".")
+        old, new = saved.get(section), now[section]
+        if leaf:
+            old, new = (old or {}).get(leaf), new[leaf]
+        if old != new:
+            both = isinstance(old, dict) and isinstance(new, dict)
+            pairs = (
+                [(f"{key}.{k}", old.get(k), new[k]) for k in new if old.get(k) != new[k]] if both else [(key, old, new)]
+            )
+            differences += [f"{name}: checkpoint {before!r}, now {after!r}" for name, before, after in pairs]
+    if differences and not config.checkpoint.accept_changes:
+        raise ConfigError(
+            f"{config.output_dir} was started with other settings ({'; '.join(differences)}): "
+            "use another output_dir, the old values, or checkpoint.accept_changes=true"
+        )
+
+
+def start_output(config: Config, resume: Path | None) -> None:
+    """Create ``output_dir`` with the resolved config; set an earlier run's results aside if this one starts afresh."""
+    output = Path(config.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    leftovers = [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl"), *output.glob("completions")]
+    if resume is None and any(
+        path.name.startswith("checkpoint-") or path.name == "metrics.jsonl" for path in leftovers
+    ):
+        number = 1 + len(list(output.glob("previous-*")))
+        aside = output / f"previous-{number}"
+        aside.mkdir()
+        for path in [*leftovers, output / "config.yaml"]:
+            if path.exists():
+                shutil.move(path, aside / path.name)
+        print(f"an earlier run in {output} was moved to {aside}", flush=True)
+    for unfinished in [*output.glob(".partial-checkpoint-*"), *output.glob(".rehearsal")]:  # of a save that was killed
+        shutil.rmtree(unfinished, ignore_errors=True)
+    temporary = output / "config.yaml.tmp"
+    temporary.write_text(
+        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )
+    os.replace(temporary, output / "config.yaml")

@@ -1,0 +1,104 @@
+"""Fixtures shared by the tests: real model folders, small and random, and the assets that may lie beside the checkout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory) -> Path:
+    """A Hugging Face folder with an untrained two-layer Qwen2 and the tiny tokenizer."""
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+def save_random_model(folder: Path, **changes) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from grpo.tasks.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        # Wide enough that the distribution is far from uniform: every token then depends on what was read.
+        "initializer_range": 0.3,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = Qwen2ForCausalLM(Qwen2Config(**settings | changes))
+    with torch.no_grad():  # completions of many lengths: the EOS is now improbable, now likely
+        model.lm_head.weight[tokenizer.eos_token_id] *= 2.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def policy(random_model):
+    return load(random_model)
+
+
+def load(folder: Path, **options):
+    from grpo.model import load_policy, load_tokenizer
+
+    return load_policy(
+        str(folder), load_tokenizer(str(folder)), device=torch.device("cpu"), **{"precision": "fp32"} | options
+    )
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """GSM8K and the 7M checkpoint: ``GRPO_TEST_ASSETS``, else ``../shared``; skipped where neither is there."""
+    for place in (os.environ.get("GRPO_TEST_ASSETS"), ROOT.parent / "shared"):
+        if place and (Path(place) / "models" / "gsm8k-7m" / "config.json").exists():
+            return Path(place)
+    pytest.skip("needs GSM8K and gsm8k-7m: set GRPO_TEST_ASSETS to the folder that holds data/ and models/")
+
+
+def run_trainer(*arguments: str, ranks: int = 1, timeout: float = 300, check: bool = True, env: dict | None = None):
+    """``train_grpo.py`` as a person starts it, under torchrun if there are several ranks."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(ROOT / "train_grpo.py"), *arguments]
+    if not any(argument.startswith("runtime.threads_per_rank") for argument in arguments) and "--help" not in arguments:
+        command.append("runtime.threads_per_rank=1")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment, check=False)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(command)} exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done
+
+
+def small_run(model: Path, output: Path) -> list[str]:
+    """Arguments of a run of seconds: an untrained model on built-in arithmetic; a length reward gives it a gradient."""
+    return [
+        f"output_dir={output}",
+        f"model.name_or_path={model}",
+        "data.dataset=builtin:arithmetic",
+        "data.max_train_samples=64",
+        "data.max_eval_samples=13",
+        f"reward.functions=[{{name: '{ROOT}/tests/rewards_for_tests.py:share_of_digits'}}]",
+        "rollout.prompts_per_step=6",
+        "rollout.num_generations=4",
+        "rollout.max_completion_length=12",
+        "optim.learning_rate=1e-3",
+        "optim.max_steps=5",
+        "runtime.precision=fp32",
+    ]

@@ -1,0 +1,180 @@
+"""Rollouts: right tokens, right masks, and tokens that depend on nothing but their own address."""
+
+from dataclasses import replace
+
+import torch
+from conftest import load, save_random_model
+from transformers import GenerationConfig
+
+from grpo.batch import Problem, collate
+from grpo.logprobs import CompletionScorer
+from grpo.rollout import Sampling, generate
+
+SAMPLING = Sampling(num_generations=3, max_completion_length=24, temperature=0.9)
+ADDRESS = (7, "rollout", 3)
+
+
+def problems_of(policy, *texts: str) -> list[Problem]:
+    return [Problem(i, text, tuple(policy.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+
+
+def ids(groups) -> list[list[tuple[int, ...]]]:
+    return [[c.ids for c in group.completions] for group in groups]
+
+
+TEXTS = ("1+1=", "a much longer question than the others?", "12*(3+4)=", "x")
+
+
+def test_greedy_tokens_are_those_of_transformers(policy):
+    problems = problems_of(policy, *TEXTS)
+    groups = generate(policy, problems, Sampling(1, 24, temperature=0.0), address=ADDRESS)
+    for problem, group in zip(problems, groups, strict=True):
+        (expected,) = policy.model.generate(
+            torch.tensor([problem.prompt_ids]),
+            attention_mask=torch.ones(1, len(problem.prompt_ids), dtype=torch.long),
+            generation_config=GenerationConfig(
+                max_new_tokens=24, do_sample=False, eos_token_id=list(policy.eos_ids), pad_token_id=policy.pad_id
+            ),
+        )
+        assert group.completions[0].ids == tuple(expected[len(problem.prompt_ids) :].tolist())
+
+
+def test_sampling_logprobs_are_those_the_loss_scores(policy):
+    problems = problems_of(policy, *TEXTS)
+    groups = generate(policy, problems, SAMPLING, address=ADDRESS)
+    batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
+    with torch.no_grad():
+        scored_BT, _ = CompletionScorer(policy.model, temperature=0.9)(
+            batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT
+        )
+    lengths = batch.completion_mask_BT.sum(dim=1)
+    assert len(set(lengths.tolist())) > 2, "lengths should differ, or this test sees little"
+    torch.testing.assert_close(scored_BT, batch.sampling_logprobs_BT, rtol=0, atol=2e-5)
+
+
+def test_a_row_does_not_depend_on_the_others(policy):
+    problems = problems_of(policy, *TEXTS)
+    together = ids(generate(policy, problems, SAMPLING, address=ADDRESS))
+    alone = [ids(generate(policy, [problem], SAMPLING, address=ADDRESS))[0] for problem in problems]
+    backwards = ids(generate(policy, problems[::-1], SAMPLING, address=ADDRESS))[::-1]
+    fewer = ids(generate(policy, problems, replace(SAMPLING, num_generations=1), address=ADDRESS))
+    assert together == alone == backwards
+    assert [row[:1] for row in together] == fewer
+
+
+def test_waves_give_the_same_tokens(policy):
+    problems = problems_of(policy, *TEXTS)
+    whole = ids(generate(policy, problems, SAMPLING, address=ADDRESS))
+    for tokens in (1, 100, 200, 400):
+        cut = generate(policy, problems, replace(SAMPLING, tokens_in_flight=tokens), address=ADDRESS)
+        assert ids(cut) == whole
+
+
+def test_different_addresses_give_different_completions(policy):
+    problems = problems_of(policy, "1+1=", "1+1=")
+    first, second = ids(generate(policy, problems, SAMPLING, address=ADDRESS))
+    assert len({*first, *second}) == 6, "same prompt, but other problem and sample numbers"
+    other_step = ids(generate(policy, problems, SAMPLING, address=(7, "rollout", 4)))
+    other_seed = ids(generate(policy, problems, SAMPLING, address=(8, "rollout", 3)))
+    assert not {*first, *second} & {c for row in other_step + other_seed for c in row}
+
+
+def test_ends_at_eos_inclusive_or_at_the_limit(policy):
+    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=16), address=ADDRESS)
+    completions = [c for group in groups for c in group.completions]
+    assert {c.finished for c in completions} == {True, False}
+    for completion in completions:
+        assert sum(token in policy.eos_ids for token in completion.ids) == completion.finished
+        assert (completion.ids[-1] in policy.eos_ids) == completion.finished
+        assert completion.finished or len(completion.ids) == 24
+        assert len(completion.sampling_logprobs) == len(completion.ids)
+        assert completion.text == policy.tokenizer.decode(completion.ids, skip_special_tokens=True)
+
+
+def test_pad_id_equal_to_eos_id(random_model):
+    policy = load(random_model)
+    expected = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    policy.pad_id = policy.eos_ids[0]
+    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    assert ids(groups) == ids(expected)
+    batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
+    finished = [(b, c) for b, c in enumerate(c for g in groups for c in g.completions) if c.finished]
+    assert finished
+    for b, completion in finished:
+        n = len(completion.ids)
+        assert batch.loss_mask_BT[b, :n].all(), "the EOS is trained on"
+        assert not batch.loss_mask_BT[b, n:].any(), "what follows it, though of the same id, is not"
+
+
+def test_two_eos_ids(random_model, tmp_path):
+    plain = load(random_model)
+    letter = plain.tokenizer.convert_tokens_to_ids("e")
+    folder = save_random_model(tmp_path, eos_token_id=[plain.tokenizer.eos_token_id, letter])
+    policy = load(folder)
+    assert set(policy.eos_ids) == {plain.tokenizer.eos_token_id, letter}
+    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=32), address=ADDRESS)
+    ends = {c.ids[-1] for g in groups for c in g.completions if c.finished}
+    assert ends == set(policy.eos_ids)
+    assert all(token not in policy.eos_ids for g in groups for c in g.completions for token in c.ids[:-1])
+
+
+def test_generation_config_of_the_checkpoint_does_not_leak(random_model, tmp_path):
+    reference = load(random_model)
+    folder = save_random_model(tmp_path)
+    GenerationConfig(
+        do_sample=True, top_k=2, top_p=0.8, temperature=0.1, repetition_penalty=1.5, eos_token_id=reference.eos_ids[0]
+    ).save_pretrained(folder)
+    policy = load(folder)
+    assert policy.model.generation_config.repetition_penalty == 1.5, "the folder does say so"
+    problems = problems_of(policy, *TEXTS)
+    for sampling in (SAMPLING, Sampling(1, 24, temperature=0.0)):
+        assert ids(generate(policy, problems, sampling, address=ADDRESS)) == ids(
+            generate(reference, problems, sampling, address=ADDRESS)
+        )
+
+
+def test_stop_strings_end_a_completion_and_stay_in_it(policy):
+    problems = problems_of(policy, *TEXTS)
+    plain = generate(policy, problems, replace(SAMPLING, num_generations=8), address=ADDRESS)
+    texts = [c.text for g in plain for c in g.completions]
+    stop = next(text[3:5] for text in texts if len(text) > 10)
+    stopped = generate(policy, problems, replace(SAMPLING, num_generations=8, stop=(stop,)), address=ADDRESS)
+    changed = 0
+    for before, after in zip(texts, [c for g in stopped for c in g.completions], strict=True):
+        if stop in before:
+            changed += 1
+            assert after.finished
+            assert after.text.endswith(stop)
+            assert before.startswith(after.text)
+            assert after.text.count(stop) == 1
+        else:
+            assert after.text == before
+    assert changed
+
+
+def test_sampling_leaves_the_model_as_it_was(random_model):
+    policy = load(random_model, gradient_checkpointing=True)
+    policy.model.train()
+    trained = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    assert policy.model.training
+    assert policy.model.is_gradient_checkpointing
+    policy.model.eval()
+    assert ids(trained) == ids(generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS))
+    assert not policy.model.training
+
+
+def test_mode_is_restored_when_sampling_fails(policy):
+    policy.model.train()
+    try:
+        generate(policy, [Problem(0, "", (10**9,))], SAMPLING, address=ADDRESS)
+    except IndexError:
+        pass
+    else:
+        raise AssertionError("a token outside the vocabulary should not pass")
+    assert policy.model.training
+
+
+def test_progress_counts_every_token(policy):
+    counted = []
+    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS, on_tokens=counted.append)
+    assert sum(counted) == sum(len(c.ids) for g in groups for c in g.completions)
