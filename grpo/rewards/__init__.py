@@ -1,0 +1,19 @@
+"""Rewards: built-in and the user's own, run in worker processes that can be killed. See ``docs/rewards.md``.
+
+Importing this package imports no torch: the workers import it too.
+"""
+
+from grpo.rewards.extract import completion_text
+from grpo.rewards.registry import BUILTIN, load_reward
+from grpo.rewards.result import RewardContractError, RewardResult, RewardSpec
+from grpo.rewards.runner import RewardRunner
+
+__all__ = [
+    "BUILTIN",
+    "RewardContractError",
+    "RewardResult",
+    "RewardRunner",
+    "RewardSpec",
+    "completion_text",
+    "load_reward",
+]

@@ -1,0 +1,83 @@
+"""``classifier:<model>``: a Hugging Face sequence classifier with one label as a reward model.
+
+It runs in the training process on the rank's device (a worker would need a CUDA context of its own), batched, without gradient.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from grpo.rewards.extract import completion_text
+
+
+class ClassifierReward:
+    """``fn(prompts, completions) -> [B]`` logits of the model's only label.
+
+    Raises:
+        ValueError: if the model cannot be loaded, has another number of labels, or its tokenizer has neither pad nor EOS.
+    """
+
+    def __init__(self, name_or_path: str):
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self._torch = torch
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+            self.model = AutoModelForSequenceClassification.from_pretrained(name_or_path)
+        except (OSError, ValueError) as error:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"reward 'classifier:{name_or_path}' cannot be loaded: {first_line}") from error
+        if self.model.config.num_labels != 1:
+            raise ValueError(
+                f"reward 'classifier:{name_or_path}' has {self.model.config.num_labels} labels; "
+                "a reward model has num_labels=1, its one logit being the reward"
+            )
+        if self.tokenizer.pad_token_id is None:
+            if self.tokenizer.eos_token_id is None:
+                raise ValueError(f"the tokenizer of 'classifier:{name_or_path}' has neither a pad nor an EOS token")
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        # Decoder classifiers read the logit at the last token that is not padding, by this id and from the right.
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        self.tokenizer.padding_side = "right"
+        self.model.eval().requires_grad_(False)
+
+    def to(self, device: Any) -> Self:
+        self.model.to(device)
+        return self
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        batch_size: int = 16,
+        max_length: int | None = None,
+    ) -> list[float]:
+        """Score prompt and completion together: concatenated text, or the tokenizer's chat template for messages.
+
+        ``max_length`` (tokens) truncates; by default nothing is truncated.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        # Templates write the special tokens themselves.
+        is_chat = bool(prompts) and not isinstance(prompts[0], str)
+        rewards: list[float] = []
+        for start in range(0, len(texts), batch_size):
+            tokens = self.tokenizer(
+                texts[start : start + batch_size],
+                return_tensors="pt",
+                padding=True,
+                truncation=max_length is not None,
+                max_length=max_length,
+                add_special_tokens=not is_chat,
+            ).to(self.model.device)
+            with self._torch.inference_mode():
+                rewards += self.model(**tokens).logits[:, 0].float().tolist()
+        return rewards
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + completion_text(completion)
+        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+        return self.tokenizer.apply_chat_template([*prompt, *answer], tokenize=False)

@@ -1,0 +1,92 @@
+"""Arithmetic expressions read by a parser of our own: exact, bounded, and never ``eval``.
+
+Kept apart from ``grpo/tasks``: by the layering, a reward imports no task.
+"""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+
+MAX_LENGTH = 500
+"""Characters; with no power operator this bounds the size of every intermediate value as well."""
+MAX_DEPTH = 50
+"""Nested parentheses and signs."""
+
+_TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
+_OPERATORS = str.maketrans({"×": "*", "·": "*", "÷": "/", "\u2212": "-", "\u2013": "-", "[": "(", "]": ")"})
+
+
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and the integers used, in order.
+
+    Raises:
+        ValueError: if it is not such an expression, divides by zero, or is longer or deeper than the limits above.
+    """
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"an expression has at most {MAX_LENGTH} characters, this one has {len(text)}")
+    parser = _Parser(list(_tokens(text.translate(_OPERATORS))))
+    value = parser.sum(depth=0)
+    if parser.peek() is not None:
+        raise ValueError(f"unexpected {parser.peek()!r} in the expression {text!r}")
+    return value, parser.used
+
+
+def _tokens(text: str) -> Iterator[str]:
+    text = text.rstrip()
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ValueError(f"unexpected {text[position:].strip()[:10]!r} in the expression {text!r}")
+        yield match[1] or match[2]
+        position = match.end()
+
+
+class _Parser:
+    """Recursive descent; one method per level of precedence."""
+
+    def __init__(self, tokens: list[str]):
+        self.tokens, self.position, self.used = tokens, 0, []
+
+    def peek(self) -> str | None:
+        return self.tokens[self.position] if self.position < len(self.tokens) else None
+
+    def take(self) -> str | None:
+        token = self.peek()
+        self.position += 1
+        return token
+
+    def sum(self, depth: int) -> Fraction:
+        value = self.product(depth)
+        while self.peek() in ("+", "-"):
+            sign = 1 if self.take() == "+" else -1
+            value += sign * self.product(depth)
+        return value
+
+    def product(self, depth: int) -> Fraction:
+        value = self.factor(depth)
+        while self.peek() in ("*", "/"):
+            if self.take() == "*":
+                value *= self.factor(depth)
+                continue
+            divisor = self.factor(depth)
+            if divisor == 0:
+                raise ValueError("division by zero")
+            value /= divisor
+        return value
+
+    def factor(self, depth: int) -> Fraction:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"an expression is nested at most {MAX_DEPTH} deep")
+        token = self.take()
+        if token in ("+", "-"):
+            return self.factor(depth + 1) * (1 if token == "+" else -1)
+        if token == "(":
+            value = self.sum(depth + 1)
+            if self.take() != ")":
+                raise ValueError("a parenthesis is not closed")
+            return value
+        if token is None or not token.isdigit():
+            raise ValueError(f"expected a number, got {token!r}")
+        self.used.append(int(token))
+        return Fraction(self.used[-1])

@@ -1,0 +1,154 @@
+"""Pure helpers that read an answer out of a text and compare it; evaluation and the built-in rewards share them.
+
+Every function takes time linear in its input, whatever the input is (a policy does find the texts that are slow to match).
+The one exception is :func:`has_format` with a caller's own pattern, which is as fast as that pattern.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+LONGEST_NUMBER = 400
+"""Longer "numbers" are compared as text: exact arithmetic on them would be the slow part of a reward."""
+
+DEFAULT_FORMAT = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+"""The whole response; each of the four tags exactly once."""
+
+_DEFAULT_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
+
+_NUMBER = re.compile(
+    r"""(?:=\s*)?                                     # "= 5"
+    (?P<sign>[+-]?) \s* (?:\\?[$€£])? \s* (?P<inner>[+-]?)
+    (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
+    (?P<decimals>\.[0-9]*)?
+    (?:[eE](?P<exponent>[+-]?[0-9]{1,3}))?
+    (?:\s*/\s*(?P<denominator>[0-9]+))?
+    \s* (?:\\?%)? \s* \$? \.?                         # "50%", "$5$", "5." """,
+    re.VERBOSE,
+)
+
+# A minus is a sign only where it cannot be a subtraction: the last number of "10-5" is 5.
+_LAST_NUMBER = re.compile(
+    r"""(?:\$- | (?:(?<![\w)\]])-)? \$?) (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
+    (?:\.[0-9]+)? (?:[eE][+-]?[0-9]{1,3}(?!\w))?""",
+    re.VERBOSE,
+)
+
+
+def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a completion, plain (``str``) or conversational (TRL's ``[{"role": "assistant", "content": ...}]``).
+
+    Several messages are joined by newlines; content given as parts (``[{"type": "text", "text": ...}]``) is joined too.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence) and all(isinstance(m, Mapping) and "content" in m for m in completion):
+        return "\n".join(_content_text(message["content"]) for message in completion)
+    raise ValueError(f"expected a completion as a string or a list of messages, got {type(completion).__name__}")
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def tag_content(text: str, tag: str) -> str | None:
+    """What stands between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two stands there exactly once."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    if text.count(opening) != 1 or text.count(closing) != 1:
+        return None
+    start, end = text.index(opening) + len(opening), text.index(closing)
+    return text[start:end] if start <= end else None
+
+
+def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
+    """The answer that a response gives, or ``None`` where it gives none.
+
+    Args:
+        text: the response.
+        mode: ``"strict"``: what is inside the one well-formed ``<tag>...</tag>``, stripped (``None`` if there are none, two,
+            or nothing inside); ``"lenient"``: the last number anywhere in the text.
+        tag: name of the tag, for ``strict``.
+
+    Raises:
+        ValueError: for another mode.
+    """
+    if mode == "strict":
+        content = tag_content(text, tag)
+        return (content.strip() or None) if content is not None else None
+    if mode == "lenient":
+        last = None
+        for match in _LAST_NUMBER.finditer(text.translate(_MINUS_SIGNS)):
+            last = match.group()
+        return last
+    raise ValueError(f"mode must be 'strict' or 'lenient', got {mode!r}")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """``text`` as an exact number, or ``None`` if it is not one number and nothing else.
+
+    Understands thousands separators, signs (Unicode minus too), decimals, exponents up to 999, ``a/b``, a currency sign, a
+    percent sign (dropped: ``50%`` is 50), a leading ``=`` and a trailing period.
+    """
+    text = text.strip()
+    if len(text) > LONGEST_NUMBER:
+        return None
+    match = _NUMBER.fullmatch(text.translate(_MINUS_SIGNS))
+    if match is None or (match["sign"] and match["inner"]):
+        return None
+    whole, decimals = match["whole"].replace(",", ""), (match["decimals"] or ".")[1:]
+    if not whole + decimals:
+        return None
+    value = Fraction(int(whole + decimals), 10 ** len(decimals)) * Fraction(10) ** int(match["exponent"] or 0)
+    if match["denominator"]:
+        if int(match["denominator"]) == 0:
+            return None
+        value /= int(match["denominator"])
+    return -value if "-" in (match["sign"], match["inner"]) else value
+
+
+def numbers_equal(a: Any, b: Any) -> bool:
+    """Whether both are numbers and the same one, exactly: ``"$1,000.00"`` is ``1000``, ``"0.33"`` is not ``"1/3"``."""
+    first, second = parse_number(str(a)), parse_number(str(b))
+    return first is not None and first == second
+
+
+def normalize_text(text: str) -> str:
+    """Case folded, runs of white space made one space, one trailing period dropped."""
+    return " ".join(text.split()).casefold().removesuffix(".").rstrip()
+
+
+def answers_equal(a: Any, b: Any) -> bool:
+    """Numbers are compared as numbers, everything else as normalised text."""
+    first, second = parse_number(str(a)), parse_number(str(b))
+    if first is not None or second is not None:
+        return first == second
+    return normalize_text(str(a)) == normalize_text(str(b))
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """``re.compile`` with DOTALL.
+
+    Raises:
+        ValueError: if it is not a regular expression; the message quotes it.
+    """
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+
+
+def has_format(text: str, pattern: str | re.Pattern[str] | None = None) -> bool:
+    """Whether the whole of ``text`` matches ``pattern`` (DOTALL); by default :data:`DEFAULT_FORMAT`, each tag exactly once."""
+    if pattern is None:
+        # Counting first makes the regular expression linear: no lazy ``.*?`` has a second place to stop at.
+        return all(text.count(tag) == 1 for tag in _DEFAULT_TAGS) and has_format(text, DEFAULT_FORMAT)
+    return (compile_pattern(pattern) if isinstance(pattern, str) else pattern).fullmatch(text) is not None

@@ -1,0 +1,286 @@
+"""The inside of the sandbox: ``python -I -S sandbox_child.py``, started by ``sandbox.py``. Standard library only.
+
+Two processes. The *launcher* reads the job from stdin, sets up what must be set up outside, and stays outside: it kills the
+sandbox when the time is over or when its stdin ends (the one who asked is gone). The *driver* is process 1 of the sandbox: it
+runs no foreign code, forks one child per test, and kills everything but itself after each. Being process 1, without ``/proc`` and
+not traceable, it cannot be killed or altered from within, and all that lives in the sandbox dies with it.
+
+Lines of JSON on stdout: ``{"missing": [...]}`` first (what could not be confined; without ``allow_unsandboxed`` that is all), one
+``{"status": ..., "output": ...}`` per test, ``{"error": ...}`` for a fault of the sandbox itself.
+"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import sandbox_linux as linux
+
+del sys.path[0], sys.modules["sandbox_linux"]
+
+LAUNCH_SECONDS = 5.0
+"""Allowed on top of the tests' own time for setting up."""
+
+
+def main() -> None:
+    """Read the job, confine, run, clean up."""
+    job = json.loads(_read_line(0))
+    own = linux.FIRST_PRIVATE_UID + os.getpid() if os.geteuid() == 0 else os.geteuid()
+    missing: list[str] = []
+    folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
+    for uid in (own, linux.NOBODY, os.geteuid()):  # root of a container may have few ids to give, or its own alone
+        with contextlib.suppress(OSError):
+            os.chown(folder, uid, -1)
+            break
+    results = os.dup(1)
+    try:
+        _attempt(missing, "namespaces", linux.enter_namespaces, uid)
+        if missing:
+            _attempt([], "", linux.prctl, linux.PR_SET_CHILD_SUBREAPER, 1)  # so that what daemonises comes back to us
+        driver = os.fork()
+        if driver == 0:
+            _drive(job, missing, folder, uid, results)  # never returns
+        os.close(results)
+        _wait(driver, job["total_seconds"] + LAUNCH_SECONDS)
+        if missing:
+            _kill_descendants()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_line(descriptor: int) -> bytes:
+    # Not sys.stdin: what it read ahead would be in every child's memory, and its end must stay for poll().
+    chunks = []
+    while not chunks or not chunks[-1].endswith(b"\n"):
+        chunk = os.read(descriptor, 1 << 16)
+        if not chunk:
+            sys.exit(1)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _attempt(missing: list[str], what: str, function, *arguments) -> None:
+    try:
+        function(*arguments)
+    except (OSError, AttributeError) as error:  # AttributeError: not Linux
+        missing.append(f"{what} ({error.strerror or error})" if isinstance(error, OSError) else what)
+
+
+def _wait(driver: int, seconds: float) -> None:
+    """Until the driver ends, the time is over or stdin ends; then nothing of the sandbox lives (in its process namespace)."""
+    deadline = time.monotonic() + seconds
+    poller = select.poll()
+    poller.register(0, 0)  # POLLHUP alone
+    while time.monotonic() < deadline and not poller.poll(10):
+        if os.waitpid(driver, os.WNOHANG)[0]:
+            return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(driver, signal.SIGKILL)
+    os.waitpid(driver, 0)
+
+
+def _kill_descendants() -> None:
+    """Without a process namespace: all whose ancestor we are (orphans come back to a subreaper)."""
+    deadline = time.monotonic() + LAUNCH_SECONDS
+    while time.monotonic() < deadline:
+        children = []
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+            children = [int(child) for child in file.read().split()]
+        for child in children:
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def _drive(job: dict, missing: list[str], folder: str, uid: int, results: int) -> None:
+    """The driver: confine itself, then one child per test."""
+    status = 1
+    try:
+        isolated = not missing
+        with contextlib.suppress(OSError, AttributeError):
+            linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if isolated:
+            _attempt(missing, "a file tree of its own", linux.enter_private_root, folder, uid, job["disk_mb"])
+        work = linux.WORK if not missing else folder
+        if os.geteuid() == 0:
+            if uid:
+                _attempt(missing, "an unprivileged user", linux.drop_user, uid)
+            else:
+                missing.append("an unprivileged user")
+            with contextlib.suppress(OSError, AttributeError):  # the change of user has cleared it
+                linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        _attempt(missing, "no capabilities", linux.drop_capabilities)
+        if job["missing"]:  # a test's way to see what happens where something cannot be had
+            missing.append(job["missing"])
+        null = os.open("/dev/null", os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        os.chdir(work)
+        os.environ.clear()
+        os.environ.update(HOME=work, TMPDIR=work)
+        _attempt(missing, "seccomp", _in_a_child, linux.deny_system_calls)
+        _write(results, {"missing": missing})
+        if not missing or job["allow_unsandboxed"]:
+            deadline = time.monotonic() + job["total_seconds"]
+            for test in job["tests"]:
+                limit = min(deadline, time.monotonic() + job["test_seconds"])
+                _write(results, _run_test(job, test, limit, results, isolated))
+        status = 0
+    except BaseException as error:
+        _write(results, {"error": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(status)
+
+
+def _in_a_child(function) -> None:
+    """Whether ``function`` works, tried where it confines nobody (the driver must be able to fork)."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(child, 0)[1]:
+        raise OSError(0, "the kernel refuses the filter")
+
+
+def _write(descriptor: int, message: dict) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bool) -> dict:
+    """Fork a child for one test, follow it to its end, kill all that it left."""
+    if time.monotonic() >= deadline:
+        return {"status": "timeout", "output": ""}
+    secret = os.urandom(16)  # os._exit(0) must not look like a test passed
+    report, report_end = os.pipe()
+    output, output_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(results), os.close(report), os.close(output)
+            os.setsid()
+            _test_process(job, test, output_end)
+            os.write(report_end, secret)
+        finally:
+            os._exit(0)
+    os.close(report_end), os.close(output_end)
+    status, text = _follow(child, output, deadline, job["output_kb"] * 1024)
+    _kill_everything(child, isolated)
+    os.set_blocking(report, False)
+    with contextlib.suppress(BlockingIOError):
+        if status == "ended":
+            status = "passed" if os.read(report, 64) == secret else "failed"
+    os.close(report), os.close(output)
+    return {"status": "failed" if status == "ended" else status, "output": text.decode(errors="replace")}
+
+
+def _follow(child: int, output: int, deadline: float, limit: int) -> tuple[str, bytes]:
+    """Read what the child prints until it ends, prints more than ``limit`` bytes, or its time is over."""
+    text = b""
+    os.set_blocking(output, False)
+    ended = False
+    while True:
+        if time.monotonic() > deadline:
+            return "timeout", b""
+        ended = ended or bool(os.waitpid(child, os.WNOHANG)[0])
+        if select.select([output], [], [], 0 if ended else 0.005)[0]:
+            chunk = os.read(output, 1 << 16)
+            text += chunk
+            if len(text) > limit:
+                return "output", b""
+            if chunk:
+                continue
+            if not ended:
+                time.sleep(0.002)  # it closed its output and goes on
+        if ended:
+            return "ended", text
+
+
+def _kill_everything(child: int, isolated: bool) -> None:
+    if (isolated and os.getpid() == 1) or os.geteuid() >= linux.FIRST_PRIVATE_UID:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # every process of the sandbox, or of its own user, but this one
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+    with contextlib.suppress(OSError):
+        os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+def _limit(job: dict) -> None:
+    megabyte = 1 << 20
+    limits = {
+        "RLIMIT_AS": job["memory_mb"] * megabyte,
+        "RLIMIT_CPU": math.ceil(job["test_seconds"]) + 1,
+        "RLIMIT_FSIZE": job["disk_mb"] * megabyte,
+        "RLIMIT_NPROC": job["processes"] + 2,  # the driver and the one that feeds stdin are not the test's
+        "RLIMIT_NOFILE": 64,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+    }
+    for name, value in limits.items():
+        if hasattr(resource, name):
+            number = getattr(resource, name)
+            hard = resource.getrlimit(number)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(number, (value, value))
+
+
+def _test_process(job: dict, test: dict, output: int) -> None:
+    """Run the code and its test in this process; returns if they pass, raises if they do not."""
+    is_program = "input" in test
+    if is_program:
+        reader, writer = os.pipe()
+        if os.fork() == 0:  # feeds stdin, however much it is
+            with contextlib.suppress(BrokenPipeError), open(writer, "wb") as pipe:
+                os.close(reader), os.close(output)
+                pipe.write(test["input"].encode())
+            os._exit(0)
+        os.close(writer)
+        os.dup2(reader, 0), os.dup2(output, 1)
+        os.close(reader)
+    os.close(output)
+    _limit(job)
+    with contextlib.suppress(OSError, AttributeError):  # reported missing already, if so
+        linux.deny_system_calls()
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+    sys.argv = ["solution.py"]
+    module = types.ModuleType("__main__" if is_program else "solution")
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(job["code"], "solution.py", "exec"), module.__dict__)
+        if not is_program:
+            exec(compile(test["code"], "test.py", "exec"), module.__dict__)
+    except SystemExit as end:
+        if not is_program or end.code not in (None, 0):
+            raise
+    for thread in threading.enumerate():  # as the interpreter does at the end of a program
+        if is_program and thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What the Linux kernel offers to confine a process: namespaces, a file tree of its own, an unprivileged user, seccomp.
+
+Standard library only, and importable as a plain file: it runs in the fresh interpreter that ``sandbox_child.py`` is.
+Every function raises ``OSError`` where the kernel refuses.
+"""
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+SECCOMP_MODE_FILTER = 2
+NOBODY = 65534
+FIRST_PRIVATE_UID = 2_000_000_000
+"""User ids above this are ours: one per sandbox, so that RLIMIT_NPROC counts its processes alone."""
+
+WORK = "/sandbox"  # no Python lives there
+
+# (x86_64, aarch64) numbers of what no solution to an exercise needs and what has led out of a sandbox, or around RLIMIT_AS.
+# ``socket`` is here, ``socketpair`` (asyncio) is not.
+_DENIED = {
+    "socket": (41, 198), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "kcmp": (312, 272),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "shmget": (29, 194), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+}  # fmt: skip
+_CLONE, _CLONE3 = (56, 220), 435
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def prctl(option: int, argument: int = 0) -> None:
+    """``prctl(option, argument)``."""
+    _checked(_libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), f"prctl({option})")
+
+
+def unshare(flags: int) -> None:
+    """``unshare(2)``."""
+    _checked(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str = "none", flags: int = 0, data: str = "") -> None:
+    """``mount(2)``."""
+    result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
+    _checked(result, f"mount {target}")
+
+
+def _architecture() -> tuple[int, int]:
+    if platform.machine() not in _ARCHITECTURES or sys.maxsize < 2**32:
+        raise OSError(0, f"no table of system calls for {platform.machine()}")
+    return _ARCHITECTURES[platform.machine()]
+
+
+def drop_user(uid: int) -> None:
+    """From root to an unprivileged user without groups, for good."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(uid, uid, uid)
+
+
+def enter_namespaces(uid: int) -> None:
+    """Own processes, network, IPC and host name for the children forked from here on.
+
+    Root does it directly and drops its user later, when the file tree stands; anyone else, and root without that capability,
+    through a user namespace in which the user keeps its own id.
+    """
+    flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    if os.geteuid() == 0:
+        try:
+            return unshare(flags)
+        except PermissionError:
+            drop_user(uid)
+            prctl(PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root and the maps below cannot be written
+    user, group = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER | flags)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return None
+
+
+def _library_folders() -> list[str]:
+    """What a running Python reads: its standard library, and the system's shared libraries."""
+    folders = [os.path.dirname(os.__file__), os.path.join(sys.base_exec_prefix, "lib")]
+    folders += ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
+    chosen: list[str] = []
+    for folder in sorted({os.path.normpath(f) for f in folders if os.path.isdir(f)}):
+        if not any(folder.startswith(parent + "/") for parent in chosen if not os.path.islink(parent)):
+            chosen.append(folder)
+    return chosen
+
+
+def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
+    """Make the empty folder ``root`` the root of a file tree of our own: read-only libraries, four devices, a small :data:`WORK`.
+
+    Only the mount namespace of this process changes; on the host ``root`` stays empty.
+    """
+    index, _ = _architecture()
+    unshare(CLONE_NEWNS)
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
+    for folder in _library_folders():
+        if os.path.islink(folder):
+            os.symlink(os.readlink(folder), root + folder)
+            continue
+        os.makedirs(root + folder, 0o755, exist_ok=True)
+        mount(folder, root + folder, flags=MS_BIND | MS_REC)
+        # Flags that the mount already has are locked in a user namespace, and must be repeated.
+        kept = os.statvfs(folder).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048)
+        relative_atime = (1 << 21) if os.statvfs(folder).f_flag & 4096 else 0
+        mount(
+            "none", root + folder, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | kept | relative_atime
+        )
+    for file in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/etc/ld.so.cache"):
+        if os.path.exists(file):
+            os.makedirs(os.path.dirname(root + file), 0o755, exist_ok=True)
+            os.close(os.open(root + file, os.O_CREAT, 0o644))
+            mount(file, root + file, flags=MS_BIND)
+    os.mkdir(root + WORK)
+    if not os.path.lexists(root + "/tmp"):  # unless this Python is installed below it
+        os.symlink(WORK, root + "/tmp")
+    mount("tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mb}m,nr_inodes=1k,mode=700")
+    if os.geteuid() == 0:
+        os.chown(root + WORK, uid, NOBODY)
+    mount("none", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.chdir(root)
+    _checked(_libc.syscall((155, 41)[index], b".", b"."), "pivot_root")
+    _checked(_libc.umount2(b".", MNT_DETACH), "umount the host's files")
+    os.chdir("/")
+
+
+def drop_capabilities() -> None:
+    """None left and none to be gained; this process cannot be traced by its own user either."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(64):
+        if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break  # no such capability, or not allowed to drop any: the sets below are what counts
+    header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    _checked(_libc.capset(header, struct.pack("=6I", 0, 0, 0, 0, 0, 0)), "capset")
+    prctl(PR_SET_DUMPABLE, 0)
+
+
+def deny_system_calls() -> None:
+    """A seccomp filter for this process and its children: the calls above fail with EPERM."""
+    index, architecture = _architecture()
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, unknown = 0x7FFF0000, 0x00050001, 0x00050026  # ALLOW, ERRNO | EPERM, ERRNO | ENOSYS
+    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, refuse), (load, 0, 0, 0)]
+    program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # the x32 numbers
+    for numbers in _DENIED.values():
+        program += [(equal, 0, 1, numbers[index]), (give, 0, 0, refuse)]
+    program += [
+        (equal, 0, 1, _CLONE3),
+        (give, 0, 0, unknown),
+    ]  # its flags are behind a pointer; libc falls back to clone
+    namespaces = (
+        CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWCGROUP
+    )
+    program += [(equal, 0, 3, _CLONE[index]), (load, 0, 0, 16), (any_bit, 0, 1, namespaces), (give, 0, 0, refuse)]
+    program.append((give, 0, 0, allow))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
+    filters = struct.pack("@HP", len(program), ctypes.addressof(code))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _checked(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filters, 0, 0), "seccomp")

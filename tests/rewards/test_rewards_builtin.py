@@ -1,0 +1,227 @@
+"""The built-in rewards and the helpers under them, with values worked by hand."""
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from grpo.rewards import completion_text, load_reward
+from grpo.rewards.expression import evaluate_expression
+from grpo.rewards.extract import answers_equal, extract_answer, has_format, numbers_equal, parse_number
+
+GOOD = "<think>2 + 2</think> <answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234", 1234),
+        ("$1,000.00", 1000),
+        ("−5", -5),
+        ("= 5", 5),
+        ("50%", 50),
+        ("50 \\%", 50),
+        ("-$5", -5),
+        ("$-5", -5),
+        ("$5$", 5),
+        ("5.", 5),
+        (".5", Fraction(1, 2)),
+        ("+0.10", Fraction(1, 10)),
+        ("1/3", Fraction(1, 3)),
+        ("1e3", 1000),
+        (" 7\n", 7),
+    ],
+)
+def test_parse_number(text, value):
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "$", ".", "--5", "12,34", "5 dollars", "x", "1/0", "1e99999", "1 2", "٣"])
+def test_what_is_not_one_number(text):
+    assert parse_number(text) is None
+
+
+def test_equality_is_exact_and_falls_back_to_text():
+    assert numbers_equal("0.5", "1/2") and not numbers_equal("0.333333", "1/3")
+    assert numbers_equal(0.1, "0.10") and numbers_equal(72, "72.0")
+    assert not numbers_equal("x", "x")
+    assert answers_equal("  The  Cat. ", "the cat") and not answers_equal("cat", "5") and not answers_equal("5", "")
+    assert numbers_equal("9007199254740993", "9007199254740993.0") and not numbers_equal(
+        "9007199254740993", "9007199254740992"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is 1,234.", "1,234"),
+        ("10-5", "5"),
+        ("it is -5", "-5"),
+        ("a −7 b", "-7"),
+        ("= -$5.50!", "-$5.50"),
+        ("1,2,3", "3"),
+        ("costs $-3", "$-3"),
+        ("x=.5", ".5"),
+        ("1,000,000.25 in all", "1,000,000.25"),
+        ("none", None),
+    ],
+)
+def test_lenient_takes_the_last_number(text, answer):
+    assert extract_answer(text, "lenient") == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (GOOD, "4"),
+        ("<answer> 4\n</answer> 5", "4"),
+        ("4", None),
+        ("<answer>4", None),
+        ("</answer>4<answer>", None),
+        ("<answer>4</answer><answer>4</answer>", None),
+        ("<answer> </answer>", None),
+    ],
+)
+def test_strict_needs_exactly_one_tag(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_extract_answer_refuses_another_mode():
+    with pytest.raises(ValueError, match="'strict' or 'lenient', got 'loose'"):
+        extract_answer("", "loose")
+
+
+def test_the_default_format_needs_each_tag_once():
+    assert has_format(GOOD) and has_format("\n" + GOOD + "\n")
+    assert not has_format(GOOD + "x") and not has_format(GOOD.replace("</think>", ""))
+    assert not has_format("<think><think>a</think><answer>4</answer>")
+    assert not has_format("<answer>4</answer><think>a</think>")
+    assert has_format("<r>\n1\n</r>", r"<r>.*</r>") and not has_format("a<r>1</r>", r"<r>.*</r>")
+
+
+@pytest.mark.parametrize(
+    "unit", ["1,", "111,", "1", "1 ", "-", ".", "<think></think>", " ", "1e", "$", "=\t", "</answer> "]
+)
+def test_a_megabyte_of_anything_is_read_quickly(unit):
+    text = unit * (1_000_000 // len(unit))
+    start = time.perf_counter()
+    for variant in (text, "<think>" + text, "<think>" + text + "</think><answer>" + text + "</answer>x"):
+        extract_answer(variant), extract_answer(variant, "lenient"), has_format(variant)
+        answers_equal(variant, "5"), load_reward("tag_groups")([""], [variant])
+    assert time.perf_counter() - start < 5  # about 0.5 s on an idle core; a quadratic pattern would take hours
+
+
+def test_completion_text_of_both_kinds():
+    assert completion_text("a") == "a"
+    assert completion_text([{"role": "assistant", "content": "a"}]) == "a"
+    assert completion_text([{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]) == "a"
+    assert completion_text([{"role": "assistant", "content": None}]) == ""
+    with pytest.raises(ValueError, match="got int"):
+        completion_text(3)
+
+
+def test_accuracy():
+    accuracy = load_reward("accuracy")
+    texts = [GOOD, "so 4", "<answer>5</answer>", GOOD]
+    assert accuracy([""] * 4, texts, answer=["4", "4", "4", None]) == [1.0, 0.0, 0.0, None]
+    assert accuracy([""] * 4, texts, answer=[4, 4.0, "4", ""], mode="lenient", value=2.0) == [2.0, 2.0, 0.0, None]
+    chat = [[{"role": "assistant", "content": "<SOLUTION>1,000</SOLUTION>"}]]
+    assert accuracy(["q"], chat, gold=["$1000"], column="gold", tag="SOLUTION") == [1.0]
+    with pytest.raises(ValueError, match="needs the column 'answer'; the rows have \\['solution'\\]"):
+        accuracy(["q"], ["a"], solution=["4"])
+
+
+def test_format_and_tag_groups():
+    assert load_reward("format")(["q"] * 2, [GOOD, "4"], value=0.5) == [0.5, 0.0]
+    assert load_reward("format")(["q"], ["<r>\na</r>"], pattern="<r>.*</r>") == [1.0]
+    with pytest.raises(ValueError, match="'\\(' is not a regular expression"):
+        load_reward("format")([], [], pattern="(")
+    tag_groups = load_reward("tag_groups")
+    texts = [GOOD, GOOD + " x", "<think>", "<think><think><think>", ""]
+    assert tag_groups([""] * 5, texts) == pytest.approx([0.5, 0.4, 0.1, 0.1, 0.0])
+    assert tag_groups([""], [GOOD], max_value=0.25) == [0.25]
+    # One pattern for the whole, as it is often written, counts its groups too.
+    assert tag_groups([""], [GOOD], pattern="(<think>)(.*)(</think>)") == pytest.approx([0.3])
+    with pytest.raises(ValueError, match="has none"):
+        tag_groups([], [], pattern="abc")
+
+
+def test_exact_or_stripped():
+    texts = ["<SOLUTION>4</SOLUTION>", "<SOLUTION> 4\n</SOLUTION>", "<SOLUTION>4.0</SOLUTION>", "4", "4"]
+    rewards = load_reward("exact_or_stripped")([""] * 5, texts, answer=["4", "4", "4", "4", None], tag="SOLUTION")
+    assert rewards == [3.0, 1.5, 0.0, 0.0, None]
+
+
+def test_soft_overlong_is_dapo_equation_13():
+    ids = [[0] * n for n in (1, 80, 85, 90, 100, 101)]
+    rewards = load_reward("soft_overlong")([""] * 6, [""] * 6, ids, max_length=100, cache_length=20)
+    assert rewards == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="0 < cache_length <= max_length"):
+        load_reward("soft_overlong")([], [], [], max_length=10, cache_length=20)
+
+
+def test_countdown():
+    def score(text, **args):
+        rows = {"numbers": [[3, 5, 3]], "target": [24]}
+        return load_reward("countdown")(["q"], [text], **rows, **args)[0]
+
+    assert score("<answer>(3 + 5) * 3</answer>") == 1.0
+    assert score("<answer>3 × (5 + 3) = 24</answer>") == 1.0
+    assert score("<answer>(3 + 5) * 3 = 25</answer>") == 0.0
+    assert score("<answer>8 * 3</answer>") == 0.0  # 8 is not a number of the row
+    assert score("<answer>3 * 5 + 3 * 3</answer>") == 0.0  # 3 used three times
+    assert score("<answer>24</answer>", format_value=0.1) == 0.1
+    assert score("(3 + 5) * 3", format_value=0.1) == 0.0
+    assert score("<answer>__import__('os').abort()</answer>") == 0.0
+    assert load_reward("countdown")(["q"], ["x"], numbers=[[1]], target=[None]) == [None]
+
+
+def test_expressions_are_exact_and_bounded():
+    assert evaluate_expression("1/3 + 1/3 + 1/3") == (1, [1, 3, 1, 3, 1, 3])
+    assert evaluate_expression("2 - -(3 - 1) * 4 ÷ [2]") == (6, [2, 3, 1, 4, 2])
+    for wrong in (
+        "",
+        "1 +",
+        "(1",
+        "1)",
+        "1 2",
+        "2 ** 3",
+        "1/0",
+        "1/(2-2)",
+        "1.5",
+        "a",
+        "9" * 501,
+        "(" * 60 + "1" + ")" * 60,
+    ):
+        with pytest.raises(ValueError):
+            evaluate_expression(wrong)
+
+
+def test_math_verify():
+    pytest.importorskip("math_verify")
+    reward = load_reward("math_verify")
+    texts = ["so $\\frac{1}{2}$", "The answer is \\boxed{0.5}", "$x$", "nothing", "$3$"]
+    golds = ["\\frac{1}{2}", "1/2", "x+1", "3", None]
+    assert reward([""] * 5, texts, answer=golds, value=2.0) == [2.0, 2.0, 0.0, 0.0, None]
+
+
+def test_r1_zero():
+    pytest.importorskip("math_verify")
+    reward = load_reward("r1_zero")
+    texts = [
+        "2+2 is 4 </think> <answer>4</answer>",
+        "half </think> <answer>\\boxed{\\frac{1}{2}}</answer>",
+        "</think> <answer>\\frac{1}{2}</answer>",
+        "</think> <answer>5</answer>",
+        "</think><answer>4</answer>",  # the scheme wants the space
+        "</think> <answer>4",
+    ]
+    golds = ["4", "0.5", "0.5", "4", "4", "4"]
+    assert reward([""] * 6, texts, answer=golds) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert reward([""] * 6, texts, answer=golds, format_value=0.1)[3] == 0.1
+
+
+def test_arguments_are_checked_before_any_row():
+    for name, args in [("accuracy", {"mode": "x"}), ("accuracy", {"tag": "<answer>"}), ("format", {"value": "1"})]:
+        with pytest.raises(ValueError):
+            load_reward(name)([], [], **args)

@@ -1,0 +1,436 @@
+"""The runner with real worker processes: real hangs, real deaths, real floods of output."""
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo.rewards import RewardContractError, RewardRunner, RewardSpec
+from grpo.rewards.result import MAX_LOST_WORKERS
+
+ROOT = Path(__file__).parents[2]
+
+REWARDS = """
+import asyncio, math, os, sys, threading, time
+
+def length(prompts, completions, **columns):
+    return [float(len(c)) for c in completions]
+
+def named(completions, answer):                    # takes only what it names
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+def token_count(completion_ids, **kwargs):
+    return [len(ids) for ids in completion_ids]
+
+def scaled(completions, scale=1.0):
+    return [scale for _ in completions]
+
+def conversational(prompts, completions, **kwargs):  # TRL's conversational form
+    return [1.0 if c[0]["content"] == p[-1]["content"] else 0.0 for p, c in zip(prompts, completions)]
+
+def moody(completions, **kwargs):
+    for c in completions:
+        if "raise" in c: raise RuntimeError("a bad row")
+        if "exit" in c: sys.exit(3)
+        if "die" in c: os._exit(7)
+        if "segfault" in c: os.kill(os.getpid(), 11)
+        if "hang" in c: time.sleep(1000)
+        if "spin" in c:
+            while True: pass
+    return [1.0] * len(completions)
+
+def slow_batch(completions, **kwargs):
+    time.sleep(0.15 * len(completions))
+    return [1.0] * len(completions)
+
+def loud(completions, **kwargs):
+    for _ in range(200):
+        print("x" * 50_000)
+        sys.stderr.write("y" * 50_000)
+    os.write(1, b"z" * 100_000)
+    return [1.0] * len(completions)
+
+def where(completions, **kwargs):
+    assert threading.current_thread() is threading.main_thread()
+    return [float("torch" in sys.modules)] * len(completions)
+
+def pid(completions, **kwargs):
+    return [float(os.getpid())] * len(completions)
+
+def orphan(completions, **kwargs):                 # leaves a process behind that holds every descriptor
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    os._exit(1)
+
+def given(completions, value, **kwargs):
+    return eval(value)
+
+async def sleepy(completions, **kwargs):
+    await asyncio.sleep(0.5)
+    return [1.0] * len(completions)
+
+async def sleepy_too(completions, **kwargs):
+    await asyncio.sleep(0.5)
+    return [2.0] * len(completions)
+
+async def async_moody(completions, **kwargs):
+    for c in completions:
+        if "raise" in c: raise RuntimeError("a bad row")
+        if "hang" in c: await asyncio.sleep(1000)
+        if "block" in c: time.sleep(1000)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "user_rewards.py"
+    file.write_text(textwrap.dedent(REWARDS))
+    return str(file)
+
+
+@pytest.fixture
+def run(path):
+    """``run("moody", [...])`` -> RewardResult, each time with a fresh runner."""
+    runners = []
+
+    def run(names, completions, columns=None, *, args=None, completion_ids=None, prompts=None, **settings):
+        names = [names] if isinstance(names, str) else names
+        runner = RewardRunner([RewardSpec(f"{path}:{n}", 1.0, args or {}) for n in names], **settings)
+        runners.append(runner)
+        return runner.score(prompts or ["q"] * len(completions), completions, columns or {}, completion_ids)
+
+    yield run
+    for runner in runners:
+        runner.close()
+
+
+def column(result, function=0):
+    return [row[function] for row in result.values]
+
+
+def test_a_batch_with_builtins_weights_and_duplicates(path):
+    functions = [
+        SimpleNamespace(name="accuracy", weight=2.0, args={"mode": "lenient"}),  # duck-typed, as the configuration's
+        RewardSpec(f"{path}:length", 0.1),
+        RewardSpec("accuracy"),
+    ]
+    with RewardRunner(functions) as runner:
+        runner.check()
+        assert runner.names == ["accuracy", "length", "accuracy_2"]
+        result = runner.score(["q"] * 2, ["it is 4", "no"], {"answer": ["4", None]})
+        assert result.values == [[1.0, 7.0, 0.0], [None, 2.0, None]]
+        assert result.totals(runner.weights) == pytest.approx([2.7, 0.2])
+        assert result.errors == result.timeouts == [0, 0, 0] and not result.failed_everywhere
+        with pytest.raises(ValueError, match="3 weights"):
+            result.totals([1.0])
+
+
+def test_unscorable_rows_total_nan():
+    with RewardRunner([RewardSpec("accuracy")]) as runner:
+        result = runner.score(["q"] * 2, ["4", "<answer>4</answer>"], {"answer": [None, "4"]})
+        totals = result.totals([1.0])
+        assert math.isnan(totals[0]) and totals[1] == 1.0
+        assert runner.score([], [], {"answer": []}).values == []
+
+
+def test_signatures(run):
+    columns = {"answer": ["a", "a"], "other": [1, 2]}
+    assert column(run("named", ["a", "b"], columns)) == [1.0, 0.0]
+    assert column(run("token_count", ["a", "b"], columns, completion_ids=[[1, 2], [3]])) == [2.0, 1.0]
+    assert column(run("scaled", ["a"], args={"scale": 0.25})) == [0.25]
+    prompts = [[{"role": "user", "content": "hi"}]]
+    assert column(run("conversational", [[{"role": "assistant", "content": "hi"}]], prompts=prompts)) == [1.0]
+
+
+def test_functions_run_in_the_main_thread_of_a_worker_without_torch(run):
+    import torch  # noqa: F401 - in this process, so that the test would see it inherited
+
+    assert column(run("where", ["a"])) == [0.0]
+
+
+@pytest.mark.parametrize("word", ["raise", "exit", "die", "segfault"])
+def test_one_bad_row_costs_one_reward(run, word, caplog):
+    with caplog.at_level(logging.WARNING, "grpo"):
+        result = run("moody", ["ok", word, "ok", "ok"])
+    assert column(result) == [1.0, None, 1.0, 1.0]
+    assert result.errors == [1] and result.timeouts == [0] and result.failures == [1] and not result.failed_everywhere
+    expected = {"raise": "a bad row", "exit": "SystemExit", "die": "status 7", "segfault": "SIGSEGV"}[word]
+    assert expected in result.first_traceback["moody"] and expected in caplog.text
+
+
+@pytest.mark.parametrize("word", ["hang", "spin"])
+def test_a_hanging_row_is_killed(run, word):
+    start = time.perf_counter()
+    result = run("moody", ["ok", word, "ok"], timeout_s=0.5)
+    assert column(result) == [1.0, None, 1.0]
+    assert result.errors == [0] and result.timeouts == [1] and not result.failed_everywhere
+    assert time.perf_counter() - start < 10
+
+
+def test_the_first_traceback_is_logged_once_per_run(path, caplog):
+    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([RewardSpec(f"{path}:moody")]) as runner:
+        for _ in range(3):
+            assert "a bad row" in runner.score(["q"], ["raise"], {}).first_traceback["moody"]
+    assert caplog.text.count("RuntimeError: a bad row") == 1
+
+
+def test_failing_everywhere_is_reported(run):
+    result = run(["moody", "length"], ["raise", "raise"])
+    assert result.failed_everywhere == ["moody"] and result.values == [[None, 5.0], [None, 5.0]]
+    assert run("moody", ["raise"]).errors == [1]
+
+
+@pytest.mark.parametrize("word", ["hang", "die"])
+def test_failing_always_takes_bounded_time(run, word):
+    rows = MAX_LOST_WORKERS + 20
+    start = time.perf_counter()
+    result = run("moody", [word] * rows, timeout_s=0.2)
+    assert result.failures == [rows] and result.failed_everywhere == ["moody"]
+    # 1 batch and 8 rows of 0.2 s, and as many starts of a worker; not 28 of each.
+    assert time.perf_counter() - start < 0.2 * (1 + MAX_LOST_WORKERS) + 9
+
+
+def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, caplog):
+    with (
+        caplog.at_level(logging.WARNING, "grpo"),
+        RewardRunner([RewardSpec(f"{path}:slow_batch")], timeout_s=0.6) as runner,
+    ):
+        assert runner.score(["q"] * 5, ["a"] * 5, {}).failures == [0]
+        assert "row by row from now on" in caplog.text
+        start = time.perf_counter()
+        assert column(runner.score(["q"] * 5, ["a"] * 5, {})) == [1.0] * 5
+        assert time.perf_counter() - start < 1.3  # 0.75 s; 1.35 s if the batch were tried first
+
+
+def test_rows_are_shared_by_workers(run):
+    start = time.perf_counter()
+    result = run("moody", ["hang"] * 4, timeout_s=1.0, num_workers=4)
+    assert result.timeouts == [4]
+    assert time.perf_counter() - start < 4.5  # 1 s for the batch, 1 s for all rows; 5 s one after the other
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[1.0]", "'given' returned 1 values for 2 completions: \\[1.0\\]; expected a list of 2 values"),
+        ("['1.0', 1.0]", "'given' returned '1.0' of type str for completion 0; expected"),
+        ("[1.0, math.inf]", "'given' returned inf of type float for completion 1"),
+        ("[1.0, [2.0]]", "of type list for completion 1"),
+        ("[10 ** 400, 1]", "of type int for completion 0"),
+        ("1.0", "'given' returned 1.0 of type float; expected"),
+        ("'ab'", "of type str; expected"),
+        ("None", "returned None of type NoneType"),
+        ("{0: 1.0, 1: 2.0}", "of type dict"),
+        ("(x for x in completions)", "of type generator"),
+    ],
+)
+def test_a_broken_contract_is_an_error(run, value, message):
+    with pytest.raises(RewardContractError, match=message):
+        run("given", ["a", "b"], args={"value": value})
+
+
+def test_what_counts_as_numbers(run):
+    assert column(run("given", ["a"] * 4, args={"value": "[True, 2, math.nan, None]"})) == [1.0, 2.0, None, None]
+    assert column(run("given", ["a"] * 2, args={"value": "__import__('numpy').array([1, 2.5])"})) == [1.0, 2.5]
+    assert column(run("given", ["a"] * 2, args={"value": "(0, __import__('numpy').float32(0.5))"})) == [0.0, 0.5]
+
+
+def test_megabytes_of_printing_do_no_harm(run, capfd):
+    assert column(run("loud", ["a", "b"])) == [1.0, 1.0]
+    deadline = time.monotonic() + 5
+    printed = ""
+    while "the rest is dropped" not in printed and time.monotonic() < deadline:
+        printed += capfd.readouterr().err
+        time.sleep(0.02)
+    assert 1000 < len(printed) < 100_000 and "the rest is dropped" in printed
+
+
+def test_the_worker_lives_across_steps_and_ends_with_close(path):
+    with RewardRunner([RewardSpec(f"{path}:pid")]) as runner:
+        first = int(runner.score(["q"], ["a"], {}).values[0][0])
+        assert runner.score(["q"], ["a"], {}).values == [[float(first)]]
+        assert first != os.getpid()
+        os.kill(first, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_a_worker_that_dies_leaving_a_child_is_noticed(run):
+    start = time.perf_counter()
+    assert run("orphan", ["a"]).errors == [1]
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_die_with_their_parent(path, how):
+    code = f"""
+import sys, time
+from grpo.rewards import RewardRunner, RewardSpec
+runner = RewardRunner([RewardSpec({path + ":pid"!r}), RewardSpec({path + ":moody"!r})], timeout_s=100)
+print(int(runner.score(["q"], ["a"], {{}}).values[0][0]), flush=True)
+runner.score(["q"], ["spin"], {{}})
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    worker = int(parent.stdout.readline())
+    time.sleep(0.3)
+    parent.send_signal(how)
+    parent.wait(timeout=10)
+    parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and _runs(worker):
+        time.sleep(0.05)
+    assert not _runs(worker)
+
+
+def _runs(process):
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_async_rewards_of_a_step_run_together(run):
+    run("length", ["a"])
+    start = time.perf_counter()
+    result = run(["sleepy", "length", "sleepy_too"], ["a", "b"])
+    assert result.values == [[1.0, 1.0, 2.0], [1.0, 1.0, 2.0]]
+    assert time.perf_counter() - start < 0.95
+
+
+def test_async_rows_fail_alone(run):
+    result = run(["async_moody", "sleepy"], ["ok", "raise", "hang"], timeout_s=1.0)
+    assert column(result) == [1.0, None, None] and column(result, 1) == [1.0] * 3
+    assert result.errors == [1, 0] and result.timeouts == [1, 0]
+    assert "a bad row" in result.first_traceback["async_moody"] or "timeout_s" in result.first_traceback["async_moody"]
+
+
+def test_a_coroutine_that_blocks_the_loop_is_killed(run):
+    result = run(["async_moody", "sleepy"], ["ok", "block"], timeout_s=0.8)
+    assert column(result) == [1.0, None] and column(result, 1) == [1.0, 1.0]
+    assert result.timeouts == [1, 0]
+
+
+def test_check_finds_mistakes_before_the_first_step(path, tmp_path):
+    def check(name, args=None, columns=None):
+        with RewardRunner([RewardSpec(name, 1.0, args or {})]) as runner:
+            runner.check(columns)
+
+    check(f"{path}:scaled", {"scale": 2.0})
+    check("accuracy", None, ["answer"])
+    for name, args, columns, message in [
+        ("acuracy", None, None, "did you mean 'accuracy'"),
+        (f"{path}:lenght", None, None, "did you mean 'length'"),
+        (f"{path}:scaled", {"scael": 2.0}, None, "has no argument 'scael'"),
+        ("accuracy", {"mode": "x"}, None, "reward 'accuracy': mode must be"),
+        ("format", {"pattern": "("}, None, "reward 'format': .* is not a regular expression"),
+        ("accuracy", None, ["solution"], "'accuracy' needs the column\\(s\\) answer; the rows have solution"),
+        (f"{path}:named", None, ["x"], "'named' needs the column\\(s\\) answer"),
+    ]:
+        with pytest.raises(ValueError, match=message) as caught:
+            check(name, args, columns)
+        assert "\n" not in str(caught.value)
+
+
+def test_settings_that_make_no_sense():
+    for settings in ({"functions": []}, {"timeout_s": 0}, {"num_workers": 0}):
+        with pytest.raises(ValueError):
+            RewardRunner(**{"functions": [RewardSpec("accuracy")], **settings})
+    with RewardRunner([RewardSpec("accuracy")]) as runner:
+        with pytest.raises(ValueError, match="got 1 for answer"):
+            runner.score(["q"] * 2, ["a"] * 2, {"answer": ["4"]})
+        with pytest.raises(ValueError, match="needs the column"):
+            runner.score(["q"], ["a"], {})
+        with pytest.raises(ValueError, match="cannot be handed"):
+            runner.score(["q"], ["a"], {"answer": [lambda: 0]})
+        assert runner.score(["q"], ["<answer>4</answer>"], {"answer": ["4"]}).values == [
+            [1.0]
+        ]  # none of it broke anything
+
+
+def test_a_pattern_that_backtracks_without_end_is_stopped():
+    with RewardRunner([RewardSpec("format", 1.0, {"pattern": "(a|aa)+b"})], timeout_s=0.5) as runner:
+        result = runner.score(["q"] * 2, ["aaab", "a" * 60 + "c"], {})
+    assert result.values == [[1.0], [None]] and result.timeouts == [1]
+
+
+def test_a_relative_file_is_found_after_the_folder_changed(tmp_path, monkeypatch):
+    (tmp_path / "relative_rewards.py").write_text(
+        "import os\ndef fragile(completions, **_):\n    if 'die' in completions: os._exit(1)\n    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with RewardRunner([RewardSpec("relative_rewards.py:fragile")]) as runner:
+        runner.check()
+        monkeypatch.chdir("/")
+        assert column(runner.score(["q"] * 2, ["die", "ok"], {})) == [None, 1.0]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """Two tiny random classifiers saved on disk: with one label and with two."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "a", "b", "c", "d"])}
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    folders = {}
+    for labels in (1, 2):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=6,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=labels,
+            pad_token_id=0,
+        )
+        folders[labels] = str(tmp_path_factory.mktemp("classifier") / f"model{labels}")
+        transformers.LlamaForSequenceClassification(config).save_pretrained(folders[labels])
+        tokenizer.save_pretrained(folders[labels])
+    return folders
+
+
+def test_a_classifier_is_a_reward(classifier):
+    with RewardRunner(
+        [RewardSpec(f"classifier:{classifier[1]}", 1.0, {"batch_size": 2}), RewardSpec("accuracy")]
+    ) as runner:
+        assert runner.names == ["model1", "accuracy"]
+        result = runner.score(["a b "] * 3, ["c", "d d d d", "c"], {"answer": ["4"] * 3})
+        together = column(result)
+        alone = [runner.score(["a b "], [text], {"answer": ["4"]}).values[0][0] for text in ("c", "d d d d", "c")]
+        chat = runner.score(
+            [[{"role": "user", "content": "a b"}]], [[{"role": "assistant", "content": "c"}]], {"answer": ["4"]}
+        )
+    assert together == pytest.approx(alone, abs=1e-6)  # padding changes nothing
+    assert together[0] == pytest.approx(together[2]) and together[0] != pytest.approx(together[1])
+    assert chat.values[0][0] == pytest.approx(together[0], abs=1e-6)
+
+
+def test_a_classifier_needs_one_label(classifier):
+    with pytest.raises(ValueError, match="has 2 labels"):
+        RewardRunner([RewardSpec(f"classifier:{classifier[2]}")]).check()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        RewardRunner([RewardSpec("classifier:/nowhere/at/all")]).check()
+    with pytest.raises(ValueError, match="has no argument 'batchsize'"):
+        RewardRunner([RewardSpec(f"classifier:{classifier[1]}", 1.0, {"batchsize": 2})]).check()
+
+
+def test_results_are_plain_data(run):
+    result = run("length", ["a"])
+    assert json.dumps(result.values) == "[[1.0]]"

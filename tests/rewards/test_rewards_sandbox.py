@@ -1,0 +1,374 @@
+"""The sandbox attacked. Every attack is bounded itself, so that a sandbox that fails does not take the machine with it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo.rewards import RewardRunner, RewardSpec, load_reward
+from grpo.rewards.python_tests import extract_code, read_tests
+from grpo.rewards.sandbox import Limits, SandboxUnavailable, run_python
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+ROOT = Path(__file__).parents[2]
+LIMITS = Limits(test_seconds=1.5, total_seconds=4.0, memory_mb=256, disk_mb=4, processes=8, output_kb=256)
+
+
+@pytest.fixture(scope="module")
+def sandboxed():
+    """Skip where the machine has no sandbox to attack; whether it then refuses is tested below, on every machine."""
+    try:
+        run_python("", [{"code": ""}])
+    except SandboxUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def attack(sandboxed):
+    """``attack(code)`` -> its verdict and output; a test after it must find the sandbox unharmed, and nothing may be left."""
+
+    def attack(code):
+        before = _sandbox_processes()
+        verdict, after = run_python(
+            f"if input() == 'attack':\n{_indented(code)}", [{"input": "attack"}, {"input": "-"}], LIMITS
+        )
+        assert after.status == "passed"
+        assert _sandbox_processes() <= before
+        return verdict
+
+    return attack
+
+
+def _indented(code):
+    return "".join(f"    {line}\n" for line in code.strip().splitlines())
+
+
+def _sandbox_processes():
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if b"sandbox_child.py" in (folder / "cmdline").read_bytes():
+                    found.add(int(folder.name))
+            except OSError:
+                pass
+    return found
+
+
+def test_fraction_of_tests_passed(sandboxed):
+    reward = load_reward("python_tests")
+    code = "Sure:\n```python\ndef double(x):\n    return x * 2\n```\nThat is it."
+    tests = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1) == 3", "assert triple(1) == 3"]
+    programs = [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "3\n"}]
+    texts = [code, code, "no code here", "print(sum(map(int, input().split())))", code]
+    assert reward([""] * 5, texts, tests=[tests, '["assert double(2) == 4"]', tests, programs, None]) == [
+        0.5,
+        1.0,
+        0.0,
+        0.5,
+        None,
+    ]
+    assert reward([""], [f"<answer>{code}</answer>"], tests=[tests[:1]], tag="answer", value=3.0) == [3.0]
+    assert reward([""], [code], tests=[tests[:1]], tag="answer") == [0.0]
+
+
+def test_through_the_runner(sandboxed):
+    spec = RewardSpec("python_tests", 1.0, {"total_seconds": 1.0})
+    with RewardRunner([spec], timeout_s=10.0) as runner:
+        runner.check(["tests"])
+        texts = [
+            "def f(): return 1",
+            "while True: pass",
+            "import os\nos._exit(0)",
+            "import sys\nsys.exit(0)",
+            "def f(:",
+        ]
+        result = runner.score([""] * 5, texts, {"tests": [["assert f() == 1"]] * 5})
+    assert [row[0] for row in result.values] == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]  # code that hangs scores 0: it is the policy's fault
+    assert result.failures == [0]
+
+
+def test_what_programs_need_works(attack):
+    verdict = attack("""
+import asyncio, collections, decimal, itertools, json, math, random, re, tempfile, threading
+async def main(): await asyncio.sleep(0.001); print("async")
+asyncio.run(main())
+thread = threading.Thread(target=print, args=("thread",)); thread.start()
+with tempfile.TemporaryFile("w+") as f: f.write("file"); f.seek(0); print(f.read())
+""")
+    assert verdict.status == "passed" and sorted(verdict.output.split()) == ["async", "file", "thread"]
+
+
+def test_infinite_loop(attack):
+    start = time.perf_counter()
+    assert attack("while True: pass").status == "timeout"
+    assert time.perf_counter() - start < 6
+
+
+def test_a_loop_that_catches_everything_and_drips_output(attack):
+    code = "import signal, time\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except Exception: pass\n"
+    assert attack(code + "while True:\n    print('x', flush=True); time.sleep(0.001)").status == "timeout"
+
+
+def test_fork_bomb(attack):
+    verdict = attack("""
+import os, time
+forked = 0
+for _ in range(200):
+    try:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        forked += 1
+    except OSError:
+        break
+print(forked)
+""")
+    assert int(verdict.output) < LIMITS.processes + 1
+
+
+def test_fork_bomb_of_generations(attack):
+    # Each child forks the next and ends, so that no moment has many; stops by itself after 200.
+    attack("""
+import os
+for generation in range(200):
+    try:
+        if os.fork(): os._exit(0)
+    except OSError: os._exit(1)
+import time; time.sleep(30)
+""")
+
+
+def test_threads_count_too(attack):
+    verdict = attack("""
+import threading, time
+started = 0
+for _ in range(200):
+    try: threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start(); started += 1
+    except RuntimeError: break
+print(started)
+""")
+    assert int(verdict.output) < LIMITS.processes + 1
+
+
+def test_allocation(attack):
+    verdict = attack("""
+blocks = []
+try:
+    for _ in range(1000): blocks.append(bytearray(10 << 20))   # 10 GB, but no more
+except MemoryError: pass
+count = len(blocks); del blocks
+print(count * 10)
+""")
+    assert 0 < int(verdict.output) <= LIMITS.memory_mb
+
+
+def test_allocation_outside_the_address_space(attack):
+    verdict = attack("""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+try: os.memfd_create("x"); print("memfd")
+except OSError: pass
+if libc.shmget(0, 1 << 20, 0o1600) >= 0: print("shm")
+total = 0
+try:
+    for i in range(100):
+        with open(f"/sandbox/{i}", "wb") as f: total += f.write(bytes(1 << 20))
+except OSError: pass
+print(total >> 20)
+""")
+    assert int(verdict.output) <= LIMITS.disk_mb
+
+
+def test_flood_of_output(attack):
+    verdict = attack("for _ in range(1024): print('x' * (1 << 20))")
+    assert verdict.status == "output" and verdict.output == ""
+
+
+@pytest.fixture
+def open_folder():
+    """One that everybody may read and write, so that it is the sandbox that protects it and not its permissions."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+def test_reading_files_outside(attack, open_folder):
+    secret = open_folder / "secret"
+    secret.write_text("the secret")
+    secret.chmod(0o644)
+    verdict = attack(f"""
+import os
+for path in [{str(secret)!r}, {__file__!r}, "/etc/passwd", "/etc/hostname", "/proc/1/environ", "/proc/self/maps", "/dev/mem", {"/.." + str(secret)!r}]:
+    try: print(path, open(path).read()[:50])
+    except OSError: pass
+print(sorted(os.listdir("/")), os.listdir("/sandbox"), os.environ.get("PATH"), len(os.environ))
+""")
+    assert "secret" not in verdict.output and __file__ not in verdict.output and "/proc" not in verdict.output
+    assert "/etc/" not in verdict.output and verdict.output.strip().endswith("[] None 2")
+
+
+def test_writing_files_outside(attack, open_folder):
+    victim = open_folder / "victim"
+    victim.write_text("unharmed")
+    victim.chmod(0o666)
+    verdict = attack(f"""
+import os
+for path in [{str(victim)!r}, {"/.." + str(victim)!r}, {str(open_folder / "new")!r}, "/new", "/etc/new", os.path.join(os.path.dirname(os.__file__), "new.py")]:
+    try: open(path, "w").write("harm"); print("wrote", path)
+    except OSError: pass
+open("/sandbox/mine", "w").write("x"); open("/tmp/mine too", "w").write("x")
+""")
+    assert verdict.status == "passed" and verdict.output == ""
+    assert victim.read_text() == "unharmed" and not (open_folder / "new").exists()
+
+
+def test_sockets(attack):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        verdict = attack(f"""
+import socket
+for family, address in [(socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_UNIX, "/sandbox/s")]:
+    try: s = socket.socket(family); print("socket"); s.connect(address); print("connected")
+    except OSError: pass
+""")
+    assert verdict.output == ""
+
+
+def test_killing_the_parent_and_everything(attack):
+    verdict = attack("""
+import os, signal
+for victim in (os.getppid(), 1, -1, 0):
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
+        if victim == 0: continue
+        try: os.kill(victim, number)
+        except OSError: pass
+print(os.getppid())
+""")
+    assert verdict.output == "1\n"
+    attack(f"import os\ntry: os.kill({os.getpid()}, 9)\nexcept OSError: pass")
+
+
+def test_altering_the_driver(attack):
+    verdict = attack("""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.ptrace(16, 1, 0, 0), libc.unshare(0x10000000), libc.setns(0, 0), libc.mount(b"a", b"/sandbox", b"tmpfs", 0, b""))
+""")
+    assert verdict.output.split() == ["-1"] * 4
+
+
+def test_becoming_root(attack):
+    verdict = attack("""
+import os
+print(os.getuid() == 0, os.getgid() == 0)
+for become in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0]), lambda: os.chroot("/sandbox")):
+    try: become(); print("became")
+    except OSError: pass
+""")
+    assert "became" not in verdict.output and (os.getuid() or verdict.output.startswith("False"))
+
+
+def test_daemons(attack):
+    verdict = attack("""
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for s in range(1, 32):
+            try: signal.signal(s, signal.SIG_IGN)
+            except Exception: pass
+        time.sleep(60)
+    os._exit(0)
+print("left")
+""")
+    assert verdict.output == "left\n"  # and the fixture saw that it is gone
+
+
+def test_a_forged_exit_is_no_pass(sandboxed):
+    for code in ("import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit", "import atexit", "exit()"):
+        assert run_python(code, [{"code": "assert False"}], LIMITS)[0].status == "failed"
+
+
+def test_expected_outputs_are_not_in_the_sandbox(sandboxed):
+    spy = "import gc, sys\nfound = [o for o in gc.get_objects() if isinstance(o, dict) and 'output' in o and 'input' in o]\nprint(len(found))"
+    assert load_reward("python_tests")([""], [spy], tests=[[{"input": "", "output": "0"}]]) == [1.0]
+
+
+def test_time_is_shared_by_all_tests(sandboxed):
+    start = time.perf_counter()
+    verdicts = run_python("while True: pass", [{"code": ""}] * 20, Limits(test_seconds=0.5, total_seconds=1.0))
+    assert {verdict.status for verdict in verdicts} == {"timeout"} and len(verdicts) == 20
+    assert time.perf_counter() - start < 4
+
+
+def test_nothing_survives_the_one_who_asked(sandboxed):
+    code = "from grpo.rewards.sandbox import *; print('go', flush=True); run_python('while True: pass', [{'code': ''}], Limits(60, 60))"
+    before = _sandbox_processes()
+    asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    asker.stdout.readline()
+    _wait_until(lambda: len(_sandbox_processes() - before) >= 3)
+    asker.send_signal(signal.SIGKILL)
+    asker.wait()
+    asker.stdout.close()
+    _wait_until(lambda: not _sandbox_processes() - before)
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_it_leaves_no_folder_behind(sandboxed, tmp_path, monkeypatch):
+    before = set(Path("/tmp").glob("grpo-sandbox-*"))
+    run_python("open('x', 'w').write('x')", [{"code": ""}])
+    assert set(Path("/tmp").glob("grpo-sandbox-*")) <= before
+
+
+def test_without_a_layer_it_refuses_unless_told_otherwise():
+    with pytest.raises(SandboxUnavailable, match=r"cannot give the sandbox .*a moat, .*allow_unsandboxed: true"):
+        run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat")
+    verdicts = run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat", allow_unsandboxed=True)
+    assert verdicts[0].status == "passed"
+
+
+def test_settings():
+    for settings, message in [
+        ({"memory_mb": 0}, "memory_mb must be a positive integer, got 0"),
+        ({"total_seconds": "1"}, "total_seconds must be a positive number"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_reward("python_tests")([], [], **settings)
+    with pytest.raises(ValueError, match="a test is a statement or"):
+        read_tests([{"input": "1"}])
+    assert read_tests("assert f()") == [{"code": "assert f()"}] and read_tests(None) == read_tests([""]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("first\n```\nx = 1\n```\nbetter\n```py\nx = 2\n```\n", "x = 2\n"),
+        ("cut off ```python\nx = 1", "x = 1"),
+        ("`` ` ```\n``` ", None),
+        ("", None),
+        ("x" * 200_000, None),
+    ],
+)
+def test_extract_code(text, code):
+    assert extract_code(text) == code
