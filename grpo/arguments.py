@@ -24,6 +24,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`, resolved by the parent class
+                continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
@@ -63,6 +65,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 def _nearest(key: str, known: list[str]) -> str:
     """The known dotted key a typo most likely meant, looking at the whole key and at its last part."""
+    known = [*known, *dict.fromkeys(k.split(".")[0] for k in known if "." in k)]  # sections can be misspelt too
     leaf = key.rsplit(".", 1)[-1]
     same_section = [k for k in known if k.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]]
     for candidates, text, of in (
@@ -98,8 +101,15 @@ def parse_arguments(argv: list[str], model: type[BaseModel]) -> tuple[dict[str, 
             raise ConfigError(
                 f"argument {item!r} is not understood: use section.key=value, --config FILE, --debug or --help"
             )
-        _set(values, key, read_yaml(text, f"{key}="), known)
+        _set(values, key, _override_value(key, text), known)
     return values, options.debug
+
+
+def _override_value(key: str, text: str) -> Any:
+    # No comments on a command line: `data.answer_pattern=#### (.+)` is a value, not nothing.
+    if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in ("'", '"', "[", "{", "|", ">"):
+        return text.strip()
+    return read_yaml(text, f"{key}=")
 
 
 def _read_file(name: str) -> dict[str, Any]:

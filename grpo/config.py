@@ -162,7 +162,8 @@ class AlgorithmConfig(Section):
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            return PRESETS.get(values.get("name", "grpo"), {}) | values
+            name = values.get("name", "grpo")
+            return (PRESETS.get(name, {}) if isinstance(name, str) else {}) | values
         return values
 
     @property
@@ -284,12 +285,13 @@ class Config(Section):
             return values
         reward = values.get("reward", {})
         functions = reward.get("functions", ["accuracy"]) if isinstance(reward, dict) else None
-        if values["algorithm"].get("name") != "dapo" or not isinstance(functions, list):
+        if values["algorithm"].get("name") != "dapo" or not isinstance(functions, list) or not functions:
             return values
         names = [item.get("name") if isinstance(item, dict) else item for item in functions]
         if "soft_overlong" in names:
             return values
-        length = (values.get("rollout") or {}).get("max_completion_length", 256)
+        rollout = values.get("rollout", {})
+        length = rollout.get("max_completion_length", 256) if isinstance(rollout, dict) else None
         if not isinstance(length, int) or length < 5:
             return values
         # The paper punishes over the last 4,096 of 20,480 tokens: a fifth.

@@ -113,7 +113,7 @@ def score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -
     """``[N, V]`` logits and ``[N]`` labels to log-probs and entropies ``[N]``, fp32, nats; no gradient through the entropy."""
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
-        entropies_N = torch.special.entr(F.softmax(logits_NV.detach().float() / temperature, dim=-1)).sum(dim=-1)
+        entropies_N = torch.special.entr(F.softmax(logits_NV.detach().to(logprobs_N.dtype) / temperature, dim=-1)).sum(dim=-1)
     return logprobs_N, entropies_N
 
 
@@ -135,9 +135,18 @@ def head_is_plain(model: nn.Module) -> bool:
     ids = torch.arange(2, device=head.weight.device)[None, :]
     was_training = model.training
     model.eval()
+    logits = []
+    # A ramp in place of the head's output shows a cap or a factor also on a model whose own logits are still small.
+    hook = head.register_forward_hook(lambda module, inputs, output: logits.append(output) or _ramp_like(output))
     try:
         hidden = inner(input_ids=ids, use_cache=False).last_hidden_state
-        expected = model(input_ids=ids, use_cache=False).logits
-        return torch.allclose(head(hidden).float(), expected.float(), rtol=1e-3, atol=1e-4)
+        returned = model(input_ids=ids, use_cache=False).logits
     finally:
+        hook.remove()
         model.train(was_training)
+    unchanged_after_head = torch.equal(returned.float(), _ramp_like(logits[0]).float())
+    return unchanged_after_head and torch.allclose(head(hidden).float(), logits[0].float(), rtol=1e-3, atol=1e-4)
+
+
+def _ramp_like(logits: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1000.0, 1000.0, logits.shape[-1], dtype=logits.dtype, device=logits.device).expand_as(logits)

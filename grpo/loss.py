@@ -60,6 +60,8 @@ def policy_loss(
     """
     _check(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, ref_logprobs_BT, beta)
     _check_aggregation(aggregation, max_length)
+    if kl_estimator not in ("k1", "k2", "k3"):
+        raise ValueError(f"kl_estimator={kl_estimator!r}: use k1, k2 or k3")
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
     mask_BT = mask_BT.bool()
     A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
@@ -71,7 +73,8 @@ def policy_loss(
         log_ratio_BT = (log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1).expand_as(log_ratio_BT)
     elif importance_level != "token":
         raise ValueError(f"importance_level={importance_level!r}: use token or sequence")
-    rho_BT = log_ratio_BT.exp()
+    # exp overflows fp32 at 88; an infinite ratio times 0 (a clipped branch, a zero advantage) would be a NaN gradient.
+    rho_BT = log_ratio_BT.clamp(max=80.0).exp()
 
     if objective == "clip":
         unclipped_BT = rho_BT if delta is None else rho_BT.clamp(max=delta)
@@ -128,9 +131,7 @@ def _kl(lp_BT: torch.Tensor, ref_BT: torch.Tensor, estimator: str) -> torch.Tens
         return d_BT.exp() - d_BT - 1
     if estimator == "k2":
         return d_BT**2 / 2
-    if estimator == "k1":
-        return -d_BT
-    raise ValueError(f"kl_estimator={estimator!r}: use k1, k2 or k3")
+    return -d_BT  # k1
 
 
 def _stats(rho_BT, A_B1, kl_BT, mask_BT, objective, epsilon, epsilon_high) -> Stats:

@@ -1,0 +1,240 @@
+"""Rewards to advantages, with numbers worked by hand. Shapes: ``P`` problems, ``G`` completions of each."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from grpo.advantages import group_advantages, has_equal_rewards
+
+NAN = math.nan
+BASELINES = ("mean", "leave_one_out", "none")
+SCALES = ("group", "batch", "none")
+EVERY_PAIR = list(itertools.product(BASELINES, SCALES))
+
+
+def double(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def reference(rewards_PG, baseline, scale, eps):
+    """The table of the algorithm as plain loops over Python floats; NaN rewards are dropped before anything is computed."""
+
+    def std(values):
+        mean = math.fsum(values) / len(values)
+        return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+    everything = [r for row in rewards_PG for r in row if not math.isnan(r)]
+    result = []
+    for row in rewards_PG:
+        scored = [r for r in row if not math.isnan(r)]
+        out = []
+        for g, r in enumerate(row):
+            if math.isnan(r):
+                out.append(0.0)
+                continue
+            others = [other for h, other in enumerate(row) if h != g and not math.isnan(other)]
+            if baseline != "none" and not others:
+                out.append(0.0)  # nothing to compare with
+                continue
+            compared = everything if scale == "batch" else scored
+            divisor = 1.0 if scale == "none" else std(compared) + eps
+            if (baseline != "none" and len(set(scored)) == 1) or (scale != "none" and len(set(compared)) == 1):
+                out.append(0.0)  # equal rewards
+            elif baseline == "mean":
+                out.append((r - math.fsum(scored) / len(scored)) / divisor)
+            elif baseline == "leave_one_out":
+                out.append((r - math.fsum(others) / len(others)) / divisor)
+            else:
+                out.append(r / divisor)
+        result.append(out)
+    return result
+
+
+# --- numbers worked by hand
+
+
+def test_two_right_of_four_give_0_8660():
+    # Mean 1/2; squared deviations 4 * 1/4 = 1; over n-1 = 3: std = sqrt(1/3) = 0.57735; 0.5 / (0.57735 + 0.0001) = 0.865875.
+    a = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    assert a == pytest.approx(0.865875, abs=1e-6)
+    advantages = group_advantages(double([1, 0, 0, 1], [0, 0, 1, 1]))
+    torch.testing.assert_close(advantages, double([a, -a, -a, a], [-a, -a, a, a]), rtol=1e-12, atol=0)
+    assert advantages.abs().sub(0.8660).abs().max() < 2e-4
+    without_eps = group_advantages(double([1, 0, 0, 1], [0, 0, 1, 1]), eps=0.0)
+    torch.testing.assert_close(without_eps.abs(), double([3**0.5 / 2] * 4, [3**0.5 / 2] * 4), rtol=1e-12, atol=0)
+
+
+# Two groups, [0, 1, 2, 5] and [1, 1, 1, 5]. Means 2 and 2. Others' means: (8 - r) / 3.
+# Squared deviations: 4 + 1 + 0 + 9 = 14 and 1 + 1 + 1 + 9 = 12; over 3: variances 14/3 and 4. Whole batch: mean 2, 26 / 7.
+CENTRED = {
+    "mean": [[-2, -1, 0, 3], [-1, -1, -1, 3]],
+    "leave_one_out": [[-8 / 3, -4 / 3, 0, 4], [-4 / 3, -4 / 3, -4 / 3, 4]],
+    "none": [[0, 1, 2, 5], [1, 1, 1, 5]],
+}
+STDS = {"group": [math.sqrt(14 / 3), 2.0], "batch": [math.sqrt(26 / 7)] * 2}
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_baseline_and_scale_by_hand(baseline, scale):
+    divisors = [1.0, 1.0] if scale == "none" else [std + 0.5 for std in STDS[scale]]
+    expected = double(*[[a / d for a in row] for row, d in zip(CENTRED[baseline], divisors, strict=True)])
+    advantages = group_advantages(double([0, 1, 2, 5], [1, 1, 1, 5]), baseline=baseline, scale=scale, eps=0.5)
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_batch_scale_divides_every_group_by_the_same_std():
+    # Group means 1/2 and 5; all four values 0, 1, 0, 10: mean 11/4, squared deviations 101 - 4 * 121/16 = 70.75, variance 70.75/3.
+    std = math.sqrt(70.75 / 3)
+    advantages = group_advantages(double([0, 1], [0, 10]), scale="batch", eps=0.0)
+    torch.testing.assert_close(advantages, double([-0.5 / std, 0.5 / std], [-5 / std, 5 / std]), rtol=1e-12, atol=0)
+    alone = group_advantages(double([0, 1]), scale="batch", eps=0.0)  # a batch of one group: its own std, sqrt(1/2)
+    torch.testing.assert_close(alone, double([-(0.5**0.5), 0.5**0.5]), rtol=1e-12, atol=0)
+
+
+def test_batch_scale_keeps_a_group_of_equal_rewards_at_0():
+    advantages = group_advantages(torch.tensor([[0.1] * 6, [0, 1, 0, 1, 0, 1]]), scale="batch")
+    assert torch.equal(advantages[0], torch.zeros(6))
+    assert (advantages[1] != 0).all()
+
+
+@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
+def test_random_rewards_agree_with_plain_loops(baseline, scale):
+    generator = torch.Generator().manual_seed(1)
+    for P, G in ((1, 2), (3, 4), (5, 9)):
+        rewards = torch.randn(P, G, generator=generator, dtype=torch.float64)
+        rewards[torch.rand(P, G, generator=generator) < 0.3] = NAN
+        rewards[-1, : G // 2] = 0.7  # some ties
+        expected = double(*reference(rewards.tolist(), baseline, scale, 1e-4))
+        advantages = group_advantages(rewards, baseline=baseline, scale=scale)
+        torch.testing.assert_close(advantages, expected, rtol=1e-10, atol=1e-12)
+
+
+# --- equal rewards
+
+
+@pytest.mark.parametrize("G", [2, 3, 7, 8, 64, 4097])
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -0.7, 1e-3, 12345.678])
+@pytest.mark.parametrize("scale", SCALES)
+def test_equal_rewards_give_exactly_0(G, value, scale):
+    for baseline, dtype in itertools.product(("mean", "leave_one_out"), (torch.float32, torch.float64, torch.bfloat16)):
+        advantages = group_advantages(torch.full((2, G), value, dtype=dtype), baseline=baseline, scale=scale)
+        assert torch.equal(advantages, torch.zeros_like(advantages)), (baseline, dtype)
+
+
+def test_equal_rewards_with_gaps_give_exactly_0():
+    advantages = group_advantages(torch.tensor([[0.1, NAN, 0.1, 0.1, NAN, 0.1, 0.1], [0, 1, 0, 1, 0, 1, 0]]))
+    assert torch.equal(advantages[0], torch.zeros(7))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_equal_rewards_without_a_baseline_are_not_divided_by_eps(scale):
+    advantages = group_advantages(torch.full((2, 3), 0.1), baseline="none", scale=scale)
+    assert torch.equal(advantages, torch.zeros(2, 3))
+
+
+def test_equal_groups_are_told_from_the_rest():
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [0.1, NAN, 0.1], [NAN, NAN, NAN], [0, 0, 1], [NAN, 0, 1], [NAN, NAN, 3]])
+    assert has_equal_rewards(rewards).tolist() == [True, True, True, False, False, True]
+
+
+def test_no_baseline_and_no_scale_is_the_reward_itself():
+    advantages = group_advantages(torch.tensor([[1.0, 1.0], [0.0, 3.0], [NAN, 2.0]]), baseline="none", scale="none")
+    assert advantages.tolist() == [[1, 1], [0, 3], [0, 2]]
+
+
+# --- unscorable completions
+
+
+@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
+def test_an_unscorable_completion_gets_0_and_is_as_if_absent(baseline, scale):
+    absent = group_advantages(double([3, 1, 2], [0, 0, 6]), baseline=baseline, scale=scale)
+    present = group_advantages(double([3, NAN, 1, 2], [0, 0, 6, NAN]), baseline=baseline, scale=scale)
+    assert present[0, 1] == 0 and present[1, 3] == 0
+    torch.testing.assert_close(present[0, [0, 2, 3]], absent[0], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(present[1, :3], absent[1], rtol=1e-12, atol=1e-15)
+
+
+def test_leave_one_out_with_an_unscorable_completion_by_hand():
+    # Scored 3, 1, 2: the others' means are 1.5, 2.5 and 2.
+    advantages = group_advantages(double([3, NAN, 1, 2]), baseline="leave_one_out", scale="none")
+    assert advantages.tolist() == [[1.5, 0, -1.5, 0]]
+
+
+@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
+def test_a_group_in_which_nothing_is_scorable_gets_0(baseline, scale):
+    with_dead_group = group_advantages(double([NAN, NAN, NAN], [0, 1, 5]), baseline=baseline, scale=scale)
+    assert with_dead_group[0].tolist() == [0, 0, 0]
+    alone = group_advantages(double([0, 1, 5]), baseline=baseline, scale=scale)
+    torch.testing.assert_close(with_dead_group[1:], alone, rtol=1e-12, atol=0)
+    all_dead = group_advantages(double([NAN, NAN]), baseline=baseline, scale=scale)
+    assert all_dead.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_single_scorable_completion_has_nothing_to_compare_with(baseline, scale):
+    advantages = group_advantages(double([NAN, 7, NAN], [0, 1, 2]), baseline=baseline, scale=scale)
+    assert advantages[0].tolist() == [0, 0, 0]
+
+
+# --- types, inputs, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_rewards_are_computed_in_fp32(dtype):
+    rewards = torch.tensor([[1000.0, 1001.0, 1002.0, 1001.0], [0.5, 0.25, 0.125, 0.0]]).to(dtype)
+    advantages = group_advantages(rewards)
+    assert advantages.dtype == torch.float32
+    expected = double(*reference(rewards.double().tolist(), "mean", "group", 1e-4))
+    torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "returned"),
+    [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.int64, torch.float32)],
+)
+def test_type_and_shape_of_the_result(given, returned):
+    advantages = group_advantages(torch.tensor([[0, 1, 1], [1, 0, 0]]).to(given))
+    assert advantages.dtype == returned
+    assert advantages.shape == (2, 3)
+
+
+@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
+def test_the_rewards_are_left_as_they_were(baseline, scale):
+    rewards = torch.tensor([[1.0, NAN, 0.0], [0.0, 0.0, 0.0]])
+    before = rewards.clone()
+    advantages = group_advantages(rewards, baseline=baseline, scale=scale)
+    advantages.fill_(9.0)  # nor is the result a view of them
+    assert torch.equal(rewards.nan_to_num(-1.0), before.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_one_completion_with_a_baseline_is_refused(baseline):
+    with pytest.raises(ValueError, match="G >= 2 or baseline='none'"):
+        group_advantages(torch.ones(3, 1), baseline=baseline)
+
+
+def test_one_completion_without_a_baseline_is_its_reward():
+    assert group_advantages(double([2], [-1]), baseline="none", scale="none").tolist() == [[2], [-1]]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinite_reward_is_refused(value):
+    with pytest.raises(ValueError, match="finite or NaN"):
+        group_advantages(torch.tensor([[0.0, value]]))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2, 2), ()])
+def test_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"\[P, G\]"):
+        group_advantages(torch.zeros(shape))
+
+
+def test_unknown_names_are_refused_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"median.*mean, leave_one_out or none"):
+        group_advantages(torch.zeros(1, 2), baseline="median")
+    with pytest.raises(ValueError, match=r"global.*group, batch or none"):
+        group_advantages(torch.zeros(1, 2), scale="global")

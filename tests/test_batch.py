@@ -1,0 +1,219 @@
+"""Masks, and the rows of a step on their way from groups to micro-batches.
+
+Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``S`` prompt + completion tokens, ``T`` completion tokens.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo.batch import Completion, Group, Problem, collate, completion_mask, cut, microbatches, minibatches, right_pad
+
+PAD = EOS = 7
+
+
+# --- masks
+
+
+def test_mask_by_length():
+    mask = completion_mask(torch.zeros(4, 3, dtype=torch.long), torch.tensor([2, 3, 0, 1]))
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [[True, True, False], [True] * 3, [False] * 3, [True, False, False]]
+
+
+def test_mask_does_not_look_at_the_tokens():
+    # EOS and padding are the same id; it is a token that counts in row 0 (finished) and in the middle of row 1, padding in row 2.
+    ids = torch.tensor([[5, EOS, PAD, PAD], [EOS, 5, EOS, 5], [5, PAD, PAD, PAD], [5, 5, 5, EOS]])
+    mask = completion_mask(ids, torch.tensor([2, 4, 1, 4]))
+    assert mask.sum(dim=1).tolist() == [2, 4, 1, 4]
+    assert mask[0].tolist() == [True, True, False, False]
+    other_values = completion_mask(torch.full((4, 4), -1), torch.tensor([2, 4, 1, 4]))
+    assert torch.equal(mask, other_values)
+
+
+def test_mask_of_nothing():
+    assert completion_mask(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)).shape == (0, 3)
+    assert completion_mask(torch.zeros(2, 0), torch.tensor([0, 0])).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "message"),
+    [
+        ((2, 3), [1, 4], r"\[0, 3\], got \[1, 4\]"),
+        ((2, 3), [-1, 2], r"\[0, 3\], got \[-1, 2\]"),
+        ((2, 3), [1, 2, 3], r"\(2, 3\) and \(3,\)"),
+        ((2, 3), [[1], [2]], r"\(2, 3\) and \(2, 1\)"),
+        ((3,), [1, 1, 1], r"\(3,\) and \(3,\)"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(shape, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        completion_mask(torch.zeros(shape), torch.tensor(lengths))
+
+
+def test_right_pad():
+    assert right_pad([(1, 2, 3), (), (4,)], 9).tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9]]
+    assert right_pad([], 9).shape == (0, 0)
+    assert right_pad([(1,)], 9).dtype == torch.long
+
+
+# --- groups to a batch
+
+
+def completion(ids, finished=True):
+    """Sampling log-probs that say which token they belong to."""
+    return Completion(tuple(ids), text="", finished=finished, sampling_logprobs=tuple(-i / 10 for i in ids))
+
+
+def two_groups():
+    one = Group(Problem(0, "", (1, 2)), (completion([11, 12, EOS]), completion([13, 14, 15, 16], finished=False)))
+    two = Group(Problem(1, "", (3, 4, 5)), (completion([EOS]), completion([17, EOS])))
+    return [one, two]
+
+
+def test_collate_by_hand():
+    batch = collate(two_groups(), torch.tensor([[0.5, -0.5], [1.5, -1.5]]), pad_id=PAD)
+    assert batch.sequence_ids_BS.tolist() == [
+        [1, 2, 11, 12, EOS, PAD],
+        [1, 2, 13, 14, 15, 16],
+        [3, 4, 5, EOS, PAD, PAD],
+        [3, 4, 5, 17, EOS, PAD],
+    ]
+    assert batch.prompt_lengths_B.tolist() == [2, 2, 3, 3]
+    assert batch.completion_mask_BT.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert torch.equal(batch.loss_mask_BT, batch.completion_mask_BT)
+    assert batch.advantages_B.tolist() == [0.5, -0.5, 1.5, -1.5]
+    expected = [[-1.1, -1.2, -0.7, 0], [-1.3, -1.4, -1.5, -1.6], [-0.7, 0, 0, 0], [-1.7, -0.7, 0, 0]]
+    torch.testing.assert_close(batch.sampling_logprobs_BT, torch.tensor(expected))
+    assert batch.lengths_B.tolist() == [5, 6, 4, 5]
+    assert len(batch) == 4
+    assert batch.old_logprobs_BT is None and batch.ref_logprobs_BT is None
+
+
+def test_truncated_completions_are_scored_but_not_trained_on_when_masked():
+    batch = collate(two_groups(), torch.zeros(2, 2), pad_id=PAD, mask_truncated=True)
+    assert batch.completion_mask_BT.sum(dim=1).tolist() == [3, 4, 1, 2]
+    assert batch.loss_mask_BT.sum(dim=1).tolist() == [3, 0, 1, 2]
+    assert batch.lengths_B.tolist() == [5, 6, 4, 5]
+
+
+def test_greedy_completions_have_no_sampling_logprobs():
+    group = Group(Problem(0, "", (1,)), (Completion((5, 6), "", True), completion([5])))
+    assert collate([group], torch.zeros(1, 2), pad_id=PAD).sampling_logprobs_BT.tolist() == [[0, 0], [-0.5, 0]]
+
+
+def test_as_many_advantages_as_completions():
+    with pytest.raises(ValueError, match="4 completions, but 6 advantages"):
+        collate(two_groups(), torch.zeros(2, 3), pad_id=PAD)
+
+
+# --- rows, minibatches, microbatches
+
+
+def many_rows(seed=0, P=6, G=4):
+    """Groups of uneven lengths; every row says its number in its advantage and its log-probs, and its tokens are its own."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = []
+    for p in range(P):
+        prompt_length = int(torch.randint(1, 9, (), generator=generator))
+        prompt = tuple(torch.randint(100, 200, (prompt_length,), generator=generator).tolist())
+        lengths = torch.randint(1, 13, (G,), generator=generator).tolist()
+        ids = [[1000 * (p * G + g) + t for t in range(n)] for g, n in enumerate(lengths)]
+        groups.append(Group(Problem(p, "", prompt), tuple(completion(row, finished=len(row) < 12) for row in ids)))
+    batch = collate(groups, torch.arange(P * G, dtype=torch.float32).view(P, G), pad_id=PAD, mask_truncated=True)
+    number_B1 = torch.arange(P * G, dtype=torch.float32)[:, None]
+    return replace(
+        batch,
+        old_logprobs_BT=(number_B1 + 0.25) * batch.completion_mask_BT,
+        ref_logprobs_BT=(number_B1 + 0.5) * batch.completion_mask_BT,
+    )
+
+
+def assert_same_rows(part, batch):
+    """Every row of ``part`` is, all of it, the row of ``batch`` that its advantage names; trimmed to the longest of the part."""
+    numbers = part.advantages_B.long().tolist()
+    assert part.sequence_ids_BS.shape == (len(numbers), int(batch.lengths_B[numbers].max()))
+    T = int(batch.completion_mask_BT[numbers].sum(dim=1).max())
+    for name, tensor in vars(part).items():
+        whole = getattr(batch, name)[numbers]
+        if name.endswith("T"):
+            assert tensor.shape == (len(numbers), T), name
+        width = (slice(None), slice(0, tensor.shape[1])) if tensor.dim() == 2 else slice(None)
+        assert torch.equal(tensor, whole[width]), name
+    assert part.completion_mask_BT.sum(dim=1).tolist() == batch.completion_mask_BT[numbers].sum(dim=1).tolist()
+    assert part.loss_mask_BT.sum().item() == batch.loss_mask_BT[numbers].sum().item()
+    for b, number in enumerate(numbers):  # prompt + t is where token t lies
+        start, n = int(part.prompt_lengths_B[b]), int(part.completion_mask_BT[b].sum())
+        assert part.sequence_ids_BS[b, start : start + n].tolist() == [1000 * number + t for t in range(n)]
+    return numbers
+
+
+def test_rows_by_slice_and_by_index():
+    batch = many_rows()
+    assert assert_same_rows(batch.rows(slice(4, 9)), batch) == [4, 5, 6, 7, 8]
+    assert assert_same_rows(batch.rows(torch.tensor([20, 3, 11])), batch) == [20, 3, 11]
+    without_reference = replace(batch, ref_logprobs_BT=None).rows(slice(0, 2))
+    assert without_reference.ref_logprobs_BT is None and without_reference.old_logprobs_BT is not None
+
+
+def test_rows_are_copied_not_changed():
+    batch = many_rows()
+    before = {name: tensor.clone() for name, tensor in vars(batch).items()}
+    for part, _ in microbatches(batch, 40):
+        part.rows(slice(0, 1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in vars(batch).items())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_minibatches_are_consecutive_groups(count):
+    batch = many_rows()
+    parts = minibatches(batch, count)
+    numbers = [assert_same_rows(part, batch) for part in parts]
+    n = 24 // count
+    assert numbers == [list(range(m * n, (m + 1) * n)) for m in range(count)]
+
+
+def test_minibatches_must_be_equal():
+    with pytest.raises(AssertionError, match="24 rows do not split into 5"):
+        minibatches(many_rows(), 5)
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 20, 33, 64, 100, 1000])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_microbatches_hold_every_row_once_within_the_budget(seed, tokens):
+    batch = many_rows(seed)
+    seen, lasts = [], []
+    for part, is_last in microbatches(batch, tokens):
+        numbers = assert_same_rows(part, batch)
+        assert part.sequence_ids_BS.numel() <= tokens or len(part) == 1  # padding counted; alone only if it must be
+        seen += numbers
+        lasts.append(is_last)
+    assert sorted(seen) == list(range(24))
+    assert lasts == [False] * (len(lasts) - 1) + [True]  # the one that synchronises
+    if tokens == 1000:
+        assert len(lasts) == 1
+    if tokens == 1:
+        assert len(lasts) == 24
+
+
+def test_cut_by_hand():
+    # Lengths 5, 6, 4, 5; ascending: row 2 (4), rows 0 and 3 (5), row 1 (6).
+    batch = collate(two_groups(), torch.zeros(2, 2), pad_id=PAD)
+
+    def parts(tokens):
+        return [rows.tolist() for rows in cut(batch, tokens)]
+
+    assert parts(24) == [[2, 0, 3, 1]]  # 4 rows x 6
+    assert parts(23) == [[2, 0, 3], [1]]  # 3 rows x 5 = 15, a fourth would make 4 x 6 = 24
+    assert parts(10) == [[2, 0], [3], [1]]  # 2 rows x 5 = 10; then 2 x 6 = 12 would be too many
+    assert parts(4) == [[2], [0], [3], [1]]  # longer than the budget: alone
+    assert parts(1) == [[2], [0], [3], [1]]
+
+
+def test_like_lengths_come_together():
+    batch = many_rows()
+    lengths = [batch.lengths_B[rows].tolist() for rows in cut(batch, 40)]
+    assert len(lengths) > 3
+    assert all(max(shorter) <= min(longer) for shorter, longer in itertools.pairwise(lengths))

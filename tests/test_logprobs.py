@@ -1,0 +1,301 @@
+"""Shifted cross-entropy against numbers worked by hand and against full logits in float64.
+
+Shapes: ``B`` rows, ``S`` prompt + completion tokens, ``T`` completion tokens, ``V`` vocabulary.
+"""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import grpo.logprobs
+from grpo.batch import completion_mask
+from grpo.logprobs import CompletionScorer, head_is_plain, logprobs_from_logits, score
+
+torch.set_num_threads(1)
+
+V = 64
+SIZES = dict(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+PROMPTS, COMPLETIONS = (3, 7, 1, 5), (4, 2, 6, 0)
+
+
+def build(architecture, configuration, **options):
+    torch.manual_seed(0)
+    config = configuration(**options)
+    config._attn_implementation = "eager"
+    return architecture(config).eval()
+
+
+def tiny_qwen2():
+    return build(Qwen2ForCausalLM, Qwen2Config, **SIZES)
+
+
+def tiny_gemma2(cap):
+    return build(Gemma2ForCausalLM, Gemma2Config, **SIZES, head_dim=8, final_logit_softcapping=cap)
+
+
+def uneven_rows(padding=0):
+    """Right-padded sequences, prompt lengths and completion mask of four rows, one without a completion."""
+    generator = torch.Generator().manual_seed(1)
+    S = max(p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True))
+    ids_BS = torch.randint(3, V, (4, S), generator=generator)
+    for b, (p, c) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        ids_BS[b, p + c :] = padding
+    mask_BT = completion_mask(torch.zeros(4, max(COMPLETIONS)), torch.tensor(COMPLETIONS))
+    return ids_BS, torch.tensor(PROMPTS), mask_BT
+
+
+def reference(model, temperature, ids_BS):
+    """Log-probs and entropies from all the logits, row by row and token by token, in the model's dtype."""
+    logprobs, entropies = [], []
+    for ids, p, c in zip(ids_BS, PROMPTS, COMPLETIONS, strict=True):
+        row_logprobs, row_entropies = [torch.zeros(())] * max(COMPLETIONS), [torch.zeros(())] * max(COMPLETIONS)
+        logits = model(input_ids=ids[None, : p + c]).logits[0] / temperature  # no padding at all
+        for t in range(c):
+            distribution = logits[p + t - 1].log_softmax(dim=0)
+            row_logprobs[t] = distribution[ids[p + t]]
+            row_entropies[t] = -(distribution.exp() * distribution).sum()
+        logprobs.append(torch.stack(row_logprobs))
+        entropies.append(torch.stack(row_entropies))
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@contextlib.contextmanager
+def chunks_of(tokens):
+    before = grpo.logprobs.LOGITS_PER_CHUNK
+    grpo.logprobs.LOGITS_PER_CHUNK = tokens * V
+    try:
+        yield
+    finally:
+        grpo.logprobs.LOGITS_PER_CHUNK = before
+
+
+def gradients_of(model, logprobs_BT):
+    weights_BT = torch.linspace(-1, 2, logprobs_BT.numel()).view_as(logprobs_BT)
+    model.zero_grad()
+    (logprobs_BT * weights_BT).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+# --- logits to log-probs
+
+
+def test_two_by_three_by_four_by_hand():
+    # Logits are logs of weights, so that a probability is weight / sum of weights.
+    weights = [
+        [[1, 2, 3, 4], [1, 1, 1, 1], [8, 4, 2, 2]],
+        [[5, 3, 1, 1], [1, 9, 1, 9], [6, 2, 1, 1]],
+    ]
+    labels = torch.tensor([[2, 0, 0], [3, 1, -100]])
+    expected = [[3 / 10, 1 / 4, 1 / 2], [1 / 10, 9 / 20, 1.0]]  # ln 1 = 0 where nothing is scored
+    logprobs = logprobs_from_logits(torch.tensor(weights, dtype=torch.float64).log(), labels)
+    assert logprobs.dtype == torch.float64
+    torch.testing.assert_close(logprobs.exp(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert logprobs[1, 2].item() == 0.0
+
+
+def test_temperature_divides_the_logits():
+    logits = torch.tensor([[[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]]], dtype=torch.float64)
+    logprobs = logprobs_from_logits(logits, torch.tensor([[0, 2]]), temperature=0.7)
+    sums = [math.exp(2 / 0.7) + 1 + math.exp(-1 / 0.7), 2 * math.exp(0.5 / 0.7) + math.exp(3 / 0.7)]
+    expected = [2 / 0.7 - math.log(sums[0]), 3 / 0.7 - math.log(sums[1])]
+    torch.testing.assert_close(logprobs, torch.tensor([expected], dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_scored_in_fp32(dtype):
+    generator = torch.Generator().manual_seed(2)
+    logits = (5 * torch.randn(2, 3, 500, generator=generator)).to(dtype)
+    labels = torch.randint(500, (2, 3), generator=generator)
+    logprobs = logprobs_from_logits(logits, labels, temperature=0.7)
+    exact = logprobs_from_logits(logits.double(), labels, temperature=0.7)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), exact, rtol=1e-6, atol=1e-5)
+
+
+def test_positions_that_are_not_scored_give_0_and_no_gradient_whatever_their_logits():
+    logits = torch.tensor([[[1.0, 2.0], [1e30, -1e30], [3.0, 1.0]]], requires_grad=True)
+    logprobs = logprobs_from_logits(logits, torch.tensor([[0, -100, 1]]))
+    assert logprobs[0, 1].item() == 0.0 and (logprobs[0, [0, 2]] < 0).all()
+    logprobs.sum().backward()
+    assert torch.equal(logits.grad[0, 1], torch.zeros(2)) and (logits.grad[0, [0, 2]] != 0).all()
+
+
+def test_gradient_is_one_hot_minus_softmax_over_the_temperature():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[0, 3, -100], [1, 1, 2]])
+    weights = torch.tensor([[1.0, -2.0, 5.0], [0.5, 3.0, 1.0]], dtype=torch.float64)
+    (logprobs_from_logits(logits, labels, temperature=0.7) * weights).sum().backward()
+    for b, row in enumerate(labels.tolist()):
+        for t, label in enumerate(row):
+            exponentials = [math.exp(x / 0.7) for x in logits[b, t].tolist()]
+            for v in range(4):
+                slope = ((v == label) - exponentials[v] / sum(exponentials)) / 0.7 * weights[b, t].item()
+                assert logits.grad[b, t, v].item() == pytest.approx(0.0 if label == -100 else slope, abs=1e-12)
+
+
+def test_logits_and_labels_are_left_as_they_were():
+    logits, labels = torch.randn(2, 3, 4), torch.tensor([[0, 1, -100], [3, 2, 1]])
+    before = logits.clone(), labels.clone()
+    logprobs_from_logits(logits, labels, temperature=0.5)
+    assert torch.equal(logits, before[0]) and torch.equal(labels, before[1])
+
+
+def test_disagreeing_shapes_and_temperatures_are_refused():
+    with pytest.raises(ValueError, match=r"\(2, 3, 4\) do not fit labels \(2, 4\)"):
+        logprobs_from_logits(torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.long))
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="must be above 0"):
+            logprobs_from_logits(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), temperature)
+
+
+def test_entropy_by_hand():
+    # Probabilities 1/2, 1/4, 1/8, 1/8: 1/2 ln 2 + 1/4 ln 4 + 2/8 ln 8 = 7/4 ln 2. Uniform over 4: ln 4. A sure token: 0.
+    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]).log().requires_grad_()
+    _, entropies = score(logits, torch.tensor([0, 0, 0]), 1.0)
+    torch.testing.assert_close(entropies, torch.tensor([1.75, 2.0, 0.0]) * math.log(2), rtol=1e-6, atol=1e-7)
+    assert not entropies.requires_grad
+    _, sharper = score(logits[:1], torch.tensor([0]), 0.5)  # weights squared: 16, 4, 1, 1 of 22
+    by_hand = -sum(w / 22 * math.log(w / 22) for w in (16, 4, 1, 1))
+    assert sharper.item() == pytest.approx(by_hand, rel=1e-6)
+
+
+# --- whole models
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 5, 1000])
+def test_scorer_agrees_with_the_full_logits_in_float64(temperature, tokens_per_chunk):
+    model = tiny_qwen2()
+    ids_BS, lengths_B, mask_BT = uneven_rows()
+    exact_model = tiny_qwen2().double()
+    expected_BT, expected_entropies_BT = reference(exact_model, temperature, ids_BS)
+    with chunks_of(tokens_per_chunk):
+        logprobs_BT, entropies_BT = CompletionScorer(model, temperature)(ids_BS, lengths_B, mask_BT)
+        gradients = gradients_of(model, logprobs_BT)
+    assert logprobs_BT.dtype == entropies_BT.dtype == torch.float32
+    torch.testing.assert_close(logprobs_BT.double(), expected_BT, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropies_BT.double(), expected_entropies_BT, rtol=0, atol=1e-5)
+    assert not entropies_BT.requires_grad
+    assert not logprobs_BT[~mask_BT].any() and not entropies_BT[~mask_BT].any()
+    assert (logprobs_BT[mask_BT] < 0).all()
+    for name, expected in gradients_of(exact_model, expected_BT).items():
+        torch.testing.assert_close(gradients[name].double(), expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_float64_model_is_scored_in_float64():
+    model = tiny_qwen2().double()
+    ids_BS, lengths_B, mask_BT = uneven_rows()
+    expected_BT, expected_entropies_BT = reference(model, 0.7, ids_BS)
+    logprobs_BT, entropies_BT = CompletionScorer(model, 0.7)(ids_BS, lengths_B, mask_BT)
+    torch.testing.assert_close(logprobs_BT, expected_BT, rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropies_BT, expected_entropies_BT, rtol=0, atol=1e-12)
+
+
+def test_chunks_bound_the_logits_and_change_nothing():
+    model = tiny_qwen2()
+    ids_BS, lengths_B, mask_BT = uneven_rows()
+    rows_of_logits = []
+    hook = model.lm_head.register_forward_hook(lambda head, inputs, logits: rows_of_logits.append(logits.shape[0]))
+    scorer = CompletionScorer(model)
+    whole_BT, _ = scorer(ids_BS, lengths_B, mask_BT)
+    whole = gradients_of(model, whole_BT)
+    rows_of_logits.clear()
+    with chunks_of(5):
+        cut_BT, _ = scorer(ids_BS, lengths_B, mask_BT)
+        assert rows_of_logits == [5, 5, 2]  # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
+        cut = gradients_of(model, cut_BT)
+    hook.remove()
+    assert sorted(rows_of_logits) == [2, 2, 5, 5, 5, 5]  # and once more in the backward pass
+    torch.testing.assert_close(cut_BT, whole_BT, rtol=0, atol=1e-6)
+    for name, expected in whole.items():
+        torch.testing.assert_close(cut[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("padding", [0, 2, 63])
+def test_padding_on_the_right_has_no_influence(padding):
+    scorer = CompletionScorer(tiny_qwen2())
+    plain = scorer(*uneven_rows(padding=17))
+    for one, other in zip(plain, scorer(*uneven_rows(padding)), strict=True):
+        assert torch.equal(one, other)
+    ids_BS, lengths_B, mask_BT = uneven_rows()
+    wider = torch.cat([ids_BS, torch.full((4, 5), padding)], dim=1), lengths_B, torch.nn.functional.pad(mask_BT, (0, 3))
+    torch.testing.assert_close(scorer(*wider)[0][:, : mask_BT.shape[1]], plain[0], rtol=0, atol=1e-6)
+
+
+def test_nothing_to_score_still_has_a_graph():
+    model = tiny_qwen2()
+    ids_BS, lengths_B, mask_BT = uneven_rows()
+    logprobs_BT, entropies_BT = CompletionScorer(model)(ids_BS, lengths_B, mask_BT & False)
+    assert not logprobs_BT.any() and not entropies_BT.any()
+    assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
+
+
+GPT2 = dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+ARCHITECTURES = {  # name -> (how to build it, whether its logits are nothing but head(hidden))
+    "gemma2, capped at 1": (lambda: tiny_gemma2(cap=1.0), False),
+    "cohere, times 1/16": (lambda: build(CohereForCausalLM, CohereConfig, **SIZES), False),
+    "granite, over 8": (lambda: build(GraniteForCausalLM, GraniteConfig, **SIZES, logits_scaling=8.0), False),
+    "gpt2": (lambda: build(GPT2LMHeadModel, GPT2Config, **GPT2), True),
+    "qwen2, tied": (lambda: build(Qwen2ForCausalLM, Qwen2Config, **SIZES, tie_word_embeddings=True), True),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_that_are_scaled_or_capped_are_scored_right(name):
+    construct, is_plain = ARCHITECTURES[name]
+    model = construct()
+    ids_BS, lengths_B, mask_BT = uneven_rows()
+    expected_BT, expected_entropies_BT = reference(model, 0.7, ids_BS)
+    expected = gradients_of(model, expected_BT)
+    with chunks_of(5):
+        logprobs_BT, entropies_BT = CompletionScorer(model, 0.7)(ids_BS, lengths_B, mask_BT)
+        gradients = gradients_of(model, logprobs_BT)
+    torch.testing.assert_close(logprobs_BT, expected_BT, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropies_BT, expected_entropies_BT, rtol=0, atol=1e-5)
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(gradients[parameter], gradient, rtol=1e-3, atol=1e-5, msg=parameter)
+    assert head_is_plain(model) == is_plain
+
+
+def test_a_cap_is_seen_while_the_logits_are_still_small():
+    """Gemma 2's own cap of 30 does not show on logits of 0.3, but does once training has made them large."""
+    model = tiny_gemma2(cap=30.0)
+    scorer = CompletionScorer(model)
+    scorer(*uneven_rows())
+    with torch.no_grad():
+        model.lm_head.weight.mul_(200.0)
+    expected_BT, _ = reference(model, 1.0, uneven_rows()[0])
+    torch.testing.assert_close(scorer(*uneven_rows())[0], expected_BT, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_looking_at_the_head_leaves_the_mode_as_it_was(training):
+    model = tiny_qwen2().train(training)
+    assert head_is_plain(model)
+    assert model.training == training and all(module.training == training for module in model.modules())

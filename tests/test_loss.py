@@ -1,0 +1,456 @@
+"""The policy loss against numbers worked by hand and against plain Python loops. Shapes: ``B`` rows, ``T`` tokens."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from grpo.loss import loss_denominator, policy_loss
+
+torch.set_num_threads(1)
+
+OBJECTIVES = ("clip", "cispo", "reinforce")
+LEVELS = ("token", "sequence")
+ESTIMATORS = ("k1", "k2", "k3")
+AGGREGATIONS = ("response_mean", "token_mean", "constant")
+NAN = math.nan
+
+
+def double(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# --- an example worked by hand: 2 problems x 2 completions x 3 tokens; * marks padding
+#
+#   row   A    new             old             ratio           reference / new
+#   0    +1    .6  .5  .2      .4  .5  .4      1.5  1    .5     1   1  2
+#   1    -1    .6  .2   *      .4  .4   *      1.5   .5   *     .5  1  *
+#   2    +2    .55  *   *      .5   *   *      1.1   *    *     1   *  *
+#   3    -2    .25 .4  .18     .5  .2  .2       .5  2    .9     1   1  1
+
+NEW = double([[0.6, 0.5, 0.2], [0.6, 0.2, NAN], [0.55, NAN, NAN], [0.25, 0.4, 0.18]]).log()
+OLD = double([[0.4, 0.5, 0.4], [0.4, 0.4, NAN], [0.5, NAN, NAN], [0.5, 0.2, 0.2]]).log()
+REF = double([[0.6, 0.5, 0.4], [0.3, 0.2, NAN], [0.55, NAN, NAN], [0.25, 0.4, 0.18]]).log()
+A = double([1, -1, 2, -2])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
+LN2 = 0.69314718055994531
+
+
+def example(advantages_B=A, **options):
+    """Loss and gradient of the example, where padding holds NaN."""
+    new_BT = NEW.clone().requires_grad_()
+    loss_sum, stats = policy_loss(new_BT, OLD, advantages_B, MASK, ref_logprobs_BT=REF, **options)
+    (gradient_BT,) = torch.autograd.grad(loss_sum, new_BT)
+    return loss_sum.item(), gradient_BT, stats
+
+
+def close(value):
+    return pytest.approx(value, rel=1e-9, abs=1e-12)
+
+
+def test_clip_by_hand():
+    # Row 0, A 1:  -min(1.5, 1.2) = -1.2    -1    -min(.5, .8) = -.5                        sum -2.7
+    # Row 1, A -1: -min(-1.5, -1.2) = 1.5    -min(-.5, -.8) = .8                            sum  2.3
+    # Row 2, A 2:  -2.2                                                                     sum -2.2
+    # Row 3, A -2: -min(-1, -1.6) = 1.6    -min(-4, -2.4) = 4    1.8                        sum  7.4
+    assert example(aggregation="token_mean")[0] == close(4.8)
+    assert example(aggregation="constant", max_length=5)[0] == close(4.8)
+    assert example(aggregation="response_mean")[0] == close(-2.7 / 3 + 2.3 / 2 - 2.2 / 1 + 7.4 / 3)
+
+
+def test_clip_gradient_by_hand():
+    # d(-rho A)/d(lp) = -rho A where the unclipped branch is the smaller one, 0 where the clipped one is, 0 on padding.
+    per_token = double([[0, -1, -0.5], [1.5, 0, 0], [-2.2, 0, 0], [0, 4, 1.8]])
+    torch.testing.assert_close(example(aggregation="token_mean")[1], per_token, rtol=1e-12, atol=0)
+    per_response = per_token / double([[3], [2], [1], [3]])
+    torch.testing.assert_close(example(aggregation="response_mean")[1], per_response, rtol=1e-12, atol=0)
+
+
+def test_epsilon_high_and_delta_by_hand():
+    # Above 1.6 instead of 1.2: row 0's 1.5 is no longer clipped, -1.5 instead of -1.2.
+    assert example(aggregation="token_mean", epsilon_high=0.6)[0] == close(4.8 - 0.3)
+    # With A < 0, row 1's ratio of 1.5 and row 3's of 2 are capped at 1.4: 1.4 instead of 1.5, 2.8 instead of 4.
+    loss, gradient_BT, _ = example(aggregation="token_mean", delta=1.4)
+    assert loss == close(4.8 - 0.1 - 1.2)
+    assert gradient_BT[1, 0] == 0 and gradient_BT[3, 1] == 0 and gradient_BT[3, 2] == close(1.8)
+
+
+def test_cispo_by_hand():
+    # Weights min(rho, 1.2), times -A lp, with lp = ln .6 = -.5108256, ln .5 = -.6931472, ln .2 = -1.6094379, ...
+    # Row 0:  1.2 * .5108256 + .6931472 + .5 * 1.6094379 = 2.1108569
+    # Row 1: -1.2 * .5108256 - .5 * 1.6094379 = -1.4177097
+    # Row 2:  2 * 1.1 * .5978370 = 1.3152414
+    # Row 3: -2 * (.5 * 1.3862944 + 1.2 * .9162907 + .9 * 1.7147984) = -6.6720291
+    loss, gradient_BT, _ = example(objective="cispo", aggregation="token_mean")
+    assert loss == pytest.approx(2.1108569 - 1.4177097 + 1.3152414 - 6.6720291, abs=1e-6)
+    # The weight is a constant: the gradient is -weight * A and nothing of the ratio's own.
+    expected = double([[-1.2, -1, -0.5], [1.2, 0.5, 0], [-2.2, 0, 0], [1, 2.4, 1.8]])
+    torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
+
+
+def test_reinforce_by_hand():
+    # -A lp: .5108256 + .6931472 + 1.6094379 = 2.8134107; -(.5108256 + 1.6094379) = -2.1202635; 2 * .5978370 = 1.1956740;
+    # -2 * (1.3862944 + .9162907 + 1.7147984) = -8.0347670. Old log-probs play no part.
+    loss, gradient_BT, _ = example(objective="reinforce", aggregation="token_mean")
+    assert loss == pytest.approx(2.8134107 - 2.1202635 + 1.1956740 - 8.0347670, abs=1e-6)
+    expected = double([[-1, -1, -1], [1, 1, 0], [-2, 0, 0], [2, 2, 2]])
+    torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
+
+
+def test_sequence_level_by_hand():
+    # Geometric means of the ratios: .75^(1/3) = .9085603, .75^(1/2) = .8660254, 1.1, .9^(1/3) = .9654894; clipped to [.95, 1.05]:
+    # row 0: -.9085603; row 1: -min(-.8660254, -.95) = .95; row 2: -min(2.2, 2.1) = -2.1; row 3: 2 * .9654894, at every token.
+    options = dict(importance_level="sequence", epsilon=0.05)
+    ratio_0, ratio_3 = 0.75 ** (1 / 3), 0.9 ** (1 / 3)
+    loss, gradient_BT, stats = example(aggregation="response_mean", **options)
+    assert loss == close(-ratio_0 + 0.95 - 2.1 + 2 * ratio_3) == pytest.approx(-0.1275815, abs=1e-7)
+    # d(rho)/d(lp_t) = rho / |o| at each token: the gradient reaches all of a row, or, where clipped, none of it.
+    expected = double([[-ratio_0 / 3] * 3, [0, 0, 0], [0, 0, 0], [2 * ratio_3 / 3] * 3])
+    torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
+    assert example(aggregation="token_mean", **options)[0] == close(-3 * ratio_0 + 2 * 0.95 - 2.1 + 6 * ratio_3)
+    assert stats["clip_ratio/low_mean"][0].item() == 2 and stats["clip_ratio/high_mean"][0].item() == 1
+    # As weights of cispo, capped at 1.05 (row 2 only), the gradient is -weight * A at each token.
+    _, gradient_BT, _ = example(aggregation="token_mean", objective="cispo", **options)
+    expected = double([[-ratio_0] * 3, [0.75**0.5] * 2 + [0], [-2.1, 0, 0], [2 * ratio_3] * 3])
+    torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
+
+
+# d = ln(ref / new): ln 2 at row 0's last token, -ln 2 at row 1's first, else 0.
+@pytest.mark.parametrize(
+    ("estimator", "up", "down", "gradient_up", "gradient_down"),
+    [
+        ("k1", -LN2, LN2, 1, 1),  # -d; d' = -1
+        ("k2", LN2**2 / 2, LN2**2 / 2, -LN2, LN2),  # d^2 / 2
+        ("k3", 1 - LN2, -0.5 + LN2, -1, 0.5),  # e^d - d - 1: 2 - ln 2 - 1 and 1/2 + ln 2 - 1
+    ],
+)
+def test_kl_estimators_by_hand(estimator, up, down, gradient_up, gradient_down):
+    options = dict(advantages_B=torch.zeros(4), beta=0.5, kl_estimator=estimator)
+    loss, gradient_BT, stats = example(aggregation="token_mean", **options)
+    assert loss == close(0.5 * (up + down))
+    slope_elsewhere = 0.5 if estimator == "k1" else 0.0  # k1's slope is 1 everywhere
+    expected = torch.where(MASK, slope_elsewhere, 0.0).double()
+    expected[0, 2], expected[1, 0] = 0.5 * gradient_up, 0.5 * gradient_down
+    torch.testing.assert_close(gradient_BT, expected, rtol=1e-9, atol=1e-12)
+    assert example(aggregation="response_mean", **options)[0] == close(0.5 * (up / 3 + down / 2))
+    assert stats["kl"][0].item() == pytest.approx(up + down, abs=1e-6) and stats["kl"][1].item() == 9
+
+
+def test_kl_is_added_to_the_policy_term():
+    assert example(aggregation="token_mean", beta=0.5)[0] == close(4.8 + 0.5 * (1 - LN2 - 0.5 + LN2))
+
+
+def test_clip_ratios_by_hand():
+    _, _, stats = example()
+    counts = {name: (total.item(), count.item()) for name, (total, count) in stats.items() if name != "kl"}
+    assert counts.pop("ratio") == (pytest.approx(1.5 + 1 + 0.5 + 1.5 + 0.5 + 1.1 + 0.5 + 2 + 0.9), 9)
+    # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; of rows 1 and 3 the unclipped branch is used there.
+    assert counts == {"clip_ratio/low_mean": (2, 9), "clip_ratio/high_mean": (1, 9), "clip_ratio/region_mean": (3, 9)}
+    _, _, stats = example(objective="cispo")  # its weight is capped above 1.2 whatever the sign: rows 0, 1, 3
+    assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == [0, 3, 3]
+    _, _, stats = example(objective="reinforce")
+    assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == [0, 0, 0]
+    assert not any(part.requires_grad for pair in stats.values() for part in pair)
+
+
+def test_denominators_by_hand():
+    assert loss_denominator(MASK, aggregation="response_mean").item() == 4
+    assert loss_denominator(MASK, aggregation="token_mean").item() == 9
+    assert loss_denominator(MASK, aggregation="constant", max_length=5).item() == 20
+    row_gone = MASK & torch.tensor([[True], [False], [True], [True]])
+    assert loss_denominator(row_gone, aggregation="response_mean").item() == 3
+    assert loss_denominator(row_gone, aggregation="token_mean").item() == 7
+    assert loss_denominator(row_gone, aggregation="constant", max_length=5).item() == 20  # the row is still a response
+    assert loss_denominator(MASK.float()).item() == 4  # 0/1 masks too
+    for aggregation in ("response_mean", "token_mean"):
+        nothing = loss_denominator(torch.zeros(2, 3), aggregation=aggregation)
+        assert nothing.item() == 0 and nothing.dtype == torch.float32 and nothing.shape == ()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ratio_1_gives_minus_the_advantage(level):
+    logprobs = double([[-1, -2, -3], [-0.5, -0.1, -7], [-4, -1, -1]]).requires_grad_()
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
+    loss, stats = policy_loss(logprobs, logprobs.detach(), double([3, -4, 1]), mask, importance_level=level)
+    assert loss.item() == 0  # the advantages sum to 0, and with them the value, whatever the log-probs ...
+    (gradient_BT,) = torch.autograd.grad(loss, logprobs)
+    expected = double([[-1, -1, -1], [2, 2, 0], [-1, 0, 0]])  # ... while the gradient, -A / |o|, does not
+    torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
+    assert stats["ratio"][0].item() == 6 and stats["clip_ratio/region_mean"][0].item() == 0
+    one_row, _ = policy_loss(logprobs[:1], logprobs[:1].detach(), double([3]), mask[:1], importance_level=level)
+    assert one_row.item() == close(-3)
+
+
+# --- against plain loops
+
+
+def reference(new, old, advantages, mask, ref, *, objective, level, low, high, delta, beta, kl, aggregation):
+    """The same loss sum, one Python scalar at a time: nested lists of 0-d float64 tensors (``new``, with grad) and floats."""
+    total = 0.0
+    for b, tokens in enumerate(mask):
+        live = [t for t, counts in enumerate(tokens) if counts]
+        row = 0.0
+        for t in live:
+            compared = [t] if level == "token" else live
+            log_ratio = 0.0
+            for s in compared:
+                log_ratio = log_ratio + (new[b][s] - old[b][s]) / len(compared)
+            rho = log_ratio.exp()
+            if objective == "clip":
+                clipped = min(max(rho, 1 - low), 1 + high)
+                free = rho if delta is None or rho.item() <= delta else delta
+                loss = -min(free * advantages[b], clipped * advantages[b])
+            elif objective == "cispo":
+                loss = -min(rho.item(), 1 + high) * advantages[b] * new[b][t]
+            else:
+                loss = -advantages[b] * new[b][t]
+            if kl is not None:
+                d = ref[b][t] - new[b][t]
+                loss = loss + beta * {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[kl]
+            row = row + loss / (len(live) if aggregation == "response_mean" else 1)
+        total = total + row
+    return total
+
+
+def random_rows(seed, B=8, T=5):
+    """Rows of every length from 0 to T, one with a hole; ratios on both sides of every bound."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    old_BT = -noise(B, T).abs() - 0.1
+    new_BT = old_BT + 0.4 * noise(B, T) + 0.4 * noise(B, 1)
+    ref_BT = old_BT + 0.5 * noise(B, T)
+    lengths_B = torch.tensor([T, 0, 1, 3, T, 2, 4, T])[:B]
+    mask_BT = torch.arange(T) < lengths_B[:, None]
+    mask_BT[4, 2] = False
+    return new_BT, old_BT, noise(B), mask_BT, ref_BT
+
+
+SEEDS = (145, 147)
+"""Seeds whose rows reach every branch of the loss, as the next test shows."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_random_rows_reach_every_branch(seed):
+    new_BT, old_BT, A_B, mask_BT, _ = random_rows(seed)
+    gain_BT, live_B = (A_B[:, None] > 0).expand_as(mask_BT), mask_BT.any(dim=1)
+    token_BT = (new_BT - old_BT).exp()[mask_BT]
+    row_B = (((new_BT - old_BT) * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)).exp()[live_B]
+    for ratios, gains in ((token_BT, gain_BT[mask_BT]), (row_B, gain_BT[live_B, 0])):
+        assert (ratios[gains] < 0.8).any() and (ratios[~gains] < 0.8).any()
+        assert (ratios[gains] > 1.3).any() and (
+            ratios[~gains] > 1.5
+        ).any()  # clipped under either bound; capped by delta
+        assert ((ratios > 0.8) & (ratios < 1.2)).any()
+    for gains in (gain_BT[mask_BT], ~gain_BT[mask_BT]):
+        assert ((token_BT > 1.2) & (token_BT < 1.3) & gains).any()  # clipped by epsilon, not by epsilon_high
+
+
+BOUNDS = list(itertools.product((None, 1.5), (None, 0.3)))
+
+
+@pytest.mark.parametrize(("delta", "epsilon_high"), BOUNDS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("kl", [None, *ESTIMATORS])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_value_and_gradient_agree_with_plain_loops(objective, level, kl, aggregation, delta, epsilon_high):
+    beta = 0.0 if kl is None else 0.3
+    high = 0.2 if epsilon_high is None else epsilon_high
+    for seed in SEEDS:
+        new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(seed)
+        scalars = [[value.clone().requires_grad_() for value in row] for row in new_BT]
+        expected = reference(
+            scalars, old_BT.tolist(), A_B.tolist(), mask_BT.tolist(), ref_BT.tolist(), objective=objective, level=level,
+            low=0.2, high=high, delta=delta, beta=beta, kl=kl, aggregation=aggregation,
+        )  # fmt: skip
+        expected.backward()
+        expected_BT = double(
+            [[0.0 if scalar.grad is None else scalar.grad.item() for scalar in row] for row in scalars]
+        )
+
+        new_BT.requires_grad_()
+        loss_sum, _ = policy_loss(
+            new_BT, old_BT, A_B, mask_BT, ref_logprobs_BT=None if kl is None else ref_BT, objective=objective,
+            importance_level=level, epsilon_high=epsilon_high, delta=delta, beta=beta, kl_estimator=kl or "k3",
+            aggregation=aggregation, max_length=9,
+        )  # fmt: skip
+        (gradient_BT,) = torch.autograd.grad(loss_sum, new_BT)
+        torch.testing.assert_close(loss_sum, expected, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(gradient_BT, expected_BT, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("kl", [None, *ESTIMATORS])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("objective", ["clip", "reinforce"])  # not cispo: its constant weight moves with a finite step
+def test_gradient_agrees_with_finite_differences(objective, level, kl):
+    new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(SEEDS[0])
+    beta = 0.0 if kl is None else 0.3
+
+    def loss_of(logprobs_BT):
+        options = dict(ref_logprobs_BT=ref_BT, objective=objective, importance_level=level, delta=1.5, beta=beta)
+        return policy_loss(logprobs_BT, old_BT, A_B, mask_BT, kl_estimator=kl or "k3", **options)[0]
+
+    leaf = new_BT.clone().requires_grad_()
+    (gradient_BT,) = torch.autograd.grad(loss_of(leaf), leaf)
+    for b, t in itertools.product(*map(range, new_BT.shape)):
+        step = torch.zeros_like(new_BT)
+        step[b, t] = 1e-6
+        slope = (loss_of(new_BT + step) - loss_of(new_BT - step)) / 2e-6
+        assert gradient_BT[b, t].item() == pytest.approx(slope.item(), rel=1e-6, abs=1e-8), (b, t)
+
+
+# --- masked positions
+
+
+@pytest.mark.parametrize("kl", [None, *ESTIMATORS])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_what_lies_under_the_mask_has_no_influence(objective, level, kl):
+    new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(2)
+    garbage = [NAN, math.inf, -math.inf, 1e300, -1e300, 0.0]
+    results = []
+    for value in [-1.0, *garbage]:
+        new, old, ref = (torch.where(mask_BT, x, value) for x in (new_BT, old_BT, ref_BT))
+        new.requires_grad_()
+        options = dict(objective=objective, importance_level=level, beta=0.0 if kl is None else 0.1, delta=1.5)
+        ref = None if kl is None else ref
+        loss_sum, stats = policy_loss(new, old, A_B, mask_BT, ref_logprobs_BT=ref, kl_estimator=kl or "k3", **options)
+        (gradient_BT,) = torch.autograd.grad(loss_sum, new)
+        results.append([loss_sum.detach(), gradient_BT, *(part for pair in stats.values() for part in pair)])
+        assert torch.equal(gradient_BT[~mask_BT], torch.zeros(int((~mask_BT).sum()), dtype=torch.float64))
+        assert (gradient_BT[mask_BT] != 0).any()
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_fully_masked_row_adds_nothing(objective, level, aggregation):
+    new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(3)
+    options = dict(objective=objective, importance_level=level, aggregation=aggregation, max_length=9, beta=0.1)
+    keep = [b for b in range(len(A_B)) if b != 1]
+    assert not mask_BT[1].any()
+    A_B[1] = NAN  # nor does its advantage
+    new_BT.requires_grad_()
+    with_row, _ = policy_loss(new_BT, old_BT, A_B, mask_BT, ref_logprobs_BT=ref_BT, **options)
+    without, _ = policy_loss(
+        new_BT[keep], old_BT[keep], A_B[keep], mask_BT[keep], ref_logprobs_BT=ref_BT[keep], **options
+    )
+    torch.testing.assert_close(with_row, without, rtol=1e-14, atol=0)
+    (gradient_BT,) = torch.autograd.grad(with_row, new_BT)
+    assert torch.equal(gradient_BT[1], torch.zeros(5, dtype=torch.float64))
+    nothing, stats = policy_loss(new_BT, old_BT, A_B, mask_BT & False, ref_logprobs_BT=ref_BT, **options)
+    (gradient_BT,) = torch.autograd.grad(nothing, new_BT)  # still a graph: every rank runs its backward
+    assert nothing.item() == 0 and not gradient_BT.any()
+    assert all(total.item() == 0 and count.item() == 0 for total, count in stats.values())
+
+
+# --- cutting the work
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_gradient_does_not_depend_on_the_cut(aggregation, level, objective):
+    """1x8, 2x4 and 8x1 rows, each part trimmed to its longest row, on one shared parameter."""
+    _, old_BT, A_B, mask_BT, ref_BT = random_rows(4)
+    A_B[2:4] = 0.0  # a group that teaches nothing
+    generator = torch.Generator().manual_seed(5)
+    ids_BT = torch.randint(11, mask_BT.shape, generator=generator)
+    start_V = torch.randn(11, generator=generator, dtype=torch.float64)
+    averaging = dict(aggregation=aggregation, max_length=7)
+
+    def update(parts, mean_of_means=False):
+        logits_V = start_V.clone().requires_grad_()
+        whole = loss_denominator(mask_BT, **averaging)
+        losses = []
+        for rows in parts:
+            T = max(int((mask_BT[rows] * torch.arange(1, 6)).max()), 1)
+            new_BT = logits_V.log_softmax(0)[ids_BT[rows, :T]]
+            loss_sum, _ = policy_loss(
+                new_BT, old_BT[rows, :T], A_B[rows], mask_BT[rows, :T], ref_logprobs_BT=ref_BT[rows, :T], beta=0.1,
+                objective=objective, importance_level=level, **averaging,
+            )  # fmt: skip
+            part = loss_denominator(mask_BT[rows], **averaging).clamp(min=1) * len(parts)
+            loss = loss_sum / (part if mean_of_means else whole)
+            loss.backward()
+            losses.append(loss.item())
+        return math.fsum(losses), logits_V.grad
+
+    order = [6, 3, 0, 1, 7, 2, 5, 4]
+    cuts = [[slice(0, 8)], [order[:4], order[4:]], [[b] for b in range(8)], [order[:1], order[1:6], order[6:]]]
+    loss, gradient_V = update(cuts[0])
+    for parts in cuts[1:]:
+        other_loss, other_V = update(parts)
+        assert other_loss == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(other_V, gradient_V, rtol=1e-12, atol=1e-15)
+    if aggregation != "constant":  # what the sum and its denominator are apart for
+        assert not torch.allclose(update(cuts[3], mean_of_means=True)[1], gradient_V, rtol=1e-3)
+
+
+# --- inputs and errors
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_inputs_are_left_as_they_were(objective, level):
+    inputs = random_rows(6)
+    inputs[0].requires_grad_()
+    before = [tensor.detach().clone() for tensor in inputs]
+    options = dict(objective=objective, importance_level=level, beta=0.1, aggregation="token_mean")
+    loss_sum, _ = policy_loss(*inputs[:4], ref_logprobs_BT=inputs[4], **options)
+    loss_sum.backward()
+    loss_denominator(inputs[3])
+    for tensor, old in zip(inputs, before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+def test_only_the_policy_gets_a_gradient():
+    new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(7)
+    for tensor in (new_BT, old_BT, A_B, ref_BT):
+        tensor.requires_grad_()
+    policy_loss(new_BT, old_BT, A_B, mask_BT, ref_logprobs_BT=ref_BT, beta=0.1)[0].backward()
+    assert new_BT.grad.any() and old_BT.grad is None and A_B.grad is None and ref_BT.grad is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(objective="ppo"), "objective='ppo'"),
+        (dict(importance_level="word"), "importance_level='word'"),
+        (dict(kl_estimator="k4", ref_logprobs_BT=REF, beta=0.1), "kl_estimator='k4'"),
+        (dict(kl_estimator="k4"), "kl_estimator='k4'"),
+        (dict(aggregation="mean"), "aggregation='mean'"),
+        (dict(aggregation="constant"), "max_length"),
+        (dict(aggregation="constant", max_length=0), "max_length"),
+        (dict(beta=0.1), "beta=0.1 needs ref_logprobs_BT"),
+        (dict(ref_logprobs_BT=REF[:, :2], beta=0.1), r"ref_logprobs has shape \(4, 2\)"),
+    ],
+)
+def test_a_wrong_option_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(NEW, OLD, A, MASK, **change)
+
+
+def test_disagreeing_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"\[B, T\]"):
+        policy_loss(NEW[0], OLD[0], A, MASK[0])
+    with pytest.raises(ValueError, match=r"old_logprobs has shape \(3, 3\), logprobs have \(4, 3\)"):
+        policy_loss(NEW, OLD[:3], A, MASK)
+    with pytest.raises(ValueError, match=r"mask has shape \(4, 2\)"):
+        policy_loss(NEW, OLD, A, MASK[:, :2])
+    for advantages in (A[:3], A[:, None], A[:, None].expand(4, 3)):
+        with pytest.raises(ValueError, match="one per row"):
+            policy_loss(NEW, OLD, advantages, MASK)
+
+
+def test_a_wrong_denominator_is_refused():
+    with pytest.raises(ValueError, match="aggregation='sum'"):
+        loss_denominator(MASK, aggregation="sum")
+    with pytest.raises(ValueError, match="max_length"):
+        loss_denominator(MASK, aggregation="constant")

@@ -1,0 +1,114 @@
+"""Randomness with an address: the same everywhere, and never the same twice."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from grpo.seeding import derive_seed, generator
+
+GOLDEN = {
+    (0, "rollout"): 570465089827382055,
+    (0, "rollout", 0, 0, 0): 4923932865729638317,
+    (0, "rollout", 1, 2, 3): 9067161791334396629,
+    (1, "rollout", 1, 2, 3): 3460287211420671127,
+    (0, "data", 1): 7504288860248657837,
+    (2**62, "evaluation/greedy", 0, 1318, 7): 987332972751024517,
+    (-1, "", -1): 4194508790962152809,
+}
+
+
+@pytest.mark.parametrize(("address", "seed"), list(GOLDEN.items()))
+def test_seeds_do_not_change_between_versions(address, seed):
+    """Recorded once. Another number here makes every published run another run."""
+    assert derive_seed(*address) == seed
+
+
+def test_numbers_drawn_do_not_change_between_versions():
+    drawn = torch.rand(4, generator=generator(0, "rollout", 0, 0, 0))
+    torch.testing.assert_close(drawn, torch.tensor([0.2512792945, 0.2331960201, 0.8743896484, 0.7611414790]))
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_another_process_derives_the_same(hash_seed):
+    code = (
+        "from grpo.seeding import derive_seed, generator; import torch;"
+        "print(derive_seed(0, 'rollout', 1, 2, 3), derive_seed(7, 'data', 0), torch.rand(1, generator=generator(5, 'x')).item())"
+    )
+    environment = os.environ | {
+        "PYTHONHASHSEED": hash_seed,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+    }
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    here = torch.rand(1, generator=generator(5, "x")).item()
+    assert output.stdout.split() == [str(derive_seed(0, "rollout", 1, 2, 3)), str(derive_seed(7, "data", 0)), str(here)]
+
+
+def test_seeds_fit_a_generator():
+    seeds = [derive_seed(seed, purpose, c) for seed in range(10) for purpose in ("a", "b") for c in range(200)]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62 and min(seeds) < 2**53  # the whole range, not a corner of it
+    for seed in (0, 2**63 - 1, max(seeds)):
+        torch.Generator().manual_seed(seed)
+    assert derive_seed(-1, "a", -5) != derive_seed(1, "a", 5)
+
+
+def test_every_address_has_its_own_seed():
+    addresses = itertools.product(range(3), ("rollout", "data", "evaluation/greedy"), range(12), range(12), range(8))
+    seeds = [derive_seed(*address) for address in addresses]
+    assert len(set(seeds)) == len(seeds) == 3 * 3 * 12 * 12 * 8
+
+
+def test_fields_cannot_run_into_each_other():
+    addresses = [
+        (0, "a"), (0, "a", 0), (0, "a", 0, 0), (0, "", 0), (1, "a"), (11, "a"), (0, "a", 1, 23), (0, "a", 12, 3), (0, "a", 123),
+        (0, "a", 1, 2, 3), (0, "a", 3, 2, 1), (0, "a,1", 23), (0, "a',1", 23), (0, "a'", 1, 23), (0, 'a"', 1, 23), (0, "a\n"),
+        (1, "a", 0), (0, "0", 0), (0, "a", -1), (0, "A"), (0, "a "),
+    ]  # fmt: skip
+    assert len({derive_seed(*address) for address in addresses}) == len(addresses)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_streams_of_neighbouring_addresses_are_independent(place):
+    """Neighbours in seed, step, problem or sample: no correlation, uniform means."""
+    streams = []
+    for value in range(64):
+        coordinates = [3, 4, 5, 6]
+        coordinates[place] = value
+        seed, *address = coordinates
+        streams.append(torch.rand(1000, generator=generator(seed, "rollout", *address), dtype=torch.float64))
+    streams = torch.stack(streams)
+    assert (streams.mean(dim=1) - 0.5).abs().max() < 5 * (1 / 12 / 1000) ** 0.5
+    correlations = torch.corrcoef(streams) - torch.eye(64, dtype=torch.float64)
+    assert correlations.abs().max() < 5 / 1000**0.5
+    firsts = streams[:, 0]
+    assert (firsts.mean() - 0.5).abs() < 5 * (1 / 12 / 64) ** 0.5 and firsts.min() < 0.15 and firsts.max() > 0.85
+
+
+def test_every_bit_is_used():
+    bits = torch.tensor(
+        [[seed >> k & 1 for k in range(63)] for seed in (derive_seed(0, "bits", i) for i in range(2000))]
+    )
+    assert (bits.double().mean(dim=0) - 0.5).abs().max() < 5 * 0.5 / 2000**0.5
+
+
+def test_the_global_state_is_neither_read_nor_moved():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one = torch.rand(3, generator=generator(0, "x", 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(torch.rand(3, generator=generator(0, "x", 1)), one)
+    assert generator(0, "x").device.type == "cpu"
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, True, False, "1", None, torch.tensor(1)])
+def test_only_integers_are_addresses(value):
+    with pytest.raises(ValueError, match=r"takes integers.*'rollout'"):
+        derive_seed(0, "rollout", 1, value)
+    with pytest.raises(ValueError, match="takes integers"):
+        derive_seed(value, "rollout")
