@@ -10,6 +10,7 @@ that nothing could be compared with teach nothing; one update per rollout needs 
 
 import sys
 import time
+import traceback
 from dataclasses import replace
 
 import torch
@@ -147,12 +148,15 @@ def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
 
 @torch.no_grad()
 def logprobs_without_grad(run: Run, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
-    logprobs_BT = torch.zeros_like(batch.sampling_logprobs_BT)
+    parts = []
     with run.policy.autocast():
         for rows in cut(batch, run.config.optim.tokens_per_microbatch):
             micro = batch.rows(rows)
             scored, _ = scorer(micro.sequence_ids_BS, micro.prompt_lengths_B, micro.completion_mask_BT)
-            logprobs_BT[rows.to(logprobs_BT.device), : scored.shape[1]] = scored
+            parts.append((rows.to(scored.device), scored))
+    logprobs_BT = parts[0][1].new_zeros(batch.completion_mask_BT.shape)
+    for rows, scored in parts:
+        logprobs_BT[rows, : scored.shape[1]] = scored
     return logprobs_BT
 
 
@@ -247,13 +251,15 @@ def main(argv: list[str]) -> int:
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one goes: let rank 0 speak
         return 2
-    try:
-        if run is not None:
+    if run is not None:
+        try:
             train(run)
-    finally:
-        if run is not None:
+        except BaseException:  # not handled, only shown: what follows must not hang on ranks that wait for this one
+            traceback.print_exc()
             run.close()
-        world.shutdown()
+            world.abandon(1)
+        run.close()
+    world.shutdown()
     return 0
 
 

@@ -275,7 +275,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         config=config,
         world=world,
         policy=policy,
-        scorer=world.data_parallel(scorer, _touch_every_parameter(policy)),
+        scorer=world.data_parallel(scorer, touch_every_parameter(policy)),
         ref_scorer=ref_scorer,
         optimizer=optimizer,
         schedule=schedule,
@@ -305,7 +305,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     return run
 
 
-def _touch_every_parameter(policy: Policy):
+def touch_every_parameter(policy: Policy):
     ids_BS = torch.tensor([[policy.pad_id, policy.pad_id]], device=policy.device)
     mask_BT = torch.ones(1, 1, dtype=torch.bool, device=policy.device)
     lengths_B = torch.ones(1, dtype=torch.long, device=policy.device)

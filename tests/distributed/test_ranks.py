@@ -1,0 +1,93 @@
+"""The same run on 1, 2 and 3 ranks: same problems, same tokens, same metrics, same weights to rounding."""
+
+import json
+
+import pytest
+import torch
+from conftest import run_trainer, small_run
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, random_model):
+    folder = tmp_path_factory.mktemp("ranks")
+    options = [
+        "algorithm.beta=0.05",
+        "algorithm.num_iterations=2",
+        "eval.num_samples=2",
+        "eval.temperature=1.0",
+        "logging.log_completions=1000",
+    ]
+    outputs = {}
+    for ranks in (1, 2, 3):
+        outputs[ranks] = folder / str(ranks)
+        run_trainer(*small_run(random_model, outputs[ranks]), *options, ranks=ranks)
+    return outputs
+
+
+def lines(output) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def completions(output, step: int) -> set:
+    rows = (output / "completions" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return {(row["problem"], row["completion"]) for row in map(json.loads, rows)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_same_completions(runs, ranks):
+    for step in (1, 2, 3):
+        # Only the main rank's completions are written: its share of the problems must be among the single rank's.
+        assert completions(runs[ranks], step) <= completions(runs[1], step)
+        assert len(completions(runs[ranks], step)) >= 20 // ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_same_metrics(runs, ranks):
+    volatile = {"step_time", "tokens_per_second", "sampling/logprob_difference", "ratio", "grad_norm", "loss"}
+    for one, many in zip(lines(runs[1]), lines(runs[ranks]), strict=True):
+        assert one.keys() == many.keys()
+        for name in one.keys() - volatile:
+            if not name.startswith("time/"):
+                assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), f"{name} at step {one['step']}"
+        if "loss" in one:
+            assert many["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-5)
+            assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_same_evaluation_to_the_last_count(runs, ranks):
+    one, many = lines(runs[1])[0], lines(runs[ranks])[0]
+    assert one["step"] == many["step"] == 0
+    for name, value in one.items():
+        assert many[name] == value, name  # 13 problems over 2 or 3 ranks: uneven shares, each counted once
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_same_weights_after_five_steps(runs, ranks):
+    one = load_file(runs[1] / "checkpoint-5" / "model.safetensors")
+    many = load_file(runs[ranks] / "checkpoint-5" / "model.safetensors")
+    for name, weights in one.items():
+        # AdamW at 1e-3 moves each weight by up to 1e-2 in ten updates; rounding of a gradient near 0 may move it by less.
+        torch.testing.assert_close(many[name], weights, rtol=1e-4, atol=2e-4, msg=name)
+
+
+def test_metric_names_that_hold(runs):
+    first, *steps = lines(runs[1])
+    names = set(steps[0])
+    assert {
+        "step", "epoch", "reward", "reward_std", "frac_reward_zero_std", "rewards/share_of_digits/mean",
+        "rewards/share_of_digits/std", "loss", "kl", "entropy", "grad_norm", "learning_rate", "clip_ratio/low_mean",
+        "clip_ratio/high_mean", "clip_ratio/region_mean", "completions/mean_length", "completions/min_length",
+        "completions/max_length", "completions/clipped_ratio", "num_tokens", "sampling/logprob_difference", "step_time",
+        "time/rollout", "time/reward", "time/logprobs", "time/update", "time/eval", "tokens_per_second",
+    } <= names  # fmt: skip
+    evaluated = {
+        "eval/greedy_accuracy", "eval/mean@2", "eval/pass@1", "eval/pass@2", "eval/format", "eval/lenient_accuracy",
+        "eval/mean_length", "eval/truncated",
+    }  # fmt: skip
+    assert evaluated <= set(first)
+    assert evaluated <= set(steps[-1])
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert steps[0]["learning_rate"] == 1e-3
+    assert steps[-1]["num_tokens"] > steps[0]["num_tokens"] > 0
