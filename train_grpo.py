@@ -41,7 +41,9 @@ def train(run: Run) -> None:
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
         started = time.perf_counter()
 
-        groups, values_PGF, rewards_PG = sample_and_score(run, step, seconds)  # K samples per prompt, bf16 autocast
+        groups, values_PGF, rewards_PG = sample_and_score(
+            run, step, seconds, metrics
+        )  # K samples per prompt, bf16 autocast
         all_rewards_PG = world.gather_rows(rewards_PG)
         advantages_PG = world.own_rows(
             group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
@@ -85,7 +87,9 @@ def train(run: Run) -> None:
         run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
 
 
-def sample_and_score(run: Run, step: int, seconds: dict[str, float]) -> tuple[list[Group], torch.Tensor, torch.Tensor]:
+def sample_and_score(
+    run: Run, step: int, seconds: dict[str, float], metrics: Accumulator
+) -> tuple[list[Group], torch.Tensor, torch.Tensor]:
     """This rank's groups, every reward ``[P, G, F]``, and their weighted sum ``[P, G]`` (NaN: nothing could score it).
 
     With dynamic sampling (DAPO, section 3.2) a place whose group has equal rewards goes to another problem. Which one is a
@@ -98,7 +102,7 @@ def sample_and_score(run: Run, step: int, seconds: dict[str, float]) -> tuple[li
     values_PGF = torch.full((len(problems), run.sampling.num_generations, len(run.rewards.names)), torch.nan)
     places = list(range(len(problems)))
     for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
-        error = None
+        values, result, error = values_PGF[places], None, None
         with world.timed("rollout", seconds):
             total = len(places) * run.sampling.num_generations * run.sampling.max_completion_length
             with run.reporter.bar("rollout", total) as bar:
@@ -111,10 +115,11 @@ def sample_and_score(run: Run, step: int, seconds: dict[str, float]) -> tuple[li
                 )
         with world.timed("reward", seconds):
             try:
-                values = run.score(sampled)
+                if sampled:
+                    values, result = run.score(sampled)
             except ValueError as broken_contract:  # of a user's function, on this rank only perhaps: voted on below
-                values, error = values_PGF[places], broken_contract
-        check_rewards(run, values, error)
+                error = broken_contract
+        check_rewards(run, result, error, metrics)
         for p, group, value_GF in zip(places, sampled, values, strict=True):
             groups[p], values_PGF[p] = group, value_GF
         rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
@@ -222,9 +227,9 @@ def report(
     for phase in PHASES:
         metrics.maximum(f"time/{phase}", seconds[phase])
     metrics.maximum("step_time", step_time)
-    reduced = metrics.reduce(
-        run.world, minima=("completions/min_length",), totals=("num_tokens", "completion_tokens", "skipped_updates")
-    )
+    errors = [f"rewards/{name}/errors" for name in run.rewards.names]
+    totals = ("num_tokens", "completion_tokens", "skipped_updates", *errors)
+    reduced = metrics.reduce(run.world, minima=("completions/min_length",), totals=totals)
     run.num_tokens = reduced["num_tokens"] = run.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
     run.reporter.step(

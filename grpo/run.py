@@ -21,7 +21,7 @@ from grpo.describe import summary
 from grpo.distributed import World
 from grpo.evaluation import evaluate, make_judge
 from grpo.logprobs import CompletionScorer
-from grpo.metrics import Reporter
+from grpo.metrics import Accumulator, Reporter
 from grpo.model import (
     Policy,
     load_policy,
@@ -32,7 +32,7 @@ from grpo.model import (
     resolve_model,
 )
 from grpo.output import find_resume_point, refuse_changes, start_output
-from grpo.rewards import RewardRunner
+from grpo.rewards import RewardResult, RewardRunner
 from grpo.rollout import Sampling
 
 ANSWER_CHECKERS = ("accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests")
@@ -71,18 +71,15 @@ class Run:
         values = {name: value for name, value in self.config.rollout.model_dump().items() if name in names}
         return Sampling(**values | {"stop": tuple(self.config.rollout.stop)})
 
-    def score(self, groups: Sequence[Group]) -> torch.Tensor:
-        """Every reward of every completion: ``[P, G, F]`` fp32, NaN where a function gave None.
+    def score(self, groups: Sequence[Group]) -> tuple[torch.Tensor, RewardResult]:
+        """Every reward of every completion: ``[P, G, F]`` fp32, NaN where a function gave None; and what went wrong.
 
         Raises:
             RewardContractError: if a function returned something that is no reward.
         """
         result = score_groups(self.rewards, groups)
-        values = torch.tensor(
-            [[math.nan if v is None else v for v in row] for row in result.values], dtype=torch.float32
-        )
-        self.last_result = result
-        return values.view(len(groups), -1, len(self.rewards.names))
+        values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values])
+        return values.view(len(groups), -1, len(self.rewards.names)), result
 
     def evaluate(self, step: int) -> dict[str, float]:
         """``eval/...`` metrics of the current weights; empty without evaluation data."""
@@ -329,15 +326,21 @@ def _agreed(world: World, look):
     return world.gather_objects(found)[0]
 
 
-def check_rewards(run: Run, values_PGF: torch.Tensor | None, error: Exception | None) -> None:
-    """Raise on all ranks if a reward broke its contract on one, or failed on every completion of the step on all."""
+def check_rewards(run: Run, result: RewardResult | None, error: Exception | None, metrics: Accumulator) -> None:
+    """Count failures; raise on all ranks if a reward broke its contract on one, or failed on every completion on all.
+
+    Args:
+        result: what this rank's rewards gave; None after ``error``, or if it had nothing to score.
+    """
     run.world.raise_together(error)
-    result = run.last_result
-    failures = torch.tensor([*map(sum, zip(result.errors, result.timeouts, strict=True)), values_PGF[..., 0].numel()])
-    *failed, rows = run.world.sum(failures).tolist()
-    for name, count in zip(run.rewards.names, failed, strict=True):
-        if count >= rows:
-            trace = result.first_traceback.get(name)
+    names = run.rewards.names
+    failures, rows = (result.failures, len(result.values)) if result else ([0] * len(names), 0)
+    for name, count in zip(names, failures, strict=True):
+        metrics.add(f"rewards/{name}/errors", count, 0)
+    *failed, rows = run.world.sum(torch.tensor([*failures, rows])).tolist()
+    for name, count in zip(names, failed, strict=True):
+        if rows and count == rows:
+            trace = result.first_traceback.get(name) if result else None
             raise ValueError(
                 f"reward {name!r} failed on all {rows} completions of this step"
                 + (f":\n{trace}" if trace else " (timeout)")
