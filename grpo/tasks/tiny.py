@@ -1,0 +1,219 @@
+"""A language model of about a million parameters, made here in about a minute: the policy of the demo and of the tests.
+
+It is a Qwen2 with a character-level tokenizer of its own. It first learns a task from clean demonstrations, then
+imitates noisy ones (``Task.demonstration``), so that GRPO starts from a model that can do the task but is careless
+about it. The result is an ordinary Hugging Face folder.
+
+Shapes: ``B`` demonstrations, ``S`` prompt + response tokens.
+"""
+
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from grpo.batch import IGNORE_INDEX, right_pad
+from grpo.seeding import derive_seed
+from grpo.tasks import Task, load_task
+
+RECIPE_VERSION = 2
+"""Raise it with any change to the demonstrations, the tokenizer or the training below: it is part of the cache key."""
+
+PAD, EOS, TURN = "<|pad|>", "<|im_end|>", "<|im_start|>"
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+ROLES = ("system", "user", "assistant")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that, with task and seed, determines the weights."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    initializer_range: float = 0.06  # the usual 0.02 is for wider models; this one is slow to start with it
+    clean_steps: int = 500  # first it learns to do the task ...
+    noisy_steps: int = 250  # ... then it picks up the bad habits that GRPO is to unlearn
+    batch_size: int = 32
+    learning_rate: float = 2e-3
+    warmup_steps: int = 40
+    weight_decay: float = 0.01
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in all."""
+        return self.clean_steps + self.noisy_steps
+
+
+RECIPES = {"arithmetic": Recipe(), "countdown": Recipe(clean_steps=1000)}
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """One token per byte of UTF-8, and one per special token, tag and role: ``decode`` gives back every (NFC) text.
+
+    Tags and roles are added as ordinary tokens, so ``decode(..., skip_special_tokens=True)`` keeps them. The class
+    matters: transformers 5 reads any folder of a Qwen2 model with Qwen2's byte-level tokenizer, whatever was saved.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Qwen2Tokenizer(
+        vocab={symbol: i for i, symbol in enumerate((PAD, EOS, TURN, *alphabet))},
+        merges=[],
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=None,
+        additional_special_tokens=[TURN],
+        padding_side="left",
+        model_max_length=512,
+    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in (*TAGS, *ROLES)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_tiny_model(
+    task: str = "arithmetic",
+    seed: int = 0,
+    cache_dir: Path | None = None,
+    on_progress: Callable[[int, int, float], None] | None = None,
+    recipe: Recipe | None = None,
+) -> Path:
+    """Warm-start the tiny model for a task, or find the one made earlier.
+
+    Args:
+        task: name of an embedded task.
+        seed: of initial weights and demonstrations. Same seed, recipe, torch version and thread count: same weights.
+        cache_dir: where the folders lie; by default ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``.
+        on_progress: called as ``on_progress(steps_done, steps, loss)`` after each step (never for a cached model);
+            the loss is in nats per response token.
+        recipe: architecture and training, by default the one in ``RECIPES``.
+
+    Returns:
+        A folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``; weights in fp32.
+
+    Raises:
+        ValueError: if the task is unknown.
+    """
+    load_task(task)  # refuse an unknown name before anything is written
+    recipe = recipe or RECIPES[task]
+    if cache_dir is None:
+        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo"
+    facts = {"task": task, "seed": seed, "version": RECIPE_VERSION, "torch": torch.__version__, **asdict(recipe)}
+    key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=6).hexdigest()
+    folder = Path(cache_dir).expanduser() / f"tiny-{task}-seed{seed}-{key}"
+    if folder.exists():
+        return folder
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside and renamed: the folder exists only when complete, whoever is killed or builds at the same time.
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        tokenizer = build_tokenizer()
+        model = warm_start(task, seed, tokenizer, recipe, on_progress)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n")
+        unfinished.chmod(0o755)  # mkdtemp's folders are private
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            # Another process was faster: use its model.
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def warm_start(
+    task_name: str,
+    seed: int,
+    tokenizer: Qwen2Tokenizer,
+    recipe: Recipe,
+    on_progress: Callable[[int, int, float], None] | None = None,
+) -> Qwen2ForCausalLM:
+    """Train a fresh model on the demonstrations of training problems, the loss on response tokens only."""
+    task = load_task(task_name)
+    rng = random.Random(derive_seed(seed, f"tiny/{task_name}/demonstrations"))
+    model = _initial_model(tokenizer, recipe, derive_seed(seed, f"tiny/{task_name}/weights"))
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
+    for step in range(recipe.steps):
+        ids_BS, labels_BS = _demonstrations(task, rng, tokenizer, recipe.batch_size, noisy=step >= recipe.clean_steps)
+        # Padding is on the right, where causal attention cannot see it: no attention mask is needed.
+        logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits_BSV[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORE_INDEX
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        if on_progress is not None:
+            on_progress(step + 1, recipe.steps, loss.item())
+    return model.eval()
+
+
+def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_heads,
+        max_position_embeddings=512,
+        initializer_range=recipe.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.manual_seed(seed)
+        return Qwen2ForCausalLM(config).float()
+
+
+def _learning_rate_factor(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, then a cosine to zero."""
+    if step < recipe.warmup_steps:
+        return (step + 1) / recipe.warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)))
+
+
+def _demonstrations(
+    task: Task, rng: random.Random, tokenizer: Qwen2Tokenizer, batch_size: int, noisy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``batch_size`` training problems with a response each: ids ``[B, S]`` and labels ``[B, S]`` (prompt ignored)."""
+    ids, labels = [], []
+    while len(ids) < batch_size:
+        row = task.draw(rng)
+        if task.side(row) != "train":
+            continue
+        messages = [{"role": "user", "content": row["prompt"]}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        response_ids = tokenizer.encode(task.demonstration(row, rng, noisy) + EOS, add_special_tokens=False)
+        ids.append(prompt_ids + response_ids)
+        labels.append([IGNORE_INDEX] * len(prompt_ids) + response_ids)
+    return right_pad(ids, tokenizer.pad_token_id), right_pad(labels, IGNORE_INDEX)

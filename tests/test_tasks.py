@@ -1,0 +1,291 @@
+"""Embedded tasks: the split, the noise, the countdown parser, and the tiny model."""
+
+import json
+import multiprocessing
+import random
+import re
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+from grpo.tasks import TASKS, Task, load_task
+from grpo.tasks import arithmetic as arithmetic_module
+from grpo.tasks import countdown as countdown_module
+from grpo.tasks.arithmetic import columns
+from grpo.tasks.countdown import evaluate_expression
+from grpo.tasks.tiny import Recipe, build_tiny_model, build_tokenizer
+
+QUICK = Recipe(
+    hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, clean_steps=1, noisy_steps=2, batch_size=4
+)
+FORMAT = re.compile(r"<think>[^<]*</think>\n<answer>[^<]*</answer>")
+
+
+# --- rows and their split
+
+
+def test_an_unknown_task_names_the_known_ones():
+    with pytest.raises(ValueError, match="arithmetic, countdown"):
+        load_task("sudoku")
+    with pytest.raises(ValueError, match="train, eval"):
+        load_task("arithmetic").rows("test", seed=0)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_train_and_eval_share_no_problem_whatever_the_seed(name: str):
+    task = load_task(name)
+    train = {task.canonical(row) for seed in range(3) for row in task.rows("train", seed)}
+    held_out = {task.canonical(row) for seed in range(3) for row in task.rows("eval", seed + 7)}
+    assert not train & held_out
+    assert len(task.rows("train", 0)) == len({task.canonical(row) for row in task.rows("train", 0)}) >= 2000
+    assert len(task.rows("eval", 0)) == len({task.canonical(row) for row in task.rows("eval", 0)}) >= 512
+
+
+def test_commutative_duplicates_are_one_problem():
+    arithmetic, countdown = load_task("arithmetic"), load_task("countdown")
+    assert arithmetic.canonical({"prompt": "47+35="}) == arithmetic.canonical({"prompt": "35+47="})
+    assert arithmetic.canonical({"prompt": "47-35="}) != arithmetic.canonical({"prompt": "47+35="})
+    assert countdown.canonical({"target": 8, "numbers": [1, 2, 5]}) == countdown.canonical(
+        {"target": 8, "numbers": [5, 1, 2]}
+    )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_rows_depend_on_the_seed_and_on_nothing_else(name: str):
+    task = load_task(name)
+    rows = task.rows("eval", 3)
+    random.seed(1)
+    assert task.rows("eval", 3) == rows != task.rows("eval", 4)
+    assert task.rows("eval", 3, count=5) == rows[:5]
+    program = f"import json; from grpo.tasks import load_task; print(json.dumps(load_task({name!r}).rows('eval', 3)))"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(other.stdout) == rows
+
+
+def test_more_rows_than_problems_is_refused():
+    with pytest.raises(ValueError, match="not 100000"):
+        load_task("arithmetic").rows("eval", 0, count=100_000)
+
+
+# --- arithmetic
+
+
+def test_columns_by_hand():
+    assert columns(47, "+", 35) == (["7+5=12", "4+3=7+1=8"], 82)
+    assert columns(47, "+", 35, carries=False) == (["7+5=12", "4+3=7"], 72)
+    assert columns(52, "-", 37) == (["12-7=5", "5-3=2-1=1"], 15)
+    assert columns(52, "-", 37, carries=False) == (["12-7=5", "5-3=2"], 25)
+    assert columns(99, "+", 99) == (["9+9=18", "9+9=18+1=19"], 198)
+    assert columns(8, "+", 51) == (["8+1=9", "0+5=5"], 59)
+
+
+def test_columns_with_carries_are_right():
+    for left in range(100):
+        for right in range(100):
+            assert columns(left, "+", right)[1] == left + right
+            if left >= right:
+                assert columns(left, "-", right)[1] == left - right
+
+
+# --- demonstrations
+
+
+def _demonstrations(task: Task, noisy: bool) -> list[tuple[dict, str]]:
+    rng = random.Random(0)
+    return [(row, task.demonstration(row, rng, noisy)) for row in task.rows("train", 0)]
+
+
+def _is_right(task: Task, row: dict, text: str) -> bool:
+    found = re.search(r"<answer>(.*)</answer>", text)
+    if task.name == "arithmetic":
+        return found is not None and found[1] == row["answer"]
+    return found is not None and evaluate_expression(found[1]) == row["target"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_clean_demonstrations_are_right_and_in_format(name: str):
+    task = load_task(name)
+    for row, text in _demonstrations(task, noisy=False):
+        assert FORMAT.fullmatch(text) and _is_right(task, row, text)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_noisy_demonstrations_have_the_documented_shares(name: str):
+    task = load_task(name)
+    texts = _demonstrations(task, noisy=True)
+    untagged = (arithmetic_module if name == "arithmetic" else countdown_module).UNTAGGED_SHARES
+    in_format = sum(bool(FORMAT.fullmatch(text)) for _, text in texts) / len(texts)
+    assert in_format == pytest.approx(1 - sum(untagged.values()), abs=0.03)
+    assert 0.4 < sum(_is_right(task, row, text) for row, text in texts) / len(texts) < 0.7
+
+
+def test_habits_of_arithmetic_demonstrations():
+    texts = [text for _, text in _demonstrations(load_task("arithmetic"), noisy=True)]
+    assert sum("hmm" in text for text in texts) / len(texts) == pytest.approx(arithmetic_module.DOUBT_SHARE, abs=0.03)
+    minding = [text for text in texts if re.search(r"=\d+[+-]1=", text)]
+    assert 0.18 < len(minding) / len(texts) < 0.28  # 55% of the 42% of problems that have a carry or a borrow
+
+
+# --- countdown
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_every_countdown_problem_has_the_solution_it_names(split: str):
+    for row in load_task("countdown").rows(split, 0):
+        assert evaluate_expression(row["answer"]) == row["target"]
+        assert sorted(map(int, re.findall(r"\d+", row["answer"]))) == sorted(row["numbers"])
+        assert len(row["numbers"]) in (3, 4)
+
+
+def test_expressions_are_exact():
+    assert evaluate_expression("1/3+1/3+1/3") == 1
+    assert evaluate_expression(" (1 + 2) * 3 / 4 ") == Fraction(9, 4)
+    assert evaluate_expression("8-3-2") == 3
+    assert evaluate_expression("8/4/2") == 1
+    assert evaluate_expression("2+3*4") == 14
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').getcwd()",
+        "9**9**9",
+        "(" * 50 + "1" + ")" * 50,
+        "(" * 5000 + "1" + ")" * 5000,
+        "9" * 50,
+        "1" + "+1" * 500,
+        "²",
+        "٣+1",
+        "３+1",
+        "1/0",
+        "1/(2-2)",
+        "",
+        " ",
+        "()",
+        "1 2",
+        "-3",
+        "1+",
+        "3(4)",
+        "1//2",
+        "1e5",
+        "1.5",
+        "1_000",
+        "(1",
+        "1)",
+        "1=1",
+        "1\n",
+        None,
+    ],
+)
+def test_what_is_no_expression_has_no_value(text):
+    assert evaluate_expression(text) is None
+
+
+# --- tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny_model(cache_dir=tmp_path_factory.mktemp("cache"), recipe=QUICK)
+
+
+def test_text_survives_the_tokenizer_as_saved_and_as_read_back(folder):
+    text = "<think>a  b\n 7+5=12</think>\n<answer> 82 </answer>  users\té漢🙂\r\n\n "
+    for tokenizer in (build_tokenizer(), AutoTokenizer.from_pretrained(folder)):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert len(tokenizer.encode("<think></think><answer></answer>")) == 4
+        assert len(tokenizer.encode("47+35=")) == 6
+        assert len(tokenizer.encode("é")) == 2  # a character outside ASCII is its bytes; none vanishes
+        assert tokenizer.decode(tokenizer.encode("82<|im_end|>"), skip_special_tokens=True) == "82"
+
+
+def test_special_tokens_and_chat_template(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id != tokenizer.eos_token_id
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.apply_chat_template(messages[1:], add_generation_prompt=True, return_dict=False)
+    assert len(ids) == 12 and tokenizer.decode(ids) == text.partition("<|im_end|>\n")[2]
+
+
+# --- the model
+
+
+def test_the_folder_is_a_small_fp32_qwen2(folder):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert isinstance(model.config, Qwen2Config) and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.config.vocab_size == len(tokenizer) and model.config.max_position_embeddings >= 512
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_a_second_build_is_read_from_the_cache(tmp_path):
+    seen = []
+    first = build_tiny_model(cache_dir=tmp_path, recipe=QUICK, on_progress=lambda *state: seen.append(state))
+    assert [state[:2] for state in seen] == [(1, 3), (2, 3), (3, 3)] and all(state[2] > 0 for state in seen)
+    modified = (first / "model.safetensors").stat().st_mtime_ns
+    assert build_tiny_model(cache_dir=tmp_path, recipe=QUICK, on_progress=lambda *state: seen.append(state)) == first
+    assert len(seen) == 3 and (first / "model.safetensors").stat().st_mtime_ns == modified
+    others = [
+        build_tiny_model("countdown", cache_dir=tmp_path, recipe=QUICK),
+        build_tiny_model(seed=1, cache_dir=tmp_path, recipe=QUICK),
+    ]
+    assert len({first, *others}) == 3
+    assert sorted(tmp_path.iterdir()) == sorted([first, *others])  # nothing half-written is left
+
+
+def test_the_cache_follows_xdg(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build_tiny_model(recipe=QUICK).parent == tmp_path / "grpo"
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    def fail(*state):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_tiny_model(cache_dir=tmp_path, recipe=QUICK, on_progress=fail)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="unknown task"):
+        build_tiny_model("sudoku", cache_dir=tmp_path)
+
+
+def test_the_loser_of_a_race_takes_the_winners_model(tmp_path):
+    winners = []
+
+    def build_another(done: int, steps: int, loss: float) -> None:
+        if done == 1:
+            winners.append(build_tiny_model(cache_dir=tmp_path, recipe=QUICK))
+            (winners[0] / "winner").touch()
+
+    folder = build_tiny_model(cache_dir=tmp_path, recipe=QUICK, on_progress=build_another)
+    assert [folder] == winners == list(tmp_path.iterdir()) and (folder / "winner").exists()
+
+
+def _build(cache_dir) -> str:
+    return str(build_tiny_model(cache_dir=cache_dir, recipe=QUICK))
+
+
+def test_processes_that_build_at_once_agree(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        folders = set(pool.map(_build, [tmp_path] * 2, chunksize=1))
+    assert len(folders) == 1 and [str(path) for path in tmp_path.iterdir()] == list(folders)
+
+
+def test_same_seed_same_weights_and_global_randomness_is_left_alone(tmp_path):
+    torch.manual_seed(5)
+    random.seed(5)
+    state, python_state = torch.get_rng_state(), random.getstate()
+    first = build_tiny_model(cache_dir=tmp_path / "a", recipe=QUICK)
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
+    torch.manual_seed(6)
+    second = build_tiny_model(cache_dir=tmp_path / "b", recipe=QUICK)
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    other = build_tiny_model(seed=1, cache_dir=tmp_path / "a", recipe=QUICK)
+    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
