@@ -20,7 +20,7 @@ from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, cut, microbatches, minibatches
 from grpo.config import Config, load_config
 from grpo.describe import completion_metrics, reward_metrics, samples_of
-from grpo.distributed import World, launched_as, start_world
+from grpo.distributed import RanksDisagree, World, launched_as, start_world
 from grpo.logprobs import CompletionScorer
 from grpo.loss import loss_denominator, policy_loss
 from grpo.metrics import Accumulator, evaluation_table
@@ -214,7 +214,9 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
                 f"{run.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
             )
         metrics.add("grad_norm", 0.0, 0.0)
-    metrics.add("skipped_updates", float(run.skipped_in_a_row > 0), 0)
+    metrics.add(
+        "skipped_updates", (run.skipped_in_a_row > 0) / world.size, 0
+    )  # a total over ranks: each adds its share
     run.schedule.step()  # also after a skipped update: the learning rate is a function of the step
     run.optimizer.zero_grad(set_to_none=True)
 
@@ -250,11 +252,13 @@ def main(argv: list[str]) -> int:
         config: Config = load_config(argv)
         world: World = start_world(**config.runtime.model_dump(exclude={"precision"}))
         run = prepare(config, world)
-    except (ValueError, OSError) as mistake:  # what a user can mend: one line, from one rank
+    except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend: one line, from one rank
         if rank == 0:
             print(f"error: {mistake}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one goes: let rank 0 speak
+        if world is not None and world.size > 1:
+            world.abandon(2)
         return 2
     if run is not None:
         try:

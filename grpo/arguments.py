@@ -42,6 +42,9 @@ def read_yaml(text: str, source: str) -> Any:
     """Parse YAML; a :class:`ConfigError` names ``source``, line and problem."""
     try:
         return yaml.load(text, Loader=_Loader)
+    except yaml.reader.ReaderError as error:  # a NUL byte, say
+        where = f"{source}:{text.count(chr(10), 0, error.position) + 1}"
+        raise ConfigError(f"{where}: not valid YAML: character {chr(error.character)!r} is not allowed") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
@@ -121,8 +124,12 @@ def _read_file(name: str) -> dict[str, Any]:
         raise ConfigError(
             f"config file {name} does not exist" + (f"; there are {', '.join(nearby)}" if nearby else "")
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {name} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"config file {name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"config file {name} cannot be read: it is not UTF-8 text ({error.reason}, byte {error.start})"
+        ) from None
     values = read_yaml(text, name)
     if values is None:
         return {}

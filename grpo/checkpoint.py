@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig
 
@@ -38,7 +39,7 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write ``checkpoint-<step>/``: beside, synced, manifest last, renamed; then delete all but the ``keep`` newest.
+    """Write ``checkpoint-<step>/``: beside, synced, manifest last, renamed; then delete all but the ``keep`` newest up to it.
 
     Args:
         reference: only if it changes during training (``ref_sync_steps``); otherwise it is the starting model.
@@ -46,6 +47,9 @@ def save_checkpoint(
 
     Returns:
         The folder.
+
+    Raises:
+        OSError: if the disk is full or cannot be written.
     """
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -53,11 +57,14 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     trainer = partial / "trainer"
     trainer.mkdir(parents=True)
-    _save_model(model, partial)
-    tokenizer.save_pretrained(partial)
-    torch.save({"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}, trainer / "optimizer.pt")
-    if reference is not None:
-        torch.save(reference.state_dict(), trainer / "reference.pt")
+    try:
+        _save_model(model, partial)
+        tokenizer.save_pretrained(partial)
+        torch.save({"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}, trainer / "optimizer.pt")
+        if reference is not None:
+            torch.save(reference.state_dict(), trainer / "reference.pt")
+    except (SafetensorError, RuntimeError) as error:  # so they say that the disk is full; the callers look for OSError
+        raise OSError(f"{type(error).__name__}: {error}") from error
     (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
     files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
     for name in files:
@@ -69,7 +76,8 @@ def save_checkpoint(
     shutil.rmtree(final, ignore_errors=True)
     os.rename(partial, final)
     _sync(output_dir)
-    for _, old in list_checkpoints(output_dir)[keep:]:
+    # Later ones are broken, or of a run that was continued from an earlier step: they must not push out what was just saved.
+    for _, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -114,18 +122,16 @@ def verify(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise BrokenCheckpoint(f"{folder}: no readable {MANIFEST} ({error})") from None
-    for name, expected in files.items():
+        expected = {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # a manifest may be damaged in any way
+        raise BrokenCheckpoint(f"{folder}: no readable {MANIFEST} ({type(error).__name__}: {error})") from None
+    for name, (size, sha256) in expected.items():
         try:
             found = _digest(folder / name)
         except OSError as error:
             raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from None
-        if found != expected:
-            raise BrokenCheckpoint(
-                f"{folder}: {name} is not what was saved ({found['bytes']} bytes, {expected['bytes']} expected)"
-            )
+        if (found["bytes"], found["sha256"]) != (size, sha256):
+            raise BrokenCheckpoint(f"{folder}: {name} is not what was saved ({found['bytes']} bytes, {size} expected)")
     return manifest
 
 

@@ -184,8 +184,11 @@ class OptimConfig(Section):
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this norm."""
-    lr_scheduler_type: str = "constant"
-    """Schedule, as transformers.get_scheduler names it: constant, linear, cosine, constant_with_warmup, ..."""
+    lr_scheduler_type: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+        "polynomial", "inverse_sqrt",
+    ] = "constant"  # fmt: skip
+    """Schedule, as transformers.get_scheduler names it."""
     warmup_steps: float = Field(0, ge=0)
     """Warm-up in optimizer updates; a value below 1 is a fraction of all updates."""
     min_lr: float | None = Field(None, ge=0)
@@ -325,10 +328,12 @@ class Config(Section):
                 f"eval.num_samples={self.eval.num_samples} at eval.temperature=0 would be the same completion "
                 f"{self.eval.num_samples} times: set eval.temperature (1.0, say), or num_samples=1 for greedy only"
             )
-        if self.optim.min_lr is not None and not self.optim.lr_scheduler_type.startswith("cosine"):
+        if self.optim.min_lr is not None and self.optim.lr_scheduler_type not in ("cosine", "cosine_with_min_lr"):
             raise ValueError(
-                f"optim.min_lr needs a cosine schedule, got lr_scheduler_type={self.optim.lr_scheduler_type}"
+                f"optim.min_lr needs lr_scheduler_type=cosine, got lr_scheduler_type={self.optim.lr_scheduler_type}"
             )
+        if self.optim.min_lr is None and self.optim.lr_scheduler_type == "cosine_with_min_lr":
+            raise ValueError(f"optim.lr_scheduler_type={self.optim.lr_scheduler_type} needs optim.min_lr")
         for example in self.data.few_shot:
             if set(example) != {"prompt", "completion"}:
                 raise ValueError(f"data.few_shot takes {{prompt, completion}} entries, got keys {sorted(example)}")

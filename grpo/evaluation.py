@@ -95,6 +95,7 @@ def evaluate(
     temperature: float,
     max_completion_length: int,
     stop: tuple[str, ...] = (),
+    tokens_in_flight: int | None = None,
     seed: int,
     step: int = 0,
     on_problems: Callable[[int], None] | None = None,
@@ -112,8 +113,10 @@ def evaluate(
         Exception: what the judge raises, on all ranks together.
     """
     mine = problems[world.rank :: world.size]
-    greedy = Sampling(1, max_completion_length, temperature=0.0, stop=stop)
-    sampled = Sampling(num_samples, max_completion_length, temperature=temperature, stop=stop)
+    greedy = Sampling(1, max_completion_length, temperature=0.0, stop=stop, tokens_in_flight=tokens_in_flight)
+    sampled = Sampling(
+        num_samples, max_completion_length, temperature=temperature, stop=stop, tokens_in_flight=tokens_in_flight
+    )
     passes = [("greedy", greedy)] + [("samples", sampled)] * (num_samples > 1)
     counts = torch.zeros(num_samples + 6, dtype=torch.long)
     error: Exception | None = None

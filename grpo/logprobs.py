@@ -113,7 +113,9 @@ def score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -
     """``[N, V]`` logits and ``[N]`` labels to log-probs and entropies ``[N]``, fp32, nats; no gradient through the entropy."""
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
-        entropies_N = torch.special.entr(F.softmax(logits_NV.detach().to(logprobs_N.dtype) / temperature, dim=-1)).sum(dim=-1)
+        entropies_N = torch.special.entr(F.softmax(logits_NV.detach().to(logprobs_N.dtype) / temperature, dim=-1)).sum(
+            dim=-1
+        )
     return logprobs_N, entropies_N
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from tqdm import tqdm
 
 from grpo.distributed import World
+
+WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
+"""Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
 
 
 class Accumulator:
@@ -116,6 +120,8 @@ class Reporter:
         if metrics["step"] % self.every == 0 or metrics["step"] == self.max_steps or "eval/greedy_accuracy" in metrics:
             if "reward" in metrics:
                 self.say(console_line(metrics, self.max_steps))
+            if "eval/greedy_accuracy" in metrics:
+                self.say(evaluation_line(metrics, self.max_steps))
             if self._wandb is not None:
                 self._log_to_wandb(metrics)
 
@@ -132,7 +138,12 @@ class Reporter:
         self._bar.close()
         self._jsonl.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            try:
+                self._wandb.finish(exit_code=0 if sys.exc_info()[0] is None else 1)  # closed by a failure: a failed run
+            except Exception as error:  # the service may have gone away
+                print(
+                    f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything", flush=True
+                )
 
     def _drop_steps_from(self, first_step: int) -> None:
         """Forget lines of steps that a resumed run will do again, and a last line that a kill cut short."""
@@ -155,8 +166,8 @@ class Reporter:
         try:
             import wandb
 
-            self.wandb_run_id = self.wandb_run_id or wandb.util.generate_id()
-            settings = wandb.Settings(init_timeout=30, silent=True)
+            self.wandb_run_id = self.wandb_run_id or secrets.token_hex(4)
+            settings = wandb.Settings(silent=True, **WANDB_SECONDS)
             options = dict(project=project, name=name, id=self.wandb_run_id, config=config, dir=str(self.output_dir))
             try:
                 run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, settings=settings, **options)
@@ -164,6 +175,7 @@ class Reporter:
                 if mode == "offline":
                     raise
                 self.say(f"warning: wandb online failed ({_first_line(error)}); going on offline")
+                wandb.teardown()  # what is left of the attempt still holds the run's id
                 run = wandb.init(mode="offline", settings=settings, **options)
             # Our own axis: wandb drops points whose step is not above the last one, which a resumed run's are not.
             run.define_metric("step")
@@ -195,15 +207,31 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
     return "  ".join(parts + [f"{label} {metrics[name]:{form}}" for name, label, form in shown if name in metrics])
 
 
+def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:
+    """One line for an evaluation between the first and the last."""
+    parts = [f"eval {metrics['step']:>{len(str(max_steps))}}/{max_steps}"]
+    for name in metrics:
+        if name.startswith("eval/"):
+            parts.append(f"{_spoken(name)} {_EVALUATION_FORMS.get(name, '{:.1%}').format(metrics[name])}")
+    return "  ".join(parts)
+
+
 def evaluation_table(before: dict[str, float] | None, after: dict[str, float]) -> str:
     """Evaluations side by side, one metric a line."""
     rows = [f"{'':28}{'before':>10}{'after':>10}"]
     for name, value in after.items():
         if name.startswith("eval/"):
-            form = "{:>10.2f}" if name == "eval/mean_length" else "{:>10.1%}"
-            old = form.format(before[name]) if before and name in before else f"{'-':>10}"
-            rows.append(f"{name.removeprefix('eval/').replace('_', ' '):28}{old}{form.format(value)}")
+            form = _EVALUATION_FORMS.get(name, "{:.1%}")
+            old = form.format(before[name]) if before and name in before else "-"
+            rows.append(f"{_spoken(name):28}{old:>10}{form.format(value):>10}")
     return "\n".join(rows)
+
+
+_EVALUATION_FORMS = {"eval/mean_length": "{:.2f}"}  # the others are rates
+
+
+def _spoken(name: str) -> str:
+    return name.removeprefix("eval/").replace("_", " ")
 
 
 def _json_safe(value: Any) -> Any:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.utils import logging as transformers_logging
 
+from grpo.hub import hub_answers
 from grpo.tasks.tiny import build_tiny_model
 
 transformers_logging.disable_progress_bar()  # one bar a shard, from every rank
@@ -70,7 +72,15 @@ def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = 
         if name_or_path != "builtin:tiny":
             raise ValueError(f"model.name_or_path={name_or_path}: the only built-in model is builtin:tiny")
         task = dataset.removeprefix("builtin:") if dataset.startswith("builtin:") else "arithmetic"
-        return str(build_tiny_model(task, seed=0))
+        with tqdm(desc="warm start", unit="step", disable=None, leave=False) as bar:
+
+            def show(done: int, total: int, loss: float) -> None:
+                bar.total = total
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                bar.update(1)
+
+            return str(build_tiny_model(task, seed=0, on_progress=show))
+    name_or_path = os.path.expanduser(name_or_path)
     if os.path.isdir(name_or_path) and not os.path.exists(os.path.join(name_or_path, "config.json")):
         inside = ", ".join(sorted(os.listdir(name_or_path))[:5]) or "nothing"
         raise ValueError(
@@ -81,11 +91,21 @@ def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = 
     looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     if looks_local and not os.path.exists(name_or_path):
         raise ValueError(f"model.name_or_path={name_or_path} does not exist")
+    is_away = not os.path.exists(name_or_path) and not hub_answers()
     try:
         AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model.name_or_path={name_or_path} cannot be loaded: {_first_line(error)}") from None
+    except Exception as error:  # a model folder is others' text, and can break transformers in every way it knows
+        reason = f"cannot be loaded: {_first_line(error)}"
+        if is_away:
+            reason = "is no folder here, the Hub cannot be reached, and its cache has no copy of that name"
+        raise ValueError(f"model.name_or_path={name_or_path} {reason}") from None
     return name_or_path
+
+
+def context_length(path: str, *, trust_remote_code: bool = False) -> int | None:
+    """Tokens the model's positions reach, before its weights are loaded; None if its config does not say."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -95,9 +115,16 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         ValueError: if there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as in resolve_model
         raise ValueError(f"model.name_or_path={path} has no tokenizer that loads: {_first_line(error)}") from None
+    if (
+        not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    ):  # what transformers makes of no files at all
+        raise ValueError(
+            f"model.name_or_path={path} has no tokenizer: put tokenizer.json (or vocab files) beside the model"
+        )
+    return tokenizer
 
 
 def load_policy(
@@ -114,14 +141,24 @@ def load_policy(
     """Load fp32 master weights, whatever the checkpoint's dtype: bf16 parameters round away updates at 1e-6.
 
     Raises:
-        ValueError: if the weights do not load, or nothing says which token ends a completion.
+        ValueError: if the weights do not load or are not all there, or nothing says which token ends a completion.
     """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # its report of the mistakes below is a table
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # as in resolve_model; SafetensorError and others have no common base
         raise ValueError(f"model.name_or_path={path} cannot be loaded: {_first_line(error)}") from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    _check_weights(path, loaded)
     if disable_dropout:
         turn_dropout_off(model)
     if gradient_checkpointing:
@@ -139,6 +176,21 @@ def load_policy(
         )
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     return Policy(model, tokenizer, eos_ids, pad_id, device, precision)
+
+
+def _check_weights(path: str, loaded: dict[str, Any]) -> None:
+    """transformers fills weights that are missing or of another shape with noise, and goes on."""
+    missing, mismatched = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise ValueError(
+            f"model.name_or_path={path}: {len(mismatched)} weights are not of the shape that config.json asks for, such as "
+            f"{name}: {list(found)}, expected {list(expected)}"
+        )
+    if missing:
+        raise ValueError(
+            f"model.name_or_path={path}: the file lacks {len(missing)} weights that config.json asks for, such as {missing[0]}"
+        )
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
@@ -192,6 +244,8 @@ def make_schedule(optimizer, *, name: str, num_updates: int, warmup_steps: float
     """
     warmup = round(warmup_steps * num_updates) if warmup_steps < 1 else int(warmup_steps)
     extra: dict[str, Any] = {}
+    if name == "constant" and warmup:  # transformers would ignore the warm-up without a word
+        name = "constant_with_warmup"
     if min_lr is not None:
         name, extra = "cosine_with_min_lr", {"scheduler_specific_kwargs": {"min_lr": min_lr}}
     try:
@@ -201,4 +255,6 @@ def make_schedule(optimizer, *, name: str, num_updates: int, warmup_steps: float
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The message up to the end of its first line, or of the line that a colon announces."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in (lines[:2] if lines[0].endswith(":") else lines[:1]))

@@ -23,8 +23,7 @@ def find_resume_point(config: Config) -> Path | None:
         ConfigError: if a folder named explicitly is not a whole checkpoint, or ``output_dir`` holds something else.
     """
     output, resume = Path(config.output_dir), config.checkpoint.resume
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output_dir={output} is a file")
+    check_place(output)
     foreign = output.is_dir() and any(output.iterdir()) and not (output / "config.yaml").exists()
     if foreign:
         inside = ", ".join(sorted(entry.name for entry in output.iterdir())[:4])
@@ -39,12 +38,31 @@ def find_resume_point(config: Config) -> Path | None:
         try:
             checkpoint.verify(resume)
         except checkpoint.BrokenCheckpoint as broken:
-            raise ConfigError(f"checkpoint.resume={resume}: {broken}") from None
+            raise ConfigError(
+                f"checkpoint.resume={broken}; use auto, never, or a whole checkpoint-<step> folder"
+            ) from None
         return Path(resume)
     folder, warnings = checkpoint.find_newest_valid(output)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
     return folder
+
+
+def check_place(output: Path) -> None:
+    """Refuse an ``output_dir`` that is a file or cannot be written; nothing is created to find out.
+
+    Raises:
+        ConfigError: naming the folder that stands in the way.
+    """
+    existing = next(place for place in (output, *output.absolute().parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        raise ConfigError(
+            f"output_dir={output} is a file: choose a folder"
+            if existing == output
+            else f"output_dir={output} cannot be made: {existing} is a file, not a folder"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir={output} cannot be written: no permission in {existing}")
 
 
 def refuse_changes(config: Config, saved: dict[str, Any]) -> None:
@@ -72,7 +90,10 @@ def refuse_changes(config: Config, saved: dict[str, Any]) -> None:
 def start_output(config: Config, resume: Path | None) -> None:
     """Create ``output_dir`` with the resolved config; set an earlier run's results aside if this one starts afresh."""
     output = Path(config.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir={output} cannot be made: {error.strerror}") from None
     leftovers = [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl"), *output.glob("completions")]
     if resume is None and any(
         path.name.startswith("checkpoint-") or path.name == "metrics.jsonl" for path in leftovers
@@ -84,6 +105,15 @@ def start_output(config: Config, resume: Path | None) -> None:
             if path.exists():
                 shutil.move(path, aside / path.name)
         print(f"an earlier run in {output} was moved to {aside}", flush=True)
+    if resume is not None and resume.parent.resolve() == output.resolve():
+        # Continued from an earlier step: what lies after it is broken or another branch, and `auto` must not pick it later.
+        from_step = checkpoint.read_state(resume)["step"]
+        for step, folder in checkpoint.list_checkpoints(output):
+            if step > from_step:
+                aside = output / f"previous-{1 + len(list(output.glob('previous-*')))}"
+                aside.mkdir()
+                shutil.move(folder, aside / folder.name)
+                print(f"{folder}, which is not continued, was moved to {aside}", flush=True)
     for unfinished in [*output.glob(".partial-checkpoint-*"), *output.glob(".rehearsal")]:  # of a save that was killed
         shutil.rmtree(unfinished, ignore_errors=True)
     temporary = output / "config.yaml.tmp"

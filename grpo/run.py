@@ -16,7 +16,7 @@ from torch import nn
 from grpo import checkpoint
 from grpo.batch import Group, Problem
 from grpo.config import Config, ConfigError, check_world_size
-from grpo.data import ProblemSet, Schedule, load_rows, make_problems
+from grpo.data import ProblemSet, Schedule, check_enough, load_rows, make_problems
 from grpo.describe import summary
 from grpo.distributed import World
 from grpo.evaluation import evaluate, make_judge
@@ -24,6 +24,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.metrics import Accumulator, Reporter
 from grpo.model import (
     Policy,
+    context_length,
     load_policy,
     load_tokenizer,
     make_optimizer,
@@ -104,6 +105,7 @@ class Run:
                 temperature=e.temperature,
                 max_completion_length=self.config.rollout.max_completion_length,
                 stop=tuple(self.config.rollout.stop),
+                tokens_in_flight=self.config.rollout.tokens_in_flight,
                 seed=self.config.seed,
                 step=0,  # the same samples' addresses each time: curves differ by the weights alone
                 on_problems=bar.update,
@@ -187,6 +189,8 @@ def prepare(config: Config, world: World) -> Run | None:
 def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path | None) -> Run | None:
     train_rows = load_rows(config.data, train=True, seed=config.seed)
     eval_rows = load_rows(config.data, train=False, seed=config.seed)
+    unit = world.size * config.algorithm.num_minibatches
+    check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
     rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
     if config.eval.correctness is not None and config.eval.correctness not in rewards.names:
         raise ConfigError(
@@ -224,14 +228,15 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     options = dict(
         device=world.device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"})
     )
-    policy = load_policy(str(resume or path), tokenizer, **options)
+    context = context_length(path, trust_remote_code=trust)
     longest = max(len(problem.prompt_ids) for problem in [*train.problems, *evaluation.problems])
-    if policy.context_length is not None and longest + config.rollout.max_completion_length > policy.context_length:
+    if context is not None and longest + config.rollout.max_completion_length > context:
         raise ConfigError(
-            f"rollout.max_completion_length={config.rollout.max_completion_length} + the longest prompt of {longest} tokens exceed "
-            f"the model's context of {policy.context_length}: use at most {policy.context_length - longest}"
-            + ("" if policy.context_length > longest else ", and a smaller data.max_prompt_length")
+            f"rollout.max_completion_length={config.rollout.max_completion_length} + the longest prompt of {longest} "
+            f"tokens exceed the model's context of {context}: use "
+            + (f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}")
         )
+    policy = load_policy(str(resume or path), tokenizer, **options)
     a, o = config.algorithm, config.optim
     ref_scorer = None
     if a.beta > 0:

@@ -80,9 +80,13 @@ def run_trainer(*arguments: str, ranks: int = 1, timeout: float = 300, check: bo
     if not any(argument.startswith("runtime.threads_per_rank") for argument in arguments) and "--help" not in arguments:
         command.append("runtime.threads_per_rank=1")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment, check=False
+    )
     if check and done.returncode:
-        raise AssertionError(f"{' '.join(command)} exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        raise AssertionError(
+            f"{' '.join(command)} exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     return done
 
 

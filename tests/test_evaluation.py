@@ -76,7 +76,14 @@ def test_counts_are_those_of_the_completions(policy):
 
 def test_one_sample_means_greedy_only(policy):
     metrics = evaluate(
-        policy, problems_of(policy, 5), by_length, ALONE, num_samples=1, temperature=0.0, max_completion_length=9, seed=0
+        policy,
+        problems_of(policy, 5),
+        by_length,
+        ALONE,
+        num_samples=1,
+        temperature=0.0,
+        max_completion_length=9,
+        seed=0,
     )
     assert set(metrics) == {
         "eval/greedy_accuracy", "eval/format", "eval/lenient_accuracy", "eval/mean_length", "eval/truncated",
@@ -97,7 +104,9 @@ def test_a_failing_judge_is_raised(policy):
         raise ZeroDivisionError("in a reward")
 
     with pytest.raises(ZeroDivisionError):
-        evaluate(policy, problems_of(policy, 2), judge, ALONE, num_samples=1, temperature=0, max_completion_length=4, seed=0)
+        evaluate(
+            policy, problems_of(policy, 2), judge, ALONE, num_samples=1, temperature=0, max_completion_length=4, seed=0
+        )
 
 
 def test_judge_reads_correctness_format_and_the_last_number():
@@ -114,3 +123,29 @@ def test_judge_reads_correctness_format_and_the_last_number():
     (rows,) = judge([group("<think>a</think>\n<answer>7</answer>", "7")])
     assert [v.formatted for v in rows] == [True, False]
     assert [v.lenient for v in rows] == [False, False], "no answer to compare with"
+
+
+def test_greedy_and_samples_are_counted_apart(policy):
+    """Greedy completions are all right and badly formatted, samples all wrong and well formatted."""
+
+    def judge(groups):
+        greedy = [len(g.completions) == 1 for g in groups]
+        return [
+            [Verdict(is_greedy, not is_greedy, is_greedy, len(c.ids), not c.finished) for c in g.completions]
+            for is_greedy, g in zip(greedy, groups, strict=True)
+        ]
+
+    metrics = evaluate(
+        policy, problems_of(policy, 3), judge, ALONE, num_samples=3, temperature=1.0, max_completion_length=5, seed=0
+    )
+    assert (metrics["eval/greedy_accuracy"], metrics["eval/mean@3"], metrics["eval/pass@3"]) == (1.0, 0.0, 0.0)
+    assert (metrics["eval/format"], metrics["eval/lenient_accuracy"]) == (1.0, 0.0)
+    assert {name for name in metrics if "pass@" in name} == {"eval/pass@1", "eval/pass@2", "eval/pass@3"}
+
+
+def test_a_bound_on_memory_changes_no_count(policy):
+    settings = {"num_samples": 3, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
+    problems = problems_of(policy, 6)
+    assert evaluate(policy, problems, by_length, ALONE, **settings) == evaluate(
+        policy, problems, by_length, ALONE, **settings, tokens_in_flight=40
+    )

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
-BASE = {"arguments", "batch", "config", "distributed", "seeding"}
+BASE = {"arguments", "batch", "config", "datafile", "distributed", "hub", "seeding"}
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "tasks"}
 ASSEMBLY = {"debug", "describe", "output", "run"}

@@ -108,3 +108,33 @@ def test_tokenizer_without_pad_works(random_model, tmp_path):
 
     policy = load_policy(str(folder), tokenizer, device=torch.device("cpu"), precision="fp32")
     assert policy.pad_id == policy.eos_ids[0]
+
+
+def test_dropout_stays_where_it_is_asked_for(random_model, tmp_path):
+    tokenizer = load(random_model).tokenizer
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = torch.arange(10)[None]
+    for attention in ("sdpa", "eager"):
+        without, with_dropout = (
+            load(tmp_path, attn_implementation=attention, disable_dropout=off).model.train() for off in (True, False)
+        )
+        assert torch.equal(without(ids).logits, without(ids).logits)
+        assert torch.equal(without(ids).logits, without.eval()(ids).logits)
+        assert not torch.equal(with_dropout(ids).logits, with_dropout(ids).logits)
+
+
+def test_sampling_restores_the_mode_whatever_happens(policy):
+    def fail():
+        assert not policy.model.training
+        assert not torch.is_grad_enabled()
+        with policy.sampling():
+            raise ZeroDivisionError
+
+    for mode in (True, False):
+        policy.model.train(mode)
+        with policy.sampling(), pytest.raises(ZeroDivisionError):
+            fail()
+        assert policy.model.training is mode
+        assert torch.is_grad_enabled()

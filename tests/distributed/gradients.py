@@ -1,6 +1,6 @@
 """Run under torchrun by test_cut_invariance.py: one update from fixed groups, this rank's share of them; rank 0 saves it.
 
-    torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION TOKENS_PER_MICROBATCH
+torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION TOKENS_PER_MICROBATCH
 """
 
 import sys
@@ -11,8 +11,8 @@ from grpo.advantages import group_advantages
 from grpo.batch import Completion, Group, Problem, collate
 from grpo.config import load_config
 from grpo.distributed import start_world
-from grpo.metrics import Accumulator
 from grpo.logprobs import CompletionScorer
+from grpo.metrics import Accumulator
 from grpo.run import prepare, touch_every_parameter
 from train_grpo import update, with_old_and_ref_logprobs
 

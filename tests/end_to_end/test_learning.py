@@ -28,7 +28,9 @@ def test_the_tiny_run_learns(tmp_path, seed):
         assert label in done.stdout
     folder = tmp_path / "run" / f"checkpoint-{after['step']}"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "47+35="}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "47+35="}], tokenize=False, add_generation_prompt=True
+    )
     ids = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=64, do_sample=False)
     assert "<answer>82</answer>" in tokenizer.decode(ids[0])
 

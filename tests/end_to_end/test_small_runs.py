@@ -1,0 +1,222 @@
+"""Runs that are killed, filled up, poisoned or continued from elsewhere; and settings that must change nothing, or exactly one thing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, run_trainer, small_run
+from safetensors.torch import load_file
+
+SLOW_REWARD = """
+import time
+
+def unhurried(prompts, completions, **columns):
+    time.sleep(0.3)
+    return [sum(c.isdigit() or c in "aeiou" for c in text) / max(len(text), 1) for text in completions]
+"""
+HUGE_REWARD = """
+def huge(prompts, completions, **columns):
+    return [3e38 * (len(text) % 2) for text in completions]
+"""
+
+
+def lines(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(line: dict) -> dict:
+    return {k: v for k, v in line.items() if not k.startswith("time/") and k not in ("step_time", "tokens_per_second")}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def processes_of(output: Path) -> dict[int, bytes]:
+    """Processes on whose command line ``output`` stands (the trainer's ranks and its launcher), with their environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"output_dir={output}".encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "environ").read_bytes()
+        except OSError:  # gone meanwhile
+            continue
+    return found
+
+
+def kill_one_rank_after(step: int, arguments: list[str], output: Path, ranks: int) -> None:
+    """Start a run and ``kill -9`` its last rank as soon as ``step`` is in ``metrics.jsonl``; returns when all of it has ended."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(ROOT / "train_grpo.py"), *arguments, "runtime.threads_per_rank=1"]
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 90
+    while not any(f'"step": {step},' in text for text in read_lines(output / "metrics.jsonl")):
+        assert run.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        time.sleep(0.02)
+    mark = f"RANK={ranks - 1}\0".encode()
+    victims = [
+        p
+        for p, env in processes_of(output).items()
+        if ranks == 1 or (env + b"\0").startswith(mark) or b"\0" + mark in env + b"\0"
+    ]
+    assert len(victims) == 1
+    os.kill(victims[0], signal.SIGKILL)
+    assert run.wait(timeout=60) != 0
+    deadline = time.monotonic() + 20
+    while processes_of(output):
+        assert time.monotonic() < deadline, "ranks outlived the run"
+        time.sleep(0.1)
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_and_started_again_a_run_ends_with_the_same_bits(tmp_path, random_model, ranks):
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    options = [
+        f"reward.functions=['{tmp_path}/slow.py:unhurried']", "algorithm.beta=0.05", "algorithm.num_iterations=2",
+        "optim.lr_scheduler_type=cosine", "optim.warmup_steps=0.3", "checkpoint.save_steps=2", "eval.every=2",
+    ]  # fmt: skip
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    run_trainer(*small_run(random_model, straight), *options, ranks=ranks)
+    kill_one_rank_after(3, [*small_run(random_model, killed), *options], killed, ranks)
+    assert not (killed / "checkpoint-5").exists()
+    done = run_trainer(*small_run(random_model, killed), *options, ranks=ranks)
+    assert f"resuming  {killed}/checkpoint-2 at step 2" in done.stdout
+    assert_same_bits(straight / "checkpoint-5", killed / "checkpoint-5")
+    assert [without_times(line) for line in lines(straight)] == [without_times(line) for line in lines(killed)]
+    for completions in sorted((straight / "completions").iterdir()):
+        assert completions.read_text() == (killed / "completions" / completions.name).read_text()
+
+
+def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path, random_model):
+    """The checkpoints after the chosen one, broken or of another branch, do not push out the new ones."""
+    arguments = [*small_run(random_model, tmp_path), "checkpoint.save_steps=1", "checkpoint.keep=2"]
+    run_trainer(*arguments, "optim.max_steps=4")
+    with open(tmp_path / "checkpoint-4" / "model.safetensors", "r+b") as file:
+        file.truncate(100)
+    again = [*arguments, "optim.max_steps=5", "checkpoint.accept_changes=true"]
+    done = run_trainer(*again)
+    assert "warning: skipping" in done.stdout and "checkpoint-4: model.safetensors" in done.stdout
+    assert f"resuming  {tmp_path}/checkpoint-3" in done.stdout
+    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-5"}
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random_model):
+    (tmp_path / "huge.py").write_text(HUGE_REWARD)
+    arguments = [
+        f"reward.functions=['{tmp_path}/huge.py:huge']", "algorithm.scale=none", "optim.max_steps=2", "eval.before_training=false",
+        "optim.weight_decay=0.1",
+    ]  # fmt: skip
+    done = run_trainer(*small_run(random_model, tmp_path / "run"), *arguments, ranks=2)
+    assert done.stdout.count("warning: a gradient is not finite") == 2
+    assert_same_bits(random_model, tmp_path / "run" / "checkpoint-2")
+    assert [line["skipped_updates"] for line in lines(tmp_path / "run")] == [1, 1], "updates, not ranks"
+    stopped = run_trainer(
+        *small_run(random_model, tmp_path / "stopped"), *arguments, "optim.on_nonfinite=stop", check=False
+    )
+    assert stopped.returncode == 1
+    assert "lower optim.learning_rate" in stopped.stderr
+
+
+def test_gradient_checkpointing_changes_memory_alone(tmp_path, random_model):
+    for name in ("false", "true"):
+        run_trainer(
+            *small_run(random_model, tmp_path / name), f"model.gradient_checkpointing={name}", "optim.max_steps=2"
+        )
+    assert_same_bits(tmp_path / "false" / "checkpoint-2", tmp_path / "true" / "checkpoint-2")
+    assert [without_times(x) for x in lines(tmp_path / "false")] == [without_times(x) for x in lines(tmp_path / "true")]
+
+
+def test_the_reference_follows_the_policy_when_asked(tmp_path, random_model):
+    kl = {}
+    for every in (1, 2):
+        output = tmp_path / str(every)
+        run_trainer(
+            *small_run(random_model, output),
+            f"algorithm.ref_sync_steps={every}",
+            "optim.max_steps=4",
+            "eval.before_training=false",
+        )
+        kl[every] = [line["kl"] for line in lines(output)]
+        assert (output / "checkpoint-4" / "trainer" / "reference.pt").exists()
+    assert kl[1] == [0.0] * 4, "before each update the policy is the reference"
+    assert kl[2][0] == kl[2][2] == 0.0 and kl[2][1] > 0 and kl[2][3] > 0
+
+
+def test_dynamic_sampling_gives_up_where_nothing_differs(tmp_path, random_model):
+    options = [
+        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.dynamic_sampling=true", "algorithm.beta=0",
+        "optim.max_steps=2", "eval.before_training=false",
+    ]  # fmt: skip
+    run_trainer(*small_run(random_model, tmp_path / "run"), *options, ranks=2, timeout=120)
+    assert [line["frac_reward_zero_std"] for line in lines(tmp_path / "run")] == [1.0, 1.0]
+    assert_same_bits(random_model, tmp_path / "run" / "checkpoint-2")
+
+
+def test_debug_with_dropout_and_without_a_reference(tmp_path, random_model):
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    tokenizer = AutoTokenizer.from_pretrained(random_model)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer),
+            n_embd=32,
+            n_layer=1,
+            n_head=2,
+            n_positions=128,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    model.save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    for options in (["algorithm.beta=0.1", "model.disable_dropout=false"], ["algorithm.name=reinforce"]):
+        done = run_trainer(*small_run(tmp_path / "gpt2", tmp_path / "run"), *options, "--debug")
+        assert done.stdout.count("checked   masks = lengths") == 2
+        assert "checked   importance ratio of the first update: 1.000000" in done.stdout
+        assert "KL = 0" not in done.stdout, "with dropout two passes differ; without beta there is no KL"
+
+
+def test_what_a_run_leaves_behind(tmp_path, random_model):
+    done = run_trainer(
+        *small_run(random_model, tmp_path / "run"), "eval.every=2", "logging.every=3", "logging.log_completions=3"
+    )
+    shown = [line.split("  ")[0] for line in done.stdout.splitlines() if "/5  " in line]
+    assert shown == ["eval 0/5", "step 2/5", "eval 2/5", "step 3/5", "step 4/5", "eval 4/5", "step 5/5", "eval 5/5"]
+    assert done.stdout.index("before") < done.stdout.index("saved ")
+    written = lines(tmp_path / "run")
+    assert [line["step"] for line in written] == [0, 1, 2, 3, 4, 5]
+    assert [line["step"] for line in written if "eval/greedy_accuracy" in line] == [0, 2, 4, 5]
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "completions",
+        "checkpoint-5",
+    }
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["rollout"]["num_generations"] == 4
+    records = [json.loads(x) for x in (tmp_path / "run" / "completions" / "step_000003.jsonl").read_text().splitlines()]
+    assert len(records) == 3
+    assert set(records[0]) == {"step", "problem", "prompt", "completion", "rewards", "advantage", "length", "finished"}
