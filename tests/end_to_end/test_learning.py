@@ -46,7 +46,7 @@ def test_gsm8k_format_is_learned(tmp_path, assets, seed):
         f"output_dir={tmp_path}/run",
         f"seed={seed}",
         "eval.max_samples=16",
-        "runtime.threads_per_rank=2",
+        "runtime.threads_per_rank=1",
         timeout=1800,
     )
     steps = [line for line in metrics_of(tmp_path / "run") if line["step"]]
