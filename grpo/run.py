@@ -16,7 +16,7 @@ from torch import nn
 from grpo import checkpoint
 from grpo.batch import Group, Problem
 from grpo.config import Config, ConfigError, check_world_size
-from grpo.data import ProblemSet, Schedule, check_enough, load_rows, make_problems
+from grpo.data import ProblemSet, Rows, Schedule, check_enough, load_rows, make_problems
 from grpo.describe import summary
 from grpo.distributed import World
 from grpo.evaluation import evaluate, make_judge
@@ -187,15 +187,7 @@ def prepare(config: Config, world: World) -> Run | None:
 
 
 def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path | None) -> Run | None:
-    train_rows = load_rows(config.data, train=True, seed=config.seed)
-    eval_rows = load_rows(config.data, train=False, seed=config.seed)
-    unit = world.size * config.algorithm.num_minibatches
-    check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
-    rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
-    if config.eval.correctness is not None and config.eval.correctness not in rewards.names:
-        raise ConfigError(
-            f"eval.correctness={config.eval.correctness}: no such reward; there are {', '.join(rewards.names)}"
-        )
+    train_rows, eval_rows = _together(world, lambda: _checked_rows(config, world, rewards))
 
     state = checkpoint.read_state(resume) if resume else {}
     if resume:
@@ -305,6 +297,31 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     for line in lines + [f"resuming  {resume} at step {start}"] * bool(resume):
         reporter.say(line)
     return run
+
+
+def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[Rows, Rows | None]:
+    """Training and evaluation rows, checked against the rewards and the size of a step; no model is looked at yet."""
+    train_rows = load_rows(config.data, train=True, seed=config.seed)
+    eval_rows = load_rows(config.data, train=False, seed=config.seed)
+    unit = world.size * config.algorithm.num_minibatches
+    check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
+    rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
+    if config.eval.correctness is not None and config.eval.correctness not in rewards.names:
+        raise ConfigError(
+            f"eval.correctness={config.eval.correctness}: no such reward; there are {', '.join(rewards.names)}"
+        )
+    return train_rows, eval_rows
+
+
+def _together(world: World, build):
+    """What ``build`` gives on each rank; if it fails on one (a file that one machine lacks), all stop with its message."""
+    built, error = None, None
+    try:
+        built = build()
+    except Exception as caught:  # voted on, then raised on all ranks
+        error = caught
+    world.raise_together(error)
+    return built
 
 
 def touch_every_parameter(policy: Policy):
