@@ -145,7 +145,7 @@ def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
     """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without grad."""
     old_BT = ref_BT = None
     if run.config.algorithm.updates_per_step > 1:  # with one update, old = new.detach(): the same numbers, a pass saved
-        old_BT = logprobs_without_grad(run, CompletionScorer(run.policy.model, run.config.rollout.temperature), batch)
+        old_BT = logprobs_without_grad(run, run.bare_scorer, batch)
     if run.ref_scorer is not None:
         ref_BT = logprobs_without_grad(run, run.ref_scorer, batch)
     return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT)
@@ -155,9 +155,8 @@ def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
 def logprobs_without_grad(run: Run, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
     parts = []
     with run.policy.autocast():
-        for rows in cut(batch, run.config.optim.tokens_per_microbatch):
-            micro = batch.rows(rows)
-            scored, _ = scorer(micro.sequence_ids_BS, micro.prompt_lengths_B, micro.completion_mask_BT)
+        for rows in cut(batch, run.config.optim.tokens_per_microbatch, packed=scorer.packed):
+            scored, _ = scorer(*batch.rows(rows).to_score)
             parts.append((rows.to(scored.device), scored))
     logprobs_BT = parts[0][1].new_zeros(batch.completion_mask_BT.shape)
     for rows, scored in parts:
@@ -171,10 +170,10 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
     averaging = dict(aggregation=a.aggregation, max_length=config.rollout.max_completion_length)
     # Counted over all ranks before the first backward: the gradient then does not depend on how the work is cut.
     denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
-    for micro, is_last in microbatches(minibatch, config.optim.tokens_per_microbatch):
+    for micro, is_last in microbatches(minibatch, config.optim.tokens_per_microbatch, packed=run.packed):
         with world.synchronise_if(is_last, run.scorer):
             with run.policy.autocast():
-                new_BT, entropy_BT = run.scorer(micro.sequence_ids_BS, micro.prompt_lengths_B, micro.completion_mask_BT)
+                new_BT, entropy_BT = run.scorer(*micro.to_score)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
             loss_sum, stats = policy_loss(
                 new_BT,
@@ -250,7 +249,7 @@ def main(argv: list[str]) -> int:
     world, run = None, None
     try:
         config: Config = load_config(argv)
-        world: World = start_world(**config.runtime.model_dump(exclude={"precision"}))
+        world: World = start_world(**config.runtime.model_dump(exclude={"precision", "packed"}))
         run = prepare(config, world)
     except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend: one line, from one rank
         if rank == 0:

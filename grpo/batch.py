@@ -92,6 +92,8 @@ class Batch:
     loss_mask_BT: torch.Tensor
     """True at the tokens that are trained on: the same, less masked truncated completions."""
     advantages_B: torch.Tensor
+    group_B: torch.Tensor
+    """Number of the group of each row; rows of one group are neighbours and have the same prompt."""
     sampling_logprobs_BT: torch.Tensor
     """As the sampler computed them; a check on scoring, not used in the loss."""
     old_logprobs_BT: torch.Tensor | None = None
@@ -106,6 +108,11 @@ class Batch:
     def lengths_B(self) -> torch.Tensor:
         """Tokens of prompt and completion together."""
         return self.prompt_lengths_B + self.completion_mask_BT.sum(dim=1)
+
+    @property
+    def to_score(self) -> tuple[torch.Tensor, ...]:
+        """What a ``CompletionScorer`` takes."""
+        return self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
 
     def rows(self, index: torch.Tensor | slice) -> "Batch":
         """Some of the rows, trimmed to the longest among them."""
@@ -151,6 +158,7 @@ def collate(
         completion_mask_BT=mask_BT,
         loss_mask_BT=mask_BT & trained_B[:, None],
         advantages_B=advantages_PG.flatten().float(),
+        group_B=torch.tensor([p for p, group in enumerate(groups) for _ in group.completions]),
         sampling_logprobs_BT=sampled_BT,
     )
     return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()})
@@ -167,11 +175,16 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
     return [batch.rows(slice(m * n, (m + 1) * n)) for m in range(count)]
 
 
-def cut(batch: Batch, tokens: int) -> list[torch.Tensor]:
-    """Row numbers of forward passes of at most ``tokens`` padded tokens each, rows of like length together.
+def cut(batch: Batch, tokens: int, *, packed: bool = False) -> list[torch.Tensor]:
+    """Row numbers of forward passes of at most ``tokens`` tokens each.
 
-    A row longer than the budget comes alone. At least one part, so that every rank runs one synchronised backward pass.
+    Packed, a pass takes whole groups (prompt once, then the completions), or parts of one that is too long. Padded, it takes rows of
+    like length. A row longer than the budget comes alone. At least one part, so that every rank runs one synchronised backward.
     """
+    return _cut_groups(batch, tokens) if packed else _cut_rows(batch, tokens)
+
+
+def _cut_rows(batch: Batch, tokens: int) -> list[torch.Tensor]:
     lengths = batch.lengths_B.tolist()
     parts: list[list[int]] = [[]]
     for b in sorted(range(len(batch)), key=lambda b: lengths[b]):  # ascending, so that row b is the longest of its part
@@ -181,8 +194,22 @@ def cut(batch: Batch, tokens: int) -> list[torch.Tensor]:
     return [torch.tensor(rows) for rows in parts]
 
 
-def microbatches(batch: Batch, tokens: int) -> Iterator[tuple[Batch, bool]]:
+def _cut_groups(batch: Batch, tokens: int) -> list[torch.Tensor]:
+    prompts, lengths = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist()
+    parts: list[list[int]] = [[]]
+    used, group_before = 0, None
+    for b, group in enumerate(batch.group_B.tolist()):
+        cost = lengths[b] - prompts[b] + (prompts[b] if group != group_before else 0)
+        if parts[-1] and used + cost > tokens:
+            parts.append([])
+            used, cost = 0, lengths[b]
+        parts[-1].append(b)
+        used, group_before = used + cost, group
+    return [torch.tensor(rows) for rows in parts]
+
+
+def microbatches(batch: Batch, tokens: int, *, packed: bool = False) -> Iterator[tuple[Batch, bool]]:
     """``(rows, is_last)`` for each part of :func:`cut`."""
-    parts = cut(batch, tokens)
+    parts = cut(batch, tokens, packed=packed)
     for number, rows in enumerate(parts, 1):
         yield batch.rows(rows), number == len(parts)

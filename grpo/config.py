@@ -200,7 +200,7 @@ class OptimConfig(Section):
     num_epochs: float = Field(1.0, gt=0)
     """Passes over the data, if max_steps is not set."""
     tokens_per_microbatch: int = Field(16384, ge=1)
-    """Bound on padded tokens (prompt + completion) in one forward and backward pass."""
+    """Bound on the tokens of one forward and backward pass: of its prompts, each once, and their completions."""
 
     @field_validator("betas")
     @classmethod
@@ -254,6 +254,8 @@ class RuntimeConfig(Section):
     """auto (CUDA where there is one), cpu, or cuda."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16: autocast over fp32 master weights; fp32: no autocast."""
+    packed: bool = True
+    """Compute each prompt once per group when scoring; false: once per completion, in padded rows."""
     timeout_s: float = Field(1800.0, gt=0)
     """Seconds a rank waits for the others before it gives up."""
     deterministic: bool = False

@@ -49,9 +49,8 @@ def check_batch(run, step: int, groups, batch) -> None:
     kl_must_be_0 = batch.ref_logprobs_BT is not None and step == 0 and run.config.model.disable_dropout
     if kl_must_be_0:
         with torch.no_grad(), run.policy.autocast():
-            inner = getattr(run.scorer, "module", run.scorer)
-            new_BT, _ = inner(batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT)
-            ref_BT, _ = run.ref_scorer(batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT)
+            new_BT, _ = run.bare_scorer(*batch.to_score)
+            ref_BT, _ = run.ref_scorer(*batch.to_score)
         assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference are the same weights"
     run.reporter.say("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * kl_must_be_0)
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo.batch import IGNORE_INDEX
+from grpo.packing import enable_packing, pack, packed_hidden
 
 LOGITS_PER_CHUNK = 2**24
 """Logits held at once by the chunked head: 64 MiB in fp32."""
@@ -51,10 +52,28 @@ class CompletionScorer(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.packed = False
+        """Whether each prompt is computed once per group; see :meth:`pack_groups`."""
         self._plain_head: bool | None = None
 
+    def pack_groups(self) -> str | None:
+        """From now on compute each prompt once per group, if the model allows it; otherwise say why not."""
+        reason = enable_packing(self.model, backbone(self.model) if self.plain_head else None)
+        self.packed = reason is None
+        return reason
+
+    @property
+    def plain_head(self) -> bool:
+        if self._plain_head is None:
+            self._plain_head = head_is_plain(self.model)
+        return self._plain_head
+
     def forward(
-        self, sequence_ids_BS: torch.Tensor, prompt_lengths_B: torch.Tensor, completion_mask_BT: torch.Tensor
+        self,
+        sequence_ids_BS: torch.Tensor,
+        prompt_lengths_B: torch.Tensor,
+        completion_mask_BT: torch.Tensor,
+        group_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score the completions of right-padded sequences.
 
@@ -63,6 +82,7 @@ class CompletionScorer(nn.Module):
                 model cannot influence what is left of it, so that no attention mask is needed.
             prompt_lengths_B: ``[B]`` tokens of each prompt.
             completion_mask_BT: ``[B, T]`` True at each completion's tokens.
+            group_B: ``[B]`` rows of equal number have the same prompt; used if ``packed``. None: every row for itself.
 
         Returns:
             ``(logprobs_BT, entropies_BT)``, fp32, nats, 0.0 outside the mask; the entropies carry no gradient.
@@ -74,9 +94,12 @@ class CompletionScorer(nn.Module):
         labels_N = sequence_ids_BS.gather(1, positions_BT)[completion_mask_BT]
         rows_N = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
         before_N = (rows_N[completion_mask_BT], positions_BT[completion_mask_BT] - 1)
-        if self._plain_head is None:
-            self._plain_head = head_is_plain(self.model)
-        if self._plain_head:
+        if self.packed and group_B is not None:
+            lengths_B = completion_mask_BT.sum(dim=1)
+            packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
+            hidden_NH = packed_hidden(backbone(self.model), packed)
+            logprobs_N, entropies_N = self._chunked_head(hidden_NH[packed.before_M], labels_N)
+        elif self.plain_head:
             hidden_BSH = backbone(self.model)(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
             logprobs_N, entropies_N = self._chunked_head(hidden_BSH[before_N], labels_N)
         else:

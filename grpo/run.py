@@ -48,6 +48,8 @@ class Run:
     policy: Policy
     scorer: nn.Module
     """Log-probs of the policy with gradient; DDP-wrapped when there are several ranks."""
+    bare_scorer: CompletionScorer
+    """The same, never wrapped: for passes without gradient."""
     ref_scorer: CompletionScorer | None
     """Of the frozen reference; None when ``beta`` is 0, and then no reference is in memory."""
     optimizer: torch.optim.Optimizer
@@ -65,6 +67,11 @@ class Run:
     num_tokens: int = 0
     """Prompt and completion tokens seen so far, over all ranks."""
     skipped_in_a_row: int = 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether each prompt is computed once per group when scoring."""
+        return self.bare_scorer.packed
 
     @property
     def sampling(self) -> Sampling:
@@ -249,6 +256,9 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         checkpoint.restore(resume, optimizer=optimizer, schedule=schedule, reference=moving, device=world.device)
     policy.model.train()
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
+    why_padded = scorer.pack_groups() if config.runtime.packed else "runtime.packed is false"
+    if ref_scorer is not None and scorer.packed:
+        ref_scorer.pack_groups()
 
     with world.main_first():
         if world.is_main:
@@ -270,6 +280,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         world=world,
         policy=policy,
         scorer=world.data_parallel(scorer, touch_every_parameter(policy)),
+        bare_scorer=scorer,
         ref_scorer=ref_scorer,
         optimizer=optimizer,
         schedule=schedule,
@@ -294,6 +305,8 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         steps_per_epoch=problems.steps_per_epoch,
         max_steps=max_steps,
     )
+    if why_padded:
+        lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     for line in lines + [f"resuming  {resume} at step {start}"] * bool(resume):
         reporter.say(line)
     return run

@@ -1,4 +1,4 @@
-"""The gradient does not depend on how the work is cut: micro-batches, token budgets, ranks."""
+"""The gradient does not depend on how the work is cut: micro-batches, token budgets, packed or padded rows, ranks."""
 
 import os
 import subprocess
@@ -10,19 +10,35 @@ import torch
 from conftest import ROOT
 
 SCRIPT = Path(__file__).parent / "gradients.py"
+AGGREGATIONS = ("response_mean", "token_mean", "constant")
+ONE_ROW, SOME_ROWS, ALL_ROWS = 1, 150, 10**6
+CUTS = {  # ranks -> cuts: tokens per micro-batch, packed or padded
+    1: [(ALL_ROWS, "packed"), (ONE_ROW, "packed"), (SOME_ROWS, "packed"), (ALL_ROWS, "padded"), (SOME_ROWS, "padded")],
+    2: [(60, "packed"), (60, "padded")],
+    3: [(ALL_ROWS, "packed"), (ONE_ROW, "padded")],
+}
+WHOLE = (1, *CUTS[1][0])
 
 
-def moved_by(tmp_path, model, aggregation: str, *, tokens: int = 10**6, ranks: int = 1):
-    """Two updates' step in weights (SGD, float64) and the metrics reported."""
-    output = tmp_path / f"{aggregation}-{tokens}-{ranks}.pt"
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(SCRIPT), str(output), str(model), aggregation, str(tokens)]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, random_model) -> dict:
+    """``(aggregation, ranks, tokens, packed)`` to what two updates (SGD, float64) moved in the weights, and their metrics."""
+    folder, found = tmp_path_factory.mktemp("cuts"), {}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return torch.load(output), torch.load(str(output) + ".metrics")
+    for ranks, cuts in CUTS.items():
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command += [str(SCRIPT), str(folder / f"{ranks}.pt"), str(random_model)]
+        command += [f"{aggregation},{tokens},{packed}" for aggregation in AGGREGATIONS for tokens, packed in cuts]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        for cut, result in torch.load(folder / f"{ranks}.pt").items():
+            aggregation, tokens, packed = cut.split(",")
+            found[aggregation, ranks, int(tokens), packed] = result
+    return found
 
 
 def relative_difference(a: dict, b: dict) -> float:
@@ -30,20 +46,20 @@ def relative_difference(a: dict, b: dict) -> float:
     return (torch.stack([(a[name] - b[name]).norm() for name in a]).norm() / norm).item()
 
 
-@pytest.mark.parametrize("aggregation", ["response_mean", "token_mean", "constant"])
-def test_update_is_the_same_however_it_is_cut(tmp_path, random_model, aggregation):
-    whole, metrics = moved_by(tmp_path, random_model, aggregation)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_update_is_the_same_however_it_is_cut(results, aggregation):
+    whole, metrics = results[aggregation, *WHOLE]
     assert torch.stack([t.norm() for t in whole.values()]).norm() > 1e-3
-    one_row_each = 1
-    for cut in ({"tokens": one_row_each}, {"tokens": 150}, {"ranks": 2, "tokens": 60}, {"ranks": 3}):
-        other, other_metrics = moved_by(tmp_path, random_model, aggregation, **cut)
-        assert relative_difference(whole, other) < 1e-6, f"{cut} moves the weights elsewhere"
-        for name in ("loss", "kl", "entropy", "grad_norm", "ratio", "clip_ratio/region_mean"):
-            assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-9), f"{name} under {cut}"
+    for ranks, cuts in CUTS.items():
+        for cut in cuts:
+            other, other_metrics = results[aggregation, ranks, *cut]
+            assert relative_difference(whole, other) < 1e-10, f"{ranks} ranks, {cut} moves the weights elsewhere"
+            for name in ("loss", "kl", "entropy", "grad_norm", "ratio", "clip_ratio/region_mean"):
+                assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-7), (name, ranks, cut)
 
 
-def test_a_wrong_denominator_would_be_seen(tmp_path, random_model):
+def test_a_wrong_denominator_would_be_seen(results):
     """The two averages differ on these rows, so a mix-up of denominators could not pass the test above."""
-    by_response, _ = moved_by(tmp_path, random_model, "response_mean")
-    by_token, _ = moved_by(tmp_path, random_model, "token_mean")
+    by_response, _ = results["response_mean", *WHOLE]
+    by_token, _ = results["token_mean", *WHOLE]
     assert relative_difference(by_response, by_token) > 1e-2
