@@ -55,7 +55,7 @@ def test_update_is_the_same_however_it_is_cut(results, aggregation):
             other, other_metrics = results[aggregation, ranks, *cut]
             assert relative_difference(whole, other) < 1e-10, f"{ranks} ranks, {cut} moves the weights elsewhere"
             for name in ("loss", "kl", "entropy", "grad_norm", "ratio", "clip_ratio/region_mean"):
-                assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-7), (name, ranks, cut)
+                assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, ranks, cut)
 
 
 def test_a_wrong_denominator_would_be_seen(results):
