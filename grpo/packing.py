@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo.forking import ForkedCache
+
 ATTENTION = "sdpa_or_packed"
 """Name of the attention function that models are switched to: SDPA, unless a call brings a packed layout."""
 
@@ -220,16 +222,27 @@ def _repeat(x_UPKD: torch.Tensor, times: int) -> torch.Tensor:
     return x_UPKD if times == 1 else x_UPKD.repeat_interleave(times, dim=2)
 
 
-def _attention(module, query, key, value, attention_mask, *, packed: Packed | None = None, **options):
-    """What transformers calls in every layer."""
-    if packed is None:
+def _attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    *,
+    packed: Packed | None = None,
+    forked: ForkedCache | None = None,
+    **options,
+):
+    """What transformers calls in every layer: over a packed row, over forked prompts and one token a row, or as SDPA does."""
+    if packed is None and forked is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if (
-        options.get("sliding_window") is not None
-        or options.get("softcap") is not None
-        or options.get("s_aux") is not None
-    ):
-        raise CannotPack("its attention has a window, a cap or sinks")
+    if any(options.get(name) is not None for name in ("sliding_window", "softcap", "s_aux", "position_bias")):
+        raise CannotPack("its attention has a window, a cap, sinks or a bias")
+    if packed is None:
+        return forked.attend(module.layer_idx, query, key, value, options.get("scaling")), None
+    if forked is not None:
+        prompts, size = packed.tiles[0], packed.sizes[0]
+        forked.store_prompts(module.layer_idx, *(prompts.pad(x[0].transpose(0, 1)[:size]) for x in (key, value)))
     return packed_attention(query, key, value, packed, options.get("scaling")), None
 
 
@@ -237,17 +250,35 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def packed_hidden(model: nn.Module, packed: Packed) -> torch.Tensor:
-    """Last hidden states ``[N, H]`` of the backbone ``model`` over a packed row."""
-    # A ready-made four-dimensional mask keeps transformers from making one of N x N; packed attention does not look at it.
-    no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.ids_1N.device)
-    return model(
-        input_ids=packed.ids_1N,
-        position_ids=packed.positions_1N,
-        attention_mask=no_mask,
-        use_cache=False,
-        packed=packed,
+def packed_hidden(model: nn.Module, packed: Packed, forked: ForkedCache | None = None) -> torch.Tensor:
+    """Last hidden states ``[N, H]`` of the backbone ``model`` over a packed row; the prompts' keys and values to ``forked``."""
+    return _without_mask(
+        model, packed.ids_1N, position_ids=packed.positions_1N, packed=packed, forked=forked
     ).last_hidden_state[0]
+
+
+def forked_hidden(model: nn.Module, ids_R: torch.Tensor, positions_R: torch.Tensor, forked: ForkedCache) -> torch.Tensor:
+    """Last hidden states ``[R, H]`` of one more token per row; its keys and values to ``forked``."""
+    forked.length += 1
+    return _without_mask(model, ids_R[:, None], position_ids=positions_R[:, None], forked=forked).last_hidden_state[:, 0]
+
+
+def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> Packed:
+    """Prompts alone, one after the other; ``before_M`` is each one's last token."""
+    lengths = [len(prompt) for prompt in prompts]
+    return Packed(
+        ids_1N=torch.tensor([token for prompt in prompts for token in prompt], device=device)[None, :],
+        positions_1N=torch.cat([torch.arange(n) for n in lengths]).to(device)[None, :],
+        before_M=torch.tensor(lengths).cumsum(0).sub(1).to(device),
+        tiles=(_tile(lengths, device),),
+        sizes=(sum(lengths),),
+    )
+
+
+def _without_mask(model: nn.Module, ids: torch.Tensor, **options):
+    # A ready-made four-dimensional mask keeps transformers from making one; our attention does not look at it.
+    no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    return model(input_ids=ids, attention_mask=no_mask, use_cache=False, **options)
 
 
 @torch.no_grad()
@@ -281,6 +312,13 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
         model.set_attn_implementation(ATTENTION)
         packed = pack(ids_BS, prompts, lengths, groups)
         found = packed_hidden(backbone, packed)[packed.before_M]
+        forked = ForkedCache([9, 5], room=1, device=device)
+        packed_hidden(backbone, pack_prompts([ids_BS[0, :9].tolist(), ids_BS[2, :5].tolist()], device), forked)
+        rows = [0, 2, 3, 4]  # those with a second token to predict
+        forked.fork(torch.tensor([0, 1, 1, 1], device=device))
+        starts = torch.tensor(prompts, device=device)[rows]
+        found = torch.cat([found, forked_hidden(backbone, ids_BS[rows, starts], starts, forked)])
+        expected = torch.cat([expected, padded_BSH[rows, starts]])
         if torch.allclose(found, expected, rtol=0, atol=5e-5 * float(expected.abs().max())):
             return None
         reason = "its layers mix the tokens of a row in other ways than attention"

@@ -16,6 +16,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from grpo.batch import Completion, Group, Problem
+from grpo.forking import ForkedCache
+from grpo.packing import ATTENTION, forked_hidden, pack_prompts, packed_hidden
 from grpo.seeding import generator
 
 
@@ -94,9 +96,8 @@ def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) ->
     device, T, R = policy.device, sampling.max_completion_length, len(prompts)
     distinct = list(dict.fromkeys(prompts))
     fork_R = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
-    logits_UV, cache, mask_UK, lengths_U = _prefill(policy, distinct, T)
-    logits_RV, mask_RK, positions_R = logits_UV[fork_R], mask_UK[fork_R], lengths_U[fork_R]
-    cache.batch_select_indices(fork_R)
+    decoder = (Forked if policy.model.config._attn_implementation == ATTENTION else Cached)(policy, distinct, room=T)
+    logits_RV = decoder.fork(fork_R)
 
     tokens_RT = torch.zeros(R, T, dtype=torch.long)
     logprobs_RT = torch.zeros(R, T)
@@ -106,7 +107,6 @@ def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) ->
     uniforms_RT = None if uniforms_RT is None else uniforms_RT.to(device)
     alive = list(range(R))  # the wave's row behind each row still in the batch
     live = torch.ones(R, dtype=torch.bool, device=device)  # rows in the batch that have not ended
-    L = mask_RK.shape[1] - T
     for t in range(T):
         u_R = None if uniforms_RT is None else uniforms_RT[alive, t]
         token_R, logprob_R = draw(logits_RV, u_R, sampling)
@@ -128,9 +128,9 @@ def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) ->
         if len(alive) - num_live >= max(len(alive) // 8, 1):
             keep = live.nonzero().flatten()
             alive = [alive[r] for r in keep.tolist()]
-            cache.batch_select_indices(keep)
-            token_R, mask_RK, positions_R, live = token_R[keep], mask_RK[keep], positions_R[keep], live[keep]
-        logits_RV = _step(policy, token_R, mask_RK[:, : L + t + 1], positions_R + t, cache)
+            decoder.keep(keep)
+            token_R, live = token_R[keep], live[keep]
+        logits_RV = decoder.step(token_R)
     texts = policy.tokenizer.batch_decode(
         [tokens_RT[r, :n].tolist() for r, n in enumerate(lengths)], skip_special_tokens=True
     )
@@ -145,44 +145,78 @@ def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) ->
     ]
 
 
-def _prefill(policy, prompts, room: int):
-    """Run the prompts once, padded on the left so that all rows continue at the same place in the cache.
+class Forked:
+    """Each prompt in memory once, for all its completions (:mod:`grpo.forking`): for models that can be packed."""
 
-    Returns:
-        logits ``[U, V]`` after the last prompt token; the cache; the attention mask ``[U, L + room]`` with the places of future
-        tokens already True; the prompt lengths ``[U]``.
+    def __init__(self, policy, prompts: Sequence[tuple[int, ...]], room: int):
+        self.inner = getattr(policy.model, policy.model.base_model_prefix)
+        self.head = policy.model.get_output_embeddings()
+        packed = pack_prompts(prompts, policy.device)
+        self.cache = ForkedCache([len(prompt) for prompt in prompts], room, policy.device)
+        self.hidden_UH = packed_hidden(self.inner, packed, self.cache)[packed.before_M]
+        self.positions_R = self.cache.prompt_lengths_U
+
+    def fork(self, fork_R: torch.Tensor) -> torch.Tensor:
+        """Row r continues prompt ``fork_R[r]``; logits ``[R, V]`` of each row's first token."""
+        self.cache.fork(fork_R)
+        self.positions_R = self.positions_R[fork_R]
+        return self.head(self.hidden_UH)[fork_R]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.cache.keep(rows)
+        self.positions_R = self.positions_R[rows]
+
+    def step(self, token_R: torch.Tensor) -> torch.Tensor:
+        """One token for every row; logits ``[R, V]`` of the next."""
+        hidden_RH = forked_hidden(self.inner, token_R, self.positions_R, self.cache)
+        self.positions_R = self.positions_R + 1
+        return self.head(hidden_RH)
+
+
+class Cached:
+    """A cache of transformers, its rows copied at the fork: for every other model, with whatever attention it has.
+
+    Prompts are padded on the left, so that all rows continue at the same place.
     """
-    L = max(len(prompt) for prompt in prompts)
-    ids_UL = torch.full((len(prompts), L), policy.pad_id, dtype=torch.long)
-    mask_UK = torch.ones(len(prompts), L + room, dtype=torch.bool)
-    for u, prompt in enumerate(prompts):
-        ids_UL[u, L - len(prompt) :] = torch.tensor(prompt)
-        mask_UK[u, : L - len(prompt)] = False
-    ids_UL, mask_UK = ids_UL.to(policy.device), mask_UK.to(policy.device)
-    positions_UL = (mask_UK[:, :L].long().cumsum(dim=1) - 1).clamp(min=0)
-    cache = rollout_cache(policy.model.config, capacity=L + room)
-    output = policy.model(
-        input_ids=ids_UL,
-        attention_mask=mask_UK[:, :L],
-        position_ids=positions_UL,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1], cache, mask_UK, positions_UL[:, -1] + 1
 
+    def __init__(self, policy, prompts: Sequence[tuple[int, ...]], room: int):
+        self.model, self.length = policy.model, max(len(prompt) for prompt in prompts)
+        L = self.length
+        ids_UL = torch.full((len(prompts), L), policy.pad_id, dtype=torch.long)
+        mask_UK = torch.ones(len(prompts), L + room, dtype=torch.bool)  # the places of future tokens are True already
+        for u, prompt in enumerate(prompts):
+            ids_UL[u, L - len(prompt) :] = torch.tensor(prompt)
+            mask_UK[u, : L - len(prompt)] = False
+        self.mask_RK = mask_UK.to(policy.device)
+        self.cache = rollout_cache(policy.model.config, capacity=L + room)
+        positions_UL = (self.mask_RK[:, :L].long().cumsum(dim=1) - 1).clamp(min=0)
+        self.logits_UV = self._forward(ids_UL.to(policy.device), positions_UL)
+        self.positions_R = positions_UL[:, -1] + 1
 
-def _step(policy, token_R, mask_RK, positions_R, cache) -> torch.Tensor:
-    """One token for every row; logits ``[R, V]`` of the next."""
-    output = policy.model(
-        input_ids=token_R[:, None],
-        attention_mask=mask_RK,
-        position_ids=positions_R[:, None],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
+    def fork(self, fork_R: torch.Tensor) -> torch.Tensor:
+        self.keep(fork_R)
+        return self.logits_UV[fork_R]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.mask_RK, self.positions_R = self.mask_RK[rows], self.positions_R[rows]
+
+    def step(self, token_R: torch.Tensor) -> torch.Tensor:
+        self.length += 1
+        logits_RV = self._forward(token_R[:, None], self.positions_R[:, None])
+        self.positions_R = self.positions_R + 1
+        return logits_RV
+
+    def _forward(self, ids_RN: torch.Tensor, positions_RN: torch.Tensor) -> torch.Tensor:
+        output = self.model(
+            input_ids=ids_RN,
+            attention_mask=self.mask_RK[:, : self.length],
+            position_ids=positions_RN,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
 
 
 def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,14 +10,14 @@ PACKAGE = ROOT / "grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
-BASE = {"arguments", "batch", "config", "datafile", "distributed", "hub", "packing", "seeding"}
+BASE = {"arguments", "batch", "config", "datafile", "distributed", "forking", "hub", "packing", "seeding"}
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "tasks"}
 ASSEMBLY = {"debug", "describe", "output", "run"}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}
-    | {"config": {"arguments"}}
+    | {"config": {"arguments"}, "packing": {"forking"}}
     | {room: {"batch"} for room in MATH}
     | {"logprobs": {"batch", "packing"}}
     | dict.fromkeys(PARTS, BASE | MATH)
