@@ -67,7 +67,7 @@ class ForkedCache:
         weights = scores.float().softmax(dim=-1).to(scores.dtype)
         P = k_UKPD.shape[2]
         out_RKgD = self._by_row(self._by_prompt(weights[..., :P]) @ v_UKPD) + weights[..., P:] @ own_values[:, :, :C]
-        return out_RKgD.view(R, 1, H, D)
+        return out_RKgD.reshape(R, 1, H, D)
 
     def _arrange(self) -> None:
         """Where each row stands among the ``U * J`` places of :meth:`_by_prompt`."""
@@ -93,7 +93,7 @@ class ForkedCache:
         """The inverse."""
         U, J = self.shape
         K, N = x_UKjN.shape[1], x_UKjN.shape[3]
-        x = x_UKjN.view(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
+        x = x_UKjN.reshape(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
         return x if self.place_R is None else x[self.place_R]
 
     def _some(self, buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

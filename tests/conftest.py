@@ -49,17 +49,22 @@ def save_random_model(folder: Path, **changes) -> Path:
     return folder
 
 
-@pytest.fixture
-def policy(random_model):
-    return load(random_model)
+@pytest.fixture(params=["packed", "padded"])
+def policy(random_model, request):
+    """The random model, with each prompt once for its completions, and the general way."""
+    return load(random_model, packed=request.param == "packed")
 
 
-def load(folder: Path, **options):
+def load(folder: Path, packed: bool = False, **options):
     from grpo.model import load_policy, load_tokenizer
+    from grpo.packing import enable_packing
 
-    return load_policy(
+    policy = load_policy(
         str(folder), load_tokenizer(str(folder)), device=torch.device("cpu"), **{"precision": "fp32"} | options
     )
+    if packed:
+        assert enable_packing(policy.model, policy.model.model) is None
+    return policy
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from conftest import load, save_random_model
 from transformers import GenerationConfig
 
 from grpo.batch import Problem, collate
+from grpo.forking import ForkedCache
 from grpo.logprobs import CompletionScorer
 from grpo.rollout import Sampling, generate
 
@@ -188,3 +189,51 @@ def test_progress_counts_every_token(policy):
     counted = []
     groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS, on_tokens=counted.append)
     assert sum(counted) == sum(len(c.ids) for g in groups for c in g.completions)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature):
+    """Prompts of 1 to 15 tokens, rows that end at different times: groups lose rows unevenly, and prompts all of theirs."""
+    sampling = Sampling(8, 40, temperature=temperature)
+    plain, packed = load(random_model), load(random_model, packed=True)
+    texts = ("7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
+    expected = generate(plain, problems_of(plain, *texts), sampling, address=ADDRESS)
+    found = generate(packed, problems_of(packed, *texts), sampling, address=ADDRESS)
+    assert ids(found) == ids(expected)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one.completions, other.completions, strict=True):
+            assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=1e-4)
+    if temperature:
+        assert len({len(c.ids) for group in found for c in group.completions}) > 5
+
+
+def test_forked_cache_attends_as_rows_of_their_own_do():
+    """Against attention over each row's own copy of prompt and tokens, in float64, with rows and prompts leaving."""
+    rng = torch.Generator().manual_seed(0)
+    H, K, D, lengths = 4, 2, 8, [5, 3, 7]
+
+    def random(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    cache = ForkedCache(lengths, room=6)
+    k_UPKD, v_UPKD = random(3, 7, K, D), random(3, 7, K, D)
+    cache.store_prompts(0, k_UPKD, v_UPKD)
+    cache.fork(torch.tensor([0, 0, 1, 1, 1, 2]))
+    history = [(k_UPKD[u, : lengths[u]], v_UPKD[u, : lengths[u]]) for u in (0, 0, 1, 1, 1, 2)]
+    for step, keep in enumerate(([0, 1, 2, 3, 4, 5], [0, 2, 3, 5], [0, 1, 2], [1, 2], [1], [0])):
+        if step:
+            cache.keep(torch.tensor(keep))
+            history = [history[r] for r in keep]
+        R = len(history)
+        q, k, v = random(R, H, 1, D), random(R, K, 1, D), random(R, K, 1, D)
+        history = [
+            (torch.cat([a, k[r].transpose(0, 1)]), torch.cat([b, v[r].transpose(0, 1)]))
+            for r, (a, b) in enumerate(history)
+        ]
+        cache.length += 1
+        found_R1HD = cache.attend(0, q, k, v, None)
+        for r, (keys_NKD, values_NKD) in enumerate(history):
+            for h in range(H):
+                weights = (keys_NKD[:, h // (H // K)] @ q[r, h, 0] / D**0.5).softmax(dim=0)
+                expected = weights @ values_NKD[:, h // (H // K)]
+                torch.testing.assert_close(found_R1HD[r, 0, h], expected, rtol=0, atol=1e-6)
