@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from conftest import load, save_random_model
 from transformers import GenerationConfig
