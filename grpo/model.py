@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.utils import logging as transformers_logging
 
+from grpo.cpu_weights import reordered_weights
 from grpo.hub import hub_answers
 from grpo.tasks.tiny import build_tiny_model
 
@@ -51,7 +52,7 @@ class Policy:
         self.model.eval()
         assert not any(module.training for module in self.model.modules())
         try:
-            with torch.no_grad(), self.autocast():
+            with torch.no_grad(), self.autocast(), reordered_weights(self.model, self.precision):
                 yield
         finally:
             self.model.train(was_training)

@@ -257,10 +257,14 @@ def packed_hidden(model: nn.Module, packed: Packed, forked: ForkedCache | None =
     ).last_hidden_state[0]
 
 
-def forked_hidden(model: nn.Module, ids_R: torch.Tensor, positions_R: torch.Tensor, forked: ForkedCache) -> torch.Tensor:
+def forked_hidden(
+    model: nn.Module, ids_R: torch.Tensor, positions_R: torch.Tensor, forked: ForkedCache
+) -> torch.Tensor:
     """Last hidden states ``[R, H]`` of one more token per row; its keys and values to ``forked``."""
     forked.length += 1
-    return _without_mask(model, ids_R[:, None], position_ids=positions_R[:, None], forked=forked).last_hidden_state[:, 0]
+    return _without_mask(model, ids_R[:, None], position_ids=positions_R[:, None], forked=forked).last_hidden_state[
+        :, 0
+    ]
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> Packed:

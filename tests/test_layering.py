@@ -10,7 +10,18 @@ PACKAGE = ROOT / "grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
-BASE = {"arguments", "batch", "config", "datafile", "distributed", "forking", "hub", "packing", "seeding"}
+BASE = {
+    "arguments",
+    "batch",
+    "config",
+    "cpu_weights",
+    "datafile",
+    "distributed",
+    "forking",
+    "hub",
+    "packing",
+    "seeding",
+}
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "tasks"}
 ASSEMBLY = {"debug", "describe", "output", "run"}

@@ -238,3 +238,22 @@ def test_forked_cache_attends_as_rows_of_their_own_do():
                 weights = (keys_NKD[:, h // (H // K)] @ q[r, h, 0] / D**0.5).softmax(dim=0)
                 expected = weights @ values_NKD[:, h // (H // K)]
                 torch.testing.assert_close(found_R1HD[r, 0, h], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_reordered_weights_give_the_same_logits(random_model, precision, tolerance):
+    policy = load(random_model, precision=precision)
+    ids_BS = torch.arange(3, 13)[None]
+    policy.model.eval()
+    with torch.no_grad(), policy.autocast():
+        expected_BSV = policy.model(input_ids=ids_BS).logits.float()
+    with policy.sampling():
+        found_BSV = policy.model(input_ids=ids_BS).logits.float()
+        assert "forward" in vars(policy.model.lm_head), "this machine has no re-ordered weights"
+    torch.testing.assert_close(found_BSV, expected_BSV, rtol=0, atol=tolerance * float(expected_BSV.abs().max()))
+    assert "forward" not in vars(policy.model.lm_head)
+    with torch.no_grad():
+        policy.model.lm_head.weight *= 2  # the next rollout sees the new weights
+    with policy.sampling():
+        doubled_BSV = policy.model(input_ids=ids_BS).logits.float()
+    torch.testing.assert_close(doubled_BSV, 2 * found_BSV, rtol=1e-6, atol=1e-6)
