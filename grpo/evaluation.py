@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo.batch import Group, Problem
-from grpo.distributed import World
+from grpo.distributed import Interrupted, World
 from grpo.rewards.extract import answers_equal, extract_answer, has_format
 from grpo.rollout import Sampling, generate
 
@@ -119,19 +119,20 @@ def evaluate(
     )
     passes = [("greedy", greedy)] + [("samples", sampled)] * (num_samples > 1)
     counts = torch.zeros(num_samples + 6, dtype=torch.long)
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
-        for name, sampling in passes:
-            n = max(ROWS_PER_WAVE // sampling.num_generations, 1)
-            # Problems of like prompt length share a wave; the order of counting does not matter.
-            ordered = sorted(mine, key=lambda problem: len(problem.prompt_ids))
-            for start in range(0, len(ordered), n):
-                part = ordered[start : start + n]
-                groups = generate(policy, part, sampling, address=(seed, f"evaluation/{name}", step))
-                counts += _count(judge(groups), name, num_samples)
-                if on_problems is not None:
-                    on_problems(len(part))
-    except Exception as caught:  # a user's reward may fail on one rank only: voted on, then raised on all
+        with world.local_work():
+            for name, sampling in passes:
+                n = max(ROWS_PER_WAVE // sampling.num_generations, 1)
+                # Problems of like prompt length share a wave; the order of counting does not matter.
+                ordered = sorted(mine, key=lambda problem: len(problem.prompt_ids))
+                for start in range(0, len(ordered), n):
+                    part = ordered[start : start + n]
+                    groups = generate(policy, part, sampling, address=(seed, f"evaluation/{name}", step))
+                    counts += _count(judge(groups), name, num_samples)
+                    if on_problems is not None:
+                        on_problems(len(part))
+    except (Exception, Interrupted) as caught:  # on one rank only perhaps: voted on, then raised on all
         error = caught
     world.raise_together(error)
     greedy_correct, *by_correct, formatted, lenient, length, truncated = world.sum(counts).tolist()

@@ -114,8 +114,11 @@ class Reporter:
         """Write one step (1-based ``step``) to JSONL, and every N steps to the console and wandb."""
         if not self.is_main:
             return
-        self._jsonl.write(json.dumps(_json_safe(metrics)) + "\n")
-        self._jsonl.flush()
+        try:
+            self._jsonl.write(json.dumps(_json_safe(metrics)) + "\n")
+            self._jsonl.flush()
+        except OSError as error:  # a full disk, say: it does not name the file itself
+            raise OSError(f"{self._jsonl_path} cannot be written: {error}") from error
         self._bar.update(metrics["step"] - self._bar.n)
         if metrics["step"] % self.every == 0 or metrics["step"] == self.max_steps or "eval/greedy_accuracy" in metrics:
             if "reward" in metrics:

@@ -10,10 +10,10 @@ PACKAGE = ROOT / "grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
-BASE = {"arguments", "batch", "config", "datafile", "distributed", "hub", "seeding"}
+BASE = {"arguments", "batch", "config", "datafile", "distributed", "hub", "lock", "seeding"}
 MATH = {"advantages", "logprobs", "loss", "rewards"}
-PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "tasks"}
-ASSEMBLY = {"debug", "describe", "output", "run"}
+PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "signals", "tasks"}
+ASSEMBLY = {"debug", "describe", "ending", "output", "run", "saving"}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}
