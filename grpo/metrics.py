@@ -17,6 +17,9 @@ from grpo.distributed import World
 WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
 """Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
 
+EQUAL_STEPS = 10
+"""So many steps without any difference between rewards are said on the console."""
+
 
 class Accumulator:
     """Means, minima and maxima over rows, micro-batches and ranks, without unweighted means of means."""
@@ -86,6 +89,7 @@ class Reporter:
         self.output_dir, self.is_main, self.every, self.max_steps = Path(output_dir), is_main, every, max_steps
         self.wandb_run_id = wandb_run_id
         self._wandb = None
+        self._equal_in_a_row = 0
         if not is_main:
             return
         (self.output_dir / "completions").mkdir(parents=True, exist_ok=True)
@@ -120,6 +124,12 @@ class Reporter:
         except OSError as error:  # a full disk, say: it does not name the file itself
             raise OSError(f"{self._jsonl_path} cannot be written: {error}") from error
         self._bar.update(metrics["step"] - self._bar.n)
+        self._equal_in_a_row = self._equal_in_a_row + 1 if metrics.get("frac_reward_zero_std") == 1.0 else 0
+        if self._equal_in_a_row == EQUAL_STEPS:
+            self.say(
+                f"warning: {EQUAL_STEPS} steps in a row, all completions of each group got the same reward: there is nothing to "
+                "learn from, and only the KL term and weight decay move the weights; look at completions/, the reward, the temperature"
+            )
         if metrics["step"] % self.every == 0 or metrics["step"] == self.max_steps or "eval/greedy_accuracy" in metrics:
             if "reward" in metrics:
                 self.say(console_line(metrics, self.max_steps))

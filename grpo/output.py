@@ -31,9 +31,13 @@ def find_resume_point(config: Config, lock: Lock) -> Path | None:
     output, resume = Path(config.output_dir), config.checkpoint.resume
     check_place(output)
     if output.is_dir():
-        # A run that was killed while it began leaves its lock and a config.yaml half written.
+        # A run that was killed while it began leaves its lock and a config.yaml half written; one whose folder was deleted under
+        # it, a checkpoint.
         inside = sorted(path.name for path in output.iterdir() if path.name not in (LOCK, "config.yaml.tmp"))
-        if inside and "config.yaml" not in inside:
+        ours = "config.yaml" in inside or any(
+            (folder / checkpoint.MANIFEST).exists() for _, folder in checkpoint.list_checkpoints(output)
+        )
+        if inside and not ours:
             raise ConfigError(
                 f"output_dir={output} holds something that is not a run ({', '.join(inside[:4])}): choose another folder"
             )

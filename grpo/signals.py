@@ -11,6 +11,7 @@ that may never come; so a second signal always ends the process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -29,12 +30,19 @@ SAME_SECONDS = 3.0
 PATIENCE_SECONDS = 10.0
 """A rank that has not left so long after a signal says what it is doing (torchrun kills it after 30 s)."""
 LOOK_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1
 
 
 def not_yet() -> None:
     """Until there is something to save, the request to save must not end the process, as it would by default."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def leave_with_torchrun() -> None:
+    """Ask the kernel (Linux) for SIGTERM when torchrun is killed: its ranks would train on, and nobody could tell."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 class Signals:
@@ -60,6 +68,7 @@ class Signals:
             # Under nohup a hang-up stays ignored.
             if number == signal.SIGUSR1 or signal.getsignal(number) is not signal.SIG_IGN:
                 self._old[number] = signal.signal(number, self._in_main_thread)
+        leave_with_torchrun()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="signals")
         self._thread.start()
         world.local_work = self.local_work
