@@ -6,9 +6,11 @@ Works the same under torchrun on GPUs (NCCL), under torchrun on CPU (gloo), and 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +38,8 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    attempt: str = ""
+    """What the ranks of this start have in common, and no other start of the same torchrun."""
     phase: str = field(default="start", compare=False)
     """What this rank is doing, for the message when a collective times out."""
     local_work: Callable[[], contextlib.AbstractContextManager] = field(default=contextlib.nullcontext, compare=False)
@@ -229,13 +233,47 @@ def start_world(
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
+    attempt = ""
     if "RANK" in os.environ:
+        timeout = timedelta(seconds=timeout_s)
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        attempt = _meet(store, rank, size, timeout_s)
         dist.init_process_group(
             "nccl" if use_cuda else "gloo",
-            timeout=timedelta(seconds=timeout_s),
+            store=dist.PrefixStore(attempt, store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
             device_id=where if use_cuda else None,
         )
-    return World(rank, size, local_rank, where)
+    return World(rank, size, local_rank, where, attempt)
+
+
+def _meet(store: Any, rank: int, size: int, timeout_s: float) -> str:
+    """A word that the ranks of this start, and they alone, agree on.
+
+    When torchrun starts its processes again (``--max-restarts``) its store may still hold the addresses of the ones that died
+    (torch 2.13, ``--standalone``): a rank that reads one of those tries to reach a dead process, and the restart fails. So each
+    rank puts up a number drawn just now; rank 0 lists them under a new word; a rank takes the word whose list has its number.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"grpo/here/{rank}", mine)
+    listed: list[str] = []
+    while time.monotonic() < deadline:
+        if rank == 0:
+            keys = [f"grpo/here/{r}" for r in range(size)]
+            here = [store.get(key).decode() for key in keys] if store.check(keys) else []
+            if here != listed:  # one of them was of a process that is no more
+                listed = here
+                store.set("grpo/start", json.dumps([uuid.uuid4().hex, listed]))
+        if store.check(["grpo/start"]):
+            word, present = json.loads(store.get("grpo/start"))
+            if len(present) == size and present[rank] == mine:
+                store.set(f"grpo/{word}/{rank}", "")
+                if store.check([f"grpo/{word}/{r}" for r in range(size)]):
+                    return f"grpo/{word}"
+        time.sleep(0.01)
+    raise ValueError(f"rank {rank} of {size} waited {timeout_s:g} s for the others to start (runtime.timeout_s)")
 
 
 class Noticeboard:
@@ -244,7 +282,7 @@ class Noticeboard:
     It hangs in the store through which torchrun's processes found each other, on a connection of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: str) -> None:
         self._store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -252,8 +290,7 @@ class Noticeboard:
             wait_for_workers=False,
             timeout=timedelta(seconds=10),
         )
-        # After a restart by torchrun the store is still there, with the word that ended the attempt before.
-        self._key = f"grpo/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._key = f"{attempt}/notice"
 
     def write(self, word: str) -> None:
         self._store.set(self._key, word)
@@ -272,7 +309,7 @@ def open_noticeboard(world: World) -> Noticeboard | None:
     if world.size == 1:
         return None
     try:
-        return Noticeboard()
+        return Noticeboard(world.attempt)
     except (RuntimeError, KeyError):
         return None
 

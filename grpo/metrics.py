@@ -138,6 +138,11 @@ class Reporter:
             if self._wandb is not None:
                 self._log_to_wandb(metrics)
 
+    def sync(self) -> None:
+        """What was written is on the disk, also after a power cut."""
+        if self.is_main:
+            os.fsync(self._jsonl.fileno())
+
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
         """A few completions of a step, one JSON object a line, to ``completions/step_<step>.jsonl``."""
         if not self.is_main or not records:

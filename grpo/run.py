@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -234,7 +235,11 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     )
     if resume:
         moving = ref_scorer.model if ref_scorer and a.ref_sync_steps else None
-        checkpoint.restore(resume, optimizer=optimizer, schedule=schedule, reference=moving, device=world.device)
+        try:
+            checkpoint.restore(resume, optimizer=optimizer, schedule=schedule, reference=moving, device=world.device)
+        except (UnpicklingError, RuntimeError, ValueError, KeyError) as error:  # made elsewhere: whole, but not ours
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{resume} cannot be continued from ({type(error).__name__}: {reason})") from None
     policy.model.train()
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
 

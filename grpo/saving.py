@@ -60,6 +60,7 @@ class Saver:
             return
         error = self._finished()
         if self.run.world.is_main and error is None:
+            self.run.reporter.sync()
             if self.run.config.checkpoint.background and step < self.run.max_steps:
                 arguments = self._arguments()
                 live = (arguments[name] for name in ("model", "optimizer", "schedule", "reference"))

@@ -112,7 +112,7 @@ class Signals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
         os.close(self._write)  # ends the thread
-        self._thread.join()
+        self._thread.join(timeout=5)
         os.close(self._read)
 
     def _in_main_thread(self, number: int, frame: object) -> None:

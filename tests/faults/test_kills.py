@@ -25,7 +25,7 @@ def straight(tmp_path_factory, random_model):
         "rank=1 step=3 place=rollout do=kill",
         "rank=0 step=3 place=backward do=kill",
         "rank=0 step=3 place=save do=kill",
-        "rank=0 step=4 place=prune do=kill",
+        "rank=0 step=3 place=prune do=kill",
     ],
 )
 def test_killed_torchrun_brings_it_back(tmp_path, random_model, straight, fault):
