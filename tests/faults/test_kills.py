@@ -70,17 +70,17 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     output = tmp_path / "run"
     arguments = [*tiny(random_model, output, *SAVES), "runtime.timeout_s=12"]
     fault = f"rank=1 step=3 place={place} do=hang once={tmp_path}/once"
-    started = Started(output, arguments, ranks=2, torchrun=["--shutdown-timeout=14"], fault=fault)
+    started = Started(output, arguments, ranks=2, fault=fault)
     started.wait_for("FAULT")
     hung = time.monotonic()
     assert started.end() == 1
-    assert 11 < time.monotonic() - hung < 12 + 14 + 10
+    assert 11 < time.monotonic() - hung < 12 + 30 + 15, "the limit, then torchrun's patience with the rank that hangs"
     said = started.said()
     if place == "rollout":  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
         assert "[rank 1] gave up while in phase 'rollout'" in said
         assert "[rank 0] gave up while in phase 'start'" in said, "between phases, at the vote"
     else:
-        assert "[rank 0] gave up while in phase 'update'" in said
+        assert "error: [rank 0] in phase 'update': RuntimeError: " in said and "Timed out waiting 12000ms" in said
         assert "[rank 1] was asked to stop 10 s ago and is still in phase 'update'" in said
     assert "saved checkpoint-3" in said
     run(output, tiny(random_model, output, *SAVES), ranks=2)
@@ -99,9 +99,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, numbe
     weights = [bits(output, step)["model.safetensors"] for step in range(1, STEPS + 1)]
     assert weights[2] == weights[3] and len(set(weights)) == STEPS - 1
     stopped = tmp_path / "stopped"
-    started = Started(
-        stopped, tiny(random_model, stopped, "optim.on_nonfinite=stop"), ranks=2, fault=fault.replace("once=", "once=2")
-    )
+    started = Started(stopped, tiny(random_model, stopped, "optim.on_nonfinite=stop"), ranks=2, fault=fault + "2")
     assert started.end() == 1
     assert "had a gradient that is not finite: lower optim.learning_rate" in started.said()
     assert {path.name for path in stopped.glob("checkpoint-*")} == {"checkpoint-3"}
