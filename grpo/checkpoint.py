@@ -110,9 +110,12 @@ def save_checkpoint(
     _sync(partial / MANIFEST)
     _sync(trainer)
     _sync(partial)
-    shutil.rmtree(final, ignore_errors=True)
+    replaced = output_dir / f".replaced-{final.name}"
+    if final.exists():
+        os.rename(final, replaced)
     os.rename(partial, final)
     _sync(output_dir)
+    shutil.rmtree(replaced, ignore_errors=True)
     # Later ones are broken, or of a run that was continued from an earlier step: they must not push out what was just saved.
     for old_step, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
         if old_step != best_step:
@@ -137,6 +140,16 @@ def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
     """``(step, folder)``, newest first."""
     folders = [p for p in Path(output_dir).glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)]
     return sorted(((int(_NAME.fullmatch(p.name)[1]), p) for p in folders), reverse=True)
+
+
+def recover(output_dir: str | Path) -> None:
+    """Put back a checkpoint that was being replaced by one of the same step when its run was killed."""
+    for replaced in Path(output_dir).glob(".replaced-checkpoint-*"):
+        final = replaced.with_name(replaced.name.removeprefix(".replaced-"))
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, final)
 
 
 def find_newest_valid(output_dir: str | Path) -> tuple[Path | None, list[str]]:

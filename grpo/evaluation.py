@@ -85,6 +85,19 @@ def make_judge(
     return judge
 
 
+def metric_names(num_samples: int) -> list[str]:
+    """What :func:`evaluate` gives with so many samples."""
+    sampled = [f"mean@{num_samples}", *(f"pass@{k}" for k in _ks(num_samples))] if num_samples > 1 else []
+    return [
+        f"eval/{n}" for n in ["greedy_accuracy", *sampled, "format", "lenient_accuracy", "mean_length", "truncated"]
+    ]
+
+
+def _ks(num_samples: int) -> list[int]:
+    """Powers of two, and all samples."""
+    return [k for k in range(1, num_samples + 1) if k == num_samples or k & (k - 1) == 0]
+
+
 def evaluate(
     policy,
     problems: Sequence[Problem],
@@ -141,10 +154,9 @@ def evaluate(
     metrics = {"eval/greedy_accuracy": greedy_correct / N}
     if num_samples > 1:
         metrics[f"eval/mean@{num_samples}"] = sum(c * n for c, n in enumerate(by_correct)) / completions
-        for k in range(1, num_samples + 1):
-            if k == num_samples or k & (k - 1) == 0:  # powers of two, and all samples
-                passed = sum(n * pass_at_k(num_samples, c, k) for c, n in enumerate(by_correct))
-                metrics[f"eval/pass@{k}"] = passed / N
+        for k in _ks(num_samples):
+            passed = sum(n * pass_at_k(num_samples, c, k) for c, n in enumerate(by_correct))
+            metrics[f"eval/pass@{k}"] = passed / N
     return metrics | {
         "eval/format": formatted / completions,
         "eval/lenient_accuracy": lenient / completions,

@@ -79,6 +79,7 @@ class Reporter:
         is_main: bool,
         first_step: int,
         max_steps: int,
+        redo_line: bool = False,
         every: int = 1,
         wandb_mode: str = "disabled",
         project: str = "grpo",
@@ -94,7 +95,7 @@ class Reporter:
             return
         (self.output_dir / "completions").mkdir(parents=True, exist_ok=True)
         self._jsonl_path = self.output_dir / "metrics.jsonl"
-        self._drop_steps_from(first_step)
+        self._drop_steps_from(first_step, redo_line)
         self._jsonl = open(self._jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         terminal = sys.stderr.isatty()
         self._bar = tqdm(
@@ -163,8 +164,8 @@ class Reporter:
                     f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything", flush=True
                 )
 
-    def _drop_steps_from(self, first_step: int) -> None:
-        """Forget lines of steps that a resumed run will do again, and a last line that a kill cut short."""
+    def _drop_steps_from(self, first_step: int, redo_line: bool) -> None:
+        """Forget lines of steps that a resumed run will do (or, with ``redo_line``, write) again, and a last line cut short."""
         if not self._jsonl_path.exists():
             return
         kept = []
@@ -173,7 +174,7 @@ class Reporter:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if record["step"] <= first_step and line.endswith("\n") and first_step > 0:
+            if record["step"] <= first_step - redo_line and line.endswith("\n") and first_step > 0:
                 kept.append(line)
         temporary = self._jsonl_path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")

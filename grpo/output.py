@@ -42,6 +42,7 @@ def find_resume_point(config: Config, lock: Lock) -> Path | None:
                 f"output_dir={output} holds something that is not a run ({', '.join(inside[:4])}): choose another folder"
             )
         lock.acquire(output)
+        checkpoint.recover(output)
     if resume == "never":
         return None
     if resume != "auto":

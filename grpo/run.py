@@ -19,7 +19,7 @@ from grpo.config import Config, ConfigError, check_world_size
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.describe import summary
 from grpo.distributed import World
-from grpo.evaluation import evaluate, make_judge
+from grpo.evaluation import evaluate, make_judge, metric_names
 from grpo.lock import Lock
 from grpo.logprobs import CompletionScorer
 from grpo.metrics import Accumulator, Reporter
@@ -251,6 +251,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         is_main=world.is_main,
         first_step=start,
         max_steps=max_steps,
+        redo_line=bool(state.get("unreported")),
         every=config.logging.every,
         wandb_mode=config.logging.wandb,
         project=config.logging.project,
@@ -303,10 +304,10 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
     rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
-    if config.checkpoint.keep_best and eval_rows is None:
-        raise ConfigError(
-            f"checkpoint.keep_best={config.checkpoint.keep_best} needs evaluations: set data.eval_split or data.eval_dataset"
-        )
+    best, known = config.checkpoint.keep_best, metric_names(config.eval.num_samples)
+    if best and (eval_rows is None or best not in known):
+        need = "needs evaluations: set data.eval_split" if eval_rows is None else f"is none of {', '.join(known)}"
+        raise ConfigError(f"checkpoint.keep_best={best} {need}")
     if config.eval.correctness is not None and config.eval.correctness not in rewards.names:
         raise ConfigError(
             f"eval.correctness={config.eval.correctness}: no such reward; there are {', '.join(rewards.names)}"

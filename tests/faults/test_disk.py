@@ -45,8 +45,7 @@ def test_no_room_for_a_checkpoint_shows_before_the_first_step(capsys, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("background", ["false", "true"])
+@pytest.mark.parametrize(("ranks", "background"), [(1, "true"), (2, "false")])
 def test_disk_full_during_a_save(tmp_path, random_model, straight, ranks, background):
     """The disk fills when the third checkpoint is written: the first two stand; with room again the same command goes on."""
     output = tmp_path / "run"
@@ -186,6 +185,8 @@ def test_best_by_an_evaluation_is_kept(capsys, tmp_path, random_model):
         == 2
     )
     assert "checkpoint.keep_best='reward'" in capsys.readouterr().err
+    assert main([*tiny(random_model, tmp_path / "other"), "checkpoint.keep_best=eval/pass@8"]) == 2
+    assert "checkpoint.keep_best=eval/pass@8 is none of eval/greedy_accuracy, eval/format" in capsys.readouterr().err
 
 
 def test_other_data_of_the_same_name_is_refused(capsys, tmp_path, random_model):

@@ -25,11 +25,10 @@ def straight(tmp_path_factory, random_model):
         "rank=1 step=3 place=rollout do=kill",
         "rank=0 step=3 place=backward do=kill",
         "rank=0 step=3 place=save do=kill",
-        "rank=0 step=3 place=prune do=kill",
     ],
 )
 def test_killed_torchrun_brings_it_back(tmp_path, random_model, straight, fault):
-    """``kill -9`` mid-rollout, mid-backward, mid-save, and between a save and the deletion of the old: one command, the same bits."""
+    """``kill -9`` mid-rollout, mid-backward, mid-save: one command, the same bits."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, *SAVES)
     done = run(output, arguments, ranks=2, torchrun=["--max-restarts=1"], fault=f"{fault} once={tmp_path}/once")
@@ -40,7 +39,7 @@ def test_killed_torchrun_brings_it_back(tmp_path, random_model, straight, fault)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["rollout", "score", "forward"])
+@pytest.mark.parametrize("place", ["rollout", "forward"])
 def test_out_of_memory_on_one_rank(tmp_path, random_model, straight, place):
     """Named, by that rank; the state before the step is saved, though it was not time to."""
     output = tmp_path / "run"
@@ -54,7 +53,7 @@ def test_out_of_memory_on_one_rank(tmp_path, random_model, straight, place):
     assert started.end() == 1
     assert time.monotonic() - began < 60
     said = started.said()
-    phase = {"rollout": "rollout", "score": "reward", "forward": "update"}[place]
+    phase = {"rollout": "rollout", "forward": "update"}[place]
     assert f"error: [rank 1] in phase {phase!r}: RuntimeError: " in said
     assert "can't allocate memory" in said
     assert "note: saved checkpoint-3: the same command continues from there" in said
@@ -88,7 +87,7 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize("number", ["nan"])
 def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, number):
     """All ranks leave that update out; then the run goes on. With ``stop`` all stop, and the weights are those before it."""
     output, fault = tmp_path / "run", f"rank=1 step=3 place=backward do={number} once={tmp_path}/once"

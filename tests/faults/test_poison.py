@@ -72,5 +72,5 @@ def test_code_beside_a_model_is_not_run_unless_asked(tmp_path, random_model):
     command = [sys.executable, str(ROOT / "train_grpo.py"), *tiny(model, tmp_path / "run")]
     done = subprocess.run(command, input="y\n", capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert done.returncode == 2
-    assert "trust_remote_code" in done.stderr
+    assert "error: model.name_or_path=" in done.stderr and "cannot be loaded: The repository" in done.stderr
     assert not (tmp_path / "poisoned").exists()
