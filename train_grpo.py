@@ -10,7 +10,6 @@ that nothing could be compared with teach nothing; one update per rollout needs 
 
 import sys
 import time
-import traceback
 from dataclasses import replace
 
 import torch
@@ -20,7 +19,8 @@ from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, cut, microbatches, minibatches
 from grpo.config import Config, load_config
 from grpo.describe import completion_metrics, reward_metrics, samples_of
-from grpo.distributed import RanksDisagree, World, launched_as, start_world
+from grpo.distributed import Interrupted, RanksDisagree, World, launched_as, start_world
+from grpo.ending import to_its_end
 from grpo.logprobs import CompletionScorer
 from grpo.loss import loss_denominator, policy_loss
 from grpo.metrics import Accumulator, evaluation_table
@@ -37,6 +37,8 @@ def train(run: Run) -> None:
     if run.start == 0 and config.eval.before_training:
         run.before = run.evaluate(step=0)
         run.reporter.step({"step": 0, **run.before})
+    if run.saver.unreported:  # stopped while that step was evaluated
+        end_step(run, run.start, run.saver.unreported)
     for step in range(run.start, run.max_steps):
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
         started = time.perf_counter()
@@ -67,24 +69,34 @@ def train(run: Run) -> None:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
         step_time = time.perf_counter() - started
-        is_last = step + 1 == run.max_steps
-        evaluated = {}
-        if is_last or (config.eval.every and (step + 1) % config.eval.every == 0):
-            with world.timed("eval", seconds):
-                evaluated = run.evaluate(step + 1)
-        report(run, step, metrics, seconds, step_time, groups, world.gather_rows(values_PGF), all_rewards_PG, evaluated)
+        line = report(run, step, metrics, seconds, step_time, groups, world.gather_rows(values_PGF), all_rewards_PG)
+        run.saver.step_done(step + 1, line)
         run.reporter.completions(
             step + 1,
             samples_of(groups, values_PGF, advantages_PG, run.rewards.names, config.logging.log_completions, step + 1),
         )
-        if not config.debug and (
-            is_last or (config.checkpoint.save_steps and (step + 1) % config.checkpoint.save_steps == 0)
-        ):
-            run.save(step + 1)
-        if is_last and evaluated:
-            run.reporter.say(evaluation_table(run.before, evaluated))
+        end_step(run, step + 1, line)
     if not config.debug:
         run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
+
+
+def end_step(run: Run, step: int, line: dict) -> None:
+    """Evaluate and save where it is time to, write the step's line; stop here if a signal asked for it (all ranks agree)."""
+    is_last, every, seconds, evaluated = step == run.max_steps, run.config.eval.every, {}, {}
+    if is_last or (every and step % every == 0):
+        with run.world.timed("eval", seconds):
+            evaluated = run.evaluate(step)
+        line = line | {"time/eval": seconds["eval"]} | evaluated
+    run.reporter.step(line)
+    run.saver.unreported = None
+    run.saver.after(step, line)
+    if is_last and evaluated:
+        run.reporter.say(evaluation_table(run.before, evaluated))
+    save, stop = run.signals.agree()
+    if save and run.saver.saved < step:
+        run.saver.save(step)
+    if stop and not is_last:
+        raise Interrupted
 
 
 def sample_and_score(
@@ -103,23 +115,27 @@ def sample_and_score(
     places = list(range(len(problems)))
     for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
         values, result, error = values_PGF[places], None, None
-        with world.timed("rollout", seconds):
-            total = len(places) * run.sampling.num_generations * run.sampling.max_completion_length
-            with run.reporter.bar("rollout", total) as bar:
-                sampled = generate(
-                    run.policy,
-                    [problems[p] for p in places],
-                    run.sampling,
-                    address=(run.config.seed, "rollout", step),
-                    on_tokens=bar.update,
-                )
-        with world.timed("reward", seconds):
-            try:
-                if sampled:
-                    values, result = run.score(sampled)
-            except ValueError as broken_contract:  # of a user's function, on this rank only perhaps: voted on below
-                error = broken_contract
-        check_rewards(run, result, error, metrics)
+        try:
+            with world.local_work():
+                with world.timed("rollout", seconds):
+                    total = len(places) * run.sampling.num_generations * run.sampling.max_completion_length
+                    with run.reporter.bar("rollout", total) as bar:
+                        sampled = generate(
+                            run.policy,
+                            [problems[p] for p in places],
+                            run.sampling,
+                            address=(run.config.seed, "rollout", step),
+                            on_tokens=bar.update,
+                        )
+                with world.timed("reward", seconds):
+                    if sampled:
+                        values, result = run.score(sampled)
+        except (
+            Exception,
+            Interrupted,
+        ) as failed:  # out of memory, a broken reward, a signal: on this rank only perhaps
+            error = failed
+        check_rewards(run, result, error, metrics)  # votes on it
         for p, group, value_GF in zip(places, sampled, values, strict=True):
             groups[p], values_PGF[p] = group, value_GF
         rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
@@ -202,6 +218,7 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
     grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), config.optim.max_grad_norm)
     metrics.add("learning_rate", run.optimizer.param_groups[0]["lr"])
     if world.all_true(bool(torch.isfinite(grad_norm))):
+        run.saver.whole = None  # from here to the end of the step the state is of no step
         run.optimizer.step()
         run.skipped_in_a_row = 0
         metrics.add("grad_norm", grad_norm)
@@ -216,14 +233,15 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
     metrics.add(
         "skipped_updates", (run.skipped_in_a_row > 0) / world.size, 0
     )  # a total over ranks: each adds its share
+    run.saver.whole = None
     run.schedule.step()  # also after a skipped update: the learning rate is a function of the step
     run.optimizer.zero_grad(set_to_none=True)
 
 
 def report(
-    run: Run, step, metrics: Accumulator, seconds, step_time, groups, all_values_PGF, all_rewards_PG, evaluated
-) -> None:
-    """One reduction over ranks, then one line on the console and one object in ``metrics.jsonl``."""
+    run: Run, step, metrics: Accumulator, seconds, step_time, groups, all_values_PGF, all_rewards_PG
+) -> dict[str, float]:
+    """One reduction over ranks: the step's object in ``metrics.jsonl``."""
     metrics.add("num_tokens", completion_metrics(groups, metrics), 0)
     for phase in PHASES:
         metrics.maximum(f"time/{phase}", seconds[phase])
@@ -233,15 +251,12 @@ def report(
     reduced = metrics.reduce(run.world, minima=("completions/min_length",), totals=totals)
     run.num_tokens = reduced["num_tokens"] = run.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
-    run.reporter.step(
-        {
-            "step": step + 1,
-            "epoch": (step + 1) / run.problems.steps_per_epoch,
-            **reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG),
-            **reduced,
-            **evaluated,
-        }
-    )
+    return {
+        "step": step + 1,
+        "epoch": (step + 1) / run.problems.steps_per_epoch,
+        **reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG),
+        **reduced,
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -260,13 +275,7 @@ def main(argv: list[str]) -> int:
             world.abandon(2)
         return 2
     if run is not None:
-        try:
-            train(run)
-        except BaseException:  # not handled, only shown: what follows must not hang on ranks that wait for this one
-            traceback.print_exc()
-            run.close()
-            world.abandon(1)
-        run.close()
+        return to_its_end(run, train)
     world.shutdown()
     return 0
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,37 @@ class BrokenCheckpoint(ValueError):
     """A checkpoint that is incomplete or altered."""
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """What changes with every update: state dicts that share the live tensors, or copies of them."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    reference: dict[str, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Any, schedule: Any, reference: nn.Module | None = None) -> Tensors:
+        moving = None if reference is None else reference.state_dict()
+        return cls(model.state_dict(), optimizer.state_dict(), schedule.state_dict(), moving)
+
+    def on_host(self) -> Tensors:
+        """A copy in host memory, which training cannot touch any more; tied weights stay tied."""
+        copies: dict[tuple, torch.Tensor] = {}
+
+        def copy(thing: Any) -> Any:
+            if isinstance(thing, torch.Tensor):
+                key = (thing.data_ptr(), thing.shape, thing.stride(), thing.dtype)
+                if key not in copies or not thing.numel():
+                    copies[key] = thing.detach().to("cpu", copy=True)
+                return copies[key]
+            if isinstance(thing, dict):
+                return type(thing)((name, copy(item)) for name, item in thing.items())
+            return type(thing)(map(copy, thing)) if isinstance(thing, (list, tuple)) else thing
+
+        return Tensors(copy(self.model), copy(self.optimizer), copy(self.schedule), copy(self.reference))
+
+
 def save_checkpoint(
     output_dir: str | Path,
     step: int,
@@ -38,12 +70,16 @@ def save_checkpoint(
     reference: nn.Module | None = None,
     state: dict[str, Any] | None = None,
     keep: int = 2,
+    best_step: int | None = None,
+    tensors: Tensors | None = None,
 ) -> Path:
     """Write ``checkpoint-<step>/``: beside, synced, manifest last, renamed; then delete all but the ``keep`` newest up to it.
 
     Args:
         reference: only if it changes during training (``ref_sync_steps``); otherwise it is the starting model.
         state: JSON-serialisable facts of the run (wandb id, resolved config, ...).
+        best_step: a checkpoint that is kept whatever its age.
+        tensors: a copy made before, to be written instead of what ``model``, ``optimizer``, ... hold by now.
 
     Returns:
         The folder.
@@ -51,6 +87,7 @@ def save_checkpoint(
     Raises:
         OSError: if the disk is full or cannot be written.
     """
+    tensors = tensors or Tensors.of(model, optimizer, schedule, reference)
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     final, partial = output_dir / f"checkpoint-{step}", output_dir / f".partial-checkpoint-{step}"
@@ -58,11 +95,11 @@ def save_checkpoint(
     trainer = partial / "trainer"
     trainer.mkdir(parents=True)
     try:
-        _save_model(model, partial)
+        _save_model(model, tensors.model, partial)
         tokenizer.save_pretrained(partial)
-        torch.save({"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}, trainer / "optimizer.pt")
-        if reference is not None:
-            torch.save(reference.state_dict(), trainer / "reference.pt")
+        torch.save({"optimizer": tensors.optimizer, "schedule": tensors.schedule}, trainer / "optimizer.pt")
+        if tensors.reference is not None:
+            torch.save(tensors.reference, trainer / "reference.pt")
     except (SafetensorError, RuntimeError) as error:  # so they say that the disk is full; the callers look for OSError
         raise OSError(f"{type(error).__name__}: {error}") from error
     (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
@@ -73,12 +110,16 @@ def save_checkpoint(
     _sync(partial / MANIFEST)
     _sync(trainer)
     _sync(partial)
-    shutil.rmtree(final, ignore_errors=True)
+    replaced = output_dir / f".replaced-{final.name}"
+    if final.exists():
+        os.rename(final, replaced)
     os.rename(partial, final)
     _sync(output_dir)
+    shutil.rmtree(replaced, ignore_errors=True)
     # Later ones are broken, or of a run that was continued from an earlier step: they must not push out what was just saved.
-    for _, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    for old_step, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
+        if old_step != best_step:
+            shutil.rmtree(old, ignore_errors=True)
     return final
 
 
@@ -99,6 +140,16 @@ def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
     """``(step, folder)``, newest first."""
     folders = [p for p in Path(output_dir).glob("checkpoint-*") if p.is_dir() and _NAME.fullmatch(p.name)]
     return sorted(((int(_NAME.fullmatch(p.name)[1]), p) for p in folders), reverse=True)
+
+
+def recover(output_dir: str | Path) -> None:
+    """Put back a checkpoint that was being replaced by one of the same step when its run was killed."""
+    for replaced in Path(output_dir).glob(".replaced-checkpoint-*"):
+        final = replaced.with_name(replaced.name.removeprefix(".replaced-"))
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, final)
 
 
 def find_newest_valid(output_dir: str | Path) -> tuple[Path | None, list[str]]:
@@ -157,16 +208,16 @@ def restore(
         reference.load_state_dict(torch.load(trainer / "reference.pt", map_location=device, weights_only=True))
 
 
-def _save_model(model: nn.Module, folder: Path) -> None:
+def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
     # transformers refuses to save sampling values that it finds inconsistent (a temperature without do_sample). They are not ours
     # to judge, and no run must fail at its end because of them: the original is written past the check.
     original = getattr(model, "generation_config", None)
     if original is None:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         return
     model.generation_config = GenerationConfig()
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
     finally:
         model.generation_config = original
     original.to_json_file(str(folder / "generation_config.json"))

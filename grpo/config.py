@@ -15,8 +15,7 @@ from grpo.arguments import ConfigError, help_text, parse_arguments, validate
 __all__ = ["PRESETS", "Config", "ConfigError", "check_world_size", "help_text", "load_config"]
 
 _GRPO = dict(objective="clip", baseline="mean", scale="group", aggregation="response_mean", importance_level="token")
-PRESETS: dict[str, dict[str, Any]] = {
-    # name -> the keys of `algorithm` that differ from the field defaults; sources in docs/algorithm.md
+PRESETS: dict[str, dict[str, Any]] = {  # name -> keys of `algorithm`; sources in docs/algorithm.md
     "grpo": _GRPO,
     "dr_grpo": _GRPO | dict(scale="none", aggregation="constant", beta=0.0),
     "dapo": _GRPO | dict(aggregation="token_mean", epsilon_high=0.28, beta=0.0, dynamic_sampling=True),
@@ -230,6 +229,10 @@ class CheckpointConfig(Section):
     """Save every N steps; the last step is always saved."""
     keep: int = Field(2, ge=1)
     """Checkpoints to keep; older ones are deleted."""
+    keep_best: str | None = Field(None, pattern=r"^eval/")
+    """Also save and keep the checkpoint with the highest value of this evaluation metric (eval/greedy_accuracy, say)."""
+    background: bool = False
+    """Copy the state to host memory and write it while training goes on."""
     resume: str = "auto"
     """auto: continue from the newest valid checkpoint in output_dir; never: start afresh; or a checkpoint folder."""
     accept_changes: bool = False
@@ -292,8 +295,7 @@ class Config(Section):
         functions = reward.get("functions", ["accuracy"]) if isinstance(reward, dict) else None
         if values["algorithm"].get("name") != "dapo" or not isinstance(functions, list) or not functions:
             return values
-        names = [item.get("name") if isinstance(item, dict) else item for item in functions]
-        if "soft_overlong" in names:
+        if "soft_overlong" in [item.get("name") if isinstance(item, dict) else item for item in functions]:
             return values
         rollout = values.get("rollout", {})
         length = rollout.get("max_completion_length", 256) if isinstance(rollout, dict) else None
@@ -343,8 +345,7 @@ class Config(Section):
 
 
 def _nearest_multiples(value: int, unit: int) -> str:
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
+    return f"{value // unit * unit} or {(value // unit + 1) * unit}" if value >= unit else str(unit)
 
 
 def check_world_size(config: Config, world_size: int) -> None:
@@ -365,8 +366,7 @@ def check_world_size(config: Config, world_size: int) -> None:
         raise ValueError(f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1")
 
 
-_DEBUG = {
-    # What --debug makes of any config. Values are caps for sizes, replacements for the rest.
+_DEBUG = {  # what --debug makes of any config: caps for sizes, replacements for the rest
     "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64},
     "data": {"max_train_samples": 32, "max_eval_samples": 4},
     "optim": {"max_steps": 2},

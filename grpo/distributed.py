@@ -6,9 +6,11 @@ Works the same under torchrun on GPUs (NCCL), under torchrun on CPU (gloo), and 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +26,10 @@ class RanksDisagree(RuntimeError):
     """One or more ranks failed; raised on all of them, with the first failing rank's message."""
 
 
+class Interrupted(BaseException):
+    """A rank was asked to stop by a signal; like KeyboardInterrupt no ``except Exception`` may swallow it."""
+
+
 @dataclass
 class World:
     """This process among the ranks of the run."""
@@ -32,8 +38,13 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    attempt: str = ""
+    """What the ranks of this start have in common, and no other start of the same torchrun."""
     phase: str = field(default="start", compare=False)
     """What this rank is doing, for the message when a collective times out."""
+    local_work: Callable[[], contextlib.AbstractContextManager] = field(default=contextlib.nullcontext, compare=False)
+    """Marks work inside of which no other rank is waited for: a signal to stop may break it off (:class:`Interrupted`), and the
+    vote that follows it tells the others. Set by ``grpo.signals``."""
 
     @property
     def is_main(self) -> bool:
@@ -44,13 +55,12 @@ class World:
         """Name what this rank is doing, and add the seconds it took to ``seconds[phase]``."""
         outer, self.phase = self.phase, phase
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
-            self.phase = outer
+        yield
+        # Only here, not in a `finally`: after a failure the phase stays what it was, for the message.
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.phase = outer
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over ranks, a new tensor on the same device."""
@@ -84,15 +94,31 @@ class World:
         self._collective(lambda: dist.all_gather_object(things, thing))
         return things
 
-    def raise_together(self, error: Exception | None) -> None:
-        """Vote on a failure that may have happened on some ranks only: if any failed, all raise, and none is left waiting."""
+    def raise_together(self, error: BaseException | None) -> None:
+        """Vote on a failure that may have happened on some ranks only: if any failed, all raise, and none is left waiting.
+
+        Raises:
+            Interrupted: on all, if any rank was asked to stop.
+            RanksDisagree: with the first failing rank's message; on that rank the error itself.
+        """
         if self.all_true(error is None):
             return
+        if not self.all_true(not isinstance(error, Interrupted)):
+            raise Interrupted
         messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         rank = next(r for r, message in enumerate(messages) if message is not None)
         if error is not None and rank == self.rank:
             raise error
         raise RanksDisagree(f"rank {rank}: {messages[rank]}")
+
+    def same_everywhere(self, thing: str, otherwise: str) -> None:
+        """Raises:
+        ValueError: on all ranks, with the message ``otherwise``, if a rank has another ``thing``.
+        """
+        values = self.gather_objects(thing)
+        if len(set(values)) > 1:
+            others = [rank for rank, value in enumerate(values) if value != values[0]]
+            raise ValueError(f"{otherwise}: rank {', '.join(map(str, others))} differs from rank 0")
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -207,13 +233,85 @@ def start_world(
     where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(where)
+    attempt = ""
     if "RANK" in os.environ:
+        timeout = timedelta(seconds=timeout_s)
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        attempt = _meet(store, rank, size, timeout_s)
         dist.init_process_group(
             "nccl" if use_cuda else "gloo",
-            timeout=timedelta(seconds=timeout_s),
+            store=dist.PrefixStore(attempt, store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
             device_id=where if use_cuda else None,
         )
-    return World(rank, size, local_rank, where)
+    return World(rank, size, local_rank, where, attempt)
+
+
+def _meet(store: Any, rank: int, size: int, timeout_s: float) -> str:
+    """A word that the ranks of this start, and they alone, agree on.
+
+    When torchrun starts its processes again (``--max-restarts``) its store may still hold the addresses of the ones that died
+    (torch 2.13, ``--standalone``): a rank that reads one of those tries to reach a dead process, and the restart fails. So each
+    rank puts up a number drawn just now; rank 0 lists them under a new word; a rank takes the word whose list has its number.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"grpo/here/{rank}", mine)
+    listed: list[str] = []
+    while time.monotonic() < deadline:
+        if rank == 0:
+            keys = [f"grpo/here/{r}" for r in range(size)]
+            here = [store.get(key).decode() for key in keys] if store.check(keys) else []
+            if here != listed:  # one of them was of a process that is no more
+                listed = here
+                store.set("grpo/start", json.dumps([uuid.uuid4().hex, listed]))
+        if store.check(["grpo/start"]):
+            word, present = json.loads(store.get("grpo/start"))
+            if len(present) == size and present[rank] == mine:
+                store.set(f"grpo/{word}/{rank}", "")
+                if store.check([f"grpo/{word}/{r}" for r in range(size)]):
+                    return f"grpo/{word}"
+        time.sleep(0.01)
+    raise ValueError(f"rank {rank} of {size} waited {timeout_s:g} s for the others to start (runtime.timeout_s)")
+
+
+class Noticeboard:
+    """One word that any rank can put up for all to see, outside of the collectives (those wait for everyone).
+
+    It hangs in the store through which torchrun's processes found each other, on a connection of its own.
+    """
+
+    def __init__(self, attempt: str) -> None:
+        self._store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=10),
+        )
+        self._key = f"{attempt}/notice"
+
+    def write(self, word: str) -> None:
+        self._store.set(self._key, word)
+
+    def read(self) -> str | None:
+        """The word, None while there is none.
+
+        Raises:
+            RuntimeError: if the store has gone.
+        """
+        return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+
+
+def open_noticeboard(world: World) -> Noticeboard | None:
+    """None for a single rank, or where the store cannot be reached: signals are then agreed at votes only."""
+    if world.size == 1:
+        return None
+    try:
+        return Noticeboard(world.attempt)
+    except (RuntimeError, KeyError):
+        return None
 
 
 def launched_as() -> tuple[int, int, int, int]:

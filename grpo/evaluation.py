@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo.batch import Group, Problem
-from grpo.distributed import World
+from grpo.distributed import Interrupted, World
 from grpo.rewards.extract import answers_equal, extract_answer, has_format
 from grpo.rollout import Sampling, generate
 
@@ -85,6 +85,19 @@ def make_judge(
     return judge
 
 
+def metric_names(num_samples: int) -> list[str]:
+    """What :func:`evaluate` gives with so many samples."""
+    sampled = [f"mean@{num_samples}", *(f"pass@{k}" for k in _ks(num_samples))] if num_samples > 1 else []
+    return [
+        f"eval/{n}" for n in ["greedy_accuracy", *sampled, "format", "lenient_accuracy", "mean_length", "truncated"]
+    ]
+
+
+def _ks(num_samples: int) -> list[int]:
+    """Powers of two, and all samples."""
+    return [k for k in range(1, num_samples + 1) if k == num_samples or k & (k - 1) == 0]
+
+
 def evaluate(
     policy,
     problems: Sequence[Problem],
@@ -119,19 +132,20 @@ def evaluate(
     )
     passes = [("greedy", greedy)] + [("samples", sampled)] * (num_samples > 1)
     counts = torch.zeros(num_samples + 6, dtype=torch.long)
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
-        for name, sampling in passes:
-            n = max(ROWS_PER_WAVE // sampling.num_generations, 1)
-            # Problems of like prompt length share a wave; the order of counting does not matter.
-            ordered = sorted(mine, key=lambda problem: len(problem.prompt_ids))
-            for start in range(0, len(ordered), n):
-                part = ordered[start : start + n]
-                groups = generate(policy, part, sampling, address=(seed, f"evaluation/{name}", step))
-                counts += _count(judge(groups), name, num_samples)
-                if on_problems is not None:
-                    on_problems(len(part))
-    except Exception as caught:  # a user's reward may fail on one rank only: voted on, then raised on all
+        with world.local_work():
+            for name, sampling in passes:
+                n = max(ROWS_PER_WAVE // sampling.num_generations, 1)
+                # Problems of like prompt length share a wave; the order of counting does not matter.
+                ordered = sorted(mine, key=lambda problem: len(problem.prompt_ids))
+                for start in range(0, len(ordered), n):
+                    part = ordered[start : start + n]
+                    groups = generate(policy, part, sampling, address=(seed, f"evaluation/{name}", step))
+                    counts += _count(judge(groups), name, num_samples)
+                    if on_problems is not None:
+                        on_problems(len(part))
+    except (Exception, Interrupted) as caught:  # on one rank only perhaps: voted on, then raised on all
         error = caught
     world.raise_together(error)
     greedy_correct, *by_correct, formatted, lenient, length, truncated = world.sum(counts).tolist()
@@ -140,10 +154,9 @@ def evaluate(
     metrics = {"eval/greedy_accuracy": greedy_correct / N}
     if num_samples > 1:
         metrics[f"eval/mean@{num_samples}"] = sum(c * n for c, n in enumerate(by_correct)) / completions
-        for k in range(1, num_samples + 1):
-            if k == num_samples or k & (k - 1) == 0:  # powers of two, and all samples
-                passed = sum(n * pass_at_k(num_samples, c, k) for c, n in enumerate(by_correct))
-                metrics[f"eval/pass@{k}"] = passed / N
+        for k in _ks(num_samples):
+            passed = sum(n * pass_at_k(num_samples, c, k) for c, n in enumerate(by_correct))
+            metrics[f"eval/pass@{k}"] = passed / N
     return metrics | {
         "eval/format": formatted / completions,
         "eval/lenient_accuracy": lenient / completions,

@@ -17,6 +17,9 @@ from grpo.distributed import World
 WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
 """Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
 
+EQUAL_STEPS = 10
+"""So many steps without any difference between rewards are said on the console."""
+
 
 class Accumulator:
     """Means, minima and maxima over rows, micro-batches and ranks, without unweighted means of means."""
@@ -76,6 +79,7 @@ class Reporter:
         is_main: bool,
         first_step: int,
         max_steps: int,
+        redo_line: bool = False,
         every: int = 1,
         wandb_mode: str = "disabled",
         project: str = "grpo",
@@ -86,11 +90,12 @@ class Reporter:
         self.output_dir, self.is_main, self.every, self.max_steps = Path(output_dir), is_main, every, max_steps
         self.wandb_run_id = wandb_run_id
         self._wandb = None
+        self._equal_in_a_row = 0
         if not is_main:
             return
         (self.output_dir / "completions").mkdir(parents=True, exist_ok=True)
         self._jsonl_path = self.output_dir / "metrics.jsonl"
-        self._drop_steps_from(first_step)
+        self._drop_steps_from(first_step, redo_line)
         self._jsonl = open(self._jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         terminal = sys.stderr.isatty()
         self._bar = tqdm(
@@ -114,9 +119,18 @@ class Reporter:
         """Write one step (1-based ``step``) to JSONL, and every N steps to the console and wandb."""
         if not self.is_main:
             return
-        self._jsonl.write(json.dumps(_json_safe(metrics)) + "\n")
-        self._jsonl.flush()
+        try:
+            self._jsonl.write(json.dumps(_json_safe(metrics)) + "\n")
+            self._jsonl.flush()
+        except OSError as error:  # a full disk, say: it does not name the file itself
+            raise OSError(f"{self._jsonl_path} cannot be written: {error}") from error
         self._bar.update(metrics["step"] - self._bar.n)
+        self._equal_in_a_row = self._equal_in_a_row + 1 if metrics.get("frac_reward_zero_std") == 1.0 else 0
+        if self._equal_in_a_row == EQUAL_STEPS:
+            self.say(
+                f"warning: {EQUAL_STEPS} steps in a row, all completions of each group got the same reward: there is nothing to "
+                "learn from, and only the KL term and weight decay move the weights; look at completions/, the reward, the temperature"
+            )
         if metrics["step"] % self.every == 0 or metrics["step"] == self.max_steps or "eval/greedy_accuracy" in metrics:
             if "reward" in metrics:
                 self.say(console_line(metrics, self.max_steps))
@@ -124,6 +138,11 @@ class Reporter:
                 self.say(evaluation_line(metrics, self.max_steps))
             if self._wandb is not None:
                 self._log_to_wandb(metrics)
+
+    def sync(self) -> None:
+        """What was written is on the disk, also after a power cut."""
+        if self.is_main:
+            os.fsync(self._jsonl.fileno())
 
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
         """A few completions of a step, one JSON object a line, to ``completions/step_<step>.jsonl``."""
@@ -145,8 +164,8 @@ class Reporter:
                     f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything", flush=True
                 )
 
-    def _drop_steps_from(self, first_step: int) -> None:
-        """Forget lines of steps that a resumed run will do again, and a last line that a kill cut short."""
+    def _drop_steps_from(self, first_step: int, redo_line: bool) -> None:
+        """Forget lines of steps that a resumed run will do (or, with ``redo_line``, write) again, and a last line cut short."""
         if not self._jsonl_path.exists():
             return
         kept = []
@@ -155,7 +174,7 @@ class Reporter:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if record["step"] <= first_step and line.endswith("\n") and first_step > 0:
+            if record["step"] <= first_step - redo_line and line.endswith("\n") and first_step > 0:
                 kept.append(line)
         temporary = self._jsonl_path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")

@@ -11,23 +11,38 @@ import yaml
 
 from grpo import checkpoint
 from grpo.config import Config, ConfigError
+from grpo.lock import NAME as LOCK
+from grpo.lock import Lock
 
-MUST_NOT_CHANGE = ("seed", "model.name_or_path", "data", "reward.functions", "rollout", "algorithm", "optim")
+MUST_NOT_CHANGE = (
+    "seed", "model.name_or_path", "model.disable_dropout", "data", "reward.functions", "rollout", "algorithm", "optim",
+    "runtime.precision",
+)  # fmt: skip
 """What a resumed run must share with its checkpoint to be the same run."""
 
 
-def find_resume_point(config: Config) -> Path | None:
-    """The checkpoint to continue from, by ``checkpoint.resume``.
+def find_resume_point(config: Config, lock: Lock) -> Path | None:
+    """The checkpoint to continue from, by ``checkpoint.resume``. From here on ``output_dir``, if it exists, is locked.
 
     Raises:
         ConfigError: if a folder named explicitly is not a whole checkpoint, or ``output_dir`` holds something else.
+        ValueError: if another run is at work there.
     """
     output, resume = Path(config.output_dir), config.checkpoint.resume
     check_place(output)
-    foreign = output.is_dir() and any(output.iterdir()) and not (output / "config.yaml").exists()
-    if foreign:
-        inside = ", ".join(sorted(entry.name for entry in output.iterdir())[:4])
-        raise ConfigError(f"output_dir={output} holds something that is not a run ({inside}): choose another folder")
+    if output.is_dir():
+        # A run that was killed while it began leaves its lock and a config.yaml half written; one whose folder was deleted under
+        # it, a checkpoint.
+        inside = sorted(path.name for path in output.iterdir() if path.name not in (LOCK, "config.yaml.tmp"))
+        ours = "config.yaml" in inside or any(
+            (folder / checkpoint.MANIFEST).exists() for _, folder in checkpoint.list_checkpoints(output)
+        )
+        if inside and not ours:
+            raise ConfigError(
+                f"output_dir={output} holds something that is not a run ({', '.join(inside[:4])}): choose another folder"
+            )
+        lock.acquire(output)
+        checkpoint.recover(output)
     if resume == "never":
         return None
     if resume != "auto":
@@ -65,10 +80,18 @@ def check_place(output: Path) -> None:
         raise ConfigError(f"output_dir={output} cannot be written: no permission in {existing}")
 
 
-def refuse_changes(config: Config, saved: dict[str, Any]) -> None:
-    """Refuse to continue a run under settings that would make it another one, listing each difference."""
-    now = config.model_dump(mode="json")
-    differences = []
+def refuse_changes(config: Config, state: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Refuse to continue a run under settings or on data that would make it another one, listing each difference.
+
+    Args:
+        state: of the checkpoint; facts: what it must share with the run that continues it, beside the configuration.
+    """
+    saved, now = state["config"], config.model_dump(mode="json")
+    differences = [
+        f"{name}: checkpoint {state[name]!r}, now {value!r}"
+        for name, value in facts.items()
+        if state.get(name, value) != value
+    ]
     for key in MUST_NOT_CHANGE:
         section, _, leaf = key.partition(".")
         old, new = saved.get(section), now[section]
@@ -87,13 +110,28 @@ def refuse_changes(config: Config, saved: dict[str, Any]) -> None:
         )
 
 
-def start_output(config: Config, resume: Path | None) -> None:
+def note_differences(state: dict[str, Any], now: dict[str, Any]) -> None:
+    """Say what may differ from the run that made the checkpoint, but does not make another run of it."""
+    if state.get("world_size", now["world_size"]) != now["world_size"]:
+        print(
+            f"note: the checkpoint is from {state['world_size']} rank(s), now there are {now['world_size']}: the same problems "
+            "and completions, the same weights to rounding",
+            flush=True,
+        )
+    old, new = state.get("versions", {}), now["versions"]
+    changed = [f"{name} {old[name]} -> {new[name]}" for name in new if old.get(name, new[name]) != new[name]]
+    if changed:
+        print(f"warning: {', '.join(changed)} since the checkpoint: the bits of this run may differ", flush=True)
+
+
+def start_output(config: Config, resume: Path | None, lock: Lock) -> None:
     """Create ``output_dir`` with the resolved config; set an earlier run's results aside if this one starts afresh."""
     output = Path(config.output_dir)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir={output} cannot be made: {error.strerror}") from None
+    lock.acquire(output)
     leftovers = [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl"), *output.glob("completions")]
     if resume is None and any(
         path.name.startswith("checkpoint-") or path.name == "metrics.jsonl" for path in leftovers

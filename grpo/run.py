@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import nn
 from grpo import checkpoint
 from grpo.batch import Group, Problem
 from grpo.config import Config, ConfigError, check_world_size
-from grpo.data import ProblemSet, Rows, Schedule, check_enough, load_rows, make_problems
+from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.describe import summary
 from grpo.distributed import World
-from grpo.evaluation import evaluate, make_judge
+from grpo.evaluation import evaluate, make_judge, metric_names
+from grpo.lock import Lock
 from grpo.logprobs import CompletionScorer
 from grpo.metrics import Accumulator, Reporter
 from grpo.model import (
@@ -32,9 +33,11 @@ from grpo.model import (
     make_schedule,
     resolve_model,
 )
-from grpo.output import find_resume_point, refuse_changes, start_output
+from grpo.output import find_resume_point, note_differences, refuse_changes, start_output
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rollout import Sampling
+from grpo.saving import Saver, versions
+from grpo.signals import Signals, not_yet
 
 ANSWER_CHECKERS = ("accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests")
 
@@ -67,6 +70,10 @@ class Run:
     num_tokens: int = 0
     """Prompt and completion tokens seen so far, over all ranks."""
     skipped_in_a_row: int = 0
+    signals: Signals = field(init=False)
+    saver: Saver = field(init=False)
+    lock: Lock = field(default_factory=Lock)
+    """On ``output_dir``: no second run writes there."""
 
     @property
     def packed(self) -> bool:
@@ -118,37 +125,11 @@ class Run:
                 on_problems=bar.update,
             )
 
-    def save(self, step: int, *, rehearsal: bool = False) -> None:
-        """Checkpoint the state after ``step`` steps; the main rank writes, all wait and fail together."""
-        error: Exception | None = None
-        if self.world.is_main:
-            write = checkpoint.rehearse_save if rehearsal else partial(checkpoint.save_checkpoint, step=step)
-            try:
-                write(
-                    self.config.output_dir,
-                    model=self.policy.model,
-                    tokenizer=self.policy.tokenizer,
-                    optimizer=self.optimizer,
-                    schedule=self.schedule,
-                    reference=self.ref_scorer.model
-                    if self.ref_scorer and self.config.algorithm.ref_sync_steps
-                    else None,
-                    state={
-                        "num_tokens": self.num_tokens,
-                        "before": self.before,
-                        "wandb_run_id": self.reporter.wandb_run_id,
-                        "world_size": self.world.size,
-                        "config": self.config.model_dump(mode="json"),
-                    },
-                    keep=self.config.checkpoint.keep,
-                )
-            except OSError as caught:
-                error = OSError(f"checkpoint at step {step} could not be saved in {self.config.output_dir}: {caught}")
-        self.world.raise_together(error)
-
     def close(self) -> None:
         self.rewards.close()
         self.reporter.close()
+        self.signals.close()
+        self.lock.release()
 
 
 def score_groups(rewards: RewardRunner, groups: Sequence[Group]):
@@ -178,27 +159,36 @@ def prepare(config: Config, world: World) -> Run | None:
     Raises:
         ValueError: for what the user got wrong, in one line (see ``tests/test_bad_input.py``).
     """
+    not_yet()
     check_world_size(config, world.size)
-    resume = _agreed(world, lambda: find_resume_point(config))
+    lock = Lock()
+    resume = _agreed(world, lambda: find_resume_point(config, lock))
     rewards = RewardRunner(
         config.reward.functions,
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers,
         device=world.device,
     )
+    run = None
     try:
-        return _prepare(config, world, rewards, resume)
-    except BaseException:
-        rewards.close()
-        raise
+        run = _prepare(config, world, rewards, resume, lock)
+    finally:
+        if run is None:
+            rewards.close()
+            lock.release()
+    return run
 
 
-def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path | None) -> Run | None:
+def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path | None, lock: Lock) -> Run | None:
     train_rows, eval_rows = _together(world, lambda: _checked_rows(config, world, rewards))
 
     state = checkpoint.read_state(resume) if resume else {}
+    facts = {"data_fingerprint": fingerprint(train_rows)}
+    world.same_everywhere(facts["data_fingerprint"], f"{train_rows.what} is not the same on all ranks")
     if resume:
-        refuse_changes(config, state["config"])
+        refuse_changes(config, state, facts)
+        if world.is_main:
+            note_differences(state, {"world_size": world.size, "versions": versions()})
     if world.is_main and config.model.name_or_path == "builtin:tiny" and not resume:
         print("builtin:tiny: looking in the cache, else building it (about a minute) ...", flush=True)
     with world.main_first():
@@ -218,10 +208,9 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     )
     max_steps = config.optim.max_steps or max(math.ceil(config.optim.num_epochs * problems.steps_per_epoch), 1)
     start = state.get("step", 0)
-    if start >= max_steps:
+    if start >= max_steps and not state.get("unreported"):
         if world.is_main:
             print(f"already complete: {resume} is at step {start} of {max_steps}; nothing to do", flush=True)
-        rewards.close()
         return None
 
     options = dict(
@@ -253,7 +242,11 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     )
     if resume:
         moving = ref_scorer.model if ref_scorer and a.ref_sync_steps else None
-        checkpoint.restore(resume, optimizer=optimizer, schedule=schedule, reference=moving, device=world.device)
+        try:
+            checkpoint.restore(resume, optimizer=optimizer, schedule=schedule, reference=moving, device=world.device)
+        except (UnpicklingError, RuntimeError, ValueError, KeyError) as error:  # made elsewhere: whole, but not ours
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{resume} cannot be continued from ({type(error).__name__}: {reason})") from None
     policy.model.train()
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
     why_padded = scorer.pack_groups() if config.runtime.packed else "runtime.packed is false"
@@ -262,12 +255,13 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
 
     with world.main_first():
         if world.is_main:
-            start_output(config, resume)
+            start_output(config, resume, lock)
     reporter = Reporter(
         config.output_dir,
         is_main=world.is_main,
         first_step=start,
         max_steps=max_steps,
+        redo_line=bool(state.get("unreported")),
         every=config.logging.every,
         wandb_mode=config.logging.wandb,
         project=config.logging.project,
@@ -292,9 +286,13 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         max_steps=max_steps,
         before=state.get("before"),
         num_tokens=state.get("num_tokens", 0),
+        skipped_in_a_row=state.get("skipped_in_a_row", 0),
+        lock=lock,
     )
+    run.saver = Saver(run, facts, state)
     if not config.debug:
-        run.save(0, rehearsal=True)
+        run.saver.rehearse()
+    run.signals = Signals(world)
     lines = summary(
         config,
         num_parameters=sum(p.numel() for p in policy.model.parameters()),
@@ -319,6 +317,10 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
     rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
+    best, known = config.checkpoint.keep_best, metric_names(config.eval.num_samples)
+    if best and (eval_rows is None or best not in known):
+        need = "needs evaluations: set data.eval_split" if eval_rows is None else f"is none of {', '.join(known)}"
+        raise ConfigError(f"checkpoint.keep_best={best} {need}")
     if config.eval.correctness is not None and config.eval.correctness not in rewards.names:
         raise ConfigError(
             f"eval.correctness={config.eval.correctness}: no such reward; there are {', '.join(rewards.names)}"

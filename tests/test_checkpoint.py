@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from grpo.checkpoint import (
     find_newest_valid,
     list_checkpoints,
     read_state,
+    recover,
     rehearse_save,
     restore,
     save_checkpoint,
@@ -128,6 +130,17 @@ def test_saving_again_replaces(random_model, tmp_path):
     save_checkpoint(tmp_path, 1, **trained(random_model), state={"num_tokens": 1})
     save_checkpoint(tmp_path, 1, **trained(random_model), state={"num_tokens": 2})
     assert read_state(find_newest_valid(tmp_path)[0])["num_tokens"] == 2
+
+
+def test_a_save_killed_while_it_replaces_one_of_its_step_loses_neither(random_model, tmp_path):
+    folder = save_checkpoint(tmp_path, 1, **trained(random_model))
+    replaced = tmp_path / ".replaced-checkpoint-1"
+    os.rename(folder, replaced)  # killed here: neither is in place
+    recover(tmp_path)
+    assert find_newest_valid(tmp_path) == (folder, []) and not replaced.exists()
+    shutil.copytree(folder, replaced)  # killed here: the old one is still there
+    recover(tmp_path)
+    assert find_newest_valid(tmp_path) == (folder, []) and not replaced.exists()
 
 
 def test_an_odd_generation_config_does_not_stop_a_save(random_model, tmp_path):

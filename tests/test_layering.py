@@ -19,12 +19,13 @@ BASE = {
     "distributed",
     "forking",
     "hub",
+    "lock",
     "packing",
     "seeding",
 }
 MATH = {"advantages", "logprobs", "loss", "rewards"}
-PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "tasks"}
-ASSEMBLY = {"debug", "describe", "output", "run"}
+PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "signals", "tasks"}
+ASSEMBLY = {"debug", "describe", "ending", "output", "run", "saving"}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}

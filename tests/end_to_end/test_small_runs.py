@@ -104,7 +104,9 @@ def test_killed_and_started_again_a_run_ends_with_the_same_bits(tmp_path, random
     kill_one_rank_after(3, [*small_run(random_model, killed), *options], killed, ranks)
     assert not (killed / "checkpoint-5").exists()
     done = run_trainer(*small_run(random_model, killed), *options, ranks=ranks)
-    assert f"resuming  {killed}/checkpoint-2 at step 2" in done.stdout
+    assert f"resuming  {killed}/checkpoint-" in done.stdout
+    if ranks == 1:  # nobody was left to save a later step
+        assert f"resuming  {killed}/checkpoint-2 at step 2" in done.stdout
     assert_same_bits(straight / "checkpoint-5", killed / "checkpoint-5")
     assert [without_times(line) for line in lines(straight)] == [without_times(line) for line in lines(killed)]
     for completions in sorted((straight / "completions").iterdir()):

@@ -1,0 +1,175 @@
+"""``train_grpo.py`` with a fault: the same program, in which one rank does one thing at one place, for real.
+
+GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.py ARGUMENTS OF train_grpo.py
+
+| place | is reached |
+|---|---|
+| rollout, score, eval | before the completions of a step are sampled / are scored / an evaluation samples |
+| forward, backward | in the update: after the first forward / when the gradient reaches the embedding, at the end of a backward |
+| write | before anything of a checkpoint is on disk |
+| save | when the weights of a checkpoint are on disk and the manifest is not |
+| prune | when a checkpoint is in place and older ones are still there |
+| line | before a step's line goes to metrics.jsonl |
+
+``do``: kill (SIGKILL), term (SIGTERM), hang, sleep:SECONDS, oom (asks for a pebibyte), raise, nan, inf, full (as on a full disk, the
+next write to the file in question is refused: RLIMIT_FSIZE). With ``once`` it is done by
+the first that finds no such file. GRPO_TRACE=FOLDER: every rank writes the token ids of every step there.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+import grpo.checkpoint
+import grpo.evaluation
+import grpo.metrics
+import grpo.run
+import train_grpo
+
+FAULT = dict(item.split("=", 1) for item in os.environ.get("GRPO_FAULT", "").split())
+TRACE = os.environ.get("GRPO_TRACE")
+RANK = int(os.environ.get("RANK", "0"))
+now = {"step": 0}
+"""The step under way (0-based)."""
+
+
+def due(place: str) -> bool:
+    if FAULT.get("place") != place or int(FAULT.get("rank", RANK)) != RANK:
+        return False
+    if now["step"] < int(FAULT.get("step", 0)):
+        return False
+    if "once" in FAULT:
+        try:
+            os.close(os.open(FAULT["once"], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+    return True
+
+
+def do() -> None:
+    what, _, seconds = FAULT["do"].partition(":")
+    print(f"FAULT {FAULT['do']} at {FAULT['place']} of step {now['step']}", flush=True)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif what in ("hang", "sleep"):
+        until = time.monotonic() + float(seconds or 1e6)
+        while time.monotonic() < until:
+            time.sleep(0.05)
+    elif what == "oom":
+        torch.empty(1 << 50, dtype=torch.uint8)
+    elif what == "full":
+        size = 60_000 if FAULT["place"] == "write" else Path(output_dir(), "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    elif what == "raise":
+        raise RuntimeError("a fault was asked for")
+
+
+def before(module, name: str, place: str):
+    original = getattr(module, name)
+
+    def wrapped(*args, **kwargs):
+        if kwargs.get("address", (0, ""))[1] == "rollout":
+            now["step"] = kwargs["address"][2]
+        if due(place):
+            do()
+        return original(*args, **kwargs)
+
+    setattr(module, name, wrapped)
+
+
+before(train_grpo, "generate", "rollout")
+before(grpo.evaluation, "generate", "eval")
+before(grpo.run, "score_groups", "score")
+
+before(grpo.checkpoint, "_save_model", "write")
+original_sync = grpo.checkpoint._sync
+
+
+def sync(path):
+    if path.name == "model.safetensors" and ".partial" in str(path) and due("save"):
+        do()
+    original_sync(path)
+    if path == Path(output_dir()) and due("prune"):
+        do()
+
+
+original_step = grpo.metrics.Reporter.step
+
+
+def step(self, metrics):
+    if self.is_main and metrics["step"] == now["step"] + 1 and due("line"):
+        do()
+        try:
+            original_step(self, metrics)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    else:
+        original_step(self, metrics)
+
+
+grpo.metrics.Reporter.step = step
+
+
+def output_dir() -> str:
+    return next((a.split("=", 1)[1] for a in sys.argv if a.startswith("output_dir=")), "")
+
+
+grpo.checkpoint._sync = sync
+original_update = train_grpo.update
+
+
+def update(run, *args, **kwargs):
+    embedding = run.policy.model.get_input_embeddings().weight
+    if FAULT.get("place") == "backward" and not hasattr(run, "faulty"):
+        run.faulty = True
+
+        def hook(gradient):
+            if due("backward"):
+                if FAULT["do"] in ("nan", "inf"):
+                    return gradient * float(FAULT["do"])
+                do()
+            return gradient
+
+        embedding.register_hook(hook)
+    return original_update(run, *args, **kwargs)
+
+
+train_grpo.update = update
+original_loss = train_grpo.policy_loss
+
+
+def policy_loss(*args, **kwargs):
+    if due("forward"):
+        do()
+    return original_loss(*args, **kwargs)
+
+
+train_grpo.policy_loss = policy_loss
+original_sample = train_grpo.sample_and_score
+
+
+def sample_and_score(run, step, *args):
+    result = original_sample(run, step, *args)
+    if TRACE:
+        Path(TRACE).mkdir(exist_ok=True)
+        ids = {group.problem.index: [c.ids for c in group.completions] for group in result[0]}
+        text = json.dumps(sorted(ids.items()))
+        Path(TRACE, f"step-{step}-rank-{RANK}.json").write_text(text)
+    return result
+
+
+train_grpo.sample_and_score = sample_and_score
+
+
+if __name__ == "__main__":
+    sys.exit(train_grpo.main(sys.argv[1:]))

@@ -1,0 +1,134 @@
+"""Start runs, hurt them, and compare what they leave; used by the tests here and by ``soak.py``."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import ROOT, small_run
+
+FAULTY = ROOT / "tests" / "faults" / "faulty.py"
+
+
+def command(arguments, *, ranks: int = 1, launcher: bool | None = None, torchrun=(), script=None) -> list[str]:
+    start = [sys.executable]
+    if ranks > 1 if launcher is None else launcher:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
+    return [*start, str(script or ROOT / "train_grpo.py"), *map(str, arguments), "runtime.threads_per_rank=1"]
+
+
+class Started:
+    """A run under way; its output in files beside the output folder."""
+
+    def __init__(self, output: Path, arguments, *, fault: str = "", env=None, **how):
+        self.output, self.log = Path(output), Path(f"{output}.log")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+        if fault or "GRPO_TRACE" in environment:
+            how["script"], environment["GRPO_FAULT"] = FAULTY, fault
+        self.began = time.monotonic()
+        with open(self.log, "ab") as log:
+            self.start = log.tell()
+            self.process = subprocess.Popen(
+                command(arguments, **how), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def said(self) -> str:
+        with open(self.log, "rb") as log:
+            log.seek(self.start)
+            return log.read().decode(errors="replace")
+
+    def wait_for(self, text: str, *, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while text not in self.said():
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.said()[-3000:]}"
+            assert time.monotonic() < deadline, f"no {text!r}:\n{self.said()[-3000:]}"
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> pid of the trainer's processes; the launcher is not among them."""
+        return {rank: pid for pid, rank in processes_of(self.output).items() if rank is not None}
+
+    def kill(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to one rank, or to what was started (torchrun, if there are several ranks)."""
+        os.kill(self.process.pid if rank is None else self.ranks()[rank], number)
+
+    def end(self, *, timeout: float = 180, alone: bool = True) -> int:
+        """The exit code, when all of the run is gone."""
+        try:
+            code = self.process.wait(timeout)
+            deadline = time.monotonic() + 20
+            while alone and processes_of(self.output):
+                assert time.monotonic() < deadline, "ranks outlived the run"
+                time.sleep(0.05)
+            return code
+        finally:
+            self.process.kill()
+            for pid in processes_of(self.output) if alone else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(output: Path) -> dict[int, int | None]:
+    """Processes that have ``output_dir=output`` on their command line: pid -> rank (None: torchrun)."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if f"output_dir={output}".encode() in words:
+                variables = dict(v.split(b"=", 1) for v in (folder / "environ").read_bytes().split(b"\0") if b"=" in v)
+                is_launcher = b"torch.distributed.run" in words
+                found[int(folder.name)] = None if is_launcher else int(variables.get(b"RANK", b"0"))
+    return found
+
+
+def run(output: Path, arguments, *, timeout: float = 180, **how) -> Started:
+    """To its end; asserts that it ended well."""
+    started = Started(output, arguments, **how)
+    code = started.end(timeout=timeout)
+    assert code == 0, f"exit code {code}\n{started.said()[-4000:]}"
+    return started
+
+
+def tiny(model: Path, output: Path, *more: str, steps: int = 6, problems: int = 24) -> list[str]:
+    """A run of 4 steps an epoch, in which everything that has a state has one."""
+    return [
+        *small_run(model, output),
+        f"data.max_train_samples={problems}",
+        f"optim.max_steps={steps}",
+        "algorithm.beta=0.05",
+        "optim.weight_decay=0.1",
+        "optim.lr_scheduler_type=cosine",
+        "optim.warmup_steps=2",
+        "eval.every=3",
+        *more,
+    ]
+
+
+VOLATILE = ("step_time", "tokens_per_second", "time/")
+
+
+def lines(output: Path) -> list[dict]:
+    """``metrics.jsonl`` without times. Floats are written so that they read back as the same bits."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
+
+
+def bits(output: Path, step: int) -> dict[str, str]:
+    """SHA-256 of the weights, the optimizer with the schedule, and the reference if it moves."""
+    files = json.loads((output / f"checkpoint-{step}" / "manifest.json").read_text())["files"]
+    names = ("model.safetensors", "trainer/optimizer.pt", "trainer/reference.pt")
+    return {name: files[name]["sha256"] for name in names if name in files}
+
+
+def assert_same_run(one: Path, other: Path, steps: int) -> None:
+    """Tolerance 0: every metric of every step, the completions written, the final weights and optimizer."""
+    assert lines(one) == lines(other)
+    assert bits(one, steps) == bits(other, steps)
+    names = sorted(path.name for path in (one / "completions").iterdir())
+    assert names == sorted(path.name for path in (other / "completions").iterdir())
+    for name in names:
+        assert (one / "completions" / name).read_text() == (other / "completions" / name).read_text(), name

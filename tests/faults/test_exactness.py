@@ -1,0 +1,186 @@
+"""Saved at a step and continued there, a run is the uninterrupted one: tolerance 0, whatever it is made of.
+
+One rank runs in this process (a run of a second); several ranks, and a process killed for real, under torchrun.
+"""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from harness import assert_same_run, bits, lines, run, tiny
+from safetensors.torch import load_file, save_file
+
+from grpo.config import OptimConfig
+from train_grpo import main
+
+STEPS, EPOCH = 6, 4
+EVERYTHING = (
+    "algorithm.num_iterations=3", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2", "algorithm.ref_sync_alpha=0.5",
+    "checkpoint.save_steps=1", "checkpoint.keep=99", "logging.log_completions=1000",
+)  # fmt: skip
+
+
+def inside(output, model, *more: str) -> None:
+    """A run on one rank in this process."""
+    assert main([*tiny(model, output, *EVERYTHING, *more), "runtime.threads_per_rank=1"]) == 0
+
+
+def back_to(step: int, whole, copy):
+    """A copy of a finished run as it was when it was killed after saving ``step``."""
+    shutil.copytree(whole, copy)
+    for folder in copy.glob("checkpoint-*"):
+        if int(folder.name.split("-")[1]) > step:
+            shutil.rmtree(folder)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, random_model):
+    output = tmp_path_factory.mktemp("whole") / "run"
+    inside(output, random_model)
+    assert [line["epoch"] for line in lines(output)[1:]] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+    return output
+
+
+def test_two_uninterrupted_runs_are_equal(tmp_path, random_model, whole):
+    inside(tmp_path / "run", random_model)
+    assert_same_run(whole, tmp_path / "run", STEPS)
+    assert set(bits(whole, STEPS)) == {"model.safetensors", "trainer/optimizer.pt", "trainer/reference.pt"}
+
+
+@pytest.mark.parametrize("step", [1, EPOCH, 5], ids=["first epoch", "boundary", "second epoch"])
+def test_continued_from_any_step(tmp_path, random_model, whole, step):
+    inside(back_to(step, whole, tmp_path / "run"), random_model)
+    assert_same_run(whole, tmp_path / "run", STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OptimConfig.model_fields["lr_scheduler_type"].annotation.__args__)
+def test_every_schedule(tmp_path, random_model, name):
+    options = [f"optim.lr_scheduler_type={name}"] + ["optim.min_lr=1e-5"] * (name == "cosine_with_min_lr")
+    inside(tmp_path / "whole", random_model, *options)
+    inside(back_to(3, tmp_path / "whole", tmp_path / "run"), random_model, *options)
+    assert_same_run(tmp_path / "whole", tmp_path / "run", STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["algorithm.name=dapo"], ["algorithm.name=gspo"], ["algorithm.name=rloo", "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
+        ["checkpoint.background=true"], ["runtime.precision=bf16"], ["eval.num_samples=2", "eval.temperature=1.0"],
+        ["checkpoint.keep_best=eval/greedy_accuracy"], ["model.gradient_checkpointing=true"],
+    ],
+    ids=lambda options: options[0],
+)  # fmt: skip
+def test_every_kind_of_run(tmp_path, random_model, options):
+    inside(tmp_path / "whole", random_model, *options)
+    inside(back_to(3, tmp_path / "whole", tmp_path / "run"), random_model, *options)
+    assert_same_run(tmp_path / "whole", tmp_path / "run", STEPS)
+
+
+def without(item: str, folder) -> None:
+    """Take one thing out of a checkpoint (its start value put in place), and mend the manifest."""
+    trainer = folder / "trainer"
+    saved = torch.load(trainer / "optimizer.pt", weights_only=True)
+    state = json.loads((trainer / "state.json").read_text())
+    moments = saved["optimizer"]["state"].values()
+    if item in ("exp_avg", "exp_avg_sq", "step"):
+        for moment in moments:
+            moment[item].zero_()
+    elif item == "schedule":
+        saved["schedule"]["last_epoch"] = 0
+    elif item == "learning rate":
+        for group in saved["optimizer"]["param_groups"]:
+            group["lr"] = 0.0
+    elif item == "reference":
+        (trainer / "reference.pt").unlink()
+    elif item == "weights":
+        weights = load_file(folder / "model.safetensors")
+        name = sorted(weights)[0]
+        weights[name].view(torch.int32).view(-1)[0] ^= 1  # the last bit of one weight
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    elif item == "number of steps":
+        state["step"] -= 1
+    elif item == "unreported":
+        state["unreported"] = None
+    else:
+        state[item] = 0
+    torch.save(saved, trainer / "optimizer.pt")
+    (trainer / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in list(manifest["files"]):
+        path = folder / name
+        if not path.exists():
+            del manifest["files"][name]
+            continue
+        manifest["files"][name] = {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+ITEMS = [
+    "exp_avg", "exp_avg_sq", "step", "schedule", "learning rate", "reference", "weights", "number of steps", "num_tokens",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("item", [*ITEMS, "nothing"])
+def test_leaving_out_any_saved_item_would_be_seen(tmp_path, random_model, whole, item):
+    """Else the tests above could not see that it is saved."""
+    output = back_to(5, whole, tmp_path / "run")
+    if item != "nothing":
+        without(item, output / "checkpoint-5")
+    inside(output, random_model)
+    if item == "nothing":
+        assert_same_run(whole, output, STEPS)
+    else:
+        with pytest.raises(AssertionError):
+            assert_same_run(whole, output, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_ranks(tmp_path, random_model, ranks):
+    """Two uninterrupted runs; continued at the end of the first epoch and in the second; token ids of every rank."""
+    outputs = [tmp_path / name for name in ("whole", "again", "resumed-4", "resumed-5")]
+    traces = []
+    for output in outputs:
+        if output.name.startswith("resumed"):
+            back_to(int(output.name[-1]), outputs[0], output)
+        env = {"GRPO_TRACE": f"{output}.trace"}
+        run(output, tiny(random_model, output, *EVERYTHING), ranks=ranks, env=env)
+        traces.append({path.name: path.read_text() for path in (tmp_path / f"{output.name}.trace").iterdir()})
+    assert len(traces[0]) == STEPS * ranks
+    for output, trace in zip(outputs[1:], traces[1:], strict=True):
+        assert_same_run(outputs[0], output, STEPS)
+        assert trace.items() <= traces[0].items(), "token ids"
+
+
+@pytest.mark.slow
+def test_two_ranks_continued_on_one_and_on_three(tmp_path, random_model):
+    """The same problems and completions; the same weights to rounding."""
+    ids, weights, accuracy = {}, {}, {}
+    for ranks in (2, 1, 3):
+        output = tmp_path / str(ranks)
+        if ranks != 2:
+            back_to(3, tmp_path / "2", output)
+        options = tiny(random_model, output, "checkpoint.save_steps=1", "checkpoint.keep=99")
+        done = run(output, options, ranks=ranks, launcher=True, env={"GRPO_TRACE": f"{output}.trace"})
+        assert ("note: the checkpoint is from 2 rank(s)" in done.said()) == (ranks != 2)
+        ids[ranks] = {
+            step: sorted(
+                row for p in tmp_path.glob(f"{ranks}.trace/step-{step}-*") for row in json.loads(p.read_text())
+            )
+            for step in range(3, STEPS)
+        }
+        weights[ranks] = load_file(output / f"checkpoint-{STEPS}" / "model.safetensors")
+        accuracy[ranks] = lines(output)[-1]["eval/greedy_accuracy"]
+    for ranks in (1, 3):
+        assert ids[ranks] == ids[2]
+        assert accuracy[ranks] == accuracy[2]
+        for name, tensor in weights[2].items():
+            torch.testing.assert_close(weights[ranks][name], tensor, rtol=1e-4, atol=2e-4, msg=name)

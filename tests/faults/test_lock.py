@@ -1,0 +1,81 @@
+"""One run at a time in an output folder; a run that was killed leaves no lock behind."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from harness import Started, run, tiny
+
+from grpo.lock import NAME, Lock
+from train_grpo import main
+
+HOLD = "import sys, time; from pathlib import Path; from grpo.lock import Lock; Lock().acquire(Path(sys.argv[1])) or print('held', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_one_is_refused_and_told_by_whom(tmp_path, holder):
+    with pytest.raises(
+        ValueError, match=rf"is in use by another run \(process {holder.pid} on .+\): wait for it, stop it, or"
+    ):
+        Lock().acquire(tmp_path)
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / NAME).exists()
+    lock = Lock()
+    lock.acquire(tmp_path)
+    lock.release()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_lock_file_that_goes_away_meanwhile_is_no_lock(tmp_path):
+    """The one before deletes it between our open and our lock: two would hold two files of one name."""
+    first, second = Lock(), Lock()
+    first.acquire(tmp_path)
+    (tmp_path / NAME).unlink()
+    second.acquire(tmp_path)
+    assert (tmp_path / NAME).stat().st_ino != 0
+    first._handle, handle = None, first._handle  # as if it had been killed
+    del handle
+    with pytest.raises(ValueError, match="in use"):
+        Lock().acquire(tmp_path)
+    second.release()
+
+
+def test_a_run_on_a_locked_folder_says_one_line(capsys, tmp_path, random_model, holder):
+    (tmp_path / "config.yaml").write_text("")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert main([f"output_dir={tmp_path}", f"model.name_or_path={random_model}", "runtime.threads_per_rank=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(
+        f"error: output_dir={tmp_path} is in use by another run (process {holder.pid}"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_two_starts_of_one_command(tmp_path, random_model):
+    """Under torchrun, while the first one trains; then the first is killed, and the second may."""
+    output = tmp_path / "run"
+    first = Started(output, tiny(random_model, output), ranks=2, fault="rank=1 step=1 place=rollout do=sleep:60")
+    first.wait_for("FAULT")
+    second = Started(output, tiny(random_model, output), ranks=2)
+    assert second.end(alone=False) == 1
+    assert second.said().count("error: ") == 1
+    assert f"is in use by another run (process {first.ranks()[0]} on " in second.said()
+    for rank in (0, 1):
+        first.kill(signal.SIGKILL, rank)
+    assert first.end() == 1
+    run(output, tiny(random_model, output), ranks=2)

@@ -1,0 +1,266 @@
+"""Runs in which nothing can be learnt, rewards misbehave, services go away or the clock does: they go on, and say so."""
+
+import contextlib
+import http.server
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, save_random_model, small_run
+from harness import Started, assert_same_run, lines, run, tiny
+from safetensors.torch import load_file
+
+from train_grpo import main
+
+
+def inside(arguments) -> int:
+    return main([*arguments, "runtime.threads_per_rank=1"])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_path, random_model):
+    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay; it is said once."""
+    steps, lr, decay = 12, 1e-3, 0.1
+    options = [
+        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0", f"optim.max_steps={steps}",
+        f"optim.weight_decay={decay}", "eval.before_training=false", "data.max_eval_samples=1",
+    ]  # fmt: skip
+    assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
+    assert (
+        capsys.readouterr().out.count("warning: 10 steps in a row, all completions of each group got the same reward")
+        == 1
+    )
+    after = weights(tmp_path / "run" / f"checkpoint-{steps}")
+    for name, tensor in weights(random_model).items():
+        expected = tensor.clone()
+        for _ in range(steps if tensor.dim() >= 2 else 0):
+            expected.mul_(1 - lr * decay)
+        assert torch.equal(after[name], expected), name
+
+
+def test_all_completions_truncated_and_masked(tmp_path, random_model):
+    """Nothing is left to average over: the denominator is 1, the gradient 0."""
+    options = [
+        "rollout.max_completion_length=1", "algorithm.mask_truncated_completions=true", "optim.max_steps=2", "eval.before_training=false",
+        "data.max_train_samples=8",
+    ]  # fmt: skip
+    model = never_ends(save_random_model(tmp_path / "model"))
+    assert inside([*small_run(model, tmp_path / "run"), *options]) == 0
+    for line in lines(tmp_path / "run"):
+        assert line["completions/clipped_ratio"] == 1.0 and line["grad_norm"] == 0.0 and line["skipped_updates"] == 0
+    before = weights(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "run" / "checkpoint-2").items())
+
+
+def test_empty_completions(tmp_path, random_model):
+    """The first token is always EOS: one token each, text ''; rewards get it, the run goes on."""
+    model = always_ends(save_random_model(tmp_path / "model"))
+    assert inside([*small_run(model, tmp_path / "run"), "optim.max_steps=2", "logging.log_completions=100"]) == 0
+    for line in lines(tmp_path / "run")[1:]:
+        assert line["completions/max_length"] == 1.0 and line["completions/clipped_ratio"] == 0.0
+        assert line["reward"] == 0.0 and line["frac_reward_zero_std"] == 1.0
+    written = (tmp_path / "run" / "completions" / "step_000001.jsonl").read_text().splitlines()
+    assert {json.loads(row)["completion"] for row in written} == {""}
+
+
+def with_weight(folder: Path, change) -> Path:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, eos = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder).eos_token_id
+    with torch.no_grad():
+        change(model, eos)
+    model.save_pretrained(folder)
+    return folder
+
+
+def never_ends(folder: Path) -> Path:
+    """No logit is drawn to EOS: the hidden state is positive in all places, the row of EOS very negative."""
+
+    def change(model, eos):
+        model.model.norm.weight.zero_()
+        model.lm_head.weight.zero_()
+        model.model.norm.weight[0] = 1.0
+        model.model.embed_tokens.weight[:, 0] = 50.0  # outweighs what the layers add
+        model.lm_head.weight[eos, 0] = -100.0
+
+    return with_weight(folder, change)
+
+
+def always_ends(folder: Path) -> Path:
+    def change(model, eos):
+        never(model, eos)
+        model.lm_head.weight[eos, 0] = 100.0
+
+    def never(model, eos):
+        model.model.norm.weight.zero_()
+        model.lm_head.weight.zero_()
+        model.model.norm.weight[0] = 1.0
+        model.model.embed_tokens.weight[:, 0] = 50.0
+
+    return with_weight(folder, change)
+
+
+def test_the_clock_is_set_back(monkeypatch, tmp_path, random_model):
+    """An hour back at every look: nothing that is computed, and no duration, depends on the time of day."""
+    assert inside(tiny(random_model, tmp_path / "straight", "eval.every=null")) == 0
+    now = {"time": time.time()}
+
+    def earlier() -> float:
+        now["time"] -= 3600
+        return now["time"]
+
+    monkeypatch.setattr(time, "time", earlier)
+    monkeypatch.setattr(time, "time_ns", lambda: int(earlier() * 1e9))
+    assert inside(tiny(random_model, tmp_path / "back", "eval.every=null")) == 0
+    monkeypatch.undo()
+    assert_same_run(tmp_path / "straight", tmp_path / "back", 6)
+    for line in (tmp_path / "back" / "metrics.jsonl").read_text().splitlines()[1:]:
+        record = json.loads(line)
+        assert 0 < record["step_time"] < 60 and record["tokens_per_second"] > 0
+
+
+BAD_REWARDS = """
+import os, sys, time
+
+def value(text):
+    return sum(c.isdigit() or c in "aeiou" for c in text) / max(len(text), 1)
+
+def hangs_on_one(prompts, completions, **columns):
+    if any(len(c) % 7 == 3 for c in completions):
+        if len(completions) == 1:
+            time.sleep(100)
+        raise ValueError("one of them")
+    return [value(c) for c in completions]
+
+def kills_its_worker(prompts, completions, **columns):
+    if any(len(c) % 5 == 2 for c in completions):
+        os.kill(os.getpid(), 9)
+    return [value(c) for c in completions]
+
+def prints_megabytes(prompts, completions, **columns):
+    for _ in range(300):
+        sys.stdout.write("x" * 10_000 + chr(10))
+    os.write(2, b"y" * 3_000_000)
+    return [value(c) for c in completions]
+
+def unhurried(prompts, completions, **columns):
+    time.sleep(0.4)
+    return [value(c) for c in completions]
+"""
+
+
+@pytest.mark.slow
+def test_rewards_that_hang_kill_their_worker_and_print_megabytes(tmp_path, random_model):
+    """All at once, on two ranks: the rows concerned score None and are counted; the others teach."""
+    (tmp_path / "bad.py").write_text(BAD_REWARDS)
+    names = ["hangs_on_one", "kills_its_worker", "prints_megabytes"]
+    functions = ", ".join(f"'{tmp_path}/bad.py:{name}'" for name in names)
+    output = tmp_path / "run"
+    options = [f"reward.functions=[{functions}]", "reward.timeout_s=1", "optim.max_steps=2", "eval.before_training=false",
+               "data.max_eval_samples=2"]  # fmt: skip
+    done = run(output, [*small_run(random_model, output), *options], ranks=2)
+    assert len(done.said()) < 700_000, "of the megabytes 32 KiB a step and worker are passed on"
+    for line in lines(output):
+        assert 0 < line["rewards/hangs_on_one/errors"] < 24
+        assert 0 < line["rewards/kills_its_worker/errors"] < 24
+        assert line["rewards/prints_megabytes/errors"] == 0 and line["grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_reward_worker_killed_from_outside(tmp_path, random_model):
+    """Its batch is scored again by a new one: the run is the same."""
+    (tmp_path / "bad.py").write_text(BAD_REWARDS)
+    options = [f"reward.functions=['{tmp_path}/bad.py:unhurried']"]
+    run(tmp_path / "straight", tiny(random_model, tmp_path / "straight", *options))
+    output = tmp_path / "run"
+    started = Started(output, tiny(random_model, output, *options))
+    started.wait_for("\nstep 2/")
+    time.sleep(0.3)
+    killed = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_worker = b"grpo.rewards.worker" in (folder / "cmdline").read_bytes()
+            if is_worker and int((folder / "stat").read_text().rsplit(")")[-1].split()[1]) == started.process.pid:
+                os.kill(int(folder.name), signal.SIGKILL)
+                killed += 1
+    assert killed == 1
+    assert started.end() == 0
+    ours, theirs = lines(output), lines(tmp_path / "straight")
+    for line in (*ours, *theirs):
+        line.pop("rewards/unhurried/errors", None)
+    assert ours == theirs
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.send_response(403)
+        self.end_headers()
+        self.wfile.write(b'{"errors": [{"message": "permission denied"}]}')
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def refusing_server():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+
+
+@contextlib.contextmanager
+def silent_server():
+    """Takes connections, never answers, and goes away."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    yield listener.getsockname()[1]
+    listener.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [refusing_server, silent_server])
+def test_a_wandb_server_that_refuses_or_is_silent(tmp_path, random_model, server):
+    with server() as port:
+        env = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
+            "WANDB_API_KEY": "x" * 40,
+            "no_proxy": "*",
+            "NO_PROXY": "*",
+        }
+        output = tmp_path / "run"
+        done = run(output, [*small_run(random_model, output), "logging.wandb=online", "optim.max_steps=2"], env=env)
+    assert "warning: wandb online failed" in done.said() and "going on offline" in done.said()
+    assert [line["step"] for line in lines(output)] == [0, 1, 2]
+    assert list(output.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.slow
+def test_wandb_dies_while_the_run_is_on(tmp_path, random_model):
+    """Its own process is killed after the first step."""
+    (tmp_path / "bad.py").write_text(BAD_REWARDS)
+    output = tmp_path / "run"
+    options = [f"reward.functions=['{tmp_path}/bad.py:unhurried']", "logging.wandb=offline"]
+    started = Started(output, tiny(random_model, output, *options))
+    started.wait_for("\nstep 1/")
+    killed = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rsplit(")")[-1].split()[1])
+            if parent == started.process.pid and b"wandb-core" in (folder / "cmdline").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
+                killed += 1
+    assert killed == 1
+    assert started.end() == 0
+    assert [line["step"] for line in lines(output)] == [0, 1, 2, 3, 4, 5, 6]
+    assert (output / "checkpoint-6" / "manifest.json").exists()

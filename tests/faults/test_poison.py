@@ -1,0 +1,76 @@
+"""A checkpoint or a model folder from an attacker runs no code."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from harness import tiny
+
+from train_grpo import main
+
+
+class Poison:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def start(model, output, *more: str) -> int:
+    return main([*tiny(model, output, *more), "runtime.threads_per_rank=1"])
+
+
+def with_true_manifest(folder) -> None:
+    """The attacker knows how to make one."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        data = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "reference.pt"])
+def test_a_poisoned_pickle_in_a_checkpoint_is_one_line(capsys, tmp_path, random_model, name):
+    output, options = tmp_path / "run", ["algorithm.ref_sync_steps=2", "checkpoint.save_steps=1"]
+    assert start(random_model, output, *options, "optim.max_steps=2") == 0
+    poisoned = output / "checkpoint-2"
+    thing = Poison(tmp_path / "poisoned")
+    torch.save({"optimizer": thing, "schedule": {}} if name == "optimizer.pt" else thing, poisoned / "trainer" / name)
+    with_true_manifest(poisoned)
+    capsys.readouterr()
+    assert start(random_model, output, *options, "optim.max_steps=3", "checkpoint.accept_changes=true") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {poisoned} cannot be continued from (UnpicklingError: ") and error.count("\n") == 1
+    assert not (tmp_path / "poisoned").exists()
+
+
+def test_a_poisoned_pickle_in_place_of_weights(capsys, tmp_path, random_model):
+    model = tmp_path / "model"
+    shutil.copytree(random_model, model)
+    (model / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Poison(tmp_path / "poisoned")}, model / "pytorch_model.bin")
+    assert start(model, tmp_path / "run") == 2
+    assert f"error: model.name_or_path={model} cannot be loaded" in capsys.readouterr().err
+    assert not (tmp_path / "poisoned").exists()
+
+
+def test_code_beside_a_model_is_not_run_unless_asked(tmp_path, random_model):
+    """In a process of its own: transformers may ask on the terminal whether to run it."""
+    model = tmp_path / "model"
+    shutil.copytree(random_model, model)
+    (model / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'poisoned')!r})\nclass Evil: pass\n")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    (model / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, str(ROOT / "train_grpo.py"), *tiny(model, tmp_path / "run")]
+    done = subprocess.run(command, input="y\n", capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert "error: model.name_or_path=" in done.stderr and "cannot be loaded: The repository" in done.stderr
+    assert not (tmp_path / "poisoned").exists()

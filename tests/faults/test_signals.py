@@ -1,0 +1,134 @@
+"""Asked to stop: all ranks agree, the newest whole state is kept, the same command ends with the same bits."""
+
+import signal
+import time
+
+import pytest
+from harness import Started, assert_same_run, run, tiny
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, random_model):
+    """``ranks -> output`` of runs that nothing happened to."""
+    folder, outputs = tmp_path_factory.mktemp("uninterrupted"), {}
+
+    def of(ranks: int):
+        if ranks not in outputs:
+            outputs[ranks] = folder / str(ranks)
+            run(outputs[ranks], tiny(random_model, outputs[ranks]), ranks=ranks)
+        return outputs[ranks]
+
+    return of
+
+
+def continued(uninterrupted, model, output, *, ranks: int, from_step: int) -> None:
+    done = run(output, tiny(model, output), ranks=ranks)
+    assert f"checkpoint-{from_step} at step {from_step}" in done.said()
+    assert_same_run(uninterrupted(ranks), output, STEPS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_one_process_leaves_a_rollout_at_once(tmp_path, random_model, uninterrupted, number):
+    output = tmp_path / "run"
+    started = Started(output, tiny(random_model, output), fault="place=rollout step=2 do=sleep:60")
+    started.wait_for("FAULT")
+    asked = time.monotonic()
+    started.kill(number)
+    assert started.end() == 128 + number
+    assert time.monotonic() - asked < 10
+    assert f"preempted at step 2 of {STEPS}" in started.said()
+    assert "Traceback" not in started.said()
+    continued(uninterrupted, random_model, output, ranks=1, from_step=2)
+
+
+# where the signal finds the ranks -> the step of the checkpoint that they leave
+PLACES = {
+    "rollout": ("rank=1 place=rollout step=2 do=sleep:60", 2),
+    "reward": ("rank=0 place=score step=2 do=sleep:60", 2),
+    # A sleep in the backward stands for a long update: it is brought to its end, then the whole step is there.
+    "update": ("rank=1 place=backward step=2 do=sleep:4 once={once}", 3),
+    "evaluation": ("rank=1 place=eval step=2 do=sleep:60", 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "to"),
+    [
+        ("rollout", "torchrun"),
+        ("rollout", "rank 0"),
+        ("reward", "rank 1"),
+        ("update", "torchrun"),
+        ("evaluation", "rank 0"),
+        ("evaluation", "torchrun"),
+    ],
+)
+def test_two_ranks_agree(tmp_path, random_model, uninterrupted, place, to):
+    """Also where one alone is told, and it is not the one that takes long."""
+    fault, step = PLACES[place]
+    output = tmp_path / "run"
+    started = Started(output, tiny(random_model, output), ranks=2, fault=fault.format(once=tmp_path / "once"))
+    started.wait_for("FAULT")
+    asked = time.monotonic()
+    started.kill(signal.SIGTERM, None if to == "torchrun" else int(to[-1]))
+    assert started.end() != 0
+    assert time.monotonic() - asked < 20, "within torchrun's 30 seconds of grace"
+    said = started.said()
+    assert said.count(f"preempted at step {step} of {STEPS}") == 1
+    if to != "torchrun":
+        assert f"exitcode  : {128 + signal.SIGTERM}" in said
+    assert "forcefully exiting" not in said
+    continued(uninterrupted, random_model, output, ranks=2, from_step=step)
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, uninterrupted):
+    """A terminal sends SIGINT to all processes of the group, and torchrun passes it on once more."""
+    output = tmp_path / "run"
+    started = Started(output, tiny(random_model, output), ranks=2, fault="place=rollout step=2 do=sleep:60")
+    started.wait_for("FAULT")
+    for rank in (0, 1, None):
+        started.kill(signal.SIGINT, rank)
+    assert started.end() != 0
+    assert f"preempted at step 2 of {STEPS}" in started.said()
+    continued(uninterrupted, random_model, output, ranks=2, from_step=2)
+
+
+@pytest.mark.slow
+def test_the_second_signal_ends_it_at_once(tmp_path, random_model, uninterrupted):
+    """The first cannot be followed (one rank sleeps inside the update, the other waits for it in a collective)."""
+    output = tmp_path / "run"
+    started = Started(
+        output,
+        tiny(random_model, output, "checkpoint.save_steps=1"),
+        ranks=2,
+        fault="rank=1 place=forward step=2 do=hang",
+    )
+    started.wait_for("FAULT")
+    for rank in (0, 1):
+        started.kill(signal.SIGTERM, rank)
+    time.sleep(5)
+    assert len(started.ranks()) == 2, "they try to bring the step to its end"
+    asked = time.monotonic()
+    for rank in (0, 1):
+        started.kill(signal.SIGTERM, rank)
+    assert started.end() != 0
+    assert time.monotonic() - asked < 8
+    assert "SIGTERM for the second time: left at once in phase 'update'" in started.said()
+    run(output, tiny(random_model, output, "checkpoint.save_steps=1"), ranks=2)
+    assert_same_run(uninterrupted(2), output, STEPS)
+
+
+@pytest.mark.slow
+def test_sigusr1_saves_and_goes_on(tmp_path, random_model, uninterrupted):
+    """To a rank that does not write."""
+    output = tmp_path / "run"
+    arguments = tiny(random_model, output, "checkpoint.keep=9")
+    started = Started(output, arguments, ranks=2, fault=f"rank=1 place=rollout step=2 do=sleep:2 once={tmp_path}/once")
+    started.wait_for("FAULT")
+    started.kill(signal.SIGUSR1, 1)
+    assert started.end() == 0
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-3", f"checkpoint-{STEPS}"}
+    assert_same_run(uninterrupted(2), output, STEPS)

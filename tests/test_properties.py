@@ -1,0 +1,178 @@
+"""What must hold for any input: drawn by hypothesis, with a fixed seed; and a fuzz run of the two parsers that read what models write."""
+
+import random
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from grpo.batch import Completion, Group, Problem, collate, completion_mask, cut, minibatches
+from grpo.config import PRESETS, Config, load_config
+from grpo.loss import loss_denominator
+from grpo.rewards.builtin import accuracy, countdown, tag_groups
+from grpo.rewards.expression import evaluate_expression
+from grpo.rewards.extract import answers_equal, extract_answer, has_format, parse_number
+from grpo.tasks import countdown as countdown_task
+
+FUZZ_CASES = 20_000
+SLOWEST_CASE = 0.25
+"""Seconds of CPU for one text of up to 3,000 characters; a pattern that backtracks would take minutes."""
+
+properties = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+finite = st.floats(1e-8, 1e3)
+
+
+@st.composite
+def overrides(draw) -> dict[str, dict]:
+    """Sections of a configuration that may be written."""
+    updates = draw(st.integers(1, 3))
+    return {
+        "seed": draw(st.integers(0, 2**63 - 1)),
+        "output_dir": draw(st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)),
+        "algorithm": {"name": draw(st.sampled_from([n for n in PRESETS if "rein" not in n and n != "rloo"])), "num_iterations": updates,
+                      "beta": draw(st.floats(0, 1)), "ref_sync_steps": draw(st.integers(0, 9))},
+        "rollout": {"prompts_per_step": draw(st.integers(1, 10**6)), "num_generations": draw(st.integers(2, 10**4)),
+                    "temperature": draw(finite), "stop": draw(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029\ufeff", exclude_categories=["C"]))))},
+        "optim": {"learning_rate": draw(finite), "betas": draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999))),
+                  "max_steps": draw(st.none() | st.integers(1, 10**9))},
+        "data": {"system_prompt": draw(st.none() | st.text(st.characters(codec="utf-8", exclude_categories=["C"])))},
+        "checkpoint": {"keep": draw(st.integers(1, 99)), "background": draw(st.booleans())},
+    }  # fmt: skip
+
+
+@seed(0)
+@settings(properties, max_examples=50)
+@given(values=overrides())
+def test_a_configuration_survives_its_file(tmp_path_factory, values):
+    """The resolved configuration, written as a run writes it and read again, is the same; so are its single keys as overrides."""
+    config = Config.model_validate(values)
+    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path.write_text(
+        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )
+    assert load_config(["--config", str(path)]) == config
+    again = load_config([f"optim.learning_rate={values['optim']['learning_rate']!r}", f"seed={values['seed']}"])
+    assert (again.optim.learning_rate, again.seed) == (values["optim"]["learning_rate"], values["seed"])
+
+
+@seed(0)
+@properties
+@given(integer=st.integers(-(10**15), 10**15), decimals=st.integers(0, 6), grouped=st.booleans())
+def test_a_number_is_read_as_it_was_written(integer, decimals, grouped):
+    value = Fraction(integer, 10**decimals)
+    digits = f"{abs(integer):0{decimals + 1}d}"
+    whole, rest = (digits[:-decimals], digits[-decimals:]) if decimals else (digits, "")
+    whole = f"{int(whole):,}" if grouped else str(int(whole))
+    text = ("-" if integer < 0 else "") + whole + ("." + rest if rest else "")
+    assert parse_number(text) == value
+    assert parse_number(f"${text}" if integer >= 0 else text) == value
+    assert answers_equal(text, str(float(value)) if abs(value) < 10**6 and decimals < 6 else text)
+    for wrong in (f"{text} {text}", f"{text}x{text}", "x", ""):
+        assert parse_number(wrong) is None
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=40)
+
+
+@seed(0)
+@properties
+@given(before=words, inside=words.filter(str.strip), after=words, other=words)
+def test_the_answer_between_the_tags_and_no_other(before, inside, after, other):
+    text = f"{before}<answer>{inside}</answer>{after}"
+    assert extract_answer(text) == inside.strip()
+    assert extract_answer(text + f"<answer>{other}</answer>") is None, "two answers are none"
+    assert extract_answer(before + after) is None
+    assert has_format(f"<think>{before}</think>\n<answer>{inside}</answer>")
+    assert not has_format(f"<think>{before}</think>\n<answer>{inside}</answer><answer>{other}</answer>")
+
+
+@seed(0)
+@properties
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=9), extra=st.integers(0, 3))
+def test_masks_are_lengths(lengths, extra):
+    ids_BT = torch.zeros(len(lengths), max(lengths) + extra, dtype=torch.long)
+    mask_BT = completion_mask(ids_BT, torch.tensor(lengths))
+    assert mask_BT.tolist() == [[t < n for t in range(ids_BT.shape[1])] for n in lengths]
+    assert loss_denominator(mask_BT, aggregation="token_mean").item() == sum(lengths)
+    assert loss_denominator(mask_BT, aggregation="response_mean").item() == sum(n > 0 for n in lengths)
+
+
+@seed(0)
+@properties
+@given(
+    prompts=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    completions=st.lists(st.integers(1, 30), min_size=12, max_size=12),
+    budget=st.integers(1, 400),
+    parts=st.integers(1, 3),
+)
+def test_packing_loses_no_row_and_no_token(prompts, completions, budget, parts):
+    """However a batch is cut: each row once, every token of its completion under the mask, no more than the budget unless it is one row."""
+    prompts = (prompts * parts)[: max(len(prompts) // parts, 1) * parts]
+    groups = [
+        Group(
+            Problem(p, "", tuple(range(3, 3 + n))),
+            tuple(
+                Completion(tuple(range(50, 50 + completions[(2 * p + g) % 12])), "", finished=True) for g in range(2)
+            ),
+        )
+        for p, n in enumerate(prompts)
+    ]
+    batch = collate(groups, torch.arange(2.0 * len(groups)).view(-1, 2), pad_id=0)
+    total = sum(len(c.ids) for group in groups for c in group.completions)
+    advantages, tokens = [], 0
+    for minibatch in minibatches(batch, parts if len(groups) % parts == 0 else 1):
+        for rows in cut(minibatch, budget):
+            micro = minibatch.rows(rows)
+            advantages += micro.advantages_B.tolist()
+            tokens += int(micro.completion_mask_BT.sum())
+    assert sorted(advantages) == [float(b) for b in range(2 * len(groups))]
+    assert tokens == total
+
+
+PIECES = [
+    "<answer>", "</answer>", "<think>", "</think>", "<answer", "answer>", "<", ">", "\\boxed{", "{", "}", "(", ")", "(((", ")))", "+", "-",
+    "*", "/", "×", "÷", "−", "=", "1", "42", "0", "007", "3.14", "1,000", ",", ".", "%", "$", "1e9", "9" * 40, "1/3", "/0", " ", "\n", "\t", "  " * 20,
+    "x", "the answer is", "####", "٣", "²", "½", "🙂", "\x00", "\ud800", "-" * 30, "(" * 40, "1+" * 30, "1 " * 40, ".1" * 30, ",1" * 30,
+]  # fmt: skip
+
+
+def random_text(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.15:  # one thing many times: what makes a pattern backtrack
+        return (rng.choice(PIECES) + rng.choice(PIECES) * rng.randint(0, 2)) * rng.randint(1, 200)
+    if kind < 0.25:
+        return "".join(chr(rng.randrange(1, 0x2FFFF)) for _ in range(rng.randint(0, 60)))
+    return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 60)))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_nothing_that_a_model_writes_breaks_or_delays_the_parsers(part):
+    """FUZZ_CASES texts: no exception but the documented one, an answer of the right type, and none takes long."""
+    rng = random.Random(part)
+    slowest = 0.0
+    for _ in range(FUZZ_CASES // 4):
+        text = random_text(rng)[:3000]
+        began = time.process_time()
+        for mode in ("strict", "lenient"):
+            answer = extract_answer(text, mode=mode)
+            assert answer is None or isinstance(answer, str)
+        number = parse_number(text)
+        assert number is None or isinstance(number, Fraction)
+        assert has_format(text) in (True, False)
+        try:
+            value, used = evaluate_expression(text)
+            assert isinstance(value, Fraction) and all(type(n) is int for n in used)
+        except (ValueError, ZeroDivisionError):
+            pass
+        own = countdown_task.evaluate_expression(text)
+        assert own is None or isinstance(own, Fraction)
+        (right,) = accuracy(prompts=[""], completions=[text], answer=["42"])
+        (made,) = countdown(prompts=[""], completions=[text], target=[42], numbers=[[1, 42]])
+        (shaped,) = tag_groups(prompts=[""], completions=[text])
+        assert right in (0.0, 1.0) and 0.0 <= made <= 1.0 and 0.0 <= shaped <= 1.0
+        slowest = max(slowest, time.process_time() - began)
+    assert slowest < SLOWEST_CASE
