@@ -19,7 +19,7 @@ from grpo import debug
 from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, cut, microbatches, minibatches
 from grpo.config import Config, load_config
-from grpo.describe import completion_metrics, reward_metrics, samples_of
+from grpo.describe import completion_metrics, reward_metrics
 from grpo.distributed import RanksDisagree, World, launched_as, start_world
 from grpo.logprobs import CompletionScorer
 from grpo.loss import loss_denominator, policy_loss
@@ -27,6 +27,7 @@ from grpo.metrics import Accumulator, evaluation_table
 from grpo.model import sync_reference
 from grpo.rollout import generate
 from grpo.run import Run, check_rewards, prepare
+from grpo.samples import sample_records
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 MAX_SKIPPED_IN_A_ROW = 10
@@ -59,10 +60,26 @@ def train(run: Run) -> None:
             batch = with_old_and_ref_logprobs(run, batch)
         if config.debug:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
+        kept = batch.rows(slice(0, config.logging.log_completions)) if run.keeps_completions(step + 1) else None
+        before_BT = policy_logprobs(run, kept)
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
                 for minibatch in minibatches(batch, algorithm.num_minibatches):
                     update(run, minibatch, metrics, is_first_pass=iteration == 0)
+        if kept is not None:
+            records = sample_records(
+                groups,
+                values_PGF,
+                world.own_rows(all_rewards_PG),
+                advantages_PG,
+                names=run.rewards.names,
+                step=step + 1,
+                logprobs_BT=before_BT,
+                updated_logprobs_BT=policy_logprobs(run, kept),
+                ref_logprobs_BT=kept.ref_logprobs_BT,
+                decode=run.policy.tokenizer.decode,
+            )
+            run.reporter.completions(step + 1, records)
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
@@ -73,10 +90,6 @@ def train(run: Run) -> None:
             with world.timed("eval", seconds):
                 evaluated = run.evaluate(step + 1)
         report(run, step, metrics, seconds, step_time, groups, world.gather_rows(values_PGF), all_rewards_PG, evaluated)
-        run.reporter.completions(
-            step + 1,
-            samples_of(groups, values_PGF, advantages_PG, run.rewards.names, config.logging.log_completions, step + 1),
-        )
         if not config.debug and (
             is_last or (config.checkpoint.save_steps and (step + 1) % config.checkpoint.save_steps == 0)
         ):
@@ -145,10 +158,16 @@ def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
     """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without grad."""
     old_BT = ref_BT = None
     if run.config.algorithm.updates_per_step > 1:  # with one update, old = new.detach(): the same numbers, a pass saved
-        old_BT = logprobs_without_grad(run, CompletionScorer(run.policy.model, run.config.rollout.temperature), batch)
+        old_BT = policy_logprobs(run, batch)
     if run.ref_scorer is not None:
         ref_BT = logprobs_without_grad(run, run.ref_scorer, batch)
     return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT)
+
+
+def policy_logprobs(run: Run, batch: Batch | None) -> torch.Tensor | None:
+    """Under the policy as it is now, by its bare module; None of nothing."""
+    scorer = CompletionScorer(run.policy.model, run.config.rollout.temperature)
+    return None if batch is None else logprobs_without_grad(run, scorer, batch)
 
 
 @torch.no_grad()

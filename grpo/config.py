@@ -244,9 +244,9 @@ class LoggingConfig(Section):
     run_name: str | None = None
     """wandb run name; none: the name of output_dir."""
     log_completions: int = Field(4, ge=0)
-    """Completions written to completions/ per logged step; 0: none."""
+    """Completions written to completions/ (Parquet, with each token's log-probs) every N = `every` steps; 0: none."""
     every: int = Field(1, ge=1)
-    """Console line and wandb point every N steps (metrics.jsonl has every step)."""
+    """Console line, wandb point and completions every N steps (metrics.jsonl has every step)."""
 
 
 class RuntimeConfig(Section):

@@ -1,4 +1,4 @@
-"""A run and its steps in words and numbers: the summary at the start, the metrics of a step, the samples kept.
+"""A run and its steps in words and numbers: the summary at the start, the metrics of a step.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions.
 """
@@ -39,30 +39,6 @@ def completion_metrics(groups: Sequence[Group], metrics: Accumulator) -> int:
     metrics.add("completion_tokens", lengths.sum(), 0)
     prompt_tokens = sum(len(group.problem.prompt_ids) * len(group.completions) for group in groups)
     return prompt_tokens + int(lengths.sum())
-
-
-def samples_of(
-    groups: Sequence[Group], values_PGF, advantages_PG, names: Sequence[str], limit: int, step: int
-) -> list[dict]:
-    """The first few completions as records for ``completions/``."""
-    records = []
-    for p, group in enumerate(groups):
-        for g, completion in enumerate(group.completions):
-            if len(records) == limit:
-                return records
-            records.append(
-                {
-                    "step": step,
-                    "problem": group.problem.index,
-                    "prompt": group.problem.prompt,
-                    "completion": completion.text,
-                    "rewards": dict(zip(names, values_PGF[p, g].tolist(), strict=True)),
-                    "advantage": advantages_PG[p, g].item(),
-                    "length": len(completion.ids),
-                    "finished": completion.finished,
-                }
-            )
-    return records
 
 
 def _mean(values: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from grpo.distributed import World
+from grpo.samples import write_samples
 
 WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
 """Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
@@ -117,7 +118,7 @@ class Reporter:
         self._jsonl.write(json.dumps(_json_safe(metrics)) + "\n")
         self._jsonl.flush()
         self._bar.update(metrics["step"] - self._bar.n)
-        if metrics["step"] % self.every == 0 or metrics["step"] == self.max_steps or "eval/greedy_accuracy" in metrics:
+        if self.is_logged(metrics["step"]) or "eval/greedy_accuracy" in metrics:
             if "reward" in metrics:
                 self.say(console_line(metrics, self.max_steps))
             if "eval/greedy_accuracy" in metrics:
@@ -125,12 +126,14 @@ class Reporter:
             if self._wandb is not None:
                 self._log_to_wandb(metrics)
 
+    def is_logged(self, step: int) -> bool:
+        """Whether this rank shows a step on the console and in wandb, and keeps some of its completions."""
+        return self.is_main and (step % self.every == 0 or step == self.max_steps)
+
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
-        """A few completions of a step, one JSON object a line, to ``completions/step_<step>.jsonl``."""
-        if not self.is_main or not records:
-            return
-        with open(self.output_dir / "completions" / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(_json_safe(record), ensure_ascii=False) + "\n" for record in records)
+        """A few completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.samples``)."""
+        if self.is_main and records:
+            write_samples(self.output_dir / "completions" / f"step_{step:06d}.parquet", records)
 
     def close(self) -> None:
         if not self.is_main:

@@ -72,6 +72,10 @@ class Run:
         values = {name: value for name, value in self.config.rollout.model_dump().items() if name in names}
         return Sampling(**values | {"stop": tuple(self.config.rollout.stop)})
 
+    def keeps_completions(self, step: int) -> bool:
+        """Whether this rank writes some completions of a (1-based) step."""
+        return self.config.logging.log_completions > 0 and self.reporter.is_logged(step)
+
     def score(self, groups: Sequence[Group]) -> tuple[torch.Tensor, RewardResult]:
         """Every reward of every completion: ``[P, G, F]`` fp32, NaN where a function gave None; and what went wrong.
 

@@ -12,7 +12,7 @@ EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
 BASE = {"arguments", "batch", "config", "datafile", "distributed", "hub", "seeding"}
 MATH = {"advantages", "logprobs", "loss", "rewards"}
-PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "tasks"}
+PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "tasks"}
 ASSEMBLY = {"debug", "describe", "output", "run"}
 
 MAY_IMPORT = (
@@ -20,7 +20,7 @@ MAY_IMPORT = (
     | {"config": {"arguments"}}
     | {room: {"batch"} for room in MATH}
     | dict.fromkeys(PARTS, BASE | MATH)
-    | {"data": BASE | MATH | {"tasks"}, "model": BASE | MATH | {"tasks"}}
+    | {"data": BASE | MATH | {"tasks"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}
     | {"evaluation": BASE | MATH | PARTS}
     | {room: BASE | MATH | PARTS | {"evaluation"} | ASSEMBLY for room in ASSEMBLY}
     | {"__init__": set()}

@@ -170,17 +170,6 @@ def test_a_run_that_is_continued_keeps_its_wandb_id(tmp_path, random_model):
     assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{ids[0]}/*.wandb"))) == 2
 
 
-def test_completions_are_written_as_they_are(tmp_path):
-    writer = reporter(tmp_path)
-    writer.completions(3, [{"completion": "zwölf\u2028\n", "rewards": {"a": float("nan")}, "advantage": 0.5}])
-    writer.completions(4, [])
-    writer.close()
-    (path,) = (tmp_path / "completions").iterdir()
-    assert path.name == "step_000003.jsonl"
-    (line,) = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    assert json.loads(line) == {"completion": "zwölf\u2028\n", "rewards": {"a": None}, "advantage": 0.5}
-
-
 def test_points_go_to_the_console_every_n_steps_and_at_evaluations(tmp_path, capsys):
     writer = reporter(tmp_path, every=2, max_steps=5)
     writer.step({"step": 0, "eval/greedy_accuracy": 0.25, "eval/mean_length": 3.0})
