@@ -46,9 +46,8 @@ def train(run: Run) -> None:
             run, step, seconds, metrics
         )  # K samples per prompt, bf16 autocast
         all_rewards_PG = world.gather_rows(rewards_PG)
-        advantages_PG = world.own_rows(
-            group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
-        )
+        all_advantages_PG = group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
+        advantages_PG = world.own_rows(all_advantages_PG)
         batch = collate(
             groups,
             advantages_PG,
@@ -66,6 +65,7 @@ def train(run: Run) -> None:
             for iteration in range(algorithm.num_iterations):
                 for minibatch in minibatches(batch, algorithm.num_minibatches):
                     update(run, minibatch, metrics, is_first_pass=iteration == 0)
+        lengths_PG = world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
         if kept is not None:
             records = sample_records(
                 groups,
@@ -79,7 +79,9 @@ def train(run: Run) -> None:
                 ref_logprobs_BT=kept.ref_logprobs_BT,
                 decode=run.policy.tokenizer.decode,
             )
-            run.reporter.completions(step + 1, records)
+            run.reporter.completions(
+                step + 1, records, {"reward": all_rewards_PG, "advantage": all_advantages_PG, "length": lengths_PG}
+            )
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
@@ -273,7 +275,8 @@ def main(argv: list[str]) -> int:
         run = prepare(config, world)
     except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend: one line, from one rank
         if rank == 0:
-            print(f"error: {mistake}", file=sys.stderr, flush=True)
+            for line in str(mistake).splitlines():  # a configuration may have several
+                print(f"error: {line}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one goes: let rank 0 speak
         if world is not None and world.size > 1:

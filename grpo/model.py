@@ -162,7 +162,9 @@ def load_policy(
     if disable_dropout:
         turn_dropout_off(model)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Renamed in transformers 5.23, where the old name still works and warns.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     model.to(device)
     eos_ids = end_tokens(model, tokenizer)
     if not eos_ids:

@@ -19,6 +19,7 @@ from grpo.config import Config, ConfigError, check_world_size
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, load_rows, make_problems
 from grpo.describe import summary
 from grpo.distributed import World
+from grpo.environment import environment, record_start
 from grpo.evaluation import evaluate, make_judge
 from grpo.logprobs import CompletionScorer
 from grpo.metrics import Accumulator, Reporter
@@ -254,9 +255,16 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     policy.model.train()
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
 
+    here = environment(world.size) | {
+        "from_step": start,
+        "num_parameters": sum(p.numel() for p in policy.model.parameters()),
+        "num_train_problems": len(train.problems),
+        "num_eval_problems": len(evaluation.problems[: config.eval.max_samples]),
+    }
     with world.main_first():
         if world.is_main:
             start_output(config, resume)
+            record_start(config.output_dir, here)
     reporter = Reporter(
         config.output_dir,
         is_main=world.is_main,
@@ -267,7 +275,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         project=config.logging.project,
         run_name=config.logging.run_name,
         wandb_run_id=state.get("wandb_run_id"),
-        config=config.model_dump(mode="json"),
+        config=config.model_dump(mode="json") | {"environment": here},
     )
     run = Run(
         config=config,

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
-BASE = {"arguments", "batch", "config", "datafile", "distributed", "hub", "seeding"}
+BASE = {"arguments", "batch", "config", "datafile", "distributed", "environment", "health", "hub", "seeding"}
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "tasks"}
 ASSEMBLY = {"debug", "describe", "output", "run"}
@@ -23,6 +23,7 @@ MAY_IMPORT = (
     | {"data": BASE | MATH | {"tasks"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}
     | {"evaluation": BASE | MATH | PARTS}
     | {room: BASE | MATH | PARTS | {"evaluation"} | ASSEMBLY for room in ASSEMBLY}
+    | {"report": {"environment", "health", "samples"}}
     | {"__init__": set()}
 )
 """Room (a module or folder of ``grpo``) -> the other rooms it may import."""
