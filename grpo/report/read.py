@@ -71,7 +71,7 @@ def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             steps[int(record["step"])] = {name: _clean(value) for name, value in record.items()}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or no object with a step
             damaged += line is not last
     if damaged:
         notes.append(f"{damaged} line(s) of metrics.jsonl could not be read.")

@@ -1,12 +1,12 @@
 // Line charts in SVG: all runs in each, gaps where a value is missing, read with the mouse, a finger or the arrow keys.
 const HEIGHT = 190, LEFT = 50, RIGHT = 10, TOP = 10, BOTTOM = 24;
-const PHASES = ["time/rollout", "time/reward", "time/logprobs", "time/update", "time/eval"];
+const PHASES = ["time/rollout", "time/reward", "time/logprobs", "time/update"];
 const GROUPS = [
-  ["Reward", /^(reward|reward_std|frac_|rewards\/.*\/mean)/, "The weighted sum and its parts, over the whole batch of a step."],
+  ["Reward", /^(reward$|reward_std|frac_|rewards\/.*\/mean)/, "The weighted sum and its parts, over the whole batch of a step."],
   ["Evaluation", /^eval\//, "On problems that are not trained on."],
   ["Policy", /^(kl|entropy|clip_ratio|ratio|loss|grad_norm|learning_rate|sampling|skipped)/, ""],
   ["Completions", /^completions\/(mean_length|clipped_ratio)/, ""],
-  ["Time", /^(step_time|tokens_per_second)/, ""],
+  ["Time", /^(step_time|tokens_per_second|time\/eval)/, ""],
 ];
 const BANDS = { "completions/mean_length": ["completions/min_length", "completions/max_length"] };
 const view = { axis: "step", smoothing: 0, hidden: new Set() };
@@ -27,6 +27,11 @@ function ticks(low, high, count) {
   const found = [];
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(k * step);
   return found;
+}
+
+function tickText(value) {
+  const short = +value.toPrecision(6), size = Math.abs(short);
+  return size && (size >= 1e5 || size < 1e-3) ? short.toExponential().replace("e+", "e") : String(short);
 }
 
 function axisOf(run, isEvaluation) {
@@ -80,8 +85,8 @@ function chart(title, help, getLines, options) {
       const i = place === null ? line.x.length - 1 : nearest(line.x, place);
       return line.name + " " + spelled(line.raw[i]);
     });
-    const at = lines.length ? lines[0].x[place === null ? lines[0].x.length - 1 : nearest(lines[0].x, place)] : null;
-    reading.textContent = (isNumber(at) ? view.axis + " " + spelled(at) + ": " : "") + parts.join(" \u00b7 ");
+    const at = lines.length && place !== null ? lines[0].x[nearest(lines[0].x, place)] : null;
+    reading.textContent = (isNumber(at) ? view.axis.replace(/s$/, "") + " " + spelled(at) + ": " : lines.length ? "last: " : "") + parts.join(" \u00b7 ");
   }
   new ResizeObserver(() => { if (holder.clientWidth && holder.clientWidth !== figure.width) { figure.width = holder.clientWidth; figure.redraw(); } }).observe(holder);
   return figure;
@@ -110,10 +115,10 @@ function draw(title, lines, width, options, onplace, place) {
   const py = (y) => TOP + (y1 - y) / (y1 - y0) * (HEIGHT - TOP - BOTTOM);
   for (const y of ticks(y0, y1, 4)) {
     root.append(svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: py(y), y2: py(y) }));
-    root.append(svg("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, spelled(+y.toPrecision(6))));
+    root.append(svg("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, tickText(y)));
   }
   for (const x of ticks(x0, x1, Math.max(2, Math.floor(width / 90)))) {
-    root.append(svg("text", { x: px(x), y: HEIGHT - 7, "text-anchor": "middle" }, spelled(+x.toPrecision(6))));
+    root.append(svg("text", { x: px(x), y: HEIGHT - 7, "text-anchor": "middle" }, tickText(x)));
   }
   for (const line of lines) {
     if (line.area) {
@@ -181,7 +186,7 @@ function buildCurves(section) {
     if (name === "Time") {
       for (const run of RUNS.filter((one) => one.series["time/rollout"])) {
         const label = "time by phase" + (RUNS.length > 1 ? ": " + run.name : "");
-        const legend = PHASES.map((phase, i) => el("span", { class: "run-head" }, swatch(runColour(i)), phase.slice(5) + " "));
+        const legend = PHASES.map((phase, i) => el("span", { class: "legend" }, swatch(runColour(i)), phase.slice(5)));
         const figure = chart(label, "Seconds of each step, stacked.", () => phaseLines(run), { fromZero: true });
         figure.append(...legend);
         add(figure, content);

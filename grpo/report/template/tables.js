@@ -22,6 +22,11 @@ function side(cell, isRate) {
   return el("td", { class: "number" }, number, interval);
 }
 
+function points(change) {
+  const text = (100 * Math.abs(change)).toFixed(1);
+  return text === "0.0" ? text : (change > 0 ? "+" : "\u2212") + text;
+}
+
 function buildEvaluation(section) {
   const content = section.querySelector(".content");
   const withEvaluation = RUNS.map((_, index) => index).filter((index) => RUNS[index].comparison.length);
@@ -29,6 +34,8 @@ function buildEvaluation(section) {
     content.append(el("p", { class: "note" }, "No evaluation has been written."));
     return;
   }
+  const tables = el("div", { class: "tables" });
+  content.append(tables);
   for (const index of withEvaluation) {
     const run = RUNS[index], body = el("tbody");
     for (const row of run.comparison) {
@@ -37,10 +44,10 @@ function buildEvaluation(section) {
       const good = row.name === "eval/truncated" ? change < 0 : change > 0;
       const isApart = change && isNumber(row.before.low) && (row.after.low > row.before.high || row.after.high < row.before.low);
       body.append(el("tr", {}, el("th", { scope: "row" }, row.name.slice(5).replaceAll("_", " ")), side(row.before, isRate), side(row.after, isRate),
-        el("td", { class: "number " + (isApart && isRate ? (good ? "better" : "worse") : "") }, change === null ? "\u2013" : isRate ? (change >= 0 ? "+" : "\u2212") + (100 * Math.abs(change)).toFixed(1) : signed(change))));
+        el("td", { class: "number " + (isApart && isRate ? (good ? "better" : "worse") : "") }, change === null ? "\u2013" : isRate ? points(change) : signed(change))));
     }
     const last = run.comparison.map((row) => row.after).find(Boolean);
-    content.append(el("div", { class: "scroll" }, el("table", {}, RUNS.length > 1 ? el("caption", {}, head(index)) : null,
+    tables.append(el("div", { class: "scroll" }, el("table", {}, RUNS.length > 1 ? el("caption", {}, head(index)) : null,
       el("thead", {}, el("tr", {}, el("th", {}, ""), el("th", { class: "number" }, "before"), el("th", { class: "number" }, last ? `step ${last.step}` : "after"), el("th", { class: "number" }, "change"))), body)));
   }
   content.append(el("p", { class: "note" }, "Below each rate: 95% interval (Wilson) over the evaluation problems. It is that of one measurement: for rates over several samples of a problem it is wider than need be. Changes in points; coloured where the two intervals are apart."));
