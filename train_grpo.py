@@ -25,6 +25,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.loss import loss_denominator, policy_loss
 from grpo.metrics import Accumulator, evaluation_table
 from grpo.model import sync_reference
+from grpo.profile import finish_profiler, start_profiler
 from grpo.rollout import generate
 from grpo.run import Run, check_rewards, prepare
 from grpo.samples import sample_records
@@ -40,6 +41,7 @@ def train(run: Run) -> None:
         run.reporter.step({"step": 0, **run.before})
     for step in range(run.start, run.max_steps):
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
+        profiler = start_profiler(config, world, step + 1)
         started = time.perf_counter()
 
         groups, values_PGF, rewards_PG = sample_and_score(
@@ -86,6 +88,7 @@ def train(run: Run) -> None:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
         step_time = time.perf_counter() - started
+        finish_profiler(profiler, run, step + 1)
         is_last = step + 1 == run.max_steps
         evaluated = {}
         if is_last or (config.eval.every and (step + 1) % config.eval.every == 0):
@@ -271,7 +274,7 @@ def main(argv: list[str]) -> int:
     world, run = None, None
     try:
         config: Config = load_config(argv)
-        world: World = start_world(**config.runtime.model_dump(exclude={"precision"}))
+        world: World = start_world(**config.runtime.model_dump(exclude={"precision", "profile"}))
         run = prepare(config, world)
     except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend: one line, from one rank
         if rank == 0:

@@ -10,14 +10,14 @@ PACKAGE = ROOT / "grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
-BASE = {"arguments", "batch", "config", "datafile", "distributed", "environment", "health", "hub", "seeding"}
+BASE = {"arguments", "batch", "config", "datafile", "distributed", "environment", "health", "hub", "presets", "seeding"}
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "tasks"}
-ASSEMBLY = {"debug", "describe", "output", "run"}
+ASSEMBLY = {"debug", "describe", "output", "profile", "run"}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}
-    | {"config": {"arguments"}}
+    | {"config": {"arguments", "presets"}}
     | {room: {"batch"} for room in MATH}
     | dict.fromkeys(PARTS, BASE | MATH)
     | {"data": BASE | MATH | {"tasks"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}

@@ -133,7 +133,7 @@ def test_curves_overlay_runs_and_are_read_with_the_keys(page):
     phases = page.locator("figure[data-chart='time by phase: first'] path")
     assert phases.count() == 4
     page.get_by_label("Horizontal axis").select_option("tokens")
-    assert "1000" in figure.locator("svg text").all_inner_texts()
+    assert "1000" in figure.locator("svg text").all_text_contents()
 
 
 def test_tables_show_intervals_and_what_differs(page):
