@@ -52,7 +52,14 @@ def test_mistakes_are_one_line(checkpoint, random_model, chat):
     cases = {
         ("--model", "/nowhere"): "model.name_or_path=/nowhere does not exist",
         ("--model", random_model, "--prompt", "2+2="): "256 tokens leave no room",
-        ("--model", random_model, "--prompt", "2+2=", "--max-tokens", "8"): "column(s) answer",  # the default reward reads it
+        (
+            "--model",
+            random_model,
+            "--prompt",
+            "2+2=",
+            "--max-tokens",
+            "8",
+        ): "column(s) answer",  # the default reward reads it
         ("--model", checkpoint, "--prompt", "2", "--column", "answer"): "--column answer: use NAME=VALUE",
     }
     for arguments, words in cases.items():

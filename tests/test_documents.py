@@ -95,3 +95,28 @@ def test_the_worked_loss():
         assert value == pytest.approx(expected), aggregation
         assert f"`{aggregation}` {expected:.4f}" in text, aggregation
         assert (stats["clip_ratio/region_mean"][0] / stats["clip_ratio/region_mean"][1]).item() == 0.5
+
+
+def trl_mapping() -> list[tuple[str, str | None]]:
+    text = (ROOT / "docs" / "from_trl.md").read_text().split("## Every key of GRPOConfig")[1]
+    rows = re.findall(r"^\| `([^`]+)` \| (?:`([^`]+)`|-) \| (.*) \|$", text, re.MULTILINE)
+    assert all(ours or why for _, ours, why in rows), "where there is none, the reason"
+    return [(theirs, ours or None) for theirs, ours, _ in rows]
+
+
+def test_every_key_that_replaces_one_of_trl_exists():
+    known = set(keys_of(Config))
+    mapping = trl_mapping()
+    assert len(mapping) == len(dict(mapping)) == 77 + 114, "of TRL 1.16.0 with transformers 5.23"
+    assert {ours for _, ours in mapping if ours} - known == set()
+    references = re.findall(r"see (\w+)", (ROOT / "docs" / "from_trl.md").read_text())
+    assert set(references) - set(dict(mapping)) == set()
+
+
+def test_the_keys_are_those_of_trl():
+    trl = pytest.importorskip("trl", reason="needs trl==1.16.0 beside the trainer")
+    import dataclasses
+
+    if trl.__version__ != "1.16.0":
+        pytest.skip(f"written for trl 1.16.0, found {trl.__version__}")
+    assert {field.name for field in dataclasses.fields(trl.GRPOConfig)} == set(dict(trl_mapping()))
