@@ -65,7 +65,7 @@ def train(run: Run) -> None:
         before_BT = policy_logprobs(run, kept)
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
-                for minibatch in minibatches(batch, algorithm.num_minibatches):
+                for minibatch in run.reporter.through("update", minibatches(batch, algorithm.num_minibatches)):
                     update(run, minibatch, metrics, is_first_pass=iteration == 0)
         lengths_PG = world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
         if kept is not None:
@@ -178,8 +178,9 @@ def policy_logprobs(run: Run, batch: Batch | None) -> torch.Tensor | None:
 @torch.no_grad()
 def logprobs_without_grad(run: Run, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
     parts = []
-    with run.policy.autocast():
+    with run.policy.autocast(), run.reporter.bar("log-probs", len(batch), "row") as bar:
         for rows in cut(batch, run.config.optim.tokens_per_microbatch):
+            bar.update(len(rows))
             micro = batch.rows(rows)
             scored, _ = scorer(micro.sequence_ids_BS, micro.prompt_lengths_B, micro.completion_mask_BT)
             parts.append((rows.to(scored.device), scored))

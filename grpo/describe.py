@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo import memory
 from grpo.advantages import has_equal_rewards
 from grpo.batch import Group, Problem
 from grpo.config import Config
 from grpo.data import ProblemSet, count_shared
 from grpo.metrics import Accumulator
+from grpo.model import Policy, num_parameters
 
 
 def reward_metrics(names: Sequence[str], values_PGF: torch.Tensor, totals_PG: torch.Tensor) -> dict[str, float]:
@@ -95,3 +97,21 @@ def summary(
                 "the gradient estimate is biased"
             )
     return lines
+
+
+def memory_line(config: Config, policy: Policy, world_size: int, longest_prompt: int) -> str:
+    """What a rank will need, for the summary."""
+    r, budget = config.rollout, config.optim.tokens_per_microbatch
+    rows = r.prompts_per_step * r.num_generations // world_size
+    most = rows * (longest_prompt + r.max_completion_length)
+    return memory.line(
+        memory.estimate(
+            policy.model.config.get_text_config(),
+            num_parameters(policy.model),
+            precision=config.runtime.precision,
+            has_reference=config.algorithm.beta > 0,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            tokens_in_flight=min(r.tokens_in_flight or most, most),
+            tokens_per_microbatch=min(budget, most),
+        )
+    )

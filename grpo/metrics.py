@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ class Reporter:
         """A short-lived bar for a phase; its ``update`` takes what has been done since the last call."""
         shown = self.is_main and sys.stderr.isatty()
         return tqdm(total=total, desc=description, unit=unit, leave=False, disable=not shown, dynamic_ncols=True)
+
+    def through(self, description: str, items: Sequence[Any]) -> Iterator[Any]:
+        """The items, with a short-lived bar that counts those that are done."""
+        with self.bar(description, len(items), "part") as bar:
+            for item in items:
+                yield item
+                bar.update(1)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Write one step (1-based ``step``) to JSONL, and every N steps to the console and wandb."""

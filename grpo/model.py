@@ -215,6 +215,11 @@ def turn_dropout_off(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def num_parameters(model: nn.Module) -> int:
+    """All of them, shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
 def make_reference(model: nn.Module) -> nn.Module:
     """A frozen copy, in eval mode, of the same weights and under the same autocast: the KL at step 0 is exactly 0."""
     reference = copy.deepcopy(model).eval()

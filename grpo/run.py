@@ -17,7 +17,7 @@ from grpo import checkpoint
 from grpo.batch import Group, Problem
 from grpo.config import Config, ConfigError, check_world_size
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, load_rows, make_problems
-from grpo.describe import summary
+from grpo.describe import memory_line, summary
 from grpo.distributed import World
 from grpo.environment import environment, record_start
 from grpo.evaluation import evaluate, make_judge
@@ -31,6 +31,7 @@ from grpo.model import (
     make_optimizer,
     make_reference,
     make_schedule,
+    num_parameters,
     resolve_model,
 )
 from grpo.output import find_resume_point, refuse_changes, start_output
@@ -255,12 +256,8 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     policy.model.train()
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
 
-    here = environment(world.size) | {
-        "from_step": start,
-        "num_parameters": sum(p.numel() for p in policy.model.parameters()),
-        "num_train_problems": len(train.problems),
-        "num_eval_problems": len(evaluation.problems[: config.eval.max_samples]),
-    }
+    here = environment(world.size) | {"from_step": start, "num_parameters": num_parameters(policy.model)}
+    here["num_eval_problems"] = len(evaluation.problems[: config.eval.max_samples])
     with world.main_first():
         if world.is_main:
             start_output(config, resume)
@@ -298,7 +295,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         run.save(0, rehearsal=True)
     lines = summary(
         config,
-        num_parameters=sum(p.numel() for p in policy.model.parameters()),
+        num_parameters=num_parameters(policy.model),
         device=world.device.type,
         world_size=world.size,
         train=train,
@@ -306,7 +303,9 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         steps_per_epoch=problems.steps_per_epoch,
         max_steps=max_steps,
     )
-    for line in lines + [f"resuming  {resume} at step {start}"] * bool(resume):
+    for line in [*lines, memory_line(config, policy, world.size, longest)] + [
+        f"resuming  {resume} at step {start}"
+    ] * bool(resume):
         reporter.say(line)
     return run
 

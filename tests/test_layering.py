@@ -10,7 +10,19 @@ PACKAGE = ROOT / "grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
-BASE = {"arguments", "batch", "config", "datafile", "distributed", "environment", "health", "hub", "presets", "seeding"}
+BASE = {
+    "arguments",
+    "batch",
+    "config",
+    "datafile",
+    "distributed",
+    "environment",
+    "health",
+    "hub",
+    "memory",
+    "presets",
+    "seeding",
+}
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "tasks"}
 ASSEMBLY = {"debug", "describe", "output", "profile", "run"}
