@@ -3,9 +3,11 @@
 import gzip
 import json
 
+import pytest
 from conftest import run_trainer, small_run
 
 
+@pytest.mark.slow
 def test_the_trace_of_a_step_names_its_phases(tmp_path, random_model):
     done = run_trainer(
         *small_run(random_model, tmp_path / "run"),
