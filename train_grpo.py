@@ -16,15 +16,15 @@ import torch
 
 from grpo import debug
 from grpo.advantages import group_advantages, has_equal_rewards
-from grpo.batch import Batch, Group, collate, cut, microbatches, minibatches
+from grpo.batch import Batch, Group, collate, microbatches, minibatches
 from grpo.config import Config, load_config
-from grpo.describe import completion_metrics, reward_metrics, samples_of
+from grpo.describe import completion_metrics, log_completions, reward_metrics
 from grpo.distributed import Interrupted, RanksDisagree, World, launched_as, start_world
 from grpo.ending import to_its_end
-from grpo.logprobs import CompletionScorer
 from grpo.loss import loss_denominator, policy_loss
 from grpo.metrics import Accumulator, evaluation_table
 from grpo.model import sync_reference
+from grpo.profile import finish_profiler, start_profiler
 from grpo.rollout import generate
 from grpo.run import Run, check_rewards, prepare
 
@@ -41,15 +41,15 @@ def train(run: Run) -> None:
         end_step(run, run.start, run.saver.unreported)
     for step in range(run.start, run.max_steps):
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
+        profiler = start_profiler(config, world, step + 1)
         started = time.perf_counter()
 
         groups, values_PGF, rewards_PG = sample_and_score(
             run, step, seconds, metrics
         )  # K samples per prompt, bf16 autocast
         all_rewards_PG = world.gather_rows(rewards_PG)
-        advantages_PG = world.own_rows(
-            group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
-        )
+        all_advantages_PG = group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
+        advantages_PG = world.own_rows(all_advantages_PG)
         batch = collate(
             groups,
             advantages_PG,
@@ -63,18 +63,16 @@ def train(run: Run) -> None:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
-                for minibatch in minibatches(batch, algorithm.num_minibatches):
+                for minibatch in run.reporter.through("update", minibatches(batch, algorithm.num_minibatches)):
                     update(run, minibatch, metrics, is_first_pass=iteration == 0)
+        log_completions(run, step + 1, groups, batch, values_PGF, all_rewards_PG, all_advantages_PG)
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
         step_time = time.perf_counter() - started
+        finish_profiler(profiler, run, step + 1)
         line = report(run, step, metrics, seconds, step_time, groups, world.gather_rows(values_PGF), all_rewards_PG)
         run.saver.step_done(step + 1, line)
-        run.reporter.completions(
-            step + 1,
-            samples_of(groups, values_PGF, advantages_PG, run.rewards.names, config.logging.log_completions, step + 1),
-        )
         end_step(run, step + 1, line)
     if not config.debug:
         run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
@@ -161,23 +159,10 @@ def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
     """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without grad."""
     old_BT = ref_BT = None
     if run.config.algorithm.updates_per_step > 1:  # with one update, old = new.detach(): the same numbers, a pass saved
-        old_BT = logprobs_without_grad(run, run.bare_scorer, batch)
+        old_BT = run.logprobs(run.bare_scorer, batch)
     if run.ref_scorer is not None:
-        ref_BT = logprobs_without_grad(run, run.ref_scorer, batch)
+        ref_BT = run.logprobs(run.ref_scorer, batch)
     return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT)
-
-
-@torch.no_grad()
-def logprobs_without_grad(run: Run, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
-    parts = []
-    with run.policy.autocast():
-        for rows in cut(batch, run.config.optim.tokens_per_microbatch, packed=scorer.packed):
-            scored, _ = scorer(*batch.rows(rows).to_score)
-            parts.append((rows.to(scored.device), scored))
-    logprobs_BT = parts[0][1].new_zeros(batch.completion_mask_BT.shape)
-    for rows, scored in parts:
-        logprobs_BT[rows, : scored.shape[1]] = scored
-    return logprobs_BT
 
 
 def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: bool) -> None:
@@ -264,11 +249,12 @@ def main(argv: list[str]) -> int:
     world, run = None, None
     try:
         config: Config = load_config(argv)
-        world: World = start_world(**config.runtime.model_dump(exclude={"precision", "packed"}))
+        world: World = start_world(**config.runtime.model_dump(exclude={"precision", "packed", "profile"}))
         run = prepare(config, world)
     except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend: one line, from one rank
         if rank == 0:
-            print(f"error: {mistake}", file=sys.stderr, flush=True)
+            for line in str(mistake).splitlines():  # a configuration may have several
+                print(f"error: {line}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one goes: let rank 0 speak
         if world is not None and world.size > 1:

@@ -11,20 +11,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from grpo.arguments import ConfigError, help_text, parse_arguments, validate
+from grpo.presets import PRESETS
 
 __all__ = ["PRESETS", "Config", "ConfigError", "check_world_size", "help_text", "load_config"]
-
-_GRPO = dict(objective="clip", baseline="mean", scale="group", aggregation="response_mean", importance_level="token")
-PRESETS: dict[str, dict[str, Any]] = {  # name -> keys of `algorithm`; sources in docs/algorithm.md
-    "grpo": _GRPO,
-    "dr_grpo": _GRPO | dict(scale="none", aggregation="constant", beta=0.0),
-    "dapo": _GRPO | dict(aggregation="token_mean", epsilon_high=0.28, beta=0.0, dynamic_sampling=True),
-    "gspo": _GRPO | dict(importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, beta=0.0),
-    "cispo": _GRPO | dict(objective="cispo", aggregation="token_mean", epsilon_high=5.0, beta=0.0),
-    "rloo": _GRPO | dict(objective="reinforce", baseline="leave_one_out", scale="none", beta=0.0),
-    "reinforce": _GRPO | dict(objective="reinforce", baseline="none", scale="none", beta=0.0),
-    "reinforce_baseline": _GRPO | dict(objective="reinforce", beta=0.0),
-}
 
 
 class Section(BaseModel):
@@ -247,9 +236,9 @@ class LoggingConfig(Section):
     run_name: str | None = None
     """wandb run name; none: the name of output_dir."""
     log_completions: int = Field(4, ge=0)
-    """Completions written to completions/ per logged step; 0: none."""
+    """Completions written to completions/ (Parquet, with each token's log-probs) every N = `every` steps; 0: none."""
     every: int = Field(1, ge=1)
-    """Console line and wandb point every N steps (metrics.jsonl has every step)."""
+    """Console line, wandb point and completions every N steps (metrics.jsonl has every step)."""
 
 
 class RuntimeConfig(Section):
@@ -265,6 +254,8 @@ class RuntimeConfig(Section):
     """Only kernels that give the same bits every time (CUDA; slower)."""
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of each rank; none: cores / ranks on this machine."""
+    profile: int | None = Field(None, ge=1)
+    """Write a torch profiler trace of step N (counted from 1) to output_dir/trace_step_N.json.gz, for Perfetto."""
 
 
 class Config(Section):

@@ -1,4 +1,4 @@
-"""A run and its steps in words and numbers: the summary at the start, the metrics of a step, the samples kept.
+"""A run and its steps in words and numbers: the summary at the start, the metrics of a step.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions.
 """
@@ -9,11 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo import memory
 from grpo.advantages import has_equal_rewards
-from grpo.batch import Group, Problem
+from grpo.batch import Batch, Group, Problem
 from grpo.config import Config
 from grpo.data import ProblemSet, count_shared
 from grpo.metrics import Accumulator
+from grpo.model import Policy, num_parameters
+from grpo.samples import sample_records
 
 
 def reward_metrics(names: Sequence[str], values_PGF: torch.Tensor, totals_PG: torch.Tensor) -> dict[str, float]:
@@ -41,30 +44,6 @@ def completion_metrics(groups: Sequence[Group], metrics: Accumulator) -> int:
     return prompt_tokens + int(lengths.sum())
 
 
-def samples_of(
-    groups: Sequence[Group], values_PGF, advantages_PG, names: Sequence[str], limit: int, step: int
-) -> list[dict]:
-    """The first few completions as records for ``completions/``."""
-    records = []
-    for p, group in enumerate(groups):
-        for g, completion in enumerate(group.completions):
-            if len(records) == limit:
-                return records
-            records.append(
-                {
-                    "step": step,
-                    "problem": group.problem.index,
-                    "prompt": group.problem.prompt,
-                    "completion": completion.text,
-                    "rewards": dict(zip(names, values_PGF[p, g].tolist(), strict=True)),
-                    "advantage": advantages_PG[p, g].item(),
-                    "length": len(completion.ids),
-                    "finished": completion.finished,
-                }
-            )
-    return records
-
-
 def _mean(values: torch.Tensor) -> float:
     return values[~torch.isnan(values)].mean().item() if (~torch.isnan(values)).any() else 0.0
 
@@ -72,6 +51,32 @@ def _mean(values: torch.Tensor) -> float:
 def _row_std(values_PG: torch.Tensor) -> torch.Tensor:
     stds = [row[~torch.isnan(row)] for row in values_PG]
     return torch.stack([row.std() if len(row) > 1 else torch.zeros(()) for row in stds])
+
+
+def log_completions(run, step: int, groups, batch: Batch, values_PGF, all_rewards_PG, all_advantages_PG) -> None:
+    """Hand some completions of a (1-based) step to the reporter, with the log-probs of their tokens before and after the step.
+
+    Before: as the sampler computed them, or as the update did if it needed them.
+    """
+    lengths_PG = run.world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
+    if not run.config.logging.log_completions or not run.reporter.is_logged(step):
+        return
+    kept = batch.rows(slice(0, run.config.logging.log_completions))
+    records = sample_records(
+        groups,
+        values_PGF,
+        run.world.own_rows(all_rewards_PG),
+        run.world.own_rows(all_advantages_PG),
+        names=run.rewards.names,
+        step=step,
+        logprobs_BT=kept.sampling_logprobs_BT if kept.old_logprobs_BT is None else kept.old_logprobs_BT,
+        updated_logprobs_BT=run.logprobs(run.bare_scorer, kept),
+        ref_logprobs_BT=kept.ref_logprobs_BT,
+        decode=run.policy.tokenizer.decode,
+    )
+    run.reporter.completions(
+        step, records, {"reward": all_rewards_PG, "advantage": all_advantages_PG, "length": lengths_PG}
+    )
 
 
 def summary(
@@ -119,3 +124,21 @@ def summary(
                 "the gradient estimate is biased"
             )
     return lines
+
+
+def memory_line(config: Config, policy: Policy, world_size: int, longest_prompt: int) -> str:
+    """What a rank will need, for the summary."""
+    r, budget = config.rollout, config.optim.tokens_per_microbatch
+    rows = r.prompts_per_step * r.num_generations // world_size
+    most = rows * (longest_prompt + r.max_completion_length)
+    return memory.line(
+        memory.estimate(
+            policy.model.config.get_text_config(),
+            num_parameters(policy.model),
+            precision=config.runtime.precision,
+            has_reference=config.algorithm.beta > 0,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            tokens_in_flight=min(r.tokens_in_flight or most, most),
+            tokens_per_microbatch=min(budget, most),
+        )
+    )

@@ -6,6 +6,7 @@ Works the same under torchrun on GPUs (NCCL), under torchrun on CPU (gloo), and 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import sys
@@ -55,7 +56,8 @@ class World:
         """Name what this rank is doing, and add the seconds it took to ``seconds[phase]``."""
         outer, self.phase = self.phase, phase
         start = time.perf_counter()
-        yield
+        with torch.profiler.record_function(phase):  # a name in a trace; costs nothing without one
+            yield
         # Only here, not in a `finally`: after a failure the phase stays what it was, for the message.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -156,9 +158,10 @@ class World:
         if self.size == 1:
             return module
         device_ids = [self.device.index] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(
-            module, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        # The argument that keeps a forward pass from sending buffers was renamed in torch 2.13, where the old one warns.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        wrapped = DistributedDataParallel(module, device_ids=device_ids, gradient_as_bucket_view=True, **{name: False})
         for _ in range(2):
             self._collective(lambda: (first_forward(wrapped) * 0.0).backward())
         wrapped.zero_grad(set_to_none=True)

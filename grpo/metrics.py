@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ import torch
 from tqdm import tqdm
 
 from grpo.distributed import World
+from grpo.health import Health
+from grpo.samples import read_samples, write_samples
 
 WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
 """Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
+TABLE_ROWS, TABLES_PER_RUN = 1000, 50
+"""The table of completions in wandb: its newest rows, and how often it is sent (each time whole)."""
 
 EQUAL_STEPS = 10
 """So many steps without any difference between rewards are said on the console."""
@@ -95,13 +101,19 @@ class Reporter:
             return
         (self.output_dir / "completions").mkdir(parents=True, exist_ok=True)
         self._jsonl_path = self.output_dir / "metrics.jsonl"
-        self._drop_steps_from(first_step, redo_line)
+        kept, self._newest_written = self._drop_steps_from(first_step, redo_line)
+        self._health = Health()
+        for metrics in kept:  # what was said before the interruption is not said again
+            self._health.look(metrics)
         self._jsonl = open(self._jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=max_steps, initial=first_step, desc="steps", unit="step", disable=not terminal, dynamic_ncols=True
         )
         if wandb_mode != "disabled":
+            self._pending: dict[str, Any] = {}  # what belongs to the next point, beside its metrics
+            self._table_rows = self._earlier_completions(first_step)
+            self._evaluations = [metrics for metrics in kept if "eval/greedy_accuracy" in metrics]
             self._wandb = self._start_wandb(wandb_mode, project, run_name or self.output_dir.name, config or {})
 
     def say(self, text: str) -> None:
@@ -115,6 +127,13 @@ class Reporter:
         shown = self.is_main and sys.stderr.isatty()
         return tqdm(total=total, desc=description, unit=unit, leave=False, disable=not shown, dynamic_ncols=True)
 
+    def through(self, description: str, items: Sequence[Any]) -> Iterator[Any]:
+        """The items, with a short-lived bar that counts those that are done."""
+        with self.bar(description, len(items), "part") as bar:
+            for item in items:
+                yield item
+                bar.update(1)
+
     def step(self, metrics: dict[str, Any]) -> None:
         """Write one step (1-based ``step``) to JSONL, and every N steps to the console and wandb."""
         if not self.is_main:
@@ -124,6 +143,7 @@ class Reporter:
             self._jsonl.flush()
         except OSError as error:  # a full disk, say: it does not name the file itself
             raise OSError(f"{self._jsonl_path} cannot be written: {error}") from error
+        self._bar.set_postfix(_postfix(metrics), refresh=False)
         self._bar.update(metrics["step"] - self._bar.n)
         self._equal_in_a_row = self._equal_in_a_row + 1 if metrics.get("frac_reward_zero_std") == 1.0 else 0
         if self._equal_in_a_row == EQUAL_STEPS:
@@ -131,25 +151,45 @@ class Reporter:
                 f"warning: {EQUAL_STEPS} steps in a row, all completions of each group got the same reward: there is nothing to "
                 "learn from, and only the KL term and weight decay move the weights; look at completions/, the reward, the temperature"
             )
-        if metrics["step"] % self.every == 0 or metrics["step"] == self.max_steps or "eval/greedy_accuracy" in metrics:
+        if self.is_logged(metrics["step"]) or "eval/greedy_accuracy" in metrics:
             if "reward" in metrics:
                 self.say(console_line(metrics, self.max_steps))
             if "eval/greedy_accuracy" in metrics:
                 self.say(evaluation_line(metrics, self.max_steps))
             if self._wandb is not None:
                 self._log_to_wandb(metrics)
+        for hint in self._health.look(metrics):
+            self.say(f"hint: {hint} (docs/metrics.md)")
 
     def sync(self) -> None:
         """What was written is on the disk, also after a power cut."""
         if self.is_main:
             os.fsync(self._jsonl.fileno())
 
-    def completions(self, step: int, records: list[dict[str, Any]]) -> None:
-        """A few completions of a step, one JSON object a line, to ``completions/step_<step>.jsonl``."""
+    def is_logged(self, step: int) -> bool:
+        """Whether this rank shows a step on the console and in wandb, and keeps some of its completions."""
+        return self.is_main and (step % self.every == 0 or step == self.max_steps)
+
+    def completions(
+        self, step: int, records: list[dict[str, Any]], distributions: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        """A few completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.samples``).
+
+        Args:
+            distributions: name -> values of the whole step, for wandb's histograms. The ratio's is of these records' tokens.
+        """
         if not self.is_main or not records:
             return
-        with open(self.output_dir / "completions" / f"step_{step:06d}.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(_json_safe(record), ensure_ascii=False) + "\n" for record in records)
+        write_samples(self.output_dir / "completions" / f"step_{step:06d}.parquet", records)
+        if self._wandb is not None:
+            self._table_rows = [*self._table_rows, *records][-TABLE_ROWS:]
+            ratios = [
+                math.exp(min(new - old, 80.0))
+                for record in records
+                for old, new in zip(record["logprobs"], record["updated_logprobs"], strict=True)
+            ]
+            values = {name: tensor.flatten().tolist() for name, tensor in (distributions or {}).items()}
+            self._pending |= {f"histograms/{name}": v for name, v in (values | {"ratio": ratios}).items()}
 
     def close(self) -> None:
         if not self.is_main:
@@ -164,21 +204,36 @@ class Reporter:
                     f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything", flush=True
                 )
 
-    def _drop_steps_from(self, first_step: int, redo_line: bool) -> None:
-        """Forget lines of steps that a resumed run will do (or, with ``redo_line``, write) again, and a last line cut short."""
+    def _drop_steps_from(self, first_step: int, redo_line: bool) -> tuple[list[dict[str, Any]], int]:
+        """Forget lines of steps that a resumed run will do (or, with ``redo_line``, write) again, and a last line that a kill cut short.
+
+        Returns:
+            What is kept, and the newest step that was there.
+        """
         if not self._jsonl_path.exists():
-            return
-        kept = []
+            return [], -1
+        kept, records, newest = [], [], -1
         for line in self._jsonl_path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
                 record = json.loads(line)
             except ValueError:
                 continue
+            newest = max(newest, record["step"])
             if record["step"] <= first_step - redo_line and line.endswith("\n") and first_step > 0:
                 kept.append(line)
+                records.append(record)
         temporary = self._jsonl_path.with_suffix(".tmp")
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, self._jsonl_path)
+        return records, newest
+
+    def _earlier_completions(self, first_step: int) -> list[dict[str, Any]]:
+        """The completions that a resumed run has written, for a table that is whole after it."""
+        rows: list[dict[str, Any]] = []
+        for path in sorted((self.output_dir / "completions").glob("step_*.parquet"), reverse=True):
+            if first_step >= int(path.stem.removeprefix("step_")) and len(rows) < TABLE_ROWS:
+                rows = read_samples(path) + rows
+        return rows
 
     def _start_wandb(self, mode: str, project: str, name: str, config: dict[str, Any]):
         """A wandb run, or None with a warning: a missing package, key or server never stops training."""
@@ -205,11 +260,48 @@ class Reporter:
             return None
 
     def _log_to_wandb(self, metrics: dict[str, Any]) -> None:
+        step = metrics["step"]
+        pending, self._pending = self._pending, {}
+        if self._wandb.offline and step <= self._newest_written:
+            return  # an earlier part of this run has this point in its own folder; `wandb sync` would add it twice
         try:
-            self._wandb.log(metrics)
+            # wandb's own counter is the step too: the service drops points that it has, which a resumed run sends again.
+            self._wandb.log(metrics | self._media(step, metrics, pending), step=step, commit=True)
         except Exception as error:  # the service may have gone away
             self.say(f"warning: wandb stopped ({_first_line(error)}); metrics.jsonl has everything")
             self._wandb = None
+
+    def _media(self, step: int, metrics: dict[str, Any], pending: dict[str, Any]) -> dict[str, Any]:
+        """Histograms of this point, and the tables of completions and evaluations."""
+        import wandb
+
+        finite = {name: [v for v in values if math.isfinite(v)] for name, values in pending.items()}
+        media = {name: wandb.Histogram(values) for name, values in finite.items() if values}
+        if "eval/greedy_accuracy" in metrics:
+            self._evaluations.append(metrics)
+            names = ["step", *(name for name in metrics if name.startswith("eval/"))]
+            rows = [[evaluation.get(name) for name in names] for evaluation in self._evaluations]
+            media["tables/evaluations"] = wandb.Table(columns=names, data=rows)
+        is_time = (
+            step == self.max_steps or step // self.every % max(self.max_steps // self.every // TABLES_PER_RUN, 1) == 0
+        )
+        if pending and self._table_rows and is_time:
+            rewards = list(self._table_rows[-1]["rewards"])
+            names = ["step", "prompt", "completion", "reward", "advantage", "length", "finished"]
+            rows = [
+                [record[name] if name != "prompt" else str(record[name]) for name in names]
+                + [_json_safe(record["rewards"].get(name)) for name in rewards]
+                for record in _json_safe(self._table_rows)
+            ]
+            media["completions"] = wandb.Table(columns=[*names, *(f"rewards/{name}" for name in rewards)], data=rows)
+        return media
+
+
+def _postfix(metrics: dict[str, Any]) -> dict[str, str]:
+    """What the bar of steps shows beside the time left."""
+    shown = (("reward", "reward", ".3f"), ("kl", "kl", ".4f"), ("completions/mean_length", "len", ".0f"),
+             ("tokens_per_second", "tok/s", ".0f"))  # fmt: skip
+    return {label: f"{metrics[name]:{form}}" for name, label, form in shown if metrics.get(name) is not None}
 
 
 def console_line(metrics: dict[str, Any], max_steps: int) -> str:

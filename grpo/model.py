@@ -163,7 +163,9 @@ def load_policy(
     if disable_dropout:
         turn_dropout_off(model)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Renamed in transformers 5.23, where the old name still works and warns.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     model.to(device)
     eos_ids = end_tokens(model, tokenizer)
     if not eos_ids:
@@ -212,6 +214,11 @@ def turn_dropout_off(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
                 setattr(module, name, 0.0)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """All of them, shared ones once."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def make_reference(model: nn.Module) -> nn.Module:

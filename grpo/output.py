@@ -139,7 +139,7 @@ def start_output(config: Config, resume: Path | None, lock: Lock) -> None:
         number = 1 + len(list(output.glob("previous-*")))
         aside = output / f"previous-{number}"
         aside.mkdir()
-        for path in [*leftovers, output / "config.yaml"]:
+        for path in [*leftovers, output / "config.yaml", output / "run.json"]:
             if path.exists():
                 shutil.move(path, aside / path.name)
         print(f"an earlier run in {output} was moved to {aside}", flush=True)

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from grpo import checkpoint
-from grpo.batch import Group, Problem
+from grpo.batch import Batch, Group, Problem, cut
 from grpo.config import Config, ConfigError, check_world_size
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
-from grpo.describe import summary
+from grpo.describe import memory_line, summary
 from grpo.distributed import World
+from grpo.environment import environment, record_start
 from grpo.evaluation import evaluate, make_judge, metric_names
 from grpo.lock import Lock
 from grpo.logprobs import CompletionScorer
@@ -31,6 +32,7 @@ from grpo.model import (
     make_optimizer,
     make_reference,
     make_schedule,
+    num_parameters,
     resolve_model,
 )
 from grpo.output import find_resume_point, note_differences, refuse_changes, start_output
@@ -79,6 +81,17 @@ class Run:
     def packed(self) -> bool:
         """Whether each prompt is computed once per group when scoring."""
         return self.bare_scorer.packed
+
+    @torch.no_grad()
+    def logprobs(self, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
+        """Log-probs of a whole batch without gradient, ``[B, T]`` fp32, in passes of ``tokens_per_microbatch``."""
+        logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=self.world.device)
+        with self.policy.autocast(), self.reporter.bar("log-probs", len(batch), "row") as bar:
+            for rows in cut(batch, self.config.optim.tokens_per_microbatch, packed=scorer.packed):
+                scored_bt, _ = scorer(*batch.rows(rows).to_score)
+                logprobs_BT[rows.to(scored_bt.device), : scored_bt.shape[1]] = scored_bt
+                bar.update(len(rows))
+        return logprobs_BT
 
     @property
     def sampling(self) -> Sampling:
@@ -253,9 +266,12 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     if ref_scorer is not None and scorer.packed:
         ref_scorer.pack_groups()
 
+    here = environment(world.size) | {"from_step": start, "num_parameters": num_parameters(policy.model)}
+    here["num_eval_problems"] = len(evaluation.problems[: config.eval.max_samples])
     with world.main_first():
         if world.is_main:
             start_output(config, resume, lock)
+            record_start(config.output_dir, here)
     reporter = Reporter(
         config.output_dir,
         is_main=world.is_main,
@@ -267,7 +283,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         project=config.logging.project,
         run_name=config.logging.run_name,
         wandb_run_id=state.get("wandb_run_id"),
-        config=config.model_dump(mode="json"),
+        config=config.model_dump(mode="json") | {"environment": here},
     )
     run = Run(
         config=config,
@@ -295,7 +311,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     run.signals = Signals(world)
     lines = summary(
         config,
-        num_parameters=sum(p.numel() for p in policy.model.parameters()),
+        num_parameters=num_parameters(policy.model),
         device=world.device.type,
         world_size=world.size,
         train=train,
@@ -303,6 +319,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         steps_per_epoch=problems.steps_per_epoch,
         max_steps=max_steps,
     )
+    lines.append(memory_line(config, policy, world.size, longest))
     if why_padded:
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     for line in lines + [f"resuming  {resume} at step {start}"] * bool(resume):

@@ -17,25 +17,31 @@ BASE = {
     "cpu_weights",
     "datafile",
     "distributed",
+    "environment",
     "forking",
+    "health",
     "hub",
     "lock",
+    "memory",
     "packing",
+    "presets",
     "seeding",
 }
 MATH = {"advantages", "logprobs", "loss", "rewards"}
-PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "signals", "tasks"}
-ASSEMBLY = {"debug", "describe", "ending", "output", "run", "saving"}
+PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "signals", "tasks"}
+ASSEMBLY = {"debug", "describe", "ending", "output", "profile", "run", "saving"}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}
-    | {"config": {"arguments"}, "packing": {"forking"}}
+    | {"config": {"arguments", "presets"}, "packing": {"forking"}}
     | {room: {"batch"} for room in MATH}
     | {"logprobs": {"batch", "packing"}}
     | dict.fromkeys(PARTS, BASE | MATH)
-    | {"data": BASE | MATH | {"tasks"}, "model": BASE | MATH | {"tasks"}}
+    | {"data": BASE | MATH | {"tasks"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}
     | {"evaluation": BASE | MATH | PARTS}
     | {room: BASE | MATH | PARTS | {"evaluation"} | ASSEMBLY for room in ASSEMBLY}
+    | {"report": {"environment", "health", "samples"}}
+    | {"chat": BASE | MATH | PARTS | ASSEMBLY}
     | {"__init__": set()}
 )
 """Room (a module or folder of ``grpo``) -> the other rooms it may import."""
@@ -106,7 +112,7 @@ def test_nothing_imports_the_page():
 
 def test_arguments_are_for_the_configuration_alone():
     users = {room_of(path) for path in FILES if "arguments" in rooms_imported_by(path)}
-    assert users == {"config"}
+    assert users == {"chat", "config"}  # chat reads values as the command line does
 
 
 def test_only_one_file_knows_of_other_ranks():

@@ -1,13 +1,23 @@
 """Metrics: weights of means, what is written, and wandb that may be away."""
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import shutil
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
 import torch
-from conftest import run_trainer, small_run
+from conftest import ROOT, run_trainer, small_run
 
 from grpo.distributed import World
 from grpo.metrics import Accumulator, Reporter, console_line, evaluation_table
+from grpo.samples import read_samples
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -89,11 +99,11 @@ def log_records(data: bytes):
             parts = []
 
 
-def offline_records(folder):
-    """The history of a run, read back from wandb's own datastore."""
+def offline_records(folder, start: int = -1):
+    """The history of a run, read back from wandb's own datastore; of its last start, or of another."""
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    file = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime)[start]
     history, config, axes = [], {}, set()
     for data in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
@@ -110,7 +120,9 @@ def offline_records(folder):
 
 
 def test_a_real_offline_wandb_run_holds_what_the_jsonl_holds(tmp_path, random_model):
-    run_trainer(*small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3")
+    run_trainer(
+        *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2"
+    )
     history, config, axes = offline_records(tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [h["step"] for h in history] == [line["step"] for line in lines] == [0, 1, 2, 3]
@@ -118,7 +130,24 @@ def test_a_real_offline_wandb_run_holds_what_the_jsonl_holds(tmp_path, random_mo
         for name, value in written.items():
             assert logged[name] == pytest.approx(value), name
     assert config["rollout"]["num_generations"] == 4
+    assert config["environment"]["torch"] == torch.__version__
+    assert len(config["environment"]["git_commit"]) == 40
     assert ("*", "step") in axes, "an axis of our own"
+
+    point = history[2]  # histograms and tables that accumulate
+    for name in ("reward", "advantage", "length"):
+        assert sum(point[f"histograms/{name}/values"]) == 24, f"{name} of 6 problems x 4 completions"
+    records = read_samples(tmp_path / "run" / "completions" / "step_000002.parquet")
+    assert sum(point["histograms/ratio/values"]) == sum(record["length"] for record in records)
+    assert point["completions/nrows"] == 8, "four of step 1, four of step 2"
+    assert point["tables/evaluations/nrows"] == 2
+    (media,) = (tmp_path / "run").glob("wandb/offline-run-*/files/" + point["completions/path"])
+    table = json.loads(media.read_text())
+    assert table["columns"] == [
+        "step", "prompt", "completion", "reward", "advantage", "length", "finished", "rewards/share_of_digits",
+    ]  # fmt: skip
+    assert [row[0] for row in table["data"]] == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert table["data"][6][2] == records[2]["completion"]
 
 
 def test_no_server_and_no_key_do_not_stop_a_run(tmp_path, random_model):
@@ -148,37 +177,60 @@ def test_no_wandb_at_all_does_not_stop_a_run(tmp_path, random_model):
     assert "warning: no wandb (no wandb here)" in done.stdout
 
 
-def test_a_run_that_is_continued_keeps_its_wandb_id(tmp_path, random_model):
-    ids = []
-    for steps in (1, 2):
-        # No key: online goes on offline, with the same id.
-        run_trainer(
-            *small_run(random_model, tmp_path / "run"),
-            "logging.wandb=online",
-            f"optim.max_steps={steps}",
-            "checkpoint.accept_changes=true",
-            env={
-                "WANDB_API_KEY": "",
-                "WANDB_BASE_URL": "http://127.0.0.1:9",
-                "HOME": str(tmp_path),
-                "NETRC": "/dev/null",
-            },
-        )
-        state = json.loads((tmp_path / "run" / f"checkpoint-{steps}" / "trainer" / "state.json").read_text())
-        ids.append(state["wandb_run_id"])
-    assert ids[0] == ids[1]
-    assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{ids[0]}/*.wandb"))) == 2
+def test_a_continued_run_keeps_its_wandb_id_and_sends_no_point_twice(tmp_path, random_model):
+    arguments = [*small_run(random_model, tmp_path / "run"), "checkpoint.save_steps=2", "logging.log_completions=2"]
+    # No key: online goes on offline, with the same id.
+    away = {"WANDB_API_KEY": "", "WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path), "NETRC": "/dev/null"}
+    run_trainer(*arguments, "logging.wandb=online", "optim.max_steps=3", env=away)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-3")  # as if it had been killed after its third point
+    more = [*arguments, "optim.max_steps=4", "checkpoint.accept_changes=true"]
+    run_trainer(*more, "logging.wandb=online", env=away)
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer" / "state.json").read_text())
+    assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{state['wandb_run_id']}/*.wandb"))) == 2
+    first, second = (offline_records(tmp_path / "run", start)[0] for start in (0, 1))
+    assert [point["step"] for point in first + second] == [0, 1, 2, 3, 4]
+    assert [point["_step"] for point in first + second] == [0, 1, 2, 3, 4], "wandb's own counter too"
+    assert second[-1]["completions/nrows"] == 8, "two of each step, also of those before the interruption"
+    assert second[-1]["tables/evaluations/nrows"] == 2
+    lines = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [0, 1, 2, 3, 4]
 
 
-def test_completions_are_written_as_they_are(tmp_path):
-    writer = reporter(tmp_path)
-    writer.completions(3, [{"completion": "zwölf\u2028\n", "rewards": {"a": float("nan")}, "advantage": 0.5}])
-    writer.completions(4, [])
-    writer.close()
-    (path,) = (tmp_path / "completions").iterdir()
-    assert path.name == "step_000003.jsonl"
-    (line,) = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    assert json.loads(line) == {"completion": "zwölf\u2028\n", "rewards": {"a": None}, "advantage": 0.5}
+def test_hints_are_said_once_also_over_an_interruption(tmp_path, capsys):
+    first = reporter(tmp_path)
+    for step in range(1, 8):
+        first.step({"step": step, "reward": 0.5, "kl": 2.0})
+    first.close()
+    assert capsys.readouterr().out.count("hint: the KL to the reference is 2.00 nats") == 1
+    second = reporter(tmp_path, first_step=6)
+    second.step({"step": 7, "reward": 0.5, "kl": 2.0})
+    second.close()
+    assert "hint" not in capsys.readouterr().out
+
+
+def test_a_terminal_gets_a_bar_with_the_numbers_that_matter(tmp_path):
+    """A pseudo-terminal as stderr: a bar with reward, KL, length and speed; without one, plain lines alone."""
+    script = (
+        "from grpo.metrics import Reporter; import sys\n"
+        "r = Reporter(sys.argv[1], is_main=True, first_step=0, max_steps=2)\n"
+        "r.step({'step': 1, 'reward': 0.5, 'kl': 0.25, 'completions/mean_length': 12.0, 'tokens_per_second': 300.0})\n"
+        "r.step({'step': 2, 'reward': 0.75})\n"
+        "r.close()"
+    )
+    command = [sys.executable, "-c", script]
+    plain = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert plain.stderr == ""
+    assert [line[:24] for line in plain.stdout.splitlines()] == ["step 1/2  reward 0.500  ", "step 2/2  reward 0.750"]
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    subprocess.run([*command, str(tmp_path / "b")], stdout=subprocess.PIPE, stderr=slave, cwd=ROOT, check=True)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # a pseudo-terminal's end
+        while part := os.read(master, 4096):
+            shown += part
+    os.close(master)
+    assert b"reward=0.500, kl=0.2500, len=12, tok/s=300" in shown
 
 
 def test_points_go_to_the_console_every_n_steps_and_at_evaluations(tmp_path, capsys):

@@ -7,6 +7,8 @@ import torch
 from conftest import run_trainer, small_run
 from safetensors.torch import load_file
 
+from grpo.samples import read_samples
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, random_model):
@@ -30,8 +32,8 @@ def lines(output) -> list[dict]:
 
 
 def completions(output, step: int) -> set:
-    rows = (output / "completions" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    return {(row["problem"], row["completion"]) for row in map(json.loads, rows)}
+    rows = read_samples(output / "completions" / f"step_{step:06d}.parquet")
+    return {(row["problem"], row["completion"]) for row in rows}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

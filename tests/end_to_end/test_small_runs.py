@@ -14,6 +14,8 @@ import yaml
 from conftest import ROOT, run_trainer, small_run
 from safetensors.torch import load_file
 
+from grpo.samples import read_samples
+
 SLOW_REWARD = """
 import time
 
@@ -110,7 +112,7 @@ def test_killed_and_started_again_a_run_ends_with_the_same_bits(tmp_path, random
     assert_same_bits(straight / "checkpoint-5", killed / "checkpoint-5")
     assert [without_times(line) for line in lines(straight)] == [without_times(line) for line in lines(killed)]
     for completions in sorted((straight / "completions").iterdir()):
-        assert completions.read_text() == (killed / "completions" / completions.name).read_text()
+        assert read_samples(completions) == read_samples(killed / "completions" / completions.name)
 
 
 def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path, random_model):
@@ -215,10 +217,13 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
+        "run.json",
         "completions",
         "checkpoint-5",
     }
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["rollout"]["num_generations"] == 4
-    records = [json.loads(x) for x in (tmp_path / "run" / "completions" / "step_000003.jsonl").read_text().splitlines()]
+    files = sorted((tmp_path / "run" / "completions").iterdir())
+    assert [path.name for path in files] == ["step_000003.parquet", "step_000005.parquet"]
+    records = read_samples(files[0])
     assert len(records) == 3
-    assert set(records[0]) == {"step", "problem", "prompt", "completion", "rewards", "advantage", "length", "finished"}
+    assert {record["step"] for record in records} == {3}

@@ -1,0 +1,173 @@
+"""Talk to a checkpoint, or see G samples of a prompt with their rewards.
+
+python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150
+python -m grpo.chat --model DIR --prompt "17+25=" --samples 8 --column answer=42
+
+Prompts are rendered as in training: system prompt, worked examples, rewards, temperature and lengths come from the configuration
+that the checkpoint holds, or from ``--config``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo import checkpoint
+from grpo.arguments import read_yaml
+from grpo.batch import Group
+from grpo.config import Config, load_config
+from grpo.data import Rows, make_problems
+from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
+from grpo.rewards import RewardRunner
+from grpo.rollout import Sampling, generate
+from grpo.run import score_groups
+
+
+def main(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        config = _config_of(options)
+        policy = _policy(options, config)
+        if options.prompt is None:
+            return talk(policy, config, options)
+        return show_samples(policy, config, options)
+    except (ValueError, OSError) as mistake:
+        for line in str(mistake).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m grpo.chat", description="Talk to a model, or sample one prompt.")
+    parser.add_argument(
+        "--model", required=True, help="checkpoint folder, any Hugging Face folder or id, or builtin:tiny"
+    )
+    parser.add_argument("--config", help="YAML of a run, if the folder holds none")
+    parser.add_argument("--prompt", help="sample this prompt instead of talking")
+    parser.add_argument("--samples", type=int, default=8, help="completions of --prompt (default 8)")
+    parser.add_argument(
+        "--column", action="append", default=[], metavar="NAME=VALUE", help="for the rewards: answer=42, say"
+    )
+    parser.add_argument("--temperature", type=float, help="default: the run's; 0 is greedy")
+    parser.add_argument("--max-tokens", type=int, help="default: the run's rollout.max_completion_length")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _config_of(options: argparse.Namespace) -> Config:
+    if options.config is not None:
+        return load_config(["--config", options.config])
+    if (Path(options.model) / "trainer" / "state.json").exists():
+        return Config.model_validate(checkpoint.read_state(options.model)["config"])
+    return Config()
+
+
+def _policy(options: argparse.Namespace, config: Config) -> Policy:
+    trust = config.model.trust_remote_code
+    path = resolve_model(options.model, config.data.dataset, trust_remote_code=trust)
+    device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
+    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    precision = config.runtime.precision if device.type == "cuda" else "fp32"
+    return load_policy(path, tokenizer, device=device, precision=precision, trust_remote_code=trust)
+
+
+def _sample(
+    policy: Policy, config: Config, options, prompt: Any, columns: dict[str, Any], *, count: int, turn: int
+) -> Group:
+    """``count`` completions of a prompt (text or messages), rendered as the run renders its own.
+
+    Raises:
+        ValueError: if prompt and completion together exceed the model's context.
+    """
+    rows = Rows("the prompt", [prompt], [columns], config.data.system_prompt, 0)
+    limit = policy.context_length or 10**9
+    length = options.max_tokens or config.rollout.max_completion_length
+    if length >= limit:
+        raise ValueError(
+            f"{length} tokens leave no room for a prompt in the model's context of {limit}: set --max-tokens"
+        )
+    section = config.data.model_copy(update={"max_prompt_length": limit - length})
+    (problem,) = make_problems(rows, section, policy.tokenizer).problems
+    temperature = config.rollout.temperature if options.temperature is None else options.temperature
+    r = config.rollout
+    sampling = Sampling(
+        count, length, temperature=temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, stop=tuple(r.stop)
+    )
+    (group,) = generate(policy, [problem], sampling, address=(options.seed, "chat", turn))
+    return group
+
+
+def talk(policy: Policy, config: Config, options: argparse.Namespace) -> int:
+    """Turns from standard input until its end; a turn that no longer fits the context begins anew."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print("/reset begins anew, /quit or Ctrl-D ends")
+    messages: list[dict[str, str]] = []
+    turn = 0
+    while True:
+        if is_terminal:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/quit":
+            return 0
+        if line.strip() == "/reset":
+            messages = []
+        elif line.strip():
+            messages.append({"role": "user", "content": line.rstrip("\n")})
+            try:
+                group = _sample(policy, config, options, messages, {}, count=1, turn=turn)
+            except ValueError:
+                if len(messages) == 1:
+                    raise
+                print("(the conversation has grown too long and begins anew)")
+                messages = messages[-1:]
+                group = _sample(policy, config, options, messages, {}, count=1, turn=turn)
+            text = group.completions[0].text
+            messages.append({"role": "assistant", "content": text})
+            turn += 1
+            print(printable(text) + ("" if group.completions[0].finished else " [cut]"), flush=True)
+
+
+def show_samples(policy: Policy, config: Config, options: argparse.Namespace) -> int:
+    """G completions of one prompt, each with every reward, as a step of training would score them."""
+    columns = {}
+    for item in options.column:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--column {item}: use NAME=VALUE")
+        value = read_yaml(value, f"--column {name}=")
+        columns[name] = str(value) if name == "answer" else value
+    if options.samples < 1:
+        raise ValueError(f"--samples {options.samples}: at least 1")
+    group = _sample(policy, config, options, options.prompt, columns, count=options.samples, turn=0)
+    with RewardRunner(config.reward.functions, timeout_s=config.reward.timeout_s, device=policy.device) as rewards:
+        try:
+            values = score_groups(rewards, [group]).values
+        except ValueError as mistake:
+            raise ValueError(f"{mistake}; give it as --column NAME=VALUE") from None
+        for number, (completion, row) in enumerate(zip(group.completions, values, strict=True), 1):
+            total = sum(w * v for w, v in zip(rewards.weights, row, strict=True) if v is not None)
+            parts = ", ".join(
+                f"{name} {'unscorable' if value is None else format(value, 'g')}"
+                for name, value in zip(rewards.names, row, strict=True)
+            )
+            end = "finished" if completion.finished else "cut"
+            print(f"--- {number}/{options.samples}  reward {total:g} ({parts}), {len(completion.ids)} tokens, {end}")
+            print(printable(completion.text))
+    return 0
+
+
+def printable(text: str) -> str:
+    """Text that cannot move the cursor or hide itself: control and format characters are spelled out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""The main curves as PNG files for a paper. Needs matplotlib (``pip install -r requirements-extras.txt``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo.report.read import RunData, before_and_after
+
+CURVES = {
+    "reward": "reward",
+    "kl": "KL to the reference (nats per token)",
+    "entropy": "entropy (nats per token)",
+    "completions/mean_length": "completion length (tokens)",
+    "completions/clipped_ratio": "truncated completions",
+    "clip_ratio/region_mean": "clipped tokens",
+    "frac_reward_zero_std": "groups with equal rewards",
+    "eval/greedy_accuracy": "greedy accuracy",
+}
+
+
+def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
+    """One PNG a curve, all runs in it, and the accuracies before and after with their intervals; returns what was written.
+
+    Raises:
+        ValueError: if matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--figures needs matplotlib: pip install -r requirements-extras.txt") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = dict.fromkeys(
+        key
+        for run in runs
+        for line in run.metrics
+        for key in line
+        if key.startswith("rewards/") and key.endswith("/mean")
+    )
+    written = []
+    for metric, label in (CURVES | {name: name for name in parts}).items():
+        lines = [[(x["step"], x[metric]) for x in run.metrics if x.get(metric) is not None] for run in runs]
+        if not any(lines):
+            continue
+        figure, axes = pyplot.subplots(figsize=(4.5, 3), layout="constrained")
+        for run, points in zip(runs, lines, strict=True):
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), label=run.name, marker="o" if metric.startswith("eval/") else None
+                )
+        axes.set(xlabel="step", ylabel=label)
+        axes.grid(alpha=0.3)
+        if len(runs) > 1:
+            axes.legend(frameon=False)
+        written.append(folder / (metric.replace("/", "_") + ".png"))
+        figure.savefig(written[-1], dpi=200)
+        pyplot.close(figure)
+    path = _comparison(runs, folder, pyplot)
+    return written + [path] * (path is not None)
+
+
+def _comparison(runs: Sequence[RunData], folder: Path, pyplot) -> Path | None:
+    bars = []
+    for run in runs:
+        row = next((r for r in before_and_after(run) if r["name"] == "eval/greedy_accuracy"), None)
+        for when in ("before", "after"):
+            if row and row[when]:
+                bars.append((f"{run.name}\n{when}", row[when]))
+    if not bars:
+        return None
+    figure, axes = pyplot.subplots(figsize=(max(3.0, 1.1 * len(bars)), 3), layout="constrained")
+    values = [side["value"] for _, side in bars]
+    axes.bar(range(len(bars)), values, color=["#999999" if name.endswith("before") else "#0072b2" for name, _ in bars])
+    if all(side["low"] is not None for _, side in bars):
+        reach = [[s["value"] - s["low"] for _, s in bars], [s["high"] - s["value"] for _, s in bars]]
+        axes.errorbar(range(len(bars)), values, yerr=reach, fmt="none", ecolor="black", capsize=4)
+    axes.set_xticks(range(len(bars)), [name for name, _ in bars])
+    axes.set(ylabel="greedy accuracy", ylim=(0, 1))
+    path = folder / "before_after.png"
+    figure.savefig(path, dpi=200)
+    pyplot.close(figure)
+    return path

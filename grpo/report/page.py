@@ -1,0 +1,127 @@
+"""Runs to one HTML file: what was read goes in as data, and the page's own script builds everything from it as text.
+
+Completions are untrusted. They never meet an HTML parser: the data are JSON in which every character that could end the script
+element is escaped, the script makes text nodes only, and the page's policy forbids the network and any other script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import time
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from grpo.health import Health
+from grpo.report.read import RunData, before_and_after
+
+SCRIPTS = ("base.js", "charts.js", "samples.js", "tables.js", "main.js")
+MAX_POINTS = 1500
+
+
+def build_page(runs: Sequence[RunData]) -> str:
+    """The whole file as ASCII text."""
+    names = _distinct([run.name for run in runs])
+    data = {
+        "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "runs": [_run(name, run) for name, run in zip(names, runs, strict=True)],
+    }
+    style, script = _template("style.css"), "".join(_template(name) for name in SCRIPTS)
+    script = f'(function () {{\n"use strict";\n{script}}})();\n'
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "TITLE": html.escape("GRPO: " + ", ".join(map(_printable, names))),
+        "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'",
+        "STYLE": style,
+        "DATA": embed(data),
+        "SCRIPT": script,
+    }
+    # Not str.format or repeated replace: what one part contains is never read as the name of another.
+    page = _template("page.html")
+    pieces = page.split("@@")
+    assert len(pieces) % 2 == 1
+    whole = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    return whole.encode("ascii", "xmlcharrefreplace").decode("ascii")
+
+
+def embed(data: Any) -> str:
+    """JSON that may stand inside a script element, whatever the strings in it: ASCII, without ``<``, ``>`` and ``&``."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _template(name: str) -> str:
+    return (resources.files("grpo.report") / "template" / name).read_text(encoding="utf-8")
+
+
+def _run(name: str, run: RunData) -> dict[str, Any]:
+    steps = [line for line in run.metrics if "reward" in line]
+    stride = math.ceil(len(steps) / MAX_POINTS) or 1
+    thinned = steps[::stride]
+    if steps and thinned[-1] is not steps[-1]:
+        thinned.append(steps[-1])
+    names = dict.fromkeys(key for line in steps for key in line if key != "step" and not key.startswith("eval/"))
+    evaluated = [line for line in run.metrics if any(key.startswith("eval/") for key in line)]
+    eval_names = dict.fromkeys(key for line in evaluated for key in line if key.startswith("eval/"))
+    seconds, clock = 0.0, {}
+    for line in steps:
+        seconds += (line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0)
+        clock[line["step"]] = _short(seconds)
+    watcher = Health()
+    notes = list(run.notes)
+    if stride > 1:
+        notes.append(f"Curves show every {stride}th of {len(steps)} steps.")
+    return {
+        "name": name,
+        "status": "complete" if run.is_complete else "going on, or ended early",
+        "last_step": run.metrics[-1]["step"] if run.metrics else 0,
+        "seconds": seconds,
+        "steps": [line["step"] for line in thinned],
+        "series": {key: [_short(line.get(key)) for line in thinned] for key in names},
+        "clock": [clock[line["step"]] for line in thinned],
+        "eval_steps": [line["step"] for line in evaluated],
+        "eval_series": {key: [line.get(key) for line in evaluated] for key in eval_names},
+        "comparison": before_and_after(run),
+        "config": {key: _spelled(value) for key, value in run.config.items()},
+        "starts": [{str(key): _spelled(value) for key, value in start.items()} for start in run.starts],
+        "hints": [[line["step"], hint] for line in steps for hint in watcher.look(line)],
+        "notes": notes,
+        "samples": [_sample(record) for record in run.samples],
+    }
+
+
+def _sample(record: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: record.get(key) for key in ("step", "problem", "prompt", "completion", "length", "finished")}
+    for key in ("reward", "advantage"):
+        kept[key] = _short(record.get(key))
+    kept["rewards"] = {key: _short(value) for key, value in record["rewards"].items()}
+    kept["tokens"] = record.get("tokens")
+    for key in ("logprobs", "updated_logprobs", "ref_logprobs"):
+        kept[key] = [_short(value) for value in record[key]] if record.get(key) is not None else None
+    return kept
+
+
+def _short(value: Any) -> float | None:
+    """Five digits are more than a picture shows."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    distinct = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        distinct.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return distinct

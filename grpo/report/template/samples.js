@@ -1,0 +1,192 @@
+// Completions by step: filters, pages, and each token's log-prob, ratio and advantage.
+const PER_PAGE = 5;
+const FILTERS = {
+  all: ["all", () => true],
+  up: ["advantage above 0", (s) => s.advantage > 0],
+  down: ["advantage below 0", (s) => s.advantage < 0],
+  cut: ["truncated", (s) => !s.finished],
+  unscorable: ["unscorable", (s) => !isNumber(s.reward)],
+};
+const SORTS = {
+  order: ["as sampled", null],
+  best: ["highest reward first", (a, b) => rank(b.reward) - rank(a.reward)],
+  worst: ["lowest reward first", (a, b) => rank(a.reward) - rank(b.reward)],
+  longest: ["longest first", (a, b) => b.length - a.length],
+};
+const QUANTITIES = {
+  logprob: ["log-prob", (t) => t.logprob, "low", 5],
+  ratio: ["ratio after the step", (t) => isNumber(t.ratio) ? Math.log(t.ratio) : null, "both", null],
+  advantage: ["advantage", (t) => t.advantage, "both", null],
+  kl: ["KL to the reference", (t) => t.kl, "high", null],
+};
+
+function rank(value) {
+  return isNumber(value) ? value : -Infinity;
+}
+
+// A background between nothing and a colour, by how far a value lies from nothing.
+function shade(node, share, colour) {
+  const strength = Math.round(60 * Math.min(Math.max(share, 0), 1));
+  if (strength > 0) node.style.background = `color-mix(in srgb, ${colour} ${strength}%, transparent)`;
+}
+
+function chip(label, value, low, high) {
+  const node = el("span", { class: "chip" }, label + " " + (isNumber(value) ? spelled(value) : "unscorable"));
+  if (isNumber(value) && high > low) {
+    const place = (value - low) / (high - low);
+    shade(node, Math.abs(place - 0.5) * 2, place >= 0.5 ? "var(--good)" : "var(--bad)");
+  }
+  return node;
+}
+
+function buildSamples(section) {
+  const content = section.querySelector(".content"), controls = section.querySelector(".controls");
+  const withSamples = RUNS.map((run, index) => index).filter((index) => RUNS[index].samples.length);
+  if (!withSamples.length) {
+    content.append(el("p", { class: "note" }, "No completions were kept (logging.log_completions)."));
+    return;
+  }
+  const state = { run: withSamples[0], step: null, filter: "all", sort: "order", search: "", page: 0, quantity: "ratio" };
+  const steps = () => [...new Set(RUNS[state.run].samples.map((sample) => sample.step))];
+  state.step = steps().at(-1);
+  const stepSelect = choice("Step", [], (value) => go({ step: value === "every" ? null : +value }));
+  const slider = el("input", { type: "range", min: 0, "aria-label": "Step", oninput: () => go({ step: steps()[+slider.value] }) });
+  const earlier = el("button", { type: "button", onclick: () => move(-1) }, "Earlier step");
+  const later = el("button", { type: "button", onclick: () => move(1) }, "Later step");
+  const search = el("input", { type: "search", placeholder: "Search the text", "aria-label": "Search the text", oninput: () => go({ search: search.value.toLowerCase() }) });
+  if (withSamples.length > 1) {
+    controls.append(labelled("Run", choice("Run", withSamples.map((index) => [index, RUNS[index].name]), (value) => {
+      state.run = +value;
+      go({ step: steps().at(-1) });
+    })));
+  }
+  const filter = choice("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), (value) => go({ filter: value }));
+  const sort = choice("Order", Object.entries(SORTS).map(([key, [text]]) => [key, text]), (value) => go({ sort: value }));
+  controls.append(labelled("Step", stepSelect), slider, earlier, later, labelled("Show", filter), labelled("Order", sort), search);
+  const count = el("p", { class: "note", "aria-live": "polite", id: "sample-count" });
+  const list = el("div", { id: "sample-list" });
+  const previous = el("button", { type: "button", onclick: () => go({ page: state.page - 1 }) }, "Previous page");
+  const next = el("button", { type: "button", onclick: () => go({ page: state.page + 1 }) }, "Next page");
+  const pageNumber = el("span", { class: "note", id: "sample-page" });
+  content.append(count, list, el("div", { class: "controls" }, previous, pageNumber, next));
+
+  function move(by) {
+    const all = steps(), here = state.step === null ? all.length : all.indexOf(state.step);
+    go({ step: all[Math.min(Math.max(here + by, 0), all.length - 1)] });
+  }
+  function go(change) {
+    Object.assign(state, { page: 0 }, change);
+    show();
+  }
+  function show() {
+    const run = RUNS[state.run], all = steps();
+    stepSelect.replaceChildren(el("option", { value: "every" }, "every"), ...all.map((step) => el("option", { value: step }, String(step))));
+    stepSelect.value = state.step === null ? "every" : String(state.step);
+    slider.max = all.length - 1;
+    slider.value = state.step === null ? all.length - 1 : all.indexOf(state.step);
+    earlier.disabled = state.step === all[0];
+    later.disabled = state.step === all.at(-1);
+    let chosen = run.samples.filter((sample) => (state.step === null || sample.step === state.step) && FILTERS[state.filter][1](sample));
+    if (state.search) chosen = chosen.filter((s) => (promptText(s.prompt) + "\n" + s.completion).toLowerCase().includes(state.search));
+    if (SORTS[state.sort][1]) chosen = [...chosen].sort(SORTS[state.sort][1]);
+    const pages = Math.max(Math.ceil(chosen.length / PER_PAGE), 1);
+    state.page = Math.min(Math.max(state.page, 0), pages - 1);
+    count.textContent = `${chosen.length} completion${chosen.length === 1 ? "" : "s"}` + (state.step === null ? "" : ` of step ${state.step}`);
+    pageNumber.textContent = `page ${state.page + 1} of ${pages}`;
+    previous.disabled = state.page === 0;
+    next.disabled = state.page === pages - 1;
+    list.replaceChildren(...chosen.slice(state.page * PER_PAGE, (state.page + 1) * PER_PAGE).map((sample) => card(sample, run, state)));
+  }
+  show();
+}
+
+function card(sample, run, state) {
+  run.ranges = run.ranges || rangesOf(run.samples);
+  const facts = el("div", { class: "facts" }, el("strong", {}, `step ${sample.step}, problem ${sample.problem}`));
+  facts.append(chip("reward", sample.reward, ...run.ranges.reward));
+  for (const [name, value] of Object.entries(sample.rewards)) facts.append(chip(name, value, ...run.ranges[name]));
+  const advantage = el("span", { class: "chip" }, "advantage " + signed(sample.advantage));
+  if (sample.advantage) shade(advantage, Math.abs(sample.advantage) / run.ranges.advantage, sample.advantage > 0 ? "var(--good)" : "var(--bad)");
+  facts.append(advantage, el("span", {}, `${sample.length} tokens, ${sample.finished ? "finished" : "truncated"}`));
+  const node = el("article", { class: "sample" }, facts);
+  node.append(el("details", {}, el("summary", {}, "Prompt"), showText(el("div", { class: "text" }), promptText(sample.prompt))));
+  node.append(showText(el("div", { class: "text completion" }), sample.completion));
+  if (sample.tokens && sample.logprobs) {
+    const place = el("div");
+    const button = el("button", {
+      type: "button", "aria-expanded": "false",
+      onclick: () => {
+        const open = button.getAttribute("aria-expanded") === "true";
+        button.setAttribute("aria-expanded", String(!open));
+        place.replaceChildren(...(open ? [] : [tokenView(sample, state)]));
+      },
+    }, "Tokens");
+    node.append(button, place);
+  }
+  return node;
+}
+
+function rangesOf(samples) {
+  const ranges = { reward: extent([samples.map((s) => s.reward)]) || [0, 0] };
+  for (const sample of samples) for (const name of Object.keys(sample.rewards)) {
+    ranges[name] = ranges[name] || extent([samples.map((s) => s.rewards[name])]) || [0, 0];
+  }
+  ranges.advantage = Math.max(1e-9, ...samples.map((s) => Math.abs(s.advantage || 0)));
+  return ranges;
+}
+
+function tokenView(sample, state) {
+  const facts = sample.tokens.map((text, i) => {
+    const logprob = sample.logprobs[i], after = sample.updated_logprobs ? sample.updated_logprobs[i] : null;
+    const d = sample.ref_logprobs ? sample.ref_logprobs[i] - logprob : null;
+    return {
+      text, logprob, after, advantage: sample.advantage,
+      ratio: isNumber(after) && isNumber(logprob) ? Math.exp(after - logprob) : null,
+      kl: isNumber(d) ? Math.exp(d) - d - 1 : null,
+    };
+  });
+  const strip = el("div", { class: "strip", role: "group", "aria-label": "Tokens; the arrow keys move between them" });
+  const reading = el("output", { class: "reading" });
+  const nodes = facts.map((token, i) => {
+    const shown = token.text === "\n" ? "\u23ce\n" : token.text === "" ? "\u2205" : token.text;
+    const node = showText(el("span", { class: "token", tabindex: i ? "-1" : "0" }), shown);
+    node.addEventListener("focus", () => tell(i));
+    node.addEventListener("pointerenter", () => tell(i));
+    node.addEventListener("click", () => node.focus());
+    return node;
+  });
+  function tell(i) {
+    const t = facts[i];
+    reading.replaceChildren();
+    showText(reading, `token ${i + 1} of ${facts.length} \u201c${t.text}\u201d: log-prob ${spelled(t.logprob)}`
+      + (isNumber(t.logprob) ? ` (probability ${percent(Math.exp(t.logprob))})` : "")
+      + `, after the step ${spelled(t.after)}, ratio ${spelled(t.ratio)}, advantage ${signed(t.advantage)}`
+      + (t.kl === null ? "" : `, KL to the reference ${spelled(t.kl)}`));
+  }
+  strip.addEventListener("keydown", (event) => {
+    const here = nodes.indexOf(document.activeElement);
+    const to = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: nodes.length - 1 }[event.key];
+    if (to === undefined || here < 0 || !nodes[to]) return;
+    event.preventDefault();
+    nodes[here].tabIndex = -1;
+    nodes[to].tabIndex = 0;
+    nodes[to].focus();
+  });
+  strip.append(...nodes);
+  const available = Object.entries(QUANTITIES).filter(([, [, of]]) => facts.some((t) => isNumber(of(t))));
+  function colour(name) {
+    const [, of, kind, fixed] = QUANTITIES[name];
+    const most = fixed || Math.max(1e-12, ...facts.map((t) => Math.abs(of(t) || 0)));
+    nodes.forEach((node, i) => {
+      const value = of(facts[i]);
+      node.style.background = "";
+      if (!isNumber(value)) return;
+      shade(node, Math.abs(value) / most, kind === "both" ? (value > 0 ? "var(--good)" : "var(--bad)") : "var(--run-1)");
+    });
+  }
+  const start = available.some(([key]) => key === state.quantity) ? state.quantity : (available[0] || ["logprob"])[0];
+  const select = choice("Colour by", available.map(([key, [text]]) => [key, text]), (value) => { state.quantity = value; colour(value); });
+  select.value = start;
+  colour(start);
+  return el("div", { class: "tokens" }, el("div", { class: "controls" }, labelled("Colour by", select)), strip, reading);
+}

@@ -1,0 +1,97 @@
+// Overview, before and after, configuration, environment.
+function head(index) {
+  return el("span", { class: "run-head" }, RUNS.length > 1 ? swatch(runColour(index)) : null, RUNS[index].name);
+}
+
+function buildOverview(section) {
+  document.getElementById("title").textContent = RUNS.length === 1 ? RUNS[0].name : `${RUNS.length} runs`;
+  document.getElementById("about").textContent = `written ${DATA.generated}`;
+  RUNS.forEach((run, index) => {
+    section.append(el("p", {}, head(index), ` ${run.last_step} steps in ${duration(run.seconds)}, ${run.status}`));
+    const lines = el("ul");
+    for (const [step, hint] of run.hints) lines.append(el("li", { class: "hint" }, `step ${step}: ${hint}`));
+    for (const note of run.notes) lines.append(el("li", { class: "note" }, note));
+    if (lines.children.length) section.append(lines);
+  });
+}
+
+function side(cell, isRate) {
+  if (!cell) return el("td", { class: "number" }, "\u2013");
+  const number = isRate ? percent(cell.value) : spelled(cell.value);
+  const interval = isNumber(cell.low) ? el("span", { class: "interval" }, `${percent(cell.low)} to ${percent(cell.high)}`) : null;
+  return el("td", { class: "number" }, number, interval);
+}
+
+function points(change) {
+  const text = (100 * Math.abs(change)).toFixed(1);
+  return text === "0.0" ? text : (change > 0 ? "+" : "\u2212") + text;
+}
+
+function buildEvaluation(section) {
+  const content = section.querySelector(".content");
+  const withEvaluation = RUNS.map((_, index) => index).filter((index) => RUNS[index].comparison.length);
+  if (!withEvaluation.length) {
+    content.append(el("p", { class: "note" }, "No evaluation has been written."));
+    return;
+  }
+  const tables = el("div", { class: "tables" });
+  content.append(tables);
+  for (const index of withEvaluation) {
+    const run = RUNS[index], body = el("tbody");
+    for (const row of run.comparison) {
+      const isRate = row.name !== "eval/mean_length";
+      const change = row.before && row.after ? row.after.value - row.before.value : null;
+      const good = row.name === "eval/truncated" ? change < 0 : change > 0;
+      const isApart = change && isNumber(row.before.low) && (row.after.low > row.before.high || row.after.high < row.before.low);
+      body.append(el("tr", {}, el("th", { scope: "row" }, row.name.slice(5).replaceAll("_", " ")), side(row.before, isRate), side(row.after, isRate),
+        el("td", { class: "number " + (isApart && isRate ? (good ? "better" : "worse") : "") }, change === null ? "\u2013" : isRate ? points(change) : signed(change))));
+    }
+    const last = run.comparison.map((row) => row.after).find(Boolean);
+    tables.append(el("div", { class: "scroll" }, el("table", {}, RUNS.length > 1 ? el("caption", {}, head(index)) : null,
+      el("thead", {}, el("tr", {}, el("th", {}, ""), el("th", { class: "number" }, "before"), el("th", { class: "number" }, last ? `step ${last.step}` : "after"), el("th", { class: "number" }, "change"))), body)));
+  }
+  content.append(el("p", { class: "note" }, "Below each rate: 95% interval (Wilson) over the evaluation problems. It is that of one measurement: for rates over several samples of a problem it is wider than need be. Changes in points; coloured where the two intervals are apart."));
+}
+
+function buildConfig(section) {
+  const content = section.querySelector(".content"), controls = section.querySelector(".controls");
+  const keys = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))];
+  if (!keys.length) {
+    content.append(el("p", { class: "note" }, "No configuration was found."));
+    return;
+  }
+  const rows = keys.map((key) => {
+    const values = RUNS.map((run) => run.config[key]);
+    const differs = new Set(values).size > 1;
+    const cells = values.map((value) => showText(el("td"), value === undefined ? "" : value));
+    return { key, differs, node: el("tr", { class: differs ? "differs" : null }, el("th", { scope: "row" }, key), ...cells) };
+  });
+  const only = el("input", { type: "checkbox", checked: RUNS.length > 1, onchange: show, id: "only-differences" });
+  const search = el("input", { type: "search", placeholder: "Search the keys", "aria-label": "Search the keys", oninput: show });
+  if (RUNS.length > 1) controls.append(labelled("Only what differs", only));
+  controls.append(search);
+  const body = el("tbody");
+  content.append(el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...RUNS.map((_, index) => el("th", {}, head(index))))), body));
+  function show() {
+    const wanted = search.value.toLowerCase();
+    const shown = rows.filter((row) => (RUNS.length === 1 || !only.checked || row.differs) && row.key.toLowerCase().includes(wanted));
+    body.replaceChildren(...shown.map((row) => row.node));
+    if (!shown.length) body.append(el("tr", {}, el("td", {}, "nothing")));
+  }
+  show();
+}
+
+function buildEnvironment(section) {
+  const content = section.querySelector(".content");
+  const columns = RUNS.flatMap((run, index) => run.starts.map((start, number) => [index, number, start]));
+  if (!columns.length) {
+    content.append(el("p", { class: "note" }, "No record of where it ran (run.json) was found."));
+    return;
+  }
+  const keys = [...new Set(columns.flatMap(([, , start]) => Object.keys(start)))];
+  const body = el("tbody");
+  for (const key of keys) {
+    body.append(el("tr", {}, el("th", { scope: "row" }, key.replaceAll("_", " ")), ...columns.map(([, , start]) => showText(el("td"), start[key] ?? ""))));
+  }
+  content.append(el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, ""), ...columns.map(([index, number]) => el("th", {}, head(index), RUNS[index].starts.length > 1 ? ` start ${number + 1}` : "")))), body));
+}

@@ -1,0 +1,203 @@
+"""The report in a real browser, by its own clicks and keys. Needs Chromium (``apt-get install chromium``) and playwright."""
+
+import os
+import shutil
+
+import pytest
+from report.runs_for_tests import write_run
+
+from grpo.report.page import build_page
+from grpo.report.read import read_run
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+if CHROMIUM is None:
+    pytest.skip("no Chromium here: install it, or set CHROMIUM to its program", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = ["--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    if os.geteuid() == 0:
+        options.append("--no-sandbox")
+    with playwright.sync_playwright() as driver:
+        program = driver.chromium.launch(executable_path=CHROMIUM, args=options)
+        yield program
+        program.close()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    runs = [write_run(folder / "first", seed=1), write_run(folder / "second", seed=2, steps=9)]
+    path = folder / "report.html"
+    path.write_text(build_page([read_run(run) for run in runs]), encoding="ascii")
+    return path.as_uri()
+
+
+@pytest.fixture
+def page(browser, address):
+    yield from opened(browser, address, viewport={"width": 1200, "height": 900})
+
+
+def opened(browser, address, **options):
+    context = browser.new_context(**options)
+    page, trouble, requests = context.new_page(), [], []
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(address)
+    yield page
+    assert trouble == [], "the console has nothing to say"
+    assert requests == [address], "nothing else is fetched"
+    assert page.evaluate("window.owned") is None, "text of a model was run"
+    context.close()
+
+
+def cards(page):
+    return page.locator("article.sample")
+
+
+def test_samples_are_filtered_sorted_searched_and_paged_by_clicks(page):
+    count, samples = page.locator("#sample-count"), page.locator("#samples")
+    assert count.inner_text() == "7 completions of step 11"
+    assert cards(page).count() == 5
+    page.get_by_role("button", name="Next page").click()
+    assert cards(page).count() == 2
+    assert page.locator("#sample-page").inner_text() == "page 2 of 2"
+    assert page.get_by_role("button", name="Next page").is_disabled()
+    samples.get_by_label("Show").select_option("advantage above 0")
+    assert (count.inner_text(), cards(page).count()) == ("3 completions of step 11", 3)
+    samples.get_by_label("Show").select_option("truncated")
+    assert "problem 2" in cards(page).inner_text()
+    samples.get_by_label("Show").select_option("unscorable")
+    assert "reward unscorable" in cards(page).inner_text()
+    samples.get_by_label("Show").select_option("all")
+    samples.get_by_label("Order").select_option("highest reward first")
+    assert "reward 1" in cards(page).first.inner_text()
+    page.get_by_role("button", name="Earlier step").click()
+    assert count.inner_text() == "7 completions of step 9"
+    samples.get_by_label("Step", exact=True).first.select_option("every")
+    assert count.inner_text() == "42 completions"
+    page.get_by_placeholder("Search the text").fill("IT IS 10 ")
+    assert count.inner_text() == "6 completions"
+    samples.get_by_label("Run").select_option("second")
+    assert "of step 9" in count.inner_text()
+
+
+def test_the_text_of_a_model_is_shown_as_text(page):
+    text = cards(page).first.locator(".completion").inner_text()
+    assert "</script><script>window.owned = 1</script><img src=x" in text
+    for code in ("\\u2028", "\\u202e", "\\u0000", "\\u001b"):
+        assert code in text, "what cannot be seen is spelled out"
+    assert "@@DATA@@" in text and "&amp;" in text
+    assert page.locator("img").count() == 0
+
+
+def test_tokens_tell_their_log_prob_ratio_and_advantage(page):
+    card = cards(page).nth(4)
+    card.get_by_role("button", name="Tokens").click()
+    reading = card.locator("output.reading")
+    card.locator(".token").nth(1).click()
+    # exp(-1.0) = 36.8%; exp(-1.5 + 1.0) = 0.6065
+    expected = (
+        "log-prob -1 (probability 36.8%), after the step -1.500, ratio 0.6065, advantage +1, KL to the reference 0"
+    )
+    assert expected in reading.inner_text()
+    page.keyboard.press("ArrowLeft")
+    assert "token 1 of 4" in reading.inner_text() and "ratio 1.284" in reading.inner_text()
+    page.keyboard.press("End")
+    # d = -1 - 0: exp(-1) + 1 - 1
+    assert "token 4 of 4" in reading.inner_text() and "KL to the reference 0.3679" in reading.inner_text()
+    raised, lowered = (card.locator(".token").nth(i).get_attribute("style") for i in (0, 1))
+    assert "--good" in raised and "--bad" in lowered
+    card.get_by_label("Colour by").select_option("log-prob")
+    assert "--run-1" in card.locator(".token").nth(1).get_attribute("style")
+    card.get_by_role("button", name="Tokens").click()
+    assert card.locator(".token").count() == 0
+
+
+def test_curves_overlay_runs_and_are_read_with_the_keys(page):
+    figure = page.locator("figure[data-chart='reward']")
+    assert figure.locator("path").count() == 2, "one line a run"
+    assert figure.locator("output").inner_text() == "last: first 1.200 \u00b7 second 0.9000"
+    figure.locator("svg").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert figure.locator("output").inner_text() == "step 2: first 0.2000 \u00b7 second 0.2000"
+    page.locator("#curves").get_by_role("checkbox", name="second").uncheck()
+    assert figure.locator("path").count() == 1
+    drawn = page.locator("figure[data-chart='kl'] path").get_attribute("d")
+    assert drawn.count("M") == 2, "a gap where step 5 has no value"
+    assert "no values yet" in page.locator("figure[data-chart='entropy']").inner_text()
+    phases = page.locator("figure[data-chart='time by phase: first'] path")
+    assert phases.count() == 4
+    page.get_by_label("Horizontal axis").select_option("tokens")
+    assert "1000" in figure.locator("svg text").all_text_contents()
+
+
+def test_tables_show_intervals_and_what_differs(page):
+    row = page.locator("#evaluation tr", has_text="greedy accuracy").first
+    assert row.inner_text().split() == [
+        "greedy",
+        "accuracy",
+        "25.0%",
+        "17.5%",
+        "to",
+        "34.3%",
+        "75.0%",
+        "65.7%",
+        "to",
+        "82.5%",
+        "+50.0",
+    ]
+    assert row.locator("td").last.get_attribute("class") == "number better"
+    keys = page.locator("#config tbody th")
+    assert keys.all_inner_texts() == ["output_dir", "seed"]
+    page.get_by_label("Only what differs").uncheck()
+    assert keys.count() > 50
+    page.get_by_placeholder("Search the keys").fill("num_gen")
+    assert keys.all_inner_texts() == ["rollout.num_generations"]
+    assert "2.13.0" in page.locator("#environment").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_and_both_schemes(browser, address, scheme):
+    for page in opened(
+        browser, address, viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True, is_mobile=True
+    ):
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, "nothing sticks out"
+        ink, paper = page.evaluate(
+            "(() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; })()"
+        )
+        brightness = [sum(map(int, colour[4:-1].split(","))) for colour in (ink, paper)]
+        assert (brightness[0] > brightness[1]) == (scheme == "dark")
+        page.get_by_role("button", name="Tokens").first.tap()
+        assert page.locator(".token").first.is_visible()
+
+
+def test_all_controls_are_reached_with_the_keyboard_and_none_are_printed(page):
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the curves"
+    unlabelled = page.locator("input:visible, select:visible, button:visible").evaluate_all(
+        "nodes => nodes.filter(n => !(n.textContent.trim() || n.getAttribute('aria-label') || n.labels && n.labels.length)).length"
+    )
+    assert unlabelled == 0
+    page.emulate_media(media="print")
+    assert not page.get_by_role("button", name="Next page").is_visible()
+    assert page.locator("figure[data-chart='reward'] svg").is_visible()
+
+
+def test_empty_and_single_runs_open_too(browser, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.yaml").write_text("{}\n")
+    for names in (["run"], ["none"], ["run", "none"]):
+        path = tmp_path / "report.html"
+        path.write_text(build_page([read_run(tmp_path / name) for name in names]))
+        for page in opened(browser, path.as_uri()):
+            assert "could not be shown" not in page.inner_text("body")
+            if "run" in names:
+                assert page.locator("figure[data-chart='reward'] circle").count() == 1, "a single point is a dot"

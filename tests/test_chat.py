@@ -1,0 +1,72 @@
+"""``python -m grpo.chat``: a conversation, and samples of one prompt with their rewards."""
+
+import io
+import re
+
+import pytest
+from conftest import run_trainer, small_run
+
+from grpo.chat import main, printable
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, random_model):
+    folder = tmp_path_factory.mktemp("chat") / "run"
+    run_trainer(*small_run(random_model, folder), "optim.max_steps=1", "eval.before_training=false")
+    return folder / "checkpoint-1"
+
+
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    def run(*arguments, text=""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_samples_of_a_prompt_with_the_rewards_of_its_run(checkpoint, chat):
+    arguments = ("--model", checkpoint, "--prompt", "2+2=", "--samples", "3")
+    code, shown, _ = chat(*arguments)
+    assert code == 0
+    heads = re.findall(
+        r"^--- \d/3  reward (\S+) \(share_of_digits (\S+)\), (\d+) tokens, (?:finished|cut)$", shown, re.M
+    )
+    assert len(heads) == 3
+    assert all(total == part and 1 <= int(length) <= 12 for total, part, length in heads)
+    assert chat(*arguments)[1] == shown, "seeded"
+    assert chat(*arguments, "--seed", "1")[1] != shown
+
+
+def test_a_conversation_goes_on_until_it_is_too_long_or_ended(checkpoint, chat):
+    greedy = ("--model", checkpoint, "--temperature", "0")
+    code, once, _ = chat(*greedy, text="2+2=\n")
+    assert code == 0 and once
+    assert chat(*greedy, text="2+2=\n\n/reset\n2+2=\n/quit\nnever read\n")[1] == once * 2, "greedy, and begun anew"
+    code, shown, _ = chat("--model", checkpoint, "--max-tokens", "100", text=f"{'1+' * 30}\n{'2+' * 30}\n")
+    assert code == 0 and "begins anew" in shown
+
+
+def test_mistakes_are_one_line(checkpoint, random_model, chat):
+    cases = {
+        ("--model", "/nowhere"): "model.name_or_path=/nowhere does not exist",
+        ("--model", random_model, "--prompt", "2+2="): "256 tokens leave no room",
+        (
+            "--model",
+            random_model,
+            "--prompt",
+            "2+2=",
+            "--max-tokens",
+            "8",
+        ): "column(s) answer",  # the default reward reads it
+        ("--model", checkpoint, "--prompt", "2", "--column", "answer"): "--column answer: use NAME=VALUE",
+    }
+    for arguments, words in cases.items():
+        code, _, complaint = chat(*arguments)
+        assert code == 2
+        assert complaint.startswith("error: ") and words in complaint and complaint.count("\n") == 1
+
+
+def test_what_a_model_says_cannot_steer_the_terminal():
+    assert printable("a\x1b[2Jb\u202e\r\n\t1") == "a\\u001b[2Jb\\u202e\\u000d\n\t1"

@@ -1,0 +1,149 @@
+"""Every command of the README and the documents is executed, in a copy of the tree, cut to a size of seconds.
+
+What is cut: one step on an untrained model and few problems, two ranks for eight, this machine for others. Nothing else is changed.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+NOT_HERE = {"recipes.md", "reliability.md", "scaling.md"}
+"""Documents whose commands have tests of their own, or take hours."""
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [path for path in FILES if path.name not in NOT_HERE]
+
+CUTS = (
+    "optim.max_steps=1 data.max_train_samples=64 data.max_eval_samples=4 eval.num_samples=1 eval.temperature=0 "
+    "rollout.max_completion_length=12 optim.lr_scheduler_type=constant runtime.threads_per_rank=1 runtime.precision=fp32"
+)
+PROGRAMS = ("./launch.sh", "python", "torchrun", ".venv/bin/ruff")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(path: Path) -> list[str]:
+    """The commands of a document, without their comments."""
+    lines = "\n".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
+    return [command for line in lines if (command := re.sub(r"(^|\s)#.*$", "", line).strip())]
+
+
+def test_there_are_commands_and_all_of_them_are_known():
+    assert len(commands(ROOT / "README.md")) >= 8
+    for path in FILES:
+        for command in commands(path):
+            program = next(word for word in command.split() if not re.fullmatch(r"[A-Z_]+=\S*", word))
+            assert program in PROGRAMS, f"{path.name}: {command}"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory, random_model):
+    """A copy of what is tracked, with the files that the documents speak of as yours."""
+    folder = tmp_path_factory.mktemp("tree") / "copy"
+    for name in ("grpo", "configs", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train_grpo.py", "launch.sh", "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in ROOT.glob("requirements*.txt"):
+        shutil.copy(name, folder)
+    shutil.copytree(random_model, folder / "FOLDER")
+    shutil.copy(folder / "configs" / "tiny_arithmetic.yaml", folder / "configs" / "X.yaml")
+    rows = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(280)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (code,) = (block for block in blocks(ROOT / "README.md", "python") if "# my_rewards.py" in block)
+    (folder / "my_rewards.py").write_text(code)
+    return folder
+
+
+def cut(command: str) -> str:
+    command = command.replace(".venv/bin/", str(Path(sys.executable).parent) + "/").replace(
+        "checkpoint-150", "checkpoint-1"
+    )
+    command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(
+        "NPROC_PER_NODE=8", "NPROC_PER_NODE=1"
+    )
+    command = command.replace("10.0.0.1", "127.0.0.1")
+    if "launch.sh test" in command:
+        return command + " --collect-only -q tests/test_seeding.py"
+    if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
+        return command
+    data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
+    steps = (
+        " optim.max_steps=2"
+        if "optim.max_steps=160" in command
+        else " optim.max_steps=3"
+        if "runtime.profile" in command
+        else ""
+    )
+    return f"{command} model.name_or_path=FOLDER{data} {CUTS}{steps}"
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {
+        "GRPO_NO_SETUP": "1", "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+
+
+def execute(tree: Path, together: list[str]) -> None:
+    """Run commands at once (one, or those of several machines); all must end well."""
+    started = [
+        subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment(), text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for command in together
+    ]  # fmt: skip
+    for command, process in zip(together, started, strict=True):
+        said = process.communicate(timeout=240)[0]
+        assert process.returncode == 0, f"{command}\n{said[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in FILES if blocks(path, "bash")], ids=lambda path: path.name)
+def test_every_command_works(tree, path):
+    if path.name != "README.md" and not (tree / "runs" / "tiny_arithmetic" / "checkpoint-1").exists():
+        for name in ("tiny_arithmetic", "dr_grpo"):  # the runs that the README's commands leave behind
+            execute(tree, [cut(f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}")])
+    for together in machines([cut(command) for command in commands(path)]):
+        if "configs/X.yaml" in together[0] and "output_dir=" not in together[0]:
+            number = len(list((tree / "runs").glob("X-*")))
+            together = [f"{command} output_dir=runs/X-{number}" for command in together]
+        execute(tree, together)
+
+
+def machines(lines: list[str]) -> list[list[str]]:
+    """Commands of one run over several machines together; where a document names the first machine alone, its fellow too."""
+    runs: list[list[str]] = []
+    for line in lines:
+        if "NODE_RANK=1" in line:
+            runs[-1] = [runs[-1][0], line]
+        elif "NODE_RANK=0" in line:
+            runs.append([line, line.replace("NODE_RANK=0", "NODE_RANK=1")])
+        else:
+            runs.append([line] * (2 if "--nnodes=2" in line else 1))
+    return runs
+
+
+@pytest.mark.slow
+def test_the_slurm_script_starts_each_machine(tree):
+    """With stand-ins for Slurm's two programs: srun starts its command once a node."""
+    (script,) = blocks(ROOT / "docs" / "multi_gpu.md", "slurm")
+    programs = tree / "slurm"
+    programs.mkdir()
+    (programs / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
+    (programs / "srun").write_text('#!/bin/sh\nSLURM_NODEID=1 "$@" & SLURM_NODEID=0 "$@" && wait $!\n')
+    for name in ("scontrol", "srun"):
+        (programs / name).chmod(0o755)
+    script = script.replace("output_dir=runs/X", f"output_dir=runs/slurm model.name_or_path=FOLDER {CUTS}")
+    given = f"export SLURM_NNODES=2 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=a,b NPROC_PER_NODE=1 PATH={programs}:$PATH\n"
+    execute(tree, [given + script])
+    assert (tree / "runs" / "slurm" / "checkpoint-1").is_dir()

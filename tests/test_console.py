@@ -1,0 +1,26 @@
+"""What a person sees: nothing of libraries between the lines, mistakes that can be told apart, a summary that tells what comes."""
+
+import re
+
+from conftest import run_trainer, small_run
+
+import train_grpo
+
+
+def test_libraries_keep_quiet_and_the_summary_tells_what_comes(tmp_path, random_model):
+    done = run_trainer(
+        *small_run(random_model, tmp_path / "run"), "model.gradient_checkpointing=true", "optim.max_steps=1", ranks=2
+    )
+    noise = [line for line in done.stderr.splitlines() if re.search(r"Warning|deprecated|Writing|Loading|it/s", line)]
+    assert noise == []
+    shown = done.stdout
+    assert re.search(r"^memory    about \d+ MiB a rank: weights, gradients and optimizer", shown, re.MULTILINE)
+    assert "6 problems x 4 completions = 24, over 2 rank(s); 1 update(s) from them; 1 steps" in shown
+    assert f"{tmp_path}/run; the same command continues it" in shown
+    assert shown.count("watch reward, not loss") == 1
+
+
+def test_each_mistake_is_a_line_of_its_own(capsys):
+    assert train_grpo.main(["optim.learning_rate=-1", "rollout.num_generations=0"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("=")[0] for line in lines] == ["error: rollout.num_generations", "error: optim.learning_rate"]

@@ -1,0 +1,25 @@
+"""``runtime.profile``: a trace of one step, with the phases by name."""
+
+import gzip
+import json
+
+import pytest
+from conftest import run_trainer, small_run
+
+
+@pytest.mark.slow
+def test_the_trace_of_a_step_names_its_phases(tmp_path, random_model):
+    done = run_trainer(
+        *small_run(random_model, tmp_path / "run"),
+        "runtime.profile=1",
+        "optim.max_steps=2",
+        "eval.before_training=false",
+    )
+    (path,) = (tmp_path / "run").glob("trace_*")
+    assert path.name == "trace_step_1.json.gz" and str(path) in done.stdout
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    names = [event.get("name") for event in events]
+    for phase in ("rollout", "reward", "logprobs", "update"):
+        assert names.count(phase) == 1, "one step"
+    assert "aten::mm" in names or "aten::addmm" in names

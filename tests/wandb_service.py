@@ -1,0 +1,90 @@
+"""A small HTTP server that answers where wandb's service would be, as far as one run needs it; and that can be ill."""
+
+import contextlib
+import gzip
+import http.server
+import json
+import threading
+import time
+
+
+class Service:
+    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never answers), ``dies`` (answers until the
+    first line of history has come, then closes its door)."""
+
+    def __init__(self, mood: str):
+        self.mood, self.history, self.lines = mood, {}, []
+        service = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                if service.mood == "stalls":
+                    time.sleep(300)
+                code, reply = service.reply(self.path, body)
+                text = json.dumps(reply).encode()
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST = do_PUT = answer
+
+            def log_message(self, *arguments):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def reply(self, path: str, body: bytes) -> tuple[int, dict]:
+        if self.mood == "refuses":
+            return 403, {"error": "no"}
+        if path.endswith("/file_stream"):
+            content = json.loads(body).get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
+            self.lines += [json.loads(line) for line in content]
+            if self.lines and self.mood == "dies":
+                threading.Thread(target=self.close).start()
+            return 200, {}
+        if not path.endswith("/graphql"):
+            return 200, {}
+        asked = json.loads(body)
+        given = asked.get("variables") or {}
+        operation = asked.get("operationName")
+        bucket = {
+            "id": "1", "name": given.get("name"), "displayName": "run", "config": "{}", "summaryMetrics": "{}", "sweepName": None, "tags": [],
+            "project": {"id": "2", "name": "grpo", "entity": {"id": "3", "name": "me"}}, "historyLineCount": len(self.lines),
+            "logLineCount": 0, "eventsLineCount": 0, "eventsTail": "[]", "wandbConfig": json.dumps({"t": 1}),
+            "historyTail": json.dumps([json.dumps(self.lines[-1])] if self.lines else []),
+        }  # fmt: skip
+        if operation == "RunResumeStatus":
+            found = bucket if self.lines else None
+            return 200, {
+                "data": {"model": {"id": "2", "name": "grpo", "entity": {"id": "3", "name": "me"}, "bucket": found}}
+            }
+        if operation == "UpsertBucket":
+            return 200, {"data": {"upsertBucket": {"bucket": bucket, "inserted": not self.lines}}}
+        if operation == "CreateRunFiles":
+            files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in given["files"]]
+            return 200, {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}}
+        return 200, {"data": {}}
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@contextlib.contextmanager
+def service(mood: str):
+    running = Service(mood)
+    threading.Thread(target=running.server.serve_forever, daemon=True).start()
+    try:
+        yield running
+    finally:
+        with contextlib.suppress(OSError):
+            running.close()
