@@ -36,7 +36,15 @@ from grpo.output import find_resume_point, refuse_changes, start_output
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rollout import Sampling
 
-ANSWER_CHECKERS = ("accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests")
+ANSWER_CHECKERS = (
+    "accuracy",
+    "math_verify",
+    "countdown",
+    "r1_zero",
+    "exact_or_stripped",
+    "python_tests",
+    "reasoning_gym",
+)
 
 
 @dataclass
