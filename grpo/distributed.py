@@ -94,6 +94,16 @@ class World:
             raise error
         raise RanksDisagree(f"rank {rank}: {messages[rank]}")
 
+    def together(self, build: Callable[[], Any]) -> Any:
+        """What ``build`` gives on each rank; if it fails on one (a file that one machine lacks), all stop with its message."""
+        built, error = None, None
+        try:
+            built = build()
+        except Exception as caught:  # voted on, then raised on all ranks
+            error = caught
+        self.raise_together(error)
+        return built
+
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """The main rank runs the block before the others (which then find its result on disk).

@@ -15,16 +15,17 @@ from torch import nn
 
 from grpo import checkpoint
 from grpo.batch import Group, Problem
-from grpo.config import Config, ConfigError, check_world_size
+from grpo.config import Config, check_world_size
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, load_rows, make_problems
 from grpo.describe import summary
 from grpo.distributed import World
-from grpo.evaluation import evaluate, make_judge
+from grpo.evaluation import evaluate, judge_of
+from grpo.evaluation.verdict import check_names
 from grpo.logprobs import CompletionScorer
 from grpo.metrics import Accumulator, Reporter
 from grpo.model import (
     Policy,
-    context_length,
+    check_context,
     load_policy,
     load_tokenizer,
     make_optimizer,
@@ -34,17 +35,8 @@ from grpo.model import (
 )
 from grpo.output import find_resume_point, refuse_changes, start_output
 from grpo.rewards import RewardResult, RewardRunner
+from grpo.rewards.groups import score_groups
 from grpo.rollout import Sampling
-
-ANSWER_CHECKERS = (
-    "accuracy",
-    "math_verify",
-    "countdown",
-    "r1_zero",
-    "exact_or_stripped",
-    "python_tests",
-    "reasoning_gym",
-)
 
 
 @dataclass
@@ -95,19 +87,13 @@ class Run:
         if not self.eval_problems:
             return {}
         e = self.config.eval
-        names = self.rewards.names
-
-        def score(groups: Sequence[Group]) -> list[dict[str, float | None]]:
-            return [dict(zip(names, row, strict=True)) for row in score_groups(self.rewards, groups).values]
-
-        judge = make_judge(score, correctness_reward(self.config, names), "format" if "format" in names else None)
         with self.reporter.bar(
             "evaluation", len(self.eval_problems[:: self.world.size]) * (1 + (e.num_samples > 1)), "problem"
         ) as bar:
             return evaluate(
                 self.policy,
                 self.eval_problems,
-                judge,
+                judge_of(self.config, self.rewards),
                 self.world,
                 num_samples=e.num_samples,
                 temperature=e.temperature,
@@ -117,7 +103,7 @@ class Run:
                 seed=self.config.seed,
                 step=0,  # the same samples' addresses each time: curves differ by the weights alone
                 on_problems=bar.update,
-            )
+            ).metrics
 
     def save(self, step: int, *, rehearsal: bool = False) -> None:
         """Checkpoint the state after ``step`` steps; the main rank writes, all wait and fail together."""
@@ -152,27 +138,6 @@ class Run:
         self.reporter.close()
 
 
-def score_groups(rewards: RewardRunner, groups: Sequence[Group]):
-    """Hand the completions of some groups to the reward functions, TRL's way: conversational prompts get messages."""
-    pairs = [(group.problem, completion) for group in groups for completion in group.completions]
-    names = dict.fromkeys(name for problem, _ in pairs for name in problem.columns)
-    return rewards.score(
-        prompts=[problem.prompt for problem, _ in pairs],
-        completions=[
-            c.text if isinstance(p.prompt, str) else [{"role": "assistant", "content": c.text}] for p, c in pairs
-        ],
-        columns={name: [problem.columns.get(name) for problem, _ in pairs] for name in names},
-        completion_ids=[list(completion.ids) for _, completion in pairs],
-    )
-
-
-def correctness_reward(config: Config, names: Sequence[str]) -> str:
-    """The display name of the reward that decides whether a completion is correct."""
-    if config.eval.correctness is not None:
-        return config.eval.correctness
-    return next((name for name in names if name in ANSWER_CHECKERS), names[0])
-
-
 def prepare(config: Config, world: World) -> Run | None:
     """Check and build everything; None if the run is already complete.
 
@@ -195,7 +160,7 @@ def prepare(config: Config, world: World) -> Run | None:
 
 
 def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path | None) -> Run | None:
-    train_rows, eval_rows = _together(world, lambda: _checked_rows(config, world, rewards))
+    train_rows, eval_rows = world.together(lambda: _checked_rows(config, world, rewards))
 
     state = checkpoint.read_state(resume) if resume else {}
     if resume:
@@ -228,14 +193,8 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     options = dict(
         device=world.device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"})
     )
-    context = context_length(path, trust_remote_code=trust)
-    longest = max(len(problem.prompt_ids) for problem in [*train.problems, *evaluation.problems])
-    if context is not None and longest + config.rollout.max_completion_length > context:
-        raise ConfigError(
-            f"rollout.max_completion_length={config.rollout.max_completion_length} + the longest prompt of {longest} "
-            f"tokens exceed the model's context of {context}: use "
-            + (f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}")
-        )
+    everything = [*train.problems, *evaluation.problems]
+    check_context(path, everything, config.rollout.max_completion_length, trust_remote_code=trust)
     policy = load_policy(str(resume or path), tokenizer, **options)
     a, o = config.algorithm, config.optim
     ref_scorer = None
@@ -314,22 +273,8 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
     rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
-    if config.eval.correctness is not None and config.eval.correctness not in rewards.names:
-        raise ConfigError(
-            f"eval.correctness={config.eval.correctness}: no such reward; there are {', '.join(rewards.names)}"
-        )
+    check_names(config, rewards.names)
     return train_rows, eval_rows
-
-
-def _together(world: World, build):
-    """What ``build`` gives on each rank; if it fails on one (a file that one machine lacks), all stop with its message."""
-    built, error = None, None
-    try:
-        built = build()
-    except Exception as caught:  # voted on, then raised on all ranks
-        error = caught
-    world.raise_together(error)
-    return built
 
 
 def touch_every_parameter(policy: Policy):
