@@ -56,26 +56,32 @@ def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None) -
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown: mean over seeds, and from the lowest to the highest of them."""
+    """Markdown, in percent: mean over seeds, standard deviation (n-1) and range of them."""
     rows = [
-        "| preset | seeds | mean@8 after | lowest to highest | greedy after | format after |",
-        "|---|---|---|---|---|---|",
+        "| preset | seeds | mean@8 after | s.d. | lowest to highest | greedy after | format after |",
+        "|---|---|---|---|---|---|---|",
     ]
     for preset in [p for p in PRESETS if any(r["preset"] == p for r in runs)]:
         mine = [r for r in runs if r["preset"] == preset]
         after = {name: [100 * r["after"][name] for r in mine] for name in MEASURED}
         samples = after["eval/mean@8"]
         rows.append(
-            f"| {preset} | {len(mine)} | {statistics.mean(samples):.1f} | {min(samples):.1f} to {max(samples):.1f} | "
+            f"| {preset} | {len(mine)} | {statistics.mean(samples):.1f} | {_deviation(samples)} | "
+            f"{min(samples):.1f} to {max(samples):.1f} | "
             f"{statistics.mean(after['eval/greedy_accuracy']):.1f} | {statistics.mean(after['eval/format']):.1f} |"
         )
     before = {r["seed"]: r["before"] for r in runs}.values()
     start = {name: statistics.mean(100 * b[name] for b in before) for name in MEASURED}
     rows.append(
-        f"| before training | {len(before)} | {start['eval/mean@8']:.1f} | | {start['eval/greedy_accuracy']:.1f} | "
+        f"| before training | {len(before)} | {start['eval/mean@8']:.1f} | "
+        f"{_deviation([100 * b['eval/mean@8'] for b in before])} | | {start['eval/greedy_accuracy']:.1f} | "
         f"{start['eval/format']:.1f} |"
     )
     return "\n".join(rows) + "\n"
+
+
+def _deviation(values: list[float]) -> str:
+    return f"{statistics.stdev(values):.1f}" if len(values) > 1 else "-"
 
 
 def main() -> None:

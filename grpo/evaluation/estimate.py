@@ -55,7 +55,7 @@ def wilson(p: float, observations: float) -> tuple[float, float]:
     z2 = Z * Z / observations
     centre = (p + z2 / 2) / (1 + z2)
     half = Z / (1 + z2) * math.sqrt(p * (1 - p) / observations + z2 / (4 * observations))
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+    return max(min(centre - half, p), 0.0), min(max(centre + half, p), 1.0)  # p itself, also after rounding
 
 
 def rate_of(values: Sequence[float], samples: int, value: float | None = None) -> tuple[float, float, float]:
