@@ -1,9 +1,10 @@
-"""Every preset of docs/algorithm.md on the tiny arithmetic task: same start, same steps, several seeds.
+"""Every preset of docs/algorithm.md on a tiny task (arithmetic): same start, same steps, several seeds.
 
     python benchmarks/presets_learn.py                        8 presets x 3 seeds x 100 steps
     python benchmarks/presets_learn.py --steps 3 --seeds 0    a look
+    python benchmarks/presets_learn.py --config configs/tiny_countdown.yaml --output benchmarks/results/presets_learn_countdown.json
 
-Each preset runs with its own values (`algorithm={name: ...}`), everything else is configs/tiny_arithmetic.yaml: 8 problems x 8
+Each preset runs with its own values (`algorithm={name: ...}`), everything else is the configuration's, configs/tiny_arithmetic.yaml: 8 problems x 8
 completions, learning rate 2e-4 falling linearly to 0. The start is the same cached model for all; a seed decides the order of the
 problems and what is sampled. Results go to benchmarks/results/presets_learn.json after each run (one that is there is not made
 again) and from there to presets_learn.md.
@@ -24,7 +25,7 @@ PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "rei
 MEASURED = ("eval/greedy_accuracy", "eval/mean@8", "eval/pass@8", "eval/format")
 
 
-def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None) -> dict:
+def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None, config: Path) -> dict:
     """One training run in a process of its own; what its metrics say.
 
     Args:
@@ -33,7 +34,7 @@ def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None) -
     output = folder / f"{preset}-{seed}"
     shutil.rmtree(output, ignore_errors=True)
     command = [
-        sys.executable, str(ROOT / "train_grpo.py"), "--config", str(ROOT / "configs/tiny_arithmetic.yaml"),
+        sys.executable, str(ROOT / "train_grpo.py"), "--config", str(config),
         f"algorithm={{name: {preset}}}", f"seed={seed}", f"optim.max_steps={steps}", f"output_dir={output}",
         f"eval.before_training={before is None}",
         "runtime.threads_per_rank=1", "runtime.device=cpu", "logging.every=1000", "logging.log_completions=0",
@@ -42,6 +43,7 @@ def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None) -
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["step"] > 0]
     last = trained[-10:]
+    accuracy = next(name for name in ("rewards/accuracy/mean", "rewards/countdown/mean") if name in last[0])
     shutil.rmtree(output)
     return {
         "preset": preset,
@@ -49,8 +51,8 @@ def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None) -
         "steps": steps,
         "before": before or {name: lines[0][name] for name in MEASURED},
         "after": {name: trained[-1][name] for name in MEASURED},
-        "accuracy_of_last_10_steps": statistics.mean(line["rewards/accuracy/mean"] for line in last),
-        "accuracy_by_step": [round(line["rewards/accuracy/mean"], 4) for line in trained],
+        "accuracy_of_last_10_steps": statistics.mean(line[accuracy] for line in last),
+        "accuracy_by_step": [round(line[accuracy], 4) for line in trained],
         "seconds_per_step": statistics.median(line["step_time"] for line in trained),
     }
 
@@ -86,6 +88,7 @@ def _deviation(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/tiny_arithmetic.yaml")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS)
@@ -101,7 +104,7 @@ def main() -> None:
             if any((r["preset"], r["seed"], r["steps"]) == (preset, seed, options.steps) for r in runs):
                 continue
             before = next((r["before"] for r in runs if r["seed"] == seed), None)
-            runs.append(run(preset, seed, options.steps, options.runs, before))
+            runs.append(run(preset, seed, options.steps, options.runs, before, options.config.absolute()))
             options.output.write_text(json.dumps(runs, indent=1) + "\n")
             print(
                 f"{preset:20} seed {seed}: mean@8 {runs[-1]['before']['eval/mean@8']:.1%} -> {runs[-1]['after']['eval/mean@8']:.1%}",

@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from grpo.agreement import add_what_is_implied
+from grpo.batch import Completion, Group
 from grpo.config import DataConfig, load_config
 from grpo.data import load_rows, make_problems, render
-from grpo.rewards import load_reward
+from grpo.rewards import RewardRunner, RewardSpec, load_reward
+from grpo.rewards.groups import score_groups
 from grpo.tasks.tiny import build_tokenizer
 
 
@@ -34,12 +36,16 @@ def test_a_system_prompt_may_lie_in_a_file(tmp_path):
 
 def test_a_template_is_the_whole_prompt(tmp_path, tokenizer):
     assert render("2+2=", tokenizer, None, [], "User: {prompt}\nAssistant:") == "User: 2+2=\nAssistant:"
-    turns = [{"role": "user", "content": "Hi"}, {"role": "user", "content": "2+2="}]
-    assert render(turns, tokenizer, None, [], "Q {prompt}") == "Q 2+2="
+    assert render([{"role": "user", "content": "2+2="}], tokenizer, None, [], "Q {prompt}") == "Q 2+2="
     (tmp_path / "d.jsonl").write_text('{"prompt": "1+1="}\n')
     config = DataConfig(dataset=f"{tmp_path}/d.jsonl", prompt_template="{prompt} so")
     (problem,) = make_problems(load_rows(config, train=True, seed=0), config, tokenizer).problems
     assert tokenizer.decode(problem.prompt_ids) == "1+1= so"
+    turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
+    config = DataConfig(dataset=f"{tmp_path}/talk.jsonl", prompt_template="{prompt} so")
+    with pytest.raises(ValueError, match=r"row 1: data\.prompt_template has a place for one question"):
+        make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
 
 
 def test_a_template_without_a_place_or_beside_other_parts_is_refused():
@@ -47,6 +53,29 @@ def test_a_template_without_a_place_or_beside_other_parts_is_refused():
         load_config(["data.prompt_template=Question"])
     with pytest.raises(ValueError, match=r"data\.prompt_template is the whole prompt"):
         load_config(["data.prompt_template='{prompt}'", "data.system_prompt=Be brief."])
+
+
+def test_conversational_rows_reach_the_rewards_as_conversations(tmp_path, tokenizer):
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "1+1="},
+    ]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": turns, "answer": "2", "source": "book"}) + "\n")
+    config = DataConfig(dataset=f"{tmp_path}/d.jsonl", answer_column="answer")
+    (problem,) = make_problems(load_rows(config, train=True, seed=0), config, tokenizer).problems
+    assert tokenizer.decode(problem.prompt_ids).endswith("user\n1+1=<|im_end|>\n<|im_start|>assistant\n")
+    rewards = tmp_path / "seen.py"
+    rewards.write_text("""
+def seen(prompts, completions, answer, source, **columns):
+    assert [m["role"] for m in prompts[0]] == ["user", "assistant", "user"], prompts
+    assert not columns.keys() - {"completion_ids"}, columns
+    return [float(c == [{"role": "assistant", "content": a}] and s == "book") for c, a, s in zip(completions, answer, source)]
+""")
+    group = Group(problem, (Completion((1,), "2", True), Completion((1,), "3", True)))
+    with RewardRunner([RewardSpec(f"{rewards}:seen", 1.0, {})]) as runner:
+        result = score_groups(runner, [group])
+    assert result.values == [[1.0], [0.0]] and result.failures == [0]
 
 
 # --- answers as GSM8K writes them

@@ -151,8 +151,13 @@ def _is_message(value: Any) -> bool:
 
 
 def _rendered(number: int, rows: Rows, config, tokenizer: Any) -> str:
+    prompt = rows.prompts[number - 1]
+    if config.prompt_template is not None and not isinstance(prompt, str) and len(prompt) > 1:
+        raise ValueError(
+            f"{rows.what}, row {number}: data.prompt_template has a place for one question, and this is a conversation of "
+            f"{len(prompt)} messages"
+        )
     try:
-        prompt = rows.prompts[number - 1]
         return render(prompt, tokenizer, rows.system_prompt, config.few_shot, config.prompt_template)
     except Exception as error:  # a chat template is a program that came with the model
         raise ValueError(
@@ -175,7 +180,7 @@ def render(
     """The text the model sees: system prompt, worked examples, question, and the generation prompt of the chat template.
 
     A tokenizer without a chat template gets the same parts as plain text. With a ``prompt_template`` the text is that, with
-    the question (of a conversation: its last turn) in place of ``{prompt}``, and nothing else.
+    the question (a conversation of one message counts as one) in place of ``{prompt}``, and nothing else.
     """
     if prompt_template is not None:
         return prompt_template.replace("{prompt}", prompt if isinstance(prompt, str) else prompt[-1]["content"])
