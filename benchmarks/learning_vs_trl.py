@@ -132,7 +132,7 @@ def main() -> None:
             arguments = (seed, options.steps, options.every, options.runs)
             found = run_ours(*arguments) if side == "ours" else run_trl(*arguments, options.trl_python.absolute())
             runs.append({"side": side, "seed": seed, "steps": options.steps, **found})
-            options.output.write_text(json.dumps(runs, indent=1) + "\n")
+            options.output.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
             print(f"{side:5} seed {seed}: {' '.join(f'{p[METRIC]:.3f}' for p in found['points'])}", flush=True)
     shown = [r for r in runs if r["steps"] == options.steps]
     if shown:

@@ -105,7 +105,7 @@ def main() -> None:
                 continue
             before = next((r["before"] for r in runs if r["seed"] == seed), None)
             runs.append(run(preset, seed, options.steps, options.runs, before, options.config.absolute()))
-            options.output.write_text(json.dumps(runs, indent=1) + "\n")
+            options.output.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
             print(
                 f"{preset:20} seed {seed}: mean@8 {runs[-1]['before']['eval/mean@8']:.1%} -> {runs[-1]['after']['eval/mean@8']:.1%}",
                 flush=True,
