@@ -53,7 +53,9 @@ def main(argv: list[str]) -> int:
     rank, world = launched_as()[0], None
     try:
         config = load_config(rest)
-        world = start_world(**config.runtime.model_dump(exclude={"precision"}))
+        world = start_world(
+            **config.runtime.model_dump(include={"device", "timeout_s", "threads_per_rank", "deterministic"})
+        )
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
     except (ValueError, OSError, RanksDisagree) as mistake:  # what the user can mend: one line, from one rank
