@@ -73,9 +73,6 @@ def table(runs: list[dict]) -> str:
     last = [_values(runs, side, steps[-1], GREEDY) for side in SIDES]
     cells = [f"{statistics.mean(v):.1f} ({min(v):.1f} to {max(v):.1f})" if v else "-" for v in last]
     rows.append(f"| greedy, at the end | {' | '.join(cells)} |")
-    seconds = [[r["seconds"] / r["steps"] for r in runs if r["side"] == side] for side in SIDES]
-    cells = [f"{statistics.median(s):.2f}" if s else "-" for s in seconds]
-    rows.append(f"| seconds a step (median of runs) | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -113,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", type=Path, help="Python of an environment with requirements-bench.txt")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, default=10, help="evaluate every N steps")
+    parser.add_argument("--every", type=int, default=20, help="evaluate every N steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/learning_vs_trl.json")
     parser.add_argument(
