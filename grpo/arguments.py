@@ -139,6 +139,20 @@ def _read_file(name: str) -> dict[str, Any]:
     return {key: {} if value is None else value for key, value in values.items()}
 
 
+def text_of_file(name: str) -> str:
+    """The text of a file that a key names, without the line break at its end.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8").rstrip("\n")
+    except OSError as error:
+        raise ValueError(f"the file cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the file is not UTF-8 text ({error.reason}, byte {error.start})") from None
+
+
 def _set(values: dict[str, Any], key: str, value: Any, known: list[str]) -> None:
     """Write one dotted override. Below a leaf (``reward.functions``) nothing can be addressed: it is given whole."""
     if key not in known and key not in {k.split(".")[0] for k in known if "." in k}:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from grpo.arguments import ConfigError, help_text, parse_arguments, validate
+from grpo.agreement import add_what_is_implied, check_sections_agree, check_world_size
+from grpo.arguments import ConfigError, help_text, parse_arguments, text_of_file, validate
 from grpo.presets import PRESETS
 
 __all__ = ["PRESETS", "Config", "ConfigError", "check_world_size", "help_text", "load_config"]
@@ -35,7 +36,8 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     dataset: str = "builtin:arithmetic"
-    """Hub id, .jsonl/.json/.csv/.parquet file, folder saved by datasets, or builtin:arithmetic, builtin:countdown."""
+    """Hub id, .jsonl/.json/.csv/.parquet file, folder saved by datasets, builtin:arithmetic, builtin:countdown, or
+    reasoning_gym:<task>."""
     config_name: str | None = None
     """Configuration of a Hub dataset (gsm8k has main and socratic)."""
     train_split: str = "train"
@@ -51,7 +53,9 @@ class DataConfig(Section):
     answer_pattern: str | None = None
     """Regular expression whose first group (or whole match) is the answer inside the answer column."""
     system_prompt: str | None = None
-    """System message put before each prompt."""
+    """System message put before each prompt: the text, or the name of a .txt or .md file that holds it."""
+    prompt_template: str | None = None
+    """Text with {prompt} in place of the question, given to the model instead of its chat template (base models)."""
     few_shot: list[dict[str, str]] = []
     """Worked examples put before each question as chat turns: a list of {prompt, completion}."""
     max_prompt_length: int = Field(512, ge=1)
@@ -60,6 +64,27 @@ class DataConfig(Section):
     """Use only the first N training problems."""
     max_eval_samples: int | None = Field(None, ge=1)
     """Load only the first N evaluation problems."""
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _text_of_a_file(cls, value: str | None) -> str | None:
+        """Read here, so that the resolved configuration says what the model was told."""
+        return text_of_file(value) if value and value.endswith((".txt", ".md")) and "\n" not in value else value
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_a_place_for_the_prompt(cls, value: str | None) -> str | None:
+        if value is not None and "{prompt}" not in value:
+            raise ValueError("it has no {prompt}, the place for the question")
+        return value
+
+    @model_validator(mode="after")
+    def _one_way_to_say_it(self) -> DataConfig:
+        if self.prompt_template is not None and (self.system_prompt is not None or self.few_shot):
+            raise ValueError(
+                "data.prompt_template is the whole prompt: write system_prompt and few_shot into it, and leave them out"
+            )
+        return self
 
 
 class RewardFunction(Section):
@@ -210,7 +235,11 @@ class EvalConfig(Section):
     max_samples: int | None = Field(None, ge=1)
     """Evaluate on the first N evaluation problems."""
     correctness: str | None = None
-    """Name of the reward whose value above 0 means correct; none: the first one that checks answers."""
+    """Name of the reward that decides what is correct; none: the first one that checks answers."""
+    correct_above: float = 0.0
+    """Its value above which a completion is correct (0.99 where a wrong answer earns something too)."""
+    format: str | None = None
+    """Name of the reward whose value above 0 means well-formed; none: `format`, else <think>..</think> <answer>..</answer>."""
 
 
 class CheckpointConfig(Section):
@@ -278,86 +307,17 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _dapo_punishes_overlong(cls, values: Any) -> Any:
-        """DAPO's soft overlong punishment is a reward; the preset adds it unless the config already names it."""
-        if not isinstance(values, dict) or not isinstance(values.get("algorithm"), dict):
-            return values
-        reward = values.get("reward", {})
-        functions = reward.get("functions", ["accuracy"]) if isinstance(reward, dict) else None
-        if values["algorithm"].get("name") != "dapo" or not isinstance(functions, list) or not functions:
-            return values
-        if "soft_overlong" in [item.get("name") if isinstance(item, dict) else item for item in functions]:
-            return values
-        rollout = values.get("rollout", {})
-        length = rollout.get("max_completion_length", 256) if isinstance(rollout, dict) else None
-        if not isinstance(length, int) or length < 5:
-            return values
-        # The paper punishes over the last 4,096 of 20,480 tokens: a fifth.
-        punishment = {"name": "soft_overlong", "args": {"max_length": length, "cache_length": length // 5}}
-        return values | {"reward": reward | {"functions": [*functions, punishment]}}
+    def _implied(cls, values: Any) -> Any:
+        return add_what_is_implied(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        a, G = self.algorithm, self.rollout.num_generations
-        if G == 1 and (a.baseline != "none" or a.scale == "group"):
-            raise ValueError(
-                f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
-                f"algorithm.scale={a.scale}: use num_generations >= 2, or baseline=none with scale=none"
-            )
-        if a.objective == "reinforce" and a.updates_per_step > 1:
-            raise ValueError(
-                f"algorithm.objective=reinforce takes one update per rollout, got num_iterations={a.num_iterations} x "
-                f"num_minibatches={a.num_minibatches}: later updates would be off-policy and it has no importance ratio; "
-                "use objective=clip, or 1 and 1"
-            )
-        if a.delta is not None and a.delta <= 1 + a.clip_high:
-            raise ValueError(f"algorithm.delta={a.delta} must be above 1 + epsilon_high = {1 + a.clip_high:g}")
-        if self.rollout.prompts_per_step % a.num_minibatches:
-            works = _nearest_multiples(self.rollout.prompts_per_step, a.num_minibatches)
-            raise ValueError(
-                f"rollout.prompts_per_step={self.rollout.prompts_per_step} cannot be cut into "
-                f"algorithm.num_minibatches={a.num_minibatches} equal parts: use prompts_per_step={works}"
-            )
-        if self.eval.num_samples > 1 and self.eval.temperature == 0:
-            raise ValueError(
-                f"eval.num_samples={self.eval.num_samples} at eval.temperature=0 would be the same completion "
-                f"{self.eval.num_samples} times: set eval.temperature (1.0, say), or num_samples=1 for greedy only"
-            )
-        if self.optim.min_lr is not None and self.optim.lr_scheduler_type not in ("cosine", "cosine_with_min_lr"):
-            raise ValueError(
-                f"optim.min_lr needs lr_scheduler_type=cosine, got lr_scheduler_type={self.optim.lr_scheduler_type}"
-            )
-        if self.optim.min_lr is None and self.optim.lr_scheduler_type == "cosine_with_min_lr":
-            raise ValueError(f"optim.lr_scheduler_type={self.optim.lr_scheduler_type} needs optim.min_lr")
-        for example in self.data.few_shot:
-            if set(example) != {"prompt", "completion"}:
-                raise ValueError(f"data.few_shot takes {{prompt, completion}} entries, got keys {sorted(example)}")
+        check_sections_agree(self)
         return self
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
-    return f"{value // unit * unit} or {(value // unit + 1) * unit}" if value >= unit else str(unit)
-
-
-def check_world_size(config: Config, world_size: int) -> None:
-    """Refuse a number of ranks that cannot share the step evenly.
-
-    Raises:
-        ValueError: naming the nearest values of ``rollout.prompts_per_step`` that work.
-    """
-    unit = world_size * config.algorithm.num_minibatches
-    P = config.rollout.prompts_per_step
-    if P % unit:
-        minibatches = f" x algorithm.num_minibatches={config.algorithm.num_minibatches}" * (unit > world_size)
-        raise ValueError(
-            f"rollout.prompts_per_step={P} does not divide over {world_size} ranks{minibatches}: "
-            f"use prompts_per_step={_nearest_multiples(P, unit)}"
-        )
-    if config.debug and world_size > 1:
-        raise ValueError(f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1")
-
-
-_DEBUG = {  # what --debug makes of any config: caps for sizes, replacements for the rest
+_DEBUG = {
+    # What --debug makes of any config. Values are caps for sizes, replacements for the rest.
     "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64},
     "data": {"max_train_samples": 32, "max_eval_samples": 4},
     "optim": {"max_steps": 2},

@@ -95,6 +95,8 @@ def summary(
     left_out = ""
     if train.num_too_long:
         left_out += f", {train.num_too_long} left out as longer than {config.data.max_prompt_length} tokens"
+    if train.num_empty:
+        left_out += f", {train.num_empty} left out as empty"
     if train.num_without_answer:
         left_out += f", {train.num_without_answer} without an answer"
     rows = r.prompts_per_step * r.num_generations

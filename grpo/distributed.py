@@ -122,6 +122,16 @@ class World:
             others = [rank for rank, value in enumerate(values) if value != values[0]]
             raise ValueError(f"{otherwise}: rank {', '.join(map(str, others))} differs from rank 0")
 
+    def together(self, build: Callable[[], Any]) -> Any:
+        """What ``build`` gives on each rank; if it fails on one (a file that one machine lacks), all stop with its message."""
+        built, error = None, None
+        try:
+            built = build()
+        except Exception as caught:  # voted on, then raised on all ranks
+            error = caught
+        self.raise_together(error)
+        return built
+
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """The main rank runs the block before the others (which then find its result on disk).

@@ -139,7 +139,7 @@ class Reporter:
         if not self.is_main:
             return
         try:
-            self._jsonl.write(json.dumps(_json_safe(metrics)) + "\n")
+            self._jsonl.write(json.dumps(json_safe(metrics)) + "\n")
             self._jsonl.flush()
         except OSError as error:  # a full disk, say: it does not name the file itself
             raise OSError(f"{self._jsonl_path} cannot be written: {error}") from error
@@ -290,8 +290,8 @@ class Reporter:
             names = ["step", "prompt", "completion", "reward", "advantage", "length", "finished"]
             rows = [
                 [record[name] if name != "prompt" else str(record[name]) for name in names]
-                + [_json_safe(record["rewards"].get(name)) for name in rewards]
-                for record in _json_safe(self._table_rows)
+                + [json_safe(record["rewards"].get(name)) for name in rewards]
+                for record in json_safe(self._table_rows)
             ]
             media["completions"] = wandb.Table(columns=[*names, *(f"rewards/{name}" for name in rewards)], data=rows)
         return media
@@ -321,38 +321,46 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
 def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:
     """One line for an evaluation between the first and the last."""
     parts = [f"eval {metrics['step']:>{len(str(max_steps))}}/{max_steps}"]
-    for name in metrics:
-        if name.startswith("eval/"):
-            parts.append(f"{_spoken(name)} {_EVALUATION_FORMS.get(name, '{:.1%}').format(metrics[name])}")
-    return "  ".join(parts)
+    return "  ".join(parts + [f"{_spoken(n)} {evaluation_form(n).format(metrics[n])}" for n in _shown(metrics)])
 
 
 def evaluation_table(before: dict[str, float] | None, after: dict[str, float]) -> str:
     """Evaluations side by side, one metric a line."""
     rows = [f"{'':28}{'before':>10}{'after':>10}"]
-    for name, value in after.items():
-        if name.startswith("eval/"):
-            form = _EVALUATION_FORMS.get(name, "{:.1%}")
-            old = form.format(before[name]) if before and name in before else "-"
-            rows.append(f"{_spoken(name):28}{old:>10}{form.format(value):>10}")
+    for name in _shown(after):
+        form = evaluation_form(name)
+        old = form.format(before[name]) if before and name in before else "-"
+        rows.append(f"{_spoken(name):28}{old:>10}{form.format(after[name]):>10}")
     return "\n".join(rows)
 
 
-_EVALUATION_FORMS = {"eval/mean_length": "{:.2f}"}  # the others are rates
+def evaluation_form(name: str) -> str:
+    """How a metric of an evaluation is written: rates as percentages, lengths and rewards as they are."""
+    if name.startswith("eval/rewards/"):
+        return "{:.4f}"
+    return "{:.2f}" if name.endswith("mean_length") else "{:.1%}"
+
+
+def _shown(metrics: dict[str, Any]) -> list[str]:
+    """What the console shows of an evaluation: of pass@k the powers of two and the last, of greedy decoding the accuracy."""
+    ks = [int(name.removeprefix("eval/pass@")) for name in metrics if name.startswith("eval/pass@")]
+    hidden = {f"eval/pass@{k}" for k in ks if k & (k - 1) and k != max(ks)}
+    hidden |= {name for name in metrics if name.startswith("eval/greedy_") and name != "eval/greedy_accuracy"}
+    return [name for name in metrics if name.startswith("eval/") and name not in hidden]
 
 
 def _spoken(name: str) -> str:
     return name.removeprefix("eval/").replace("_", " ")
 
 
-def _json_safe(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """NaN and infinity have no JSON; null stands for them."""
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else None
     if isinstance(value, dict):
-        return {key: _json_safe(item) for key, item in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_safe(item) for item in value]
+        return [json_safe(item) for item in value]
     return value
 
 

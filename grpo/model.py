@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.utils import logging as transformers_logging
 
+from grpo.batch import Problem
 from grpo.cpu_weights import reordered_weights
 from grpo.hub import hub_answers
 from grpo.tasks.tiny import build_tiny_model
@@ -107,6 +108,22 @@ def context_length(path: str, *, trust_remote_code: bool = False) -> int | None:
     """Tokens the model's positions reach, before its weights are loaded; None if its config does not say."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_context(path: str, problems: Sequence[Problem], max_length: int, *, trust_remote_code: bool = False) -> None:
+    """Refuse prompts and completions (of ``max_length`` tokens) that do not fit the model's positions.
+
+    Raises:
+        ValueError: naming what would.
+    """
+    context = context_length(path, trust_remote_code=trust_remote_code)
+    longest = max(len(problem.prompt_ids) for problem in problems)
+    if context is not None and longest + max_length > context:
+        raise ValueError(
+            f"rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed the model's "
+            f"context of {context}: use "
+            + (f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}")
+        )
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:

@@ -20,13 +20,14 @@ from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, loa
 from grpo.describe import memory_line, summary
 from grpo.distributed import World
 from grpo.environment import environment, record_start
-from grpo.evaluation import evaluate, make_judge, metric_names
+from grpo.evaluation import evaluate, judge_of, metric_names
+from grpo.evaluation.verdict import check_names
 from grpo.lock import Lock
 from grpo.logprobs import CompletionScorer
 from grpo.metrics import Accumulator, Reporter
 from grpo.model import (
     Policy,
-    context_length,
+    check_context,
     load_policy,
     load_tokenizer,
     make_optimizer,
@@ -37,11 +38,10 @@ from grpo.model import (
 )
 from grpo.output import find_resume_point, note_differences, refuse_changes, start_output
 from grpo.rewards import RewardResult, RewardRunner
+from grpo.rewards.groups import score_groups
 from grpo.rollout import Sampling
 from grpo.saving import Saver, versions
 from grpo.signals import Signals, not_yet
-
-ANSWER_CHECKERS = ("accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests")
 
 
 @dataclass
@@ -114,19 +114,13 @@ class Run:
         if not self.eval_problems:
             return {}
         e = self.config.eval
-        names = self.rewards.names
-
-        def score(groups: Sequence[Group]) -> list[dict[str, float | None]]:
-            return [dict(zip(names, row, strict=True)) for row in score_groups(self.rewards, groups).values]
-
-        judge = make_judge(score, correctness_reward(self.config, names), "format" if "format" in names else None)
         with self.reporter.bar(
             "evaluation", len(self.eval_problems[:: self.world.size]) * (1 + (e.num_samples > 1)), "problem"
         ) as bar:
             return evaluate(
                 self.policy,
                 self.eval_problems,
-                judge,
+                judge_of(self.config, self.rewards),
                 self.world,
                 num_samples=e.num_samples,
                 temperature=e.temperature,
@@ -136,34 +130,13 @@ class Run:
                 seed=self.config.seed,
                 step=0,  # the same samples' addresses each time: curves differ by the weights alone
                 on_problems=bar.update,
-            )
+            ).metrics
 
     def close(self) -> None:
         self.rewards.close()
         self.reporter.close()
         self.signals.close()
         self.lock.release()
-
-
-def score_groups(rewards: RewardRunner, groups: Sequence[Group]):
-    """Hand the completions of some groups to the reward functions, TRL's way: conversational prompts get messages."""
-    pairs = [(group.problem, completion) for group in groups for completion in group.completions]
-    names = dict.fromkeys(name for problem, _ in pairs for name in problem.columns)
-    return rewards.score(
-        prompts=[problem.prompt for problem, _ in pairs],
-        completions=[
-            c.text if isinstance(p.prompt, str) else [{"role": "assistant", "content": c.text}] for p, c in pairs
-        ],
-        columns={name: [problem.columns.get(name) for problem, _ in pairs] for name in names},
-        completion_ids=[list(completion.ids) for _, completion in pairs],
-    )
-
-
-def correctness_reward(config: Config, names: Sequence[str]) -> str:
-    """The display name of the reward that decides whether a completion is correct."""
-    if config.eval.correctness is not None:
-        return config.eval.correctness
-    return next((name for name in names if name in ANSWER_CHECKERS), names[0])
 
 
 def prepare(config: Config, world: World) -> Run | None:
@@ -193,7 +166,7 @@ def prepare(config: Config, world: World) -> Run | None:
 
 
 def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path | None, lock: Lock) -> Run | None:
-    train_rows, eval_rows = _together(world, lambda: _checked_rows(config, world, rewards))
+    train_rows, eval_rows = world.together(lambda: _checked_rows(config, world, rewards))
 
     state = checkpoint.read_state(resume) if resume else {}
     facts = {"data_fingerprint": fingerprint(train_rows)}
@@ -229,14 +202,8 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     options = dict(
         device=world.device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"})
     )
-    context = context_length(path, trust_remote_code=trust)
-    longest = max(len(problem.prompt_ids) for problem in [*train.problems, *evaluation.problems])
-    if context is not None and longest + config.rollout.max_completion_length > context:
-        raise ConfigError(
-            f"rollout.max_completion_length={config.rollout.max_completion_length} + the longest prompt of {longest} "
-            f"tokens exceed the model's context of {context}: use "
-            + (f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}")
-        )
+    everything = [*train.problems, *evaluation.problems]
+    check_context(path, everything, config.rollout.max_completion_length, trust_remote_code=trust)
     policy = load_policy(str(resume or path), tokenizer, **options)
     a, o = config.algorithm, config.optim
     ref_scorer = None
@@ -319,7 +286,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         steps_per_epoch=problems.steps_per_epoch,
         max_steps=max_steps,
     )
-    lines.append(memory_line(config, policy, world.size, longest))
+    lines.append(memory_line(config, policy, world.size, max(len(problem.prompt_ids) for problem in everything)))
     if why_padded:
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     for line in lines + [f"resuming  {resume} at step {start}"] * bool(resume):
@@ -334,26 +301,12 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
     rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
-    best, known = config.checkpoint.keep_best, metric_names(config.eval.num_samples)
+    best, known = config.checkpoint.keep_best, metric_names(config.eval.num_samples, rewards.names)
     if best and (eval_rows is None or best not in known):
         need = "needs evaluations: set data.eval_split" if eval_rows is None else f"is none of {', '.join(known)}"
         raise ConfigError(f"checkpoint.keep_best={best} {need}")
-    if config.eval.correctness is not None and config.eval.correctness not in rewards.names:
-        raise ConfigError(
-            f"eval.correctness={config.eval.correctness}: no such reward; there are {', '.join(rewards.names)}"
-        )
+    check_names(config, rewards.names)
     return train_rows, eval_rows
-
-
-def _together(world: World, build):
-    """What ``build`` gives on each rank; if it fails on one (a file that one machine lacks), all stop with its message."""
-    built, error = None, None
-    try:
-        built = build()
-    except Exception as caught:  # voted on, then raised on all ranks
-        error = caught
-    world.raise_together(error)
-    return built
 
 
 def touch_every_parameter(policy: Policy):

@@ -8,7 +8,9 @@ import torch
 
 from grpo.batch import Completion, Group, Problem
 from grpo.distributed import World
-from grpo.evaluation import Verdict, evaluate, make_judge, pass_at_k
+from grpo.evaluation import Verdict, estimates, evaluate, judge_of, make_judge, pass_at_k
+from grpo.evaluation.estimate import mean_of, rate_of, wilson
+from grpo.evaluation.verdict import check_names
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -51,9 +53,10 @@ def test_counts_are_those_of_the_completions(policy):
         seen.append(groups)
         return by_length(groups)
 
-    metrics = evaluate(
+    evaluation = evaluate(
         policy, problems_of(policy, 11), judge, ALONE, num_samples=4, temperature=1.0, max_completion_length=9, seed=0
     )
+    metrics = evaluation.metrics
     groups = [group for part in seen for group in part]
     greedy = [g for g in groups if len(g.completions) == 1]
     sampled = [g for g in groups if len(g.completions) == 4]
@@ -66,12 +69,21 @@ def test_counts_are_those_of_the_completions(policy):
         "eval/mean@4": sum(correct) / 44,
         "eval/pass@1": pytest.approx(sum(correct) / 44),
         "eval/pass@2": pytest.approx(sum(pass_at_k(4, c, 2) for c in correct) / 11),
+        "eval/pass@3": pytest.approx(sum(pass_at_k(4, c, 3) for c in correct) / 11),
         "eval/pass@4": pytest.approx(sum(c > 0 for c in correct) / 11),
         "eval/format": sum(len(c.ids) > 2 for c in completions) / 44,
         "eval/lenient_accuracy": sum(len(c.ids) > 4 for c in completions) / 44,
         "eval/mean_length": sum(len(c.ids) for c in completions) / 44,
         "eval/truncated": sum(not c.finished for c in completions) / 44,
+        "eval/greedy_format": sum(len(g.completions[0].ids) > 2 for g in greedy) / 11,
+        "eval/greedy_lenient_accuracy": sum(len(g.completions[0].ids) > 4 for g in greedy) / 11,
+        "eval/greedy_mean_length": sum(len(g.completions[0].ids) for g in greedy) / 11,
+        "eval/greedy_truncated": sum(not g.completions[0].finished for g in greedy) / 11,
     }
+    exact = evaluation.estimates["mean@4"]
+    assert (exact.count, exact.of) == (sum(correct), 44)
+    assert [a.problem.index for a in evaluation.answers] == list(range(11)), "in order, whatever was decoded first"
+    assert evaluation.answers[0].sample_texts == [], "texts only where they are asked for"
 
 
 def test_one_sample_means_greedy_only(policy):
@@ -84,7 +96,7 @@ def test_one_sample_means_greedy_only(policy):
         temperature=0.0,
         max_completion_length=9,
         seed=0,
-    )
+    ).metrics
     assert set(metrics) == {
         "eval/greedy_accuracy", "eval/format", "eval/lenient_accuracy", "eval/mean_length", "eval/truncated",
     }  # fmt: skip
@@ -94,9 +106,10 @@ def test_one_sample_means_greedy_only(policy):
 def test_order_of_problems_does_not_matter(policy):
     settings = {"num_samples": 2, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
     problems = problems_of(policy, 7)
-    assert evaluate(policy, problems, by_length, ALONE, **settings) == evaluate(
-        policy, problems[::-1], by_length, ALONE, **settings
+    forwards, backwards = (
+        evaluate(policy, order, by_length, ALONE, **settings).metrics for order in (problems, problems[::-1])
     )
+    assert forwards == pytest.approx(backwards, rel=1e-12)
 
 
 def test_a_failing_judge_is_raised(policy):
@@ -137,7 +150,8 @@ def test_greedy_and_samples_are_counted_apart(policy):
 
     metrics = evaluate(
         policy, problems_of(policy, 3), judge, ALONE, num_samples=3, temperature=1.0, max_completion_length=5, seed=0
-    )
+    ).metrics
+    assert metrics["eval/greedy_format"] == 0.0 and metrics["eval/greedy_lenient_accuracy"] == 1.0
     assert (metrics["eval/greedy_accuracy"], metrics["eval/mean@3"], metrics["eval/pass@3"]) == (1.0, 0.0, 0.0)
     assert (metrics["eval/format"], metrics["eval/lenient_accuracy"]) == (1.0, 0.0)
     assert {name for name in metrics if "pass@" in name} == {"eval/pass@1", "eval/pass@2", "eval/pass@3"}
@@ -146,6 +160,123 @@ def test_greedy_and_samples_are_counted_apart(policy):
 def test_a_bound_on_memory_changes_no_count(policy):
     settings = {"num_samples": 3, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
     problems = problems_of(policy, 6)
-    assert evaluate(policy, problems, by_length, ALONE, **settings) == evaluate(
-        policy, problems, by_length, ALONE, **settings, tokens_in_flight=40
-    )
+    bounded = evaluate(policy, problems, by_length, ALONE, **settings, tokens_in_flight=40)
+    assert evaluate(policy, problems, by_length, ALONE, **settings).metrics == bounded.metrics
+
+
+# --- intervals
+
+
+def test_wilsons_interval_by_hand():
+    """5 of 10: (0.5 + z2/20) / (1 + z2/10) with z2 = 3.8415, half-width 0.2632; 0 of 10: up to z2 / (10 + z2)."""
+    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=5e-5)
+    assert wilson(0.0, 10) == pytest.approx((0.0, 0.2775), abs=5e-5)
+    assert wilson(1.0, 10) == pytest.approx((0.7225, 1.0), abs=5e-5)
+    assert wilson(575 / 1319, 1319) == pytest.approx((0.4094, 0.4628), abs=1e-4)
+
+
+def test_one_sample_a_problem_gives_the_plain_interval():
+    value, *interval = rate_of([1.0] * 3 + [0.0] * 7, 1)
+    assert value == 0.3
+    assert interval == pytest.approx(wilson(0.3, 10))
+
+
+def test_samples_that_always_agree_are_worth_one():
+    """Each problem always right or always wrong: 8 samples of it say what 1 says."""
+    assert rate_of([1.0] * 3 + [0.0] * 7, 8) == pytest.approx(rate_of([1.0] * 3 + [0.0] * 7, 1))
+
+
+def test_samples_that_differ_within_a_problem_are_worth_more():
+    """All problems half right: nothing varies between them, so that all 80 samples count."""
+    assert rate_of([0.5] * 10, 8)[1:] == pytest.approx(wilson(0.5, 80))
+    half = rate_of([0.25] * 5 + [0.75] * 5, 8)  # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40
+    assert half[1:] == pytest.approx(wilson(0.5, 40))
+    assert rate_of([0.0] * 10, 8)[1:] == pytest.approx(wilson(0.0, 10)), "all wrong: problems may all be alike"
+
+
+def test_the_mean_of_unlike_numbers_of_completions():
+    """(1+2+3+4+5) / 5 = 3; problem sums less 3 x their counts: -3, 3, 0; scaled by 3/5; se = sqrt(6.48 / 2 / 3)."""
+    estimate = mean_of([[1.0, 2.0], [4.0, 5.0], [3.0]])
+    assert estimate.value == 3.0
+    half = 1.959964 * (6.48 / 2 / 3) ** 0.5
+    assert (estimate.low, estimate.high) == pytest.approx((3 - half, 3 + half), abs=1e-5)
+    assert mean_of([[], []]).of == 0
+
+
+@pytest.mark.parametrize(("problems", "samples"), [(40, 1), (40, 8), (200, 8)])
+def test_the_interval_holds_the_truth_about_95_times_in_100(problems, samples):
+    """Problems of very different difficulty: each is solved with its own probability, drawn from 0, 0.1, 0.5, 1."""
+    rng = torch.Generator().manual_seed(0)
+    difficulty = torch.tensor([0.0, 0.1, 0.5, 1.0])
+    truth, hits, naive = difficulty.mean().item(), 0, 0
+    for _ in range(1000):
+        p = difficulty[torch.randint(4, (problems,), generator=rng)]
+        correct = (torch.rand(problems, samples, generator=rng) < p[:, None]).double().mean(dim=1).tolist()
+        value, low, high = rate_of(correct, samples)
+        hits += low <= truth <= high
+        low, high = wilson(value, problems * samples)
+        naive += low <= truth <= high
+    assert 925 <= hits <= 975
+    if samples == 8:
+        assert naive < 700, "as if all samples were independent: far too narrow"
+
+
+def test_every_metric_of_two_problems_by_hand():
+    def verdict(correct, reward, **changes):
+        return Verdict(correct, True, False, 4, False, {"r": reward}, **changes)
+
+    samples = [[verdict(True, 1.0), verdict(False, 0.0)], [verdict(False, None, scored=False), verdict(False, 0.5)]]
+    found = estimates([verdict(True, 1.0), verdict(False, 0.0)], samples)
+    values = {name: estimate.value for name, estimate in found.items()}
+    assert values == {
+        "greedy_accuracy": 0.5, "mean@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "format": 1.0, "lenient_accuracy": 0.0,
+        "mean_length": 4.0, "truncated": 0.0, "rewards/r": 0.5, "greedy_format": 1.0, "greedy_lenient_accuracy": 0.0,
+        "greedy_mean_length": 4.0, "greedy_truncated": 0.0,
+    }  # fmt: skip
+    assert (found["mean@2"].count, found["mean@2"].of, found["rewards/r"].of) == (1, 4, 3)
+    assert all(e.low <= e.value <= e.high for e in found.values())
+
+
+# --- which reward decides
+
+
+class Rewards:
+    """Stands where a runner does: fixed values by name."""
+
+    def __init__(self, **values):
+        self.names, self.values = list(values), list(values.values())
+
+    def score(self, prompts, completions, **_):
+        class Result:
+            values = [self.values] * len(completions)
+
+        return Result
+
+
+def config_with(**changes):
+    from grpo.config import Config, EvalConfig
+
+    return Config(eval=EvalConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "settings", "correct", "formatted"),
+    [
+        ({"format": 1.0, "accuracy": 0.0}, {}, False, True),
+        ({"length": 0.3, "other": 0.0}, {}, True, False),
+        ({"accuracy": 0.0, "mine": 0.4}, {"correctness": "mine"}, True, False),
+        ({"accuracy": 0.0, "mine": 0.4}, {"correctness": "mine", "correct_above": 0.99}, False, False),
+        ({"accuracy": 1.0, "tag_groups": 0.5}, {"format": "tag_groups"}, True, True),
+        ({"accuracy": None}, {}, False, False),
+    ],
+)
+def test_the_configuration_says_which_reward_decides(rewards, settings, correct, formatted):
+    judge = judge_of(config_with(**settings), Rewards(**rewards))
+    (((verdict),),) = judge([Group(Problem(0, "q", (1,)), (Completion((1,), "text", True),))])
+    assert (verdict.correct, verdict.formatted) == (correct, formatted)
+    assert verdict.scored is (rewards.get("accuracy", 0) is not None)
+
+
+def test_a_name_that_no_reward_has_is_refused():
+    with pytest.raises(ValueError, match=r"eval\.format=shape: no such reward; there are accuracy"):
+        check_names(config_with(format="shape"), ["accuracy"])

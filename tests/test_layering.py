@@ -11,6 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
 BASE = {
+    "agreement",
     "arguments",
     "batch",
     "config",
@@ -33,11 +34,11 @@ ASSEMBLY = {"debug", "describe", "ending", "output", "profile", "run", "saving"}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}
-    | {"config": {"arguments", "presets"}, "packing": {"forking"}}
+    | {"config": {"agreement", "arguments", "presets"}, "packing": {"forking"}}
     | {room: {"batch"} for room in MATH}
     | {"logprobs": {"batch", "packing"}}
     | dict.fromkeys(PARTS, BASE | MATH)
-    | {"data": BASE | MATH | {"tasks"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}
+    | {"data": BASE | MATH | {"tasks", "model"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}
     | {"evaluation": BASE | MATH | PARTS}
     | {room: BASE | MATH | PARTS | {"evaluation"} | ASSEMBLY for room in ASSEMBLY}
     | {"report": {"environment", "health", "samples"}}
@@ -127,7 +128,7 @@ def test_only_one_file_knows_of_other_ranks():
     assert users == {"grpo/distributed.py"}
 
 
-@pytest.mark.parametrize(("package", "door"), [("wandb", "grpo/metrics.py"), ("datasets", "grpo/data.py")])
+@pytest.mark.parametrize(("package", "door"), [("wandb", "grpo/metrics.py"), ("datasets", "grpo/data/source.py")])
 def test_heavy_packages_have_one_door_and_are_imported_when_needed(package, door):
     found = {
         (path.relative_to(ROOT).as_posix(), at_module_level)

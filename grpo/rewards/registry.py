@@ -22,6 +22,7 @@ BUILTIN: dict[str, str] = {
     "math_verify": "grpo.rewards.symbolic",
     "r1_zero": "grpo.rewards.symbolic",
     "python_tests": "grpo.rewards.python_tests",
+    "reasoning_gym": "grpo.rewards.gym",
 }
 """Name -> module that holds a function of that name; imported when asked for."""
 

@@ -1,0 +1,138 @@
+"""One GRPO run by TRL on the problems of one of our configurations; started by learning_vs_trl.py with TRL's own Python.
+
+    python benchmarks/trl_side.py OUTPUT.json EVERY --config X.yaml key=value ...
+
+The configuration is ours; TRL gets its values one by one, and whatever else TRL would do by default is set to what we do. The
+held-out problems are evaluated by our code, on TRL's model, every EVERY steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from grpo.config import load_config  # noqa: E402
+from grpo.data import Schedule, load_rows, make_problems  # noqa: E402
+from grpo.distributed import World  # noqa: E402
+from grpo.evaluation import evaluate, judge_of  # noqa: E402
+from grpo.model import Policy, end_tokens, load_tokenizer, resolve_model  # noqa: E402
+from grpo.rewards import RewardRunner, load_reward  # noqa: E402
+
+
+def reward_functions(config) -> list:
+    """Our rewards with their arguments; TRL hands over conversations, which they read too."""
+
+    def bound(function):
+        reward = load_reward(function.name)
+
+        def call(prompts, completions, **columns):
+            return reward(prompts=prompts, completions=completions, **{**columns, **function.args})
+
+        call.__name__ = function.name
+        return call
+
+    return [bound(function) for function in config.reward.functions]
+
+
+class Evaluate(TrainerCallback):
+    """Before the first step, every N steps and after the last."""
+
+    def __init__(self, config, tokenizer, problems, every: int):
+        self.config, self.tokenizer, self.problems, self.every = config, tokenizer, problems, every
+        self.world = World(0, 1, 0, torch.device("cpu"))
+        self.rewards = RewardRunner(config.reward.functions)
+        self.points: list[dict] = []
+        self.seconds = 0.0
+
+    def measure(self, model, step: int) -> None:
+        started, e = time.perf_counter(), self.config.eval
+        pad_id = self.tokenizer.pad_token_id
+        policy = Policy(model, self.tokenizer, end_tokens(model, self.tokenizer), pad_id, self.world.device, "fp32")
+        found = evaluate(
+            policy, self.problems, judge_of(self.config, self.rewards), self.world, num_samples=e.num_samples,
+            temperature=e.temperature, max_completion_length=self.config.rollout.max_completion_length,
+            seed=self.config.seed,
+        )  # fmt: skip
+        self.points.append({"step": step, **found.metrics})
+        self.seconds += time.perf_counter() - started
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        self.measure(model, 0)
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self.measure(model, state.global_step)
+
+
+def main() -> None:
+    output, every, *arguments = sys.argv[1:]
+    config = load_config(arguments)
+    torch.set_num_threads(1)
+    path = resolve_model(config.model.name_or_path, config.data.dataset)
+    tokenizer = load_tokenizer(path)
+    r, a, o = config.rollout, config.algorithm, config.optim
+    assert (a.objective, a.baseline, a.aggregation, a.importance_level, a.updates_per_step) == (
+        "clip", "mean", "response_mean", "token", 1,
+    )  # fmt: skip
+    assert o.weight_decay == 0 and o.lr_scheduler_type == "linear" and o.warmup_steps == 0, "set below"
+    problems = make_problems(load_rows(config.data, train=True, seed=config.seed), config.data, tokenizer).problems
+    schedule = Schedule(problems, prompts_per_step=r.prompts_per_step, seed=config.seed)
+    order = [problem for step in range(o.max_steps) for problem in schedule.at(step)]
+    rows = [{"prompt": [{"role": "user", "content": p.prompt}], **p.columns} for p in order]
+    ids = tokenizer.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)["input_ids"]
+    assert tuple(ids) == order[0].prompt_ids, "TRL's prompt is ours"
+    held_out = make_problems(load_rows(config.data, train=False, seed=config.seed), config.data, tokenizer).problems
+    callback = Evaluate(config, tokenizer, held_out[: config.eval.max_samples], int(every))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            output_dir=folder, seed=config.seed, data_seed=config.seed, max_steps=o.max_steps, save_strategy="no",
+            report_to="none", logging_steps=1, disable_tqdm=True, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
+            # one step = prompts_per_step x G completions = one update, in the order given
+            per_device_train_batch_size=r.prompts_per_step * r.num_generations, gradient_accumulation_steps=1,
+            steps_per_generation=1, num_iterations=1, num_generations=r.num_generations, shuffle_dataset=False,
+            max_completion_length=r.max_completion_length, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k,
+            min_p=None, repetition_penalty=1.0, use_vllm=False,
+            loss_type="grpo", scale_rewards=a.scale, beta=a.beta, epsilon=a.epsilon, epsilon_high=a.clip_high,
+            importance_sampling_level="token", mask_truncated_completions=False, disable_dropout=True,
+            reward_weights=[f.weight for f in config.reward.functions],
+            optim="adamw_torch", learning_rate=o.learning_rate, lr_scheduler_type="linear", warmup_steps=0,
+            weight_decay=0.0, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=1e-8, max_grad_norm=o.max_grad_norm,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa"),
+            args=arguments,
+            reward_funcs=reward_functions(config),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[callback],
+        )
+        started = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - started - callback.seconds
+    callback.rewards.close()
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(history) == o.max_steps
+    Path(output).write_text(
+        json.dumps(
+            {
+                "points": callback.points,
+                "reward_by_step": [round(entry["reward"], 4) for entry in history],
+                "seconds": seconds,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

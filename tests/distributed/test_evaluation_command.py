@@ -1,0 +1,92 @@
+"""``python -m grpo.evaluation`` as a person starts it: on 1, 2 and 3 ranks, for two models, and when something is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, run_trainer, small_run
+
+
+def run_evaluation(*arguments: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "grpo.evaluation", *arguments, "runtime.threads_per_rank=1"],
+        capture_output=True, text=True, timeout=240, cwd=ROOT, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )  # fmt: skip
+    if check and done.returncode:
+        raise AssertionError(f"exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done
+
+
+SAMPLES = ["eval.num_samples=3", "eval.temperature=1.0", "seed=5"]
+
+
+def evaluated(model, output, ranks: int) -> bytes:
+    run_evaluation(f"--model={model}", f"--output={output}", *small_run(model, output.parent), *SAMPLES, ranks=ranks)
+    return output.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, random_model) -> bytes:
+    return evaluated(random_model, tmp_path_factory.mktemp("evaluation") / "1.json", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_file_to_the_last_byte(tmp_path, random_model, alone, ranks):
+    """13 problems: uneven shares. Every text, every verdict, every digit."""
+    assert evaluated(random_model, tmp_path / "many.json", ranks) == alone
+
+
+@pytest.mark.slow
+def test_the_file_holds_every_completion_and_its_numbers_follow_from_them(alone):
+    (model,) = json.loads(alone)["models"]
+    assert model["num_problems"] == len(model["problems"]) == 13
+    greedy = [problem["greedy"][0] for problem in model["problems"]]
+    samples = [problem["samples"] for problem in model["problems"]]
+    assert [len(row) for row in samples] == [3] * 13
+    metrics = model["metrics"]
+    assert {f"eval/pass@{k}" for k in (1, 2, 3)} <= set(metrics)
+    for name, rows in (("eval/truncated", [c for row in samples for c in row]), ("eval/greedy_truncated", greedy)):
+        assert metrics[name]["count"] == sum(c["truncated"] for c in rows)
+        assert metrics[name]["of"] == len(rows)
+        assert metrics[name]["value"] == metrics[name]["count"] / metrics[name]["of"]
+    correct = [sum(c["correct"] for c in row) for row in samples]
+    assert metrics["eval/mean@3"]["count"] == sum(correct)
+    assert metrics["eval/pass@3"]["value"] == pytest.approx(sum(c > 0 for c in correct) / 13)
+    values = [c["rewards"]["share_of_digits"] for row in samples for c in row]
+    assert metrics["eval/rewards/share_of_digits"]["value"] == pytest.approx(sum(values) / 39)
+    assert len({c["completion"] for row in samples for c in row}) > 10
+    assert all(m["low"] <= m["value"] <= m["high"] for m in metrics.values())
+
+
+@pytest.mark.slow
+def test_the_training_loop_finds_the_same_numbers(tmp_path, random_model, alone):
+    run_trainer(*small_run(random_model, tmp_path), *SAMPLES, "optim.max_steps=1")
+    before, _ = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    found = json.loads(alone)["models"][0]["metrics"]
+    assert {name: m["value"] for name, m in found.items()} == {k: v for k, v in before.items() if k != "step"}
+    done = run_evaluation(
+        f"--model={random_model}", f"--model={tmp_path}/checkpoint-1", *small_run(random_model, tmp_path), *SAMPLES
+    )
+    assert "before" in done.stdout and "after" in done.stdout and "95% interval" in done.stdout
+    both = json.loads((tmp_path / "evaluation.json").read_text())["models"]
+    assert [m["model"] for m in both] == [str(random_model), f"{tmp_path}/checkpoint-1"]
+    assert both[0]["metrics"] == found
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_said_in_one_line(tmp_path, random_model):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    for changes, said in (
+        ([f"data.dataset={tmp_path}/d.jsonl"], "the configuration names no evaluation data"),
+        (["eval.format=shape"], "eval.format=shape: no such reward"),
+        (["--model=nowhere/at/all"], "model.name_or_path=nowhere/at/all does not exist"),
+    ):
+        done = run_evaluation(*small_run(random_model, tmp_path), *changes, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ") and said in done.stderr
+        assert len(done.stderr.splitlines()) == 1
