@@ -1,0 +1,163 @@
+"""Sampling: tokens a second of this trainer's rollouts beside ``model.generate``, same weights, prompts and lengths.
+
+    python benchmarks/rollout.py --model DIR                                       a checkpoint, on what there is
+    python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64 --prompt 256       random weights of a known shape
+
+Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in ``generate`` and
+the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times in turn; medians.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import grpo.rollout
+from grpo.batch import Problem
+from grpo.logprobs import CompletionScorer
+from grpo.model import Policy
+from grpo.rollout import Sampling, generate
+
+SHAPES = {
+    "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
+    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
+}  # fmt: skip
+EOS = 1
+
+
+class EndsAt(LogitsProcessor):
+    """Row r's only choice at its last place is EOS, and EOS is no choice before."""
+
+    def __init__(self, lengths_R: torch.Tensor, prompt: int):
+        self.lengths_R, self.prompt = lengths_R, prompt
+
+    def __call__(self, input_ids, scores):
+        return ends_at(scores, self.lengths_R == input_ids.shape[1] - self.prompt + 1)
+
+
+def ends_at(logits_RV: torch.Tensor, last_R: torch.Tensor) -> torch.Tensor:
+    logits_RV = logits_RV.clone()
+    logits_RV[:, EOS] = -torch.inf
+    logits_RV[last_R] = -torch.inf
+    logits_RV[last_R, EOS] = 0.0
+    return logits_RV
+
+
+class NoTokenizer:
+    def batch_decode(self, rows, **_):
+        return [""] * len(rows)
+
+
+def load(a, device) -> Policy:
+    if a.model:
+        model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32)
+    else:
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True, **SHAPES[a.shape]
+        )
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return Policy(model.to(device).eval(), NoTokenizer(), (EOS,), 0, device, a.precision)
+
+
+def ours(policy, prompts_UL, lengths_UG, T) -> int:
+    """Rows that have left are known by their order, so the rule follows the rows that are left."""
+    G = lengths_UG.shape[1]
+    problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
+    plain_draw, state = grpo.rollout.draw, {"alive": lengths_UG.flatten(), "t": 0}
+
+    def draw(logits_RV, u_R, sampling):
+        state["t"] += 1
+        alive = state["alive"]
+        if len(alive) > len(logits_RV):  # some have left: all that ended, and a row leaves only when it has
+            alive = state["alive"] = alive[alive >= state["t"]]
+        return plain_draw(ends_at(logits_RV, alive == state["t"]), u_R, sampling)
+
+    grpo.rollout.draw = draw
+    try:
+        groups = generate(policy, problems, Sampling(G, T), address=(0, "benchmark", 0))
+    finally:
+        grpo.rollout.draw = plain_draw
+    return sum(len(c.ids) for group in groups for c in group.completions)
+
+
+def theirs(policy, prompts_UL, lengths_UG, T) -> int:
+    prompts_RL = prompts_UL.repeat_interleave(lengths_UG.shape[1], dim=0)
+    with torch.no_grad(), policy.autocast():
+        out = policy.model.generate(
+            prompts_RL,
+            attention_mask=torch.ones_like(prompts_RL),
+            max_new_tokens=T,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=EOS,
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([EndsAt(lengths_UG.flatten(), prompts_RL.shape[1])]),
+        )
+    return int(lengths_UG.sum()) if out.shape[1] <= prompts_RL.shape[1] + T else -1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder; else --shape")
+    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--max-length", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", help="JSON file to write")
+    a = parser.parse_args()
+    torch.set_num_threads(a.threads)
+    device = torch.device(a.device)
+    policy = load(a, device)
+    rng = torch.Generator().manual_seed(0)
+    U, vocabulary = a.rows // a.group, policy.model.config.vocab_size
+    prompts_UL = torch.randint(2, vocabulary, (U, a.prompt), generator=rng).to(device)
+    median = a.max_length / 2.6
+    lengths_UG = (torch.randn(U, a.group, generator=rng) * 0.5).exp().mul(median).round().clamp(1, a.max_length).long()
+    reason = CompletionScorer(policy.model).pack_groups()
+    print(
+        f"packed: {reason or 'yes'}; lengths {int(lengths_UG.min())} to {int(lengths_UG.max())}, mean {lengths_UG.float().mean():.0f}"
+    )
+
+    sides = {"ours": ours, "generate": theirs}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(a.repeats + 1):
+        for name, side in sides.items() if number % 2 else reversed(sides.items()):
+            start = time.perf_counter()
+            tokens = side(policy, prompts_UL, lengths_UG.to(device), a.max_length)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            assert tokens == int(lengths_UG.sum()), (name, tokens)
+            if number:  # the first of each is warm-up
+                rates[name].append(tokens / (time.perf_counter() - start))
+    ratios = [mine / other for mine, other in zip(*rates.values(), strict=True)]
+    result = {name: statistics.median(values) for name, values in rates.items()}
+    result |= {"ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios), "arguments": vars(a)}
+    print(
+        f"{a.precision}, {a.rows} rows, groups of {a.group}, prompts of {a.prompt}: ours {result['ours']:.0f} tokens/s, "
+        f"generate {result['generate']:.0f}; {result['ratio']:.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    if a.output:
+        Path(a.output).write_text(
+            json.dumps(result | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Weak scaling over gloo ranks of one thread each: as many problems per rank, 1 and 2 ranks (or more), in turn.
+
+    python benchmarks/scaling.py --model DIR --data train.jsonl
+
+Efficiency is the time of a step on one rank over that on several, each with ``--prompts`` problems per rank. Ranks wait for the one whose
+completions are longest, so the figure holds lengths' luck as well; it is summed over all steps after the first.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def seconds_per_step(a, ranks: int) -> tuple[float, float]:
+    """Mean step time, and the mean of what the busiest rank spent in the update (with its all-reduce)."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command += [
+            str(ROOT / "train_grpo.py"),
+            "--config",
+            str(ROOT / "configs" / "gsm8k_cpu.yaml"),
+            f"model.name_or_path={a.model}",
+            f"data.dataset={a.data}",
+            f"output_dir={folder}/run",
+            f"rollout.prompts_per_step={a.prompts * ranks}",
+            f"optim.max_steps={a.steps}",
+            "eval.before_training=false",
+            "eval.max_samples=2",
+            "runtime.threads_per_rank=1",
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr[-3000:])
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    tokens = sum(line["completions/mean_length"] for line in lines) / 100
+    return sum(line["step_time"] for line in lines) / tokens, sum(line["time/update"] for line in lines) / tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=4, help="problems per rank")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output")
+    a = parser.parse_args()
+    pairs = []
+    for number in range(a.repeats):
+        sides = (1, a.ranks) if number % 2 == 0 else (a.ranks, 1)
+        pairs.append({ranks: seconds_per_step(a, ranks) for ranks in sides})
+        print(json.dumps(pairs[-1]), flush=True)
+    efficiency = [pair[1][0] / pair[a.ranks][0] for pair in pairs]
+    print(
+        f"{a.ranks} ranks, {a.prompts} problems each: efficiency {statistics.median(efficiency):.2f} "
+        f"({min(efficiency):.2f} to {max(efficiency):.2f}) of the whole step, per 100 tokens of mean completion length"
+    )
+    if a.output:
+        result = {"pairs": pairs, "efficiency": efficiency, "arguments": vars(a), "date": time.strftime("%Y-%m-%d")}
+        Path(a.output).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
