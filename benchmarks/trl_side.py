@@ -17,17 +17,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
-from grpo.config import load_config  # noqa: E402
-from grpo.data import Schedule, load_rows, make_problems  # noqa: E402
-from grpo.distributed import World  # noqa: E402
-from grpo.evaluation import evaluate, judge_of  # noqa: E402
-from grpo.model import Policy, end_tokens, load_tokenizer, resolve_model  # noqa: E402
-from grpo.rewards import RewardRunner, load_reward  # noqa: E402
+from grpo.config import load_config
+from grpo.data import Schedule, load_rows, make_problems
+from grpo.distributed import World
+from grpo.evaluation import evaluate, judge_of
+from grpo.model import Policy, end_tokens, load_tokenizer, resolve_model
+from grpo.rewards import RewardRunner, load_reward
 
 
 def reward_functions(config) -> list:
