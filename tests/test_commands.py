@@ -72,7 +72,7 @@ def cut(command: str) -> str:
     )
     command = command.replace("10.0.0.1", "127.0.0.1")
     if "launch.sh test" in command:
-        return command + " --collect-only -q tests/test_seeding.py"
+        return command + " --collect-only -q tests/test_seeding.py tests/test_profile.py"
     if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
         return command
     data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
