@@ -47,7 +47,9 @@ class Service:
             return 403, {"error": "no"}
         if path.endswith("/file_stream"):
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
-            place = slice(sent["offset"], sent["offset"] + len(sent["content"]))  # what is there already is written over
+            place = slice(
+                sent["offset"], sent["offset"] + len(sent["content"])
+            )  # what is there already is written over
             self.lines[place] = [json.loads(line) for line in sent["content"]]
             if self.lines and self.mood == "dies":
                 threading.Thread(target=self.close).start()
