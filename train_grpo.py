@@ -61,14 +61,29 @@ def train(run: Run) -> None:
             batch = with_old_and_ref_logprobs(run, batch)
         if config.debug:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
-        kept, before_BT = kept_rows(run, step, batch)
+        kept = batch.rows(slice(0, config.logging.log_completions)) if run.keeps_completions(step + 1) else None
+        before_BT = policy_logprobs(run, kept)
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
                 for minibatch in run.reporter.through("update", minibatches(batch, algorithm.num_minibatches)):
                     update(run, minibatch, metrics, is_first_pass=iteration == 0)
         lengths_PG = world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
-        distributions = {"reward": all_rewards_PG, "advantage": all_advantages_PG, "length": lengths_PG}
-        keep_completions(run, step, groups, values_PGF, kept, before_BT, distributions)
+        if kept is not None:
+            records = sample_records(
+                groups,
+                values_PGF,
+                world.own_rows(all_rewards_PG),
+                advantages_PG,
+                names=run.rewards.names,
+                step=step + 1,
+                logprobs_BT=before_BT,
+                updated_logprobs_BT=policy_logprobs(run, kept),
+                ref_logprobs_BT=kept.ref_logprobs_BT,
+                decode=run.policy.tokenizer.decode,
+            )
+            run.reporter.completions(
+                step + 1, records, {"reward": all_rewards_PG, "advantage": all_advantages_PG, "length": lengths_PG}
+            )
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
@@ -154,9 +169,10 @@ def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
     return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT)
 
 
-def policy_logprobs(run: Run, batch: Batch) -> torch.Tensor:
-    """Under the policy as it is now, by its bare module."""
-    return logprobs_without_grad(run, CompletionScorer(run.policy.model, run.config.rollout.temperature), batch)
+def policy_logprobs(run: Run, batch: Batch | None) -> torch.Tensor | None:
+    """Under the policy as it is now, by its bare module; None of nothing."""
+    scorer = CompletionScorer(run.policy.model, run.config.rollout.temperature)
+    return None if batch is None else logprobs_without_grad(run, scorer, batch)
 
 
 @torch.no_grad()
@@ -228,33 +244,6 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
     )  # a total over ranks: each adds its share
     run.schedule.step()  # also after a skipped update: the learning rate is a function of the step
     run.optimizer.zero_grad(set_to_none=True)
-
-
-def kept_rows(run: Run, step: int, batch: Batch) -> tuple[Batch | None, torch.Tensor | None]:
-    """The rows that go to ``completions/``, if any do in this step, and their log-probs under the policy that sampled."""
-    if not run.keeps_completions(step + 1):
-        return None, None
-    kept = batch.rows(slice(0, run.config.logging.log_completions))
-    return kept, policy_logprobs(run, kept) if kept.old_logprobs_BT is None else kept.old_logprobs_BT
-
-
-def keep_completions(run: Run, step, groups, values_PGF, kept: Batch | None, before_BT, distributions) -> None:
-    """Write them, with the log-probs that the step's updates have given their tokens."""
-    if kept is None:
-        return
-    records = sample_records(
-        groups,
-        values_PGF,
-        run.world.own_rows(distributions["reward"]),
-        run.world.own_rows(distributions["advantage"]),
-        names=run.rewards.names,
-        step=step + 1,
-        logprobs_BT=before_BT,
-        updated_logprobs_BT=policy_logprobs(run, kept),
-        ref_logprobs_BT=kept.ref_logprobs_BT,
-        decode=run.policy.tokenizer.decode,
-    )
-    run.reporter.completions(step + 1, records, distributions)
 
 
 def report(
