@@ -73,6 +73,9 @@ def cut(command: str) -> str:
         "NPROC_PER_NODE=8", "NPROC_PER_NODE=1"
     )
     command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", str(20000 + os.getpid() % 20000))
+    command = command.replace("ruff check .", "ruff check grpo").replace(
+        "--check .", "--check grpo"
+    )  # not the reader's files
     if "launch.sh test" in command:
         return command + " --collect-only -q tests/test_seeding.py tests/test_profile.py"
     if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
