@@ -69,8 +69,9 @@ if ((nproc == 1 && ${NNODES:-1} == 1 && ${#torchruns[@]} == 0)); then
   exec "$python" "${command[@]}"
 fi
 where=(--standalone)
+for word in ${torchruns[@]+"${torchruns[@]}"}; do [[ "$word" == --rdzv* || "$word" == --nnodes* ]] && where=(); done  # a meeting place of yours
 if ((${NNODES:-1} > 1)); then
   : "${MASTER_ADDR:?several machines need MASTER_ADDR, the first one\'s address}" "${NODE_RANK:?several machines need NODE_RANK, 0 to NNODES-1}"
   where=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}")
 fi
-exec "$python" -m torch.distributed.run "${where[@]}" --nproc_per_node="$nproc" ${torchruns[@]+"${torchruns[@]}"} "${command[@]}"
+exec "$python" -m torch.distributed.run ${where[@]+"${where[@]}"} --nproc_per_node="$nproc" ${torchruns[@]+"${torchruns[@]}"} "${command[@]}"

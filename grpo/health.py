@@ -98,6 +98,11 @@ def _equal_groups(health: Health) -> str | None:
     share = health.recent("frac_reward_zero_std", LONG)
     if share is None or share <= MAX_EQUAL_GROUPS:
         return None
+    if _reward_rose(health, LONG):
+        return (
+            f"{share:.0%} of the groups have equal rewards by now, and the reward has risen: what these problems can teach is nearly "
+            "learned. Stop here, go on with harder ones, or set algorithm.dynamic_sampling=true"
+        )
     return (
         f"{share:.0%} of the groups have equal rewards and teach nothing: the problems are too easy (reward near its best) or too "
         "hard (near its worst). Change the data, raise rollout.num_generations, or set algorithm.dynamic_sampling=true"
@@ -124,18 +129,22 @@ def _clipping(health: Health) -> str | None:
     )
 
 
-def _flat_reward(health: Health) -> str | None:
-    start, half = health.at_start("reward"), FLAT_AFTER // 2
-    if health.num_steps < FLAT_AFTER or start is None:
-        return None
-    first, last = health.values("reward", slice(0, START)), health.values("reward", slice(-half, None))
-    if None in first or None in last:
+def _reward_rose(health: Health, steps: int) -> bool | None:
+    """Whether the mean of the last steps is above that of the first by two standard errors; None if it cannot be said yet."""
+    first, last = health.values("reward", slice(0, START)), health.values("reward", slice(-steps, None))
+    if health.num_steps < START + steps or None in first or None in last:
         return None
     error = math.sqrt(variance(first) / len(first) + variance(last) / len(last))
-    if fmean(last) - start > 2 * error:
+    return fmean(last) - fmean(first) > 2 * error
+
+
+def _flat_reward(health: Health) -> str | None:
+    half = FLAT_AFTER // 2
+    if health.num_steps < FLAT_AFTER or _reward_rose(health, half) in (True, None):
         return None
+    start, now = health.at_start("reward"), health.recent("reward", half)
     return (
-        f"after {health.num_steps} steps the reward ({fmean(last):.3f}) is no higher than at the start ({start:.3f}). If groups "
+        f"after {health.num_steps} steps the reward ({now:.3f}) is no higher than at the start ({start:.3f}). If groups "
         "have unequal rewards (frac_reward_zero_std below 1), raise optim.learning_rate; else the reward gives no signal"
     )
 

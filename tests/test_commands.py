@@ -3,10 +3,12 @@
 What is cut: one step on an untrained model and few problems, two ranks for eight, this machine for others. Nothing else is changed.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,9 +72,12 @@ def cut(command: str) -> str:
     command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(
         "NPROC_PER_NODE=8", "NPROC_PER_NODE=1"
     )
-    command = command.replace("10.0.0.1", "127.0.0.1")
+    command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", str(20000 + os.getpid() % 20000))
+    command = command.replace("ruff check .", "ruff check grpo").replace(
+        "--check .", "--check grpo"
+    )  # not the reader's files
     if "launch.sh test" in command:
-        return command + " --collect-only -q tests/test_seeding.py"
+        return command + " --collect-only -q tests/test_seeding.py tests/test_profile.py"
     if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
         return command
     data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
@@ -98,13 +103,18 @@ def execute(tree: Path, together: list[str]) -> None:
     started = [
         subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment(), text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )
         for command in together
     ]  # fmt: skip
-    for command, process in zip(together, started, strict=True):
-        said = process.communicate(timeout=240)[0]
-        assert process.returncode == 0, f"{command}\n{said[-3000:]}"
+    try:
+        for command, process in zip(together, started, strict=True):
+            said = process.communicate(timeout=240)[0]
+            assert process.returncode == 0, f"{command}\n{said[-3000:]}"
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):  # with all that it has started
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -56,6 +56,15 @@ def test_a_sign_is_said_once_and_alone(sign):
     )
 
 
+def test_equal_rewards_after_a_rise_are_another_thing():
+    equal = {"frac_reward_zero_std": lambda step: 0.9}
+    ((step, hint),) = said(60, reward=lambda step: 0.1 + (step % 2) / 100, **equal)
+    assert step == 20 and "too easy" in hint
+    late = {"frac_reward_zero_std": after(40, 0.95, 0.3)}
+    ((step, hint),) = said(80, reward=lambda step: min(step / 20, 1.0), **late)
+    assert step == 56 and "nearly learned" in hint  # (4 * 0.3 + 16 * 0.95) / 20 = 0.82
+
+
 def test_a_run_that_goes_well_is_left_alone():
     assert said(300) == []
 

@@ -85,3 +85,24 @@ def test_a_service_that_dies_costs_a_wait_at_the_end(tmp_path):
     assert steps_written(tmp_path / "run") == list(range(1, 41))
     assert seconds < 150
     assert "step 40/40" in said
+
+
+@pytest.mark.slow
+def test_offline_parts_of_a_run_can_be_sent_later(tmp_path):
+    folder = tmp_path / "run"
+    with service("refuses") as away:  # online goes on offline, with the run's id
+        report(folder, away.url, 0, 3)
+        report(folder, away.url, 2, 5)
+    parts = sorted((folder / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_ctime)
+    assert len(parts) == 2
+    with service("well") as running:
+        environment = os.environ | {
+            "WANDB_BASE_URL": running.url, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(tmp_path), "no_proxy": "127.0.0.1",
+        }  # fmt: skip
+        for part in parts:
+            command = [sys.executable, "-m", "wandb", "sync", str(part)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120, check=False
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+        assert [line["step"] for line in running.lines] == [1, 2, 3, 4, 5]

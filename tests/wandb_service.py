@@ -13,7 +13,7 @@ class Service:
     first line of history has come, then closes its door)."""
 
     def __init__(self, mood: str):
-        self.mood, self.history, self.lines = mood, {}, []
+        self.mood, self.lines = mood, []
         service = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -46,8 +46,11 @@ class Service:
         if self.mood == "refuses":
             return 403, {"error": "no"}
         if path.endswith("/file_stream"):
-            content = json.loads(body).get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-            self.lines += [json.loads(line) for line in content]
+            sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
+            place = slice(
+                sent["offset"], sent["offset"] + len(sent["content"])
+            )  # what is there already is written over
+            self.lines[place] = [json.loads(line) for line in sent["content"]]
             if self.lines and self.mood == "dies":
                 threading.Thread(target=self.close).start()
             return 200, {}

@@ -3,13 +3,12 @@
 import html.parser
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT
 from report.runs_for_tests import NASTY, write_run
 
+from grpo.report.__main__ import main
 from grpo.report.page import SCRIPTS, build_page, embed
 from grpo.report.read import before_and_after, read_run, wilson
 
@@ -64,12 +63,16 @@ def test_a_run_that_has_only_begun(tmp_path):
     build_page([read_run(tmp_path)])
 
 
-def test_what_is_no_run_is_refused(tmp_path):
-    command = [sys.executable, "-m", "grpo.report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {tmp_path} is not a run: it has neither metrics.jsonl nor config.yaml\n"
+def test_the_command_writes_a_file_or_refuses_in_one_line(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    said = f"error: {tmp_path} is not a run: it has neither metrics.jsonl nor config.yaml\n"
+    assert capsys.readouterr().err == said
     assert not list(tmp_path.iterdir())
+    one, two = (str(write_run(tmp_path / name)) for name in ("one", "two"))
+    assert main([one]) == 0
+    assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")
+    assert main([one, two, "--output", str(tmp_path / "new" / "both.html")]) == 0
+    assert "both.html: 2 run(s)" in capsys.readouterr().out
 
 
 def test_few_samples_are_taken_evenly_and_from_the_end_too(tmp_path):
