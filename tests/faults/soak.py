@@ -127,7 +127,7 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
             if not enough:
                 wait_for_the_moment(started, rng)
                 happened = hurt(started, how, rng)
-            code = started.end(timeout=900)
+            code = started.end(timeout=900, patience=300)
             while processes_of(output):  # torchrun was killed, its ranks are leaving
                 time.sleep(0.05)
             said = started.said()
