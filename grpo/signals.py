@@ -34,7 +34,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def not_yet() -> None:
-    """Until there is something to save, the request to save must not end the process, as it would by default."""
+    """Until there is something to save: a request to save must not end the process, as it would by default; one to stop may."""
+    leave_with_torchrun()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -68,7 +69,6 @@ class Signals:
             # Under nohup a hang-up stays ignored.
             if number == signal.SIGUSR1 or signal.getsignal(number) is not signal.SIG_IGN:
                 self._old[number] = signal.signal(number, self._in_main_thread)
-        leave_with_torchrun()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="signals")
         self._thread.start()
         world.local_work = self.local_work

@@ -56,11 +56,11 @@ class Started:
         """Send a signal to one rank, or to what was started (torchrun, if there are several ranks)."""
         os.kill(self.process.pid if rank is None else self.ranks()[rank], number)
 
-    def end(self, *, timeout: float = 180, alone: bool = True) -> int:
-        """The exit code, when all of the run is gone."""
+    def end(self, *, timeout: float = 180, patience: float = 20, alone: bool = True) -> int:
+        """The exit code, when all of the run is gone: within ``patience`` seconds of what was started."""
         try:
             code = self.process.wait(timeout)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + patience
             while alone and processes_of(self.output):
                 assert time.monotonic() < deadline, "ranks outlived the run"
                 time.sleep(0.05)

@@ -97,8 +97,8 @@ def wait_for_the_moment(started: Started, rng: random.Random) -> None:
     if rng.random() < 0.2:
         time.sleep(rng.uniform(0, 6))
         return
-    deadline = time.monotonic() + 120
-    while "\nstep " not in started.said() and started.process.poll() is None:
+    deadline = time.monotonic() + 900
+    while " reward " not in started.said() and started.process.poll() is None:
         assert time.monotonic() < deadline, started.said()[-2000:]
         time.sleep(0.05)
     time.sleep(rng.uniform(0, 2))
@@ -114,7 +114,7 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
         n = rng.choice(ranks)
         if n not in straight:
             straight[n] = folder / f"straight-{n}"
-            run(straight[n], arguments(model, straight[n]), ranks=n)
+            run(straight[n], arguments(model, straight[n]), ranks=n, timeout=900)
         output = folder / f"run-{count['runs']}"
         least, torn, code = 0, "", None
         for attempt in range(200):
@@ -127,7 +127,7 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
             if not enough:
                 wait_for_the_moment(started, rng)
                 happened = hurt(started, how, rng)
-            code = started.end(timeout=300)
+            code = started.end(timeout=900, patience=300)
             while processes_of(output):  # torchrun was killed, its ranks are leaving
                 time.sleep(0.05)
             said = started.said()
