@@ -28,6 +28,7 @@ from grpo.distributed import RanksDisagree, World, launched_as, start_world
 from grpo.evaluation.collect import Answers, Evaluation, evaluate
 from grpo.evaluation.estimate import LEVEL, Estimate
 from grpo.evaluation.verdict import Verdict, check_names, judge_of
+from grpo.logprobs import CompletionScorer
 from grpo.metrics import evaluation_form, evaluation_table, json_safe
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
@@ -108,6 +109,8 @@ def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, wor
     check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
     settings = config.model.model_dump(exclude={"name_or_path"})
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
+    if config.runtime.packed:  # as the run does: the same kernels, so the same tokens
+        CompletionScorer(policy.model).pack_groups()
     passes = 1 + (config.eval.num_samples > 1)
     total = len(problems[world.rank :: world.size]) * passes
     shown = world.is_main and sys.stderr.isatty()
