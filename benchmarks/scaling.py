@@ -1,6 +1,7 @@
 """Weak scaling over gloo ranks of one thread each: as many problems per rank, 1 and 2 ranks (or more), in turn.
 
     python benchmarks/scaling.py --model DIR --data train.jsonl
+    python benchmarks/scaling.py --paper         the lengths of docs/scaling.md, by simulation
 
 Efficiency is the time of a step on one rank over that on several, each with ``--prompts`` problems per rank. Ranks wait for the one whose
 completions are longest, so the figure holds lengths' luck as well; it is summed over all steps after the first.
@@ -47,16 +48,34 @@ def seconds_per_step(a, ranks: int) -> tuple[float, float]:
     return sum(line["step_time"] for line in lines) / tokens, sum(line["time/update"] for line in lines) / tokens
 
 
+def paper() -> None:
+    """Longest completion and busiest rank of 64 completions a rank, lengths log-normal (median 200, sigma 0.5), cut at 1,024."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for ranks in (1, 8, 64, 512):
+        lengths = (torch.randn(400, ranks, 64, generator=generator) * 0.5).exp().mul(200).clamp(max=1024)
+        tokens = lengths.sum(dim=2)
+        busiest = (tokens.max(dim=1).values / tokens.mean(dim=1)).mean()
+        print(
+            f"{ranks} ranks: longest {lengths.amax(dim=(1, 2)).mean():.0f}, busiest rank {busiest:.2f} times the mean"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--data")
+    parser.add_argument("--paper", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=4, help="problems per rank")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output")
     a = parser.parse_args()
+    if a.paper:
+        paper()
+        return
     pairs = []
     for number in range(a.repeats):
         sides = (1, a.ranks) if number % 2 == 0 else (a.ranks, 1)
