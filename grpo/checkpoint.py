@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def save_checkpoint(
     try:
         _save_model(model, tensors.model, partial)
         tokenizer.save_pretrained(partial)
-        torch.save({"optimizer": tensors.optimizer, "schedule": tensors.schedule}, trainer / "optimizer.pt")
+        torch.save(_plain({"optimizer": tensors.optimizer, "schedule": tensors.schedule}), trainer / "optimizer.pt")
         if tensors.reference is not None:
             torch.save(tensors.reference, trainer / "reference.pt")
     except (SafetensorError, RuntimeError) as error:  # so they say that the disk is full; the callers look for OSError
@@ -221,6 +222,15 @@ def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path
     finally:
         model.generation_config = original
     original.to_json_file(str(folder / "generation_config.json"))
+
+
+def _plain(thing: Any) -> Any:
+    """The same values in fresh containers, equal strings one object: a pickle's bytes then depend on the values alone."""
+    if isinstance(thing, dict):
+        return {_plain(name): _plain(item) for name, item in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(map(_plain, thing))
+    return sys.intern(thing) if type(thing) is str else thing
 
 
 def _digest(path: Path) -> dict[str, Any]:
