@@ -11,6 +11,8 @@ from pathlib import Path
 
 from conftest import ROOT, small_run
 
+from grpo.samples import read_samples
+
 FAULTY = ROOT / "tests" / "faults" / "faulty.py"
 
 
@@ -131,4 +133,4 @@ def assert_same_run(one: Path, other: Path, steps: int) -> None:
     names = sorted(path.name for path in (one / "completions").iterdir())
     assert names == sorted(path.name for path in (other / "completions").iterdir())
     for name in names:
-        assert (one / "completions" / name).read_text() == (other / "completions" / name).read_text(), name
+        assert read_samples(one / "completions" / name) == read_samples(other / "completions" / name), name

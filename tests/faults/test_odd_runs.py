@@ -16,6 +16,7 @@ from conftest import ROOT, save_random_model, small_run
 from harness import Started, assert_same_run, lines, run, tiny
 from safetensors.torch import load_file
 
+from grpo.samples import read_samples
 from train_grpo import main
 
 
@@ -68,8 +69,8 @@ def test_empty_completions(tmp_path, random_model):
     for line in lines(tmp_path / "run")[1:]:
         assert line["completions/max_length"] == 1.0 and line["completions/clipped_ratio"] == 0.0
         assert line["reward"] == 0.0 and line["frac_reward_zero_std"] == 1.0
-    written = (tmp_path / "run" / "completions" / "step_000001.jsonl").read_text().splitlines()
-    assert {json.loads(row)["completion"] for row in written} == {""}
+    written = read_samples(tmp_path / "run" / "completions" / "step_000001.parquet")
+    assert {row["completion"] for row in written} == {""}
 
 
 def with_weight(folder: Path, change) -> Path:
