@@ -150,6 +150,7 @@ def test_a_real_offline_wandb_run_holds_what_the_jsonl_holds(tmp_path, random_mo
     assert table["data"][6][2] == records[2]["completion"]
 
 
+@pytest.mark.slow
 def test_no_server_and_no_key_do_not_stop_a_run(tmp_path, random_model):
     done = run_trainer(
         *small_run(random_model, tmp_path / "run"),
@@ -177,6 +178,7 @@ def test_no_wandb_at_all_does_not_stop_a_run(tmp_path, random_model):
     assert "warning: no wandb (no wandb here)" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_continued_run_keeps_its_wandb_id_and_sends_no_point_twice(tmp_path, random_model):
     arguments = [*small_run(random_model, tmp_path / "run"), "checkpoint.save_steps=2", "logging.log_completions=2"]
     # No key: online goes on offline, with the same id.

@@ -23,7 +23,7 @@ def weights(output, step: int) -> dict[str, torch.Tensor]:
     return load_file(output / f"checkpoint-{step}" / "model.safetensors")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model, ranks):
     options = [
         "algorithm.beta=0.05", "algorithm.num_iterations=2", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2",

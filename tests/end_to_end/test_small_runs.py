@@ -115,6 +115,7 @@ def test_killed_and_started_again_a_run_ends_with_the_same_bits(tmp_path, random
         assert read_samples(completions) == read_samples(killed / "completions" / completions.name)
 
 
+@pytest.mark.slow
 def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path, random_model):
     """The checkpoints after the chosen one, broken or of another branch, do not push out the new ones."""
     arguments = [*small_run(random_model, tmp_path), "checkpoint.save_steps=1", "checkpoint.keep=2"]

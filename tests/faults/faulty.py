@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import grpo.checkpoint
-import grpo.evaluation
+import grpo.evaluation.collect
 import grpo.metrics
 import grpo.run
 import train_grpo
@@ -88,7 +88,7 @@ def before(module, name: str, place: str):
 
 
 before(train_grpo, "generate", "rollout")
-before(grpo.evaluation, "generate", "eval")
+before(grpo.evaluation.collect, "generate", "eval")
 before(grpo.run, "score_groups", "score")
 
 before(grpo.checkpoint, "_save_model", "write")
