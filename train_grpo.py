@@ -65,7 +65,6 @@ def train(run: Run) -> None:
             for iteration in range(algorithm.num_iterations):
                 for minibatch in run.reporter.through("update", minibatches(batch, algorithm.num_minibatches)):
                     update(run, minibatch, metrics, is_first_pass=iteration == 0)
-        log_completions(run, step + 1, groups, batch, values_PGF, all_rewards_PG, all_advantages_PG)
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
@@ -73,6 +72,7 @@ def train(run: Run) -> None:
         finish_profiler(profiler, run, step + 1)
         line = report(run, step, metrics, seconds, step_time, groups, world.gather_rows(values_PGF), all_rewards_PG)
         run.saver.step_done(step + 1, line)
+        log_completions(run, step + 1, groups, batch, values_PGF, all_rewards_PG, all_advantages_PG)
         end_step(run, step + 1, line)
     if not config.debug:
         run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
