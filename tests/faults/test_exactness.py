@@ -152,7 +152,8 @@ def test_several_ranks(tmp_path, random_model, ranks):
         if output.name.startswith("resumed"):
             back_to(int(output.name[-1]), outputs[0], output)
         env = {"GRPO_TRACE": f"{output}.trace"}
-        run(output, tiny(random_model, output, *EVERYTHING), ranks=ranks, env=env)
+        share = "rollout.prompts_per_step=12"  # 2 minibatches over 2 or 3 ranks
+        run(output, tiny(random_model, output, *EVERYTHING, share, problems=48), ranks=ranks, env=env)
         traces.append({path.name: path.read_text() for path in (tmp_path / f"{output.name}.trace").iterdir()})
     assert len(traces[0]) == STEPS * ranks
     for output, trace in zip(outputs[1:], traces[1:], strict=True):
