@@ -76,6 +76,8 @@ def cut(command: str) -> str:
     command = command.replace("ruff check .", "ruff check grpo").replace(
         "--check .", "--check grpo"
     )  # not the reader's files
+    if "grpo.evaluation" in command:
+        return re.sub(r"--model \S+", "--model FOLDER", command) + f" {CUTS}"
     if "launch.sh test" in command:
         return command + " --collect-only -q tests/test_seeding.py tests/test_profile.py"
     if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
