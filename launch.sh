@@ -56,8 +56,8 @@ while (($#)); do
 done
 command=(train_grpo.py --config "${config:-configs/tiny_arithmetic.yaml}" ${ours[@]+"${ours[@]}"})
 
-# One process per GPU. On CPU one process with all cores: two ranks of one thread each were not clearly faster on a busy two-core
-# machine (configs/gsm8k_cpu.yaml, seconds a step, alternating: 9.6, 11.1, 11.9, 7.6), and start slower.
+# One process per GPU. On CPU one process with all cores: two ranks of one thread each took 6 to 16% less a step (configs/gsm8k_cpu.yaml on two
+# cores, seconds a step, alternating: 7.3 6.9 8.2 6.8), but start later, and one of them builds the tiny model alone.
 gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)"
 if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
   gpus="$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c . || true)"
