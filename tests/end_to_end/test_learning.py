@@ -52,7 +52,7 @@ def test_gsm8k_format_is_learned(tmp_path, assets, seed):
     steps = [line for line in metrics_of(tmp_path / "run") if line["step"]]
     assert len(steps) == 30
     formats = [line["rewards/format/mean"] for line in steps]
-    assert 0.4 < formats[0] < 0.85, "where the checkpoint starts"
+    assert 0.4 < sum(formats[:3]) / 3 < 0.85, "where the checkpoint starts"
     assert sum(formats[-5:]) / 5 >= 0.95
     assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-9)
     assert steps[-1]["kl"] > 0
