@@ -4,6 +4,10 @@ A decode step is bound by reading keys and values. Here a prompt's lie in memory
 one product of ``G * H/K`` queries per prompt instead of G products of ``H/K``. Each completion's own lie beside, in a buffer
 allocated once.
 
+Keys and values are kept in the dtype they are multiplied in: what autocast would cast is cast once, not again at every token (rotary
+embeddings leave keys in fp32). On CPU that is fp32 also under bf16 autocast: products of two rows with a few hundred keys take 0.6 of
+the time that they take in bf16 (measured: 190 and 290 us, 32 rows, 100 tokens, one core).
+
 Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows in flight, ``J`` most rows of one prompt, ``C`` own tokens so far,
 ``H`` query heads, ``K`` key heads, ``D`` head size, ``g = H/K``.
 """
@@ -20,6 +24,10 @@ class ForkedCache:
         self.room = room
         """Tokens each row can grow by."""
         self.prompt_lengths_U = torch.tensor(prompt_lengths, device=device)
+        self.dtype = torch.float32
+        """Of keys, values and their products."""
+        self.in_two_parts = torch.device(device).type == "cpu"
+        """Whether prompts and own tokens are attended to each for themselves, by a kernel that only CPUs have."""
         self.length = 0
         """Own tokens of each row, the one being computed among them."""
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -44,7 +52,8 @@ class ForkedCache:
         self._arrange()
 
     def store_prompts(self, layer: int, k_UPKD: torch.Tensor, v_UPKD: torch.Tensor) -> None:
-        self.prompts[layer] = k_UPKD.transpose(1, 2).contiguous(), v_UPKD.transpose(1, 2).contiguous()
+        self.dtype = _multiplied_in(v_UPKD)
+        self.prompts[layer] = tuple(x.transpose(1, 2).to(self.dtype).contiguous() for x in (k_UPKD, v_UPKD))
 
     def attend(
         self, layer: int, q_RH1D: torch.Tensor, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor, scaling: float | None
@@ -52,22 +61,46 @@ class ForkedCache:
         """Add one token's keys and values to every row, and attend to prompt and own tokens; ``[R, 1, H, D]``."""
         R, H, _, D = q_RH1D.shape
         K = k_RK1D.shape[1]
+        q_RH1D, k_RK1D, v_RK1D = (x.to(self.dtype) for x in (q_RH1D, k_RK1D, v_RK1D))
         if layer not in self.own:
             self.own[layer] = k_RK1D.new_empty(R, K, self.room, D), v_RK1D.new_empty(R, K, self.room, D)
-        own_keys, own_values = self.own[layer]
-        C = self.length
-        own_keys[:, :, C - 1], own_values[:, :, C - 1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
-        q_RKgD = (q_RH1D * (D**-0.5 if scaling is None else scaling)).view(R, K, H // K, D)
+        own_keys, own_values = (buffer[:, :, : self.length] for buffer in self.own[layer])
+        own_keys[:, :, -1], own_values[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
+        q_RKgD = q_RH1D.reshape(R, K, H // K, D)
+        scaling = D**-0.5 if scaling is None else scaling
+        with torch.autocast(q_RH1D.device.type, enabled=False):
+            attention = self._in_two_parts if self.in_two_parts else self._at_once
+            out_RKgD = attention(q_RKgD, *self.prompts[layer], own_keys, own_values, scaling)
+        return out_RKgD.reshape(R, 1, H, D)
 
-        k_UKPD, v_UKPD = self.prompts[layer]
+    def _at_once(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
+        """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
+        q_RKgD = q_RKgD * scaling
         from_prompt = self._by_prompt(q_RKgD) @ k_UKPD.transpose(-1, -2)
         if self.hidden_U11P is not None:
             from_prompt.masked_fill_(self.hidden_U11P, float("-inf"))
-        scores = torch.cat([self._by_row(from_prompt), q_RKgD @ own_keys[:, :, :C].transpose(-1, -2)], dim=-1)
+        scores = torch.cat([self._by_row(from_prompt), q_RKgD @ k_RKCD.transpose(-1, -2)], dim=-1)
         weights = scores.float().softmax(dim=-1).to(scores.dtype)
         P = k_UKPD.shape[2]
-        out_RKgD = self._by_row(self._by_prompt(weights[..., :P]) @ v_UKPD) + weights[..., P:] @ own_values[:, :, :C]
-        return out_RKgD.reshape(R, 1, H, D)
+        return self._by_row(self._by_prompt(weights[..., :P]) @ v_UKPD) + weights[..., P:] @ v_RKCD
+
+    def _in_two_parts(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
+        """The same by the CPU's fused kernel: prompt and own tokens each for themselves, joined by their normalizers.
+
+        With weights ``e^s / Z`` over both parts, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``; the kernel
+        returns log Z beside each part. 15% off the whole attention with one thread.
+        """
+        q_UKjD = self._by_prompt(q_RKgD)
+        mask = None
+        if self.hidden_U11P is not None:
+            if self._mask_U11P is None:  # the same for all layers and tokens until a prompt leaves
+                nothing = torch.zeros(self.hidden_U11P.shape, dtype=q_UKjD.dtype)
+                self._mask_U11P = nothing.masked_fill_(self.hidden_U11P, float("-inf"))
+            mask = self._mask_U11P.expand(-1, -1, q_UKjD.shape[2], -1)
+        prompt_out, prompt_log_z = _fused(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
+        own_out_RKgD, own_log_z = _fused(q_RKgD, k_RKCD, v_RKCD, scale=scaling)
+        share_RKg1 = torch.sigmoid(self._by_row(prompt_log_z[..., None]) - own_log_z[..., None])
+        return torch.lerp(own_out_RKgD, self._by_row(prompt_out), share_RKg1)
 
     def _arrange(self) -> None:
         """Where each row stands among the ``U * J`` places of :meth:`_by_prompt`."""
@@ -80,6 +113,7 @@ class ForkedCache:
         P = int(lengths_U.max()) if not self.prompts else next(iter(self.prompts.values()))[0].shape[2]
         hidden_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
         self.hidden_U11P = hidden_UP[:, None, None] if bool(hidden_UP.any()) else None
+        self._mask_U11P: torch.Tensor | None = None
 
     def _by_prompt(self, x_RKgN: torch.Tensor) -> torch.Tensor:
         """``[R, K, g, N]`` to ``[U, K, J * g, N]``, zeros where a prompt has fewer rows than another."""
@@ -100,3 +134,13 @@ class ForkedCache:
         chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
         chosen[:, :, : self.length] = buffer[rows, :, : self.length]
         return chosen
+
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _multiplied_in(x: torch.Tensor) -> torch.dtype:
+    kind = x.device.type
+    if kind == "cpu":
+        return torch.promote_types(x.dtype, torch.float32)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_sc
 from transformers.utils import logging as transformers_logging
 
 from grpo.batch import Problem
-from grpo.cpu_weights import reordered_weights
+from grpo.decoding import Decoder, agrees
 from grpo.hub import hub_answers
+from grpo.rollout_weights import rollout_weights
 from grpo.tasks.tiny import build_tiny_model
 
 transformers_logging.disable_progress_bar()  # one bar a shard, from every rank
@@ -37,6 +38,9 @@ class Policy:
     device: torch.device
     precision: str
     """``bf16`` (autocast) or ``fp32``."""
+    decoder: Decoder | None = field(default=None, init=False, repr=False)
+    """While sampling, for models that have one: decodes a token per row without the model's own modules."""
+    _has_decoder: bool | None = field(default=None, init=False, repr=False)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         if self.precision == "fp32":
@@ -53,9 +57,14 @@ class Policy:
         self.model.eval()
         assert not any(module.training for module in self.model.modules())
         try:
-            with torch.no_grad(), self.autocast(), reordered_weights(self.model, self.precision):
+            if self._has_decoder is None:
+                self._has_decoder = agrees(self.model)
+            with torch.no_grad(), self.autocast(), rollout_weights(self.model, self.precision) as products:
+                if self._has_decoder:
+                    self.decoder = Decoder(getattr(self.model, self.model.base_model_prefix), products)
                 yield
         finally:
+            self.decoder = None
             self.model.train(was_training)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import DynamicCache
@@ -149,7 +150,7 @@ class Forked:
     """Each prompt in memory once, for all its completions (:mod:`grpo.forking`): for models that can be packed."""
 
     def __init__(self, policy, prompts: Sequence[tuple[int, ...]], room: int):
-        self.inner = getattr(policy.model, policy.model.base_model_prefix)
+        self.policy, self.inner = policy, getattr(policy.model, policy.model.base_model_prefix)
         self.head = policy.model.get_output_embeddings()
         packed = pack_prompts(prompts, policy.device)
         self.cache = ForkedCache([len(prompt) for prompt in prompts], room, policy.device)
@@ -168,7 +169,8 @@ class Forked:
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
         """One token for every row; logits ``[R, V]`` of the next."""
-        hidden_RH = forked_hidden(self.inner, token_R, self.positions_R, self.cache)
+        decode = self.policy.decoder or partial(forked_hidden, self.inner)
+        hidden_RH = decode(token_R, self.positions_R, self.cache)
         self.positions_R = self.positions_R + 1
         return self.head(hidden_RH)
 
@@ -234,7 +236,8 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling: Sampling) 
     if u_R is None:
         token_R = logits_RV.argmax(dim=-1)
         return token_R, torch.zeros_like(token_R, dtype=torch.float32)
-    logprobs_RV = torch.log_softmax(logits_RV.float() / sampling.temperature, dim=-1)
+    logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
+    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     probs_RV = keep_likely(logprobs_RV.exp(), sampling)
     cdf_RV = probs_RV.cumsum(dim=-1)
     total_R1 = cdf_RV[:, -1:]

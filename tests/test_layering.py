@@ -15,8 +15,8 @@ BASE = {
     "arguments",
     "batch",
     "config",
-    "cpu_weights",
     "datafile",
+    "decoding",
     "distributed",
     "environment",
     "forking",
@@ -26,6 +26,7 @@ BASE = {
     "memory",
     "packing",
     "presets",
+    "rollout_weights",
     "seeding",
 }
 MATH = {"advantages", "logprobs", "loss", "rewards"}
@@ -34,7 +35,11 @@ ASSEMBLY = {"debug", "describe", "ending", "output", "profile", "run", "saving"}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}
-    | {"config": {"agreement", "arguments", "presets"}, "packing": {"forking"}}
+    | {
+        "config": {"agreement", "arguments", "presets"},
+        "packing": {"forking"},
+        "decoding": {"forking", "packing", "rollout_weights"},
+    }
     | {room: {"batch"} for room in MATH}
     | {"logprobs": {"batch", "packing"}}
     | dict.fromkeys(PARTS, BASE | MATH)

@@ -208,7 +208,8 @@ def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature
         assert len({len(c.ids) for group in found for c in group.completions}) > 5
 
 
-def test_forked_cache_attends_as_rows_of_their_own_do():
+@pytest.mark.parametrize("in_two_parts", [True, False])
+def test_forked_cache_attends_as_rows_of_their_own_do(in_two_parts):
     """Against attention over each row's own copy of prompt and tokens, in float64, with rows and prompts leaving."""
     rng = torch.Generator().manual_seed(0)
     H, K, D, lengths = 4, 2, 8, [5, 3, 7]
@@ -217,6 +218,8 @@ def test_forked_cache_attends_as_rows_of_their_own_do():
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     cache = ForkedCache(lengths, room=6)
+    assert cache.in_two_parts, "the fused kernel is for CPUs"
+    cache.in_two_parts = in_two_parts
     k_UPKD, v_UPKD = random(3, 7, K, D), random(3, 7, K, D)
     cache.store_prompts(0, k_UPKD, v_UPKD)
     cache.fork(torch.tensor([0, 0, 1, 1, 1, 2]))
