@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROMPTS, GENERATIONS, MAX_TOKENS = 4, 8, 256
+PROMPTS = 4
 SYSTEM = (
     "Answer the question. First think step by step between <think> and </think>, then give the final number between <answer> and "
     "</answer>.\n\nExample question: Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
@@ -32,8 +32,12 @@ SYSTEM = (
 )
 
 
-def problems(data: str, steps: int) -> list[dict]:
-    rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()[: PROMPTS * steps]]
+def problems(a) -> list[dict]:
+    """Rows of GSM8K, or with ``--prompt-tokens`` as many made-up questions of about that many tokens."""
+    if a.prompt_tokens:
+        words = ["one two three four five six seven eight nine ten"] * (a.prompt_tokens // 10)
+        return [{"question": " ".join([str(number), *words]), "answer": "1"} for number in range(PROMPTS * a.steps)]
+    rows = [json.loads(line) for line in Path(a.data).read_text(encoding="utf-8").splitlines()[: PROMPTS * a.steps]]
     return [{"question": row["question"], "answer": row["answer"].split("####")[-1].strip()} for row in rows]
 
 
@@ -43,7 +47,7 @@ def ours(a) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in problems(a.data, a.steps)), encoding="utf-8")
+        data.write_text("".join(json.dumps(row) + "\n" for row in problems(a)), encoding="utf-8")
         code = train_grpo.main(
             [
                 f"output_dir={folder}/run",
@@ -51,17 +55,17 @@ def ours(a) -> dict:
                 f"data.dataset={data}",
                 "data.prompt_column=question",
                 "data.answer_column=answer",
-                f"data.system_prompt={json.dumps(SYSTEM)}",
+                f"data.system_prompt={json.dumps('' if a.prompt_tokens else SYSTEM)}",
                 "reward.functions=[{name: format}]",
-                f"rollout={{prompts_per_step: {PROMPTS}, num_generations: {GENERATIONS}, max_completion_length: {MAX_TOKENS}}}",
+                f"rollout={{prompts_per_step: {PROMPTS}, num_generations: {a.generations}, max_completion_length: {a.max_tokens}}}",
                 f"algorithm={{name: grpo, beta: {a.beta}}}",
-                f"optim={{learning_rate: 1.0e-6, max_steps: {a.steps}}}",
+                f"optim={{learning_rate: 1.0e-6, max_steps: {a.steps}, tokens_per_microbatch: {a.tokens_per_microbatch}}}",
                 f"runtime={{precision: {a.precision}, threads_per_rank: {a.threads}, packed: {not a.padded}}}",
             ]
         )
         assert code == 0
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    rows = PROMPTS * GENERATIONS
+    rows = PROMPTS * a.generations
     return {
         "tokens": [line["completions/mean_length"] * rows for line in lines if line["step"]],
         "step": [line["step_time"] for line in lines if line["step"]],
@@ -99,19 +103,20 @@ def trl(a) -> dict:
 
     rows = [
         {
-            "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["question"]}],
+            "prompt": [{"role": "system", "content": SYSTEM}] * (not a.prompt_tokens)
+            + [{"role": "user", "content": row["question"]}],
             "answer": row["answer"],
         }
-        for row in problems(a.data, a.steps)
+        for row in problems(a)
     ]
     weights = torch.bfloat16 if a.precision == "bf16" and a.trl_bf16_weights else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=PROMPTS * GENERATIONS // a.trl_microbatches,
+            per_device_train_batch_size=PROMPTS * a.generations // a.trl_microbatches,
             gradient_accumulation_steps=a.trl_microbatches,
-            num_generations=GENERATIONS,
-            max_completion_length=MAX_TOKENS,
+            num_generations=a.generations,
+            max_completion_length=a.max_tokens,
             temperature=1.0,
             beta=a.beta,
             learning_rate=1e-6,
@@ -155,9 +160,10 @@ def worker(a) -> None:
 def measure(a, side: str, setting: dict) -> dict:
     python = a.trl_python if side == "trl" else sys.executable
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [python, __file__, "--side", side, "--result", file.name, "--model", a.model, "--data", a.data]
+        command = [python, __file__, "--side", side, "--result", file.name, "--model", a.model, "--data", str(a.data)]
         command += [f"--{name}={value}" for name, value in setting.items()]
         command += [f"--steps={a.steps}", f"--trl-microbatches={a.trl_microbatches}"]
+        command += [f"--tokens-per-microbatch={a.tokens_per_microbatch}"]
         command += ["--trl-bf16-weights"] * a.trl_bf16_weights + ["--padded"] * a.padded
         command += ["--trl-continuous-batching"] * a.trl_continuous_batching
         environment = os.environ | {"OMP_NUM_THREADS": str(setting["threads"]), "TOKENIZERS_PARALLELISM": "false"}
@@ -221,10 +227,10 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--data", required=True, help="GSM8K's train.jsonl")
+    parser.add_argument("--data", help="GSM8K's train.jsonl")
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has trl")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of each process, the first of which is not counted")
@@ -234,13 +240,20 @@ def main() -> None:
     parser.add_argument("--output", default=str(ROOT / "benchmarks" / "results" / "compare_trl"), help="without suffix")
     parser.add_argument("--padded", action="store_true", help="ours with runtime.packed=false")
     parser.add_argument("--trl-microbatches", type=int, default=1)
+    parser.add_argument("--tokens-per-microbatch", type=int, default=16384, help="ours")
     parser.add_argument("--trl-bf16-weights", action="store_true")
     parser.add_argument("--trl-continuous-batching", action="store_true")
     for name in ("side", "result", "precision"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     parser.add_argument("--beta", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
-    a = parser.parse_args()
+    for name, default in (("generations", 8), ("max-tokens", 256), ("prompt-tokens", None)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    a = arguments().parse_args()
     if a.side:
         worker(a)
         return
@@ -251,7 +264,10 @@ def main() -> None:
         "versions": {"ours": versions(sys.executable), "trl": versions(a.trl_python)},
         "command": "python benchmarks/compare_trl.py " + " ".join(
             f"--{name.replace('_', '-')}={getattr(a, name)!r}"
-            for name in ("pairs", "steps", "settings", "padded", "trl_microbatches", "trl_bf16_weights", "trl_continuous_batching")
+            for name in (
+                "pairs", "steps", "settings", "padded", "tokens_per_microbatch", "trl_microbatches", "trl_bf16_weights",
+                "trl_continuous_batching",
+            )
         ),
     }  # fmt: skip
     for text in a.settings.split():
