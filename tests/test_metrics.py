@@ -38,6 +38,21 @@ def test_means_are_weighted_by_what_they_are_means_of():
     }  # fmt: skip
 
 
+def test_vectors_are_added_up_and_are_no_metrics():
+    metrics = Accumulator()
+    metrics.add("lengths", torch.tensor([1, 0, 2]), torch.tensor(3.0))
+    metrics.add("lengths", torch.tensor([0, 0, 5]), torch.tensor(5.0))
+    metrics.add("loss", 1.0, 4)
+    assert metrics.reduce(ALONE) == {"loss": 0.25}
+    assert metrics.histograms == {"lengths": [1, 0, 7]}
+
+
+def test_numbers_of_the_device_and_of_the_host_go_together():
+    metrics = Accumulator()
+    metrics.add("grad_norm", torch.zeros((), device="meta"))
+    metrics.add("grad_norm", 0.0, 0.0)
+
+
 def reporter(folder, **changes):
     return Reporter(folder, **{"is_main": True, "first_step": 0, "max_steps": 9, "every": 100} | changes)
 
@@ -121,8 +136,9 @@ def offline_records(folder, start: int = -1):
 
 def test_a_real_offline_wandb_run_holds_what_the_jsonl_holds(tmp_path, random_model):
     run_trainer(
-        *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2"
-    )
+        *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2",
+        "algorithm.num_iterations=2", ranks=2,
+    )  # fmt: skip
     history, config, axes = offline_records(tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [h["step"] for h in history] == [line["step"] for line in lines] == [0, 1, 2, 3]
@@ -138,7 +154,12 @@ def test_a_real_offline_wandb_run_holds_what_the_jsonl_holds(tmp_path, random_mo
     for name in ("reward", "advantage", "length"):
         assert sum(point[f"histograms/{name}/values"]) == 24, f"{name} of 6 problems x 4 completions"
     records = read_samples(tmp_path / "run" / "completions" / "step_000002.parquet")
-    assert sum(point["histograms/ratio/values"]) == sum(record["length"] for record in records)
+    counts, edges = (point[f"histograms/ratio/{part}"] for part in ("values", "bins"))
+    assert sum(counts) == pytest.approx(2 * 24 * lines[2]["completions/mean_length"]), (
+        "each token of both ranks in each update"
+    )
+    mean = sum(n * (low + high) / 2 for n, low, high in zip(counts, edges, edges[1:], strict=False)) / sum(counts)
+    assert mean == pytest.approx(lines[2]["ratio"], abs=0.01) and 0 < counts[50] < sum(counts), "not all of them are 1"
     assert point["completions/nrows"] == 8, "four of step 1, four of step 2"
     assert point["tables/evaluations/nrows"] == 2
     (media,) = (tmp_path / "run").glob("wandb/offline-run-*/files/" + point["completions/path"])
