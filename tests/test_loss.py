@@ -154,7 +154,11 @@ def test_kl_is_added_to_the_policy_term():
 
 def test_clip_ratios_by_hand():
     _, _, stats = example()
-    counts = {name: (total.item(), count.item()) for name, (total, count) in stats.items() if name not in ("kl", "ratio_histogram")}
+    counts = {
+        name: (total.item(), count.item())
+        for name, (total, count) in stats.items()
+        if name not in ("kl", "ratio_histogram")
+    }
     assert counts.pop("ratio") == (pytest.approx(1.5 + 1 + 0.5 + 1.5 + 0.5 + 1.1 + 0.5 + 2 + 0.9), 9)
     # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; of rows 1 and 3 the unclipped branch is used there.
     assert counts == {"clip_ratio/low_mean": (2, 9), "clip_ratio/high_mean": (1, 9), "clip_ratio/region_mean": (3, 9)}
