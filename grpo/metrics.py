@@ -16,6 +16,7 @@ from tqdm import tqdm
 from grpo.distributed import World
 from grpo.health import Health
 from grpo.samples import read_samples, write_samples
+from grpo.terminal import AboveBars
 
 WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
 """Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
@@ -101,6 +102,8 @@ class Reporter:
         self.output_dir, self.is_main, self.every, self.max_steps = Path(output_dir), is_main, every, max_steps
         self.wandb_run_id = wandb_run_id
         self._wandb = None
+        self._above: AboveBars | None = None
+        """There on a terminal, where bars are shown."""
         if not is_main:
             return
         (self.output_dir / "completions").mkdir(parents=True, exist_ok=True)
@@ -110,10 +113,8 @@ class Reporter:
         for metrics in kept:  # what was said before the interruption is not said again
             self._health.look(metrics)
         self._jsonl = open(self._jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=max_steps, initial=first_step, desc="steps", unit="step", disable=not terminal, dynamic_ncols=True
-        )
+        self._above = AboveBars(sys.stderr) if sys.stderr.isatty() else None
+        self._bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
         if wandb_mode != "disabled":
             self._pending: dict[str, Any] = {}  # what belongs to the next point, beside its metrics
             self._table_rows = self._earlier_completions(first_step)
@@ -123,13 +124,15 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line on the console, above the bars."""
         if self.is_main:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            with tqdm.external_write_mode(file=self._above):
+                print(text, flush=True)
 
-    def bar(self, description: str, total: int, unit: str = "tok"):
+    def bar(self, description: str, total: int, unit: str = "tok", *, initial: int = 0, leave: bool = False):
         """A short-lived bar for a phase; its ``update`` takes what has been done since the last call."""
-        shown = self.is_main and sys.stderr.isatty()
-        return tqdm(total=total, desc=description, unit=unit, leave=False, disable=not shown, dynamic_ncols=True)
+        stream = self._above.stream if self._above else None
+        return tqdm(
+            total=total, desc=description, unit=unit, initial=initial, leave=leave, disable=stream is None, file=stream, dynamic_ncols=True
+        )  # fmt: skip
 
     def through(self, description: str, items: Sequence[Any]) -> Iterator[Any]:
         """The items, with a short-lived bar that counts those that are done."""
@@ -185,6 +188,8 @@ class Reporter:
         if not self.is_main:
             return
         self._bar.close()
+        if self._above:
+            self._above.close()
         self._jsonl.close()
         if self._wandb is not None:
             try:

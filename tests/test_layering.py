@@ -27,6 +27,7 @@ BASE = {
     "packing",
     "presets",
     "seeding",
+    "terminal",
 }
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "signals", "tasks"}

@@ -231,6 +231,20 @@ def test_hints_are_said_once_also_over_an_interruption(tmp_path, capsys):
     assert "hint" not in capsys.readouterr().out
 
 
+def on_a_terminal(command) -> bytes:
+    """What a command writes to a pseudo-terminal of 160 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    subprocess.run(command, stdout=slave, stderr=slave, cwd=ROOT, check=True)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # a pseudo-terminal's end
+        while part := os.read(master, 4096):
+            shown += part
+    os.close(master)
+    return shown
+
+
 def test_a_terminal_gets_a_bar_with_the_numbers_that_matter(tmp_path):
     """A pseudo-terminal as stderr: a bar with reward, KL, length and speed; without one, plain lines alone."""
     script = (
@@ -244,16 +258,36 @@ def test_a_terminal_gets_a_bar_with_the_numbers_that_matter(tmp_path):
     plain = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, cwd=ROOT, check=True)
     assert plain.stderr == ""
     assert [line[:24] for line in plain.stdout.splitlines()] == ["step 1/2  reward 0.500  ", "step 2/2  reward 0.750"]
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
-    subprocess.run([*command, str(tmp_path / "b")], stdout=subprocess.PIPE, stderr=slave, cwd=ROOT, check=True)
-    os.close(slave)
-    shown = b""
-    with contextlib.suppress(OSError):  # a pseudo-terminal's end
-        while part := os.read(master, 4096):
-            shown += part
-    os.close(master)
+    shown = on_a_terminal([*command, str(tmp_path / "b")])
     assert b"reward=0.500, kl=0.2500, len=12, tok/s=300" in shown
+
+
+def test_what_libraries_print_stands_on_lines_of_its_own_above_the_bar(tmp_path):
+    script = (
+        "import logging, sys, warnings\n"
+        "logging.basicConfig(format='%(message)s')\n"  # holds the stream before there is a bar
+        "from grpo.metrics import Reporter\n"
+        "r = Reporter(sys.argv[1], is_main=True, first_step=0, max_steps=2)\n"
+        "warnings.warn('a warning')\n"
+        "logging.getLogger('library').warning('logged')\n"
+        "sys.stderr.write('half '); sys.stderr.write('and half\\n')\n"
+        "r.step({'step': 1, 'reward': 0.5})\n"
+        "sys.stderr.write('without an end')\n"
+        "r.close(); print('after', file=sys.stderr); logging.error('later')"
+    )
+    shown = on_a_terminal([sys.executable, "-c", script, str(tmp_path)]).decode()
+    lines = [line.rstrip("\r").rsplit("\r", 1)[-1].strip() for line in shown.split("\n")]  # what is left to be seen
+    expected = [
+        "<string>:5: UserWarning: a warning",
+        "logged",
+        "half and half",
+        "step 1/2  reward 0.500",
+        "after",
+        "later",
+    ]
+    assert [line for line in lines if line in expected] == expected, shown
+    assert sum("steps:" in line for line in lines) == 1, "the bar once, at the end"
+    assert "without an end" in lines
 
 
 def test_points_go_to_the_console_every_n_steps_and_at_evaluations(tmp_path, capsys):
