@@ -102,8 +102,7 @@ class Reporter:
         self.output_dir, self.is_main, self.every, self.max_steps = Path(output_dir), is_main, every, max_steps
         self.wandb_run_id = wandb_run_id
         self._wandb = None
-        self._above: AboveBars | None = None
-        """There on a terminal, where bars are shown."""
+        self._above = AboveBars(sys.stderr, is_main=is_main) if sys.stderr.isatty() else None
         if not is_main:
             return
         (self.output_dir / "completions").mkdir(parents=True, exist_ok=True)
@@ -113,7 +112,6 @@ class Reporter:
         for metrics in kept:  # what was said before the interruption is not said again
             self._health.look(metrics)
         self._jsonl = open(self._jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._above = AboveBars(sys.stderr) if sys.stderr.isatty() else None
         self._bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
         if wandb_mode != "disabled":
             self._pending: dict[str, Any] = {}  # what belongs to the next point, beside its metrics
@@ -129,7 +127,7 @@ class Reporter:
 
     def bar(self, description: str, total: int, unit: str = "tok", *, initial: int = 0, leave: bool = False):
         """A short-lived bar for a phase; its ``update`` takes what has been done since the last call."""
-        stream = self._above.stream if self._above else None
+        stream = self._above.stream if self._above and self.is_main else None
         return tqdm(
             total=total, desc=description, unit=unit, initial=initial, leave=leave, disable=stream is None, file=stream, dynamic_ncols=True
         )  # fmt: skip
@@ -185,11 +183,12 @@ class Reporter:
             self._table_rows = [*self._table_rows, *records][-TABLE_ROWS:]
 
     def close(self) -> None:
-        if not self.is_main:
-            return
-        self._bar.close()
+        if self.is_main:
+            self._bar.close()
         if self._above:
             self._above.close()
+        if not self.is_main:
+            return
         self._jsonl.close()
         if self._wandb is not None:
             try:

@@ -10,12 +10,16 @@ from tqdm import tqdm
 
 
 class AboveBars:
-    """Stands where ``sys.stderr`` stands, until :meth:`close`: whole lines go above tqdm's bars, which are drawn on ``stream`` itself."""
+    """Stands where ``sys.stderr`` stands, until :meth:`close`: whole lines go above tqdm's bars, which are drawn on ``stream`` itself.
 
-    def __init__(self, stream: TextIO):
-        self.stream, self._unfinished = stream, ""
+    Args:
+        is_main: whether the bars are this process's own. Over those of another one lines are written from the left; it draws anew.
+    """
+
+    def __init__(self, stream: TextIO, *, is_main: bool = True):
+        self.stream, self.is_main, self._unfinished = stream, is_main, ""
         sys.stderr = self
-        self._handlers = [handler for handler in _handlers() if getattr(handler, "stream", None) is stream]
+        self._handlers = [handler for handler in _handlers() if vars(handler).get("stream") is stream]
         for handler in self._handlers:  # made before, they hold the stream
             handler.setStream(self)
 
@@ -23,7 +27,9 @@ class AboveBars:
         if "\r" in text:  # another's bar
             return self.stream.write(text)
         whole, newline, self._unfinished = (self._unfinished + text).rpartition("\n")
-        if newline:
+        if newline and not self.is_main:
+            self.stream.write(f"\r\x1b[J{whole}\n")
+        elif newline:
             with tqdm.external_write_mode(file=self):
                 self.stream.write(whole + newline)
         return len(text)

@@ -290,6 +290,17 @@ def test_what_libraries_print_stands_on_lines_of_its_own_above_the_bar(tmp_path)
     assert "without an end" in lines
 
 
+def test_another_rank_writes_over_the_bar_from_the_left(tmp_path):
+    script = (
+        "import sys; from grpo.metrics import Reporter\n"
+        "r = Reporter(sys.argv[1], is_main=False, first_step=0, max_steps=2)\n"
+        "sys.stderr.write('a line of '); sys.stderr.write('rank 1\\n')\n"
+        "r.close(); print('after', file=sys.stderr)"
+    )
+    shown = on_a_terminal([sys.executable, "-c", script, str(tmp_path)])
+    assert shown == b"\r\x1b[Ja line of rank 1\r\nafter\r\n"
+
+
 def test_points_go_to_the_console_every_n_steps_and_at_evaluations(tmp_path, capsys):
     writer = reporter(tmp_path, every=2, max_steps=5)
     writer.step({"step": 0, "eval/greedy_accuracy": 0.25, "eval/mean_length": 3.0})
