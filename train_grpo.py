@@ -18,7 +18,7 @@ from grpo import debug
 from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, microbatches, minibatches
 from grpo.config import Config, load_config
-from grpo.describe import completion_metrics, log_completions, reward_metrics
+from grpo.describe import completion_metrics, first_pass_metrics, log_completions, reward_metrics
 from grpo.distributed import Interrupted, RanksDisagree, World, launched_as, start_world
 from grpo.ending import to_its_end
 from grpo.loss import loss_denominator, policy_loss
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
         finish_profiler(profiler, run, step + 1)
         line = report(run, step, metrics, seconds, step_time, groups, world.gather_rows(values_PGF), all_rewards_PG)
         run.saver.step_done(step + 1, line)
-        log_completions(run, step + 1, groups, batch, values_PGF, all_rewards_PG, all_advantages_PG)
+        log_completions(run, step + 1, groups, batch, values_PGF, all_rewards_PG, all_advantages_PG, metrics)
         end_step(run, step + 1, line)
     if not config.debug:
         run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
@@ -196,8 +196,7 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
         metrics.add("loss", loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging))
         metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
         if is_first_pass:
-            difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
-            metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
+            first_pass_metrics(run, metrics, micro, old_BT)
     if config.debug:
         debug.check_update(run, metrics)
     grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), config.optim.max_grad_norm)

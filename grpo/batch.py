@@ -94,6 +94,8 @@ class Batch:
     advantages_B: torch.Tensor
     group_B: torch.Tensor
     """Number of the group of each row; rows of one group are neighbours and have the same prompt."""
+    row_B: torch.Tensor
+    """Number of each row in the whole batch of this rank, whatever part of it this is."""
     sampling_logprobs_BT: torch.Tensor
     """As the sampler computed them; a check on scoring, not used in the loss."""
     old_logprobs_BT: torch.Tensor | None = None
@@ -159,6 +161,7 @@ def collate(
         loss_mask_BT=mask_BT & trained_B[:, None],
         advantages_B=advantages_PG.flatten().float(),
         group_B=torch.tensor([p for p, group in enumerate(groups) for _ in group.completions]),
+        row_B=torch.arange(len(pairs)),
         sampling_logprobs_BT=sampled_BT,
     )
     return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()})

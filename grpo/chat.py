@@ -153,13 +153,14 @@ def show_samples(policy: Policy, config: Config, options: argparse.Namespace) ->
         except ValueError as mistake:
             raise ValueError(f"{mistake}; give it as --column NAME=VALUE") from None
         for number, (completion, row) in enumerate(zip(group.completions, values, strict=True), 1):
-            total = sum(w * v for w, v in zip(rewards.weights, row, strict=True) if v is not None)
+            weighted = [w * v for w, v in zip(rewards.weights, row, strict=True) if v is not None]
+            total = f"{sum(weighted):g}" if weighted else "unscorable"
             parts = ", ".join(
                 f"{name} {'unscorable' if value is None else format(value, 'g')}"
                 for name, value in zip(rewards.names, row, strict=True)
             )
             end = "finished" if completion.finished else "cut"
-            print(f"--- {number}/{options.samples}  reward {total:g} ({parts}), {len(completion.ids)} tokens, {end}")
+            print(f"--- {number}/{options.samples}  reward {total} ({parts}), {len(completion.ids)} tokens, {end}")
             print(printable(completion.text))
     return 0
 

@@ -6,6 +6,7 @@ Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from grpo.advantages import has_equal_rewards
 from grpo.batch import Batch, Group, Problem
 from grpo.config import Config
 from grpo.data import ProblemSet, count_shared
+from grpo.loss import RATIO_EDGES
 from grpo.metrics import Accumulator
 from grpo.model import Policy, num_parameters
 from grpo.samples import sample_records
@@ -53,15 +55,34 @@ def _row_std(values_PG: torch.Tensor) -> torch.Tensor:
     return torch.stack([row.std() if len(row) > 1 else torch.zeros(()) for row in stds])
 
 
-def log_completions(run, step: int, groups, batch: Batch, values_PGF, all_rewards_PG, all_advantages_PG) -> None:
-    """Hand some completions of a (1-based) step to the reporter, with the log-probs of their tokens before and after the step.
+def first_pass_metrics(run, metrics: Accumulator, micro: Batch, old_BT: torch.Tensor) -> None:
+    """How far sampling and scoring are apart; the scored log-probs are kept for :func:`log_completions`."""
+    difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
+    metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
+    run.old_logprobs.append((micro.row_B, old_BT))
 
-    Before: as the sampler computed them, or as the update did if it needed them.
+
+def log_completions(
+    run, step: int, groups, batch: Batch, values_PGF, all_rewards_PG, all_advantages_PG, metrics: Accumulator
+) -> None:
+    """Hand some completions of a (1-based) step to the reporter, with their tokens' log-probs before and after the step.
+
+    Before: the old log-probs of the loss. The distributions are of all completions on all ranks.
     """
-    lengths_PG = run.world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
+    old_BT = torch.zeros_like(batch.sampling_logprobs_BT)
+    for rows_b, old_bt in run.old_logprobs:
+        old_BT[rows_b, : old_bt.shape[1]] = old_bt
+    run.old_logprobs.clear()
+    if run.config.logging.wandb != "disabled":
+        lengths_PG = run.world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
+        if run.reporter.is_logged(step):
+            run.reporter.histogram("reward", all_rewards_PG)
+            run.reporter.histogram("advantage", all_advantages_PG)
+            run.reporter.histogram("length", lengths_PG)
+            run.reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
     if not run.config.logging.log_completions or not run.reporter.is_logged(step):
         return
-    kept = batch.rows(slice(0, run.config.logging.log_completions))
+    kept = replace(batch, old_logprobs_BT=old_BT).rows(slice(0, run.config.logging.log_completions))
     records = sample_records(
         groups,
         values_PGF,
@@ -69,14 +90,12 @@ def log_completions(run, step: int, groups, batch: Batch, values_PGF, all_reward
         run.world.own_rows(all_advantages_PG),
         names=run.rewards.names,
         step=step,
-        logprobs_BT=kept.sampling_logprobs_BT if kept.old_logprobs_BT is None else kept.old_logprobs_BT,
+        logprobs_BT=kept.old_logprobs_BT,
         updated_logprobs_BT=run.logprobs(run.bare_scorer, kept),
         ref_logprobs_BT=kept.ref_logprobs_BT,
         decode=run.policy.tokenizer.decode,
     )
-    run.reporter.completions(
-        step, records, {"reward": all_rewards_PG, "advantage": all_advantages_PG, "length": lengths_PG}
-    )
+    run.reporter.completions(step, records)
 
 
 def summary(

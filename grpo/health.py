@@ -12,6 +12,8 @@ from typing import Any
 
 SHORT, LONG, START = 5, 20, 10
 """Steps that a mean is taken over: of what must be seen at once, of what swings, and of the beginning to compare with."""
+ALL_EQUAL = 10
+"""Steps in a row without any unequal rewards: nothing to learn from, said without waiting for ``LONG``."""
 
 MAX_KL = 0.5  # nats per token
 MIN_ENTROPY_KEPT = 0.1  # of the entropy at the start
@@ -95,6 +97,12 @@ def _entropy(health: Health) -> str | None:
 
 
 def _equal_groups(health: Health) -> str | None:
+    if health.recent("frac_reward_zero_std", ALL_EQUAL) == 1 and not _reward_rose(health, LONG):
+        return (
+            f"{ALL_EQUAL} steps in a row, all completions of each group got the same reward: there is nothing to learn from, and "
+            "only the KL term and weight decay move the weights. Look at completions/, the reward, rollout.temperature; "
+            "change the data, or set algorithm.dynamic_sampling=true"
+        )
     share = health.recent("frac_reward_zero_std", LONG)
     if share is None or share <= MAX_EQUAL_GROUPS:
         return None

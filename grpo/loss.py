@@ -14,6 +14,9 @@ Objective = Literal["clip", "cispo", "reinforce"]
 Aggregation = Literal["response_mean", "token_mean", "constant"]
 Stats = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
+RATIO_EDGES = tuple(-0.01 + 0.02 * i for i in range(102))
+"""Between the bins of the importance ratio's histogram: 1 is the middle of one, 2 and more is the last."""
+
 
 def policy_loss(
     logprobs_BT: torch.Tensor,
@@ -155,6 +158,12 @@ def _stats(rho_BT, A_B1, kl_BT, mask_BT, objective, epsilon, epsilon_high) -> St
     }
     if kl_BT is not None:
         stats["kl"] = over_tokens(kl_BT)
+    edges_E = torch.tensor(RATIO_EDGES, dtype=rho_BT.dtype, device=rho_BT.device)
+    sorted_N = torch.where(mask_BT, rho_BT.clamp(max=2.0), torch.inf).flatten().sort().values
+    stats["ratio_histogram"] = (
+        torch.searchsorted(sorted_N, edges_E).diff(),
+        count,
+    )  # no wait for the device, as histc has
     return stats
 
 

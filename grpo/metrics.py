@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import sys
@@ -17,14 +16,12 @@ from tqdm import tqdm
 from grpo.distributed import World
 from grpo.health import Health
 from grpo.samples import read_samples, write_samples
+from grpo.terminal import AboveBars
 
 WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
 """Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
 TABLE_ROWS, TABLES_PER_RUN = 1000, 50
 """The table of completions in wandb: its newest rows, and how often it is sent (each time whole)."""
-
-EQUAL_STEPS = 10
-"""So many steps without any difference between rewards are said on the console."""
 
 
 class Accumulator:
@@ -33,11 +30,15 @@ class Accumulator:
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._extremes: dict[str, float] = {}
+        self.histograms: dict[str, list[float]] = {}
+        """Totals over ranks of what was added as a vector; there after :meth:`reduce`."""
 
     def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1.0) -> None:
-        """Add a sum and the number of things summed; the metric is the ratio of the totals over all ranks."""
-        pair = torch.stack([torch.as_tensor(total, dtype=torch.float64), torch.as_tensor(count, dtype=torch.float64)])
-        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+        """Add a sum and the number of things summed; the metric is the ratio of the totals over all ranks. A vector: counts by bin."""
+        total = torch.as_tensor(total, dtype=torch.float64)
+        count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        pair = torch.stack([total, count.expand_as(total)])
+        self._sums[name] = self._sums[name] + pair.to(self._sums[name].device) if name in self._sums else pair
 
     def add_values(self, name: str, values: torch.Tensor) -> None:
         """Add the mean of finite values; NaN ones are left out."""
@@ -63,9 +64,14 @@ class Accumulator:
         names = sorted(self._sums)
         metrics: dict[str, float] = {}
         if names:
-            pairs = world.sum(torch.stack([self._sums[name].cpu() for name in names])).tolist()
-            for name, (total, count) in zip(names, pairs, strict=True):
-                metrics[name] = total if name in totals else total / count if count else 0.0
+            parts = [self._sums[name].cpu().view(2, -1) for name in names]
+            sums = world.sum(torch.cat(parts, dim=1)).split([part.shape[1] for part in parts], dim=1)
+            for name, (total, count) in zip(names, sums, strict=True):
+                if self._sums[name].dim() > 1:
+                    self.histograms[name] = total.tolist()
+                else:
+                    total, count = total.item(), count.item()
+                    metrics[name] = total if name in totals else total / count if count else 0.0
         names = sorted(self._extremes)
         if names:
             signs = torch.tensor([-1.0 if name in minima else 1.0 for name in names], dtype=torch.float64)
@@ -96,7 +102,7 @@ class Reporter:
         self.output_dir, self.is_main, self.every, self.max_steps = Path(output_dir), is_main, every, max_steps
         self.wandb_run_id = wandb_run_id
         self._wandb = None
-        self._equal_in_a_row = 0
+        self._above = AboveBars(sys.stderr, is_main=is_main) if sys.stderr.isatty() else None
         if not is_main:
             return
         (self.output_dir / "completions").mkdir(parents=True, exist_ok=True)
@@ -106,10 +112,7 @@ class Reporter:
         for metrics in kept:  # what was said before the interruption is not said again
             self._health.look(metrics)
         self._jsonl = open(self._jsonl_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=max_steps, initial=first_step, desc="steps", unit="step", disable=not terminal, dynamic_ncols=True
-        )
+        self._bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
         if wandb_mode != "disabled":
             self._pending: dict[str, Any] = {}  # what belongs to the next point, beside its metrics
             self._table_rows = self._earlier_completions(first_step)
@@ -119,13 +122,15 @@ class Reporter:
     def say(self, text: str) -> None:
         """A line on the console, above the bars."""
         if self.is_main:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            with tqdm.external_write_mode(file=self._above):
+                print(text, flush=True)
 
-    def bar(self, description: str, total: int, unit: str = "tok"):
+    def bar(self, description: str, total: int, unit: str = "tok", *, initial: int = 0, leave: bool = False):
         """A short-lived bar for a phase; its ``update`` takes what has been done since the last call."""
-        shown = self.is_main and sys.stderr.isatty()
-        return tqdm(total=total, desc=description, unit=unit, leave=False, disable=not shown, dynamic_ncols=True)
+        stream = self._above.stream if self._above and self.is_main else None
+        return tqdm(
+            total=total, desc=description, unit=unit, initial=initial, leave=leave, disable=stream is None, file=stream, dynamic_ncols=True
+        )  # fmt: skip
 
     def through(self, description: str, items: Sequence[Any]) -> Iterator[Any]:
         """The items, with a short-lived bar that counts those that are done."""
@@ -145,12 +150,6 @@ class Reporter:
             raise OSError(f"{self._jsonl_path} cannot be written: {error}") from error
         self._bar.set_postfix(_postfix(metrics), refresh=False)
         self._bar.update(metrics["step"] - self._bar.n)
-        self._equal_in_a_row = self._equal_in_a_row + 1 if metrics.get("frac_reward_zero_std") == 1.0 else 0
-        if self._equal_in_a_row == EQUAL_STEPS:
-            self.say(
-                f"warning: {EQUAL_STEPS} steps in a row, all completions of each group got the same reward: there is nothing to "
-                "learn from, and only the KL term and weight decay move the weights; look at completions/, the reward, the temperature"
-            )
         if self.is_logged(metrics["step"]) or "eval/greedy_accuracy" in metrics:
             if "reward" in metrics:
                 self.say(console_line(metrics, self.max_steps))
@@ -170,31 +169,26 @@ class Reporter:
         """Whether this rank shows a step on the console and in wandb, and keeps some of its completions."""
         return self.is_main and (step % self.every == 0 or step == self.max_steps)
 
-    def completions(
-        self, step: int, records: list[dict[str, Any]], distributions: dict[str, torch.Tensor] | None = None
-    ) -> None:
-        """A few completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.samples``).
+    def histogram(self, name: str, values: torch.Tensor | tuple[Sequence[float], Sequence[float]]) -> None:
+        """Values of the whole step, or how many lie between edges as ``(counts, edges)``, to the next point in wandb."""
+        if self._wandb is not None:
+            self._pending[f"histograms/{name}"] = values.flatten() if isinstance(values, torch.Tensor) else values
 
-        Args:
-            distributions: name -> values of the whole step, for wandb's histograms. The ratio's is of these records' tokens.
-        """
+    def completions(self, step: int, records: list[dict[str, Any]]) -> None:
+        """A few completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.samples``)."""
         if not self.is_main or not records:
             return
         write_samples(self.output_dir / "completions" / f"step_{step:06d}.parquet", records)
         if self._wandb is not None:
             self._table_rows = [*self._table_rows, *records][-TABLE_ROWS:]
-            ratios = [
-                math.exp(min(new - old, 80.0))
-                for record in records
-                for old, new in zip(record["logprobs"], record["updated_logprobs"], strict=True)
-            ]
-            values = {name: tensor.flatten().tolist() for name, tensor in (distributions or {}).items()}
-            self._pending |= {f"histograms/{name}": v for name, v in (values | {"ratio": ratios}).items()}
 
     def close(self) -> None:
+        if self.is_main:
+            self._bar.close()
+        if self._above:
+            self._above.close()
         if not self.is_main:
             return
-        self._bar.close()
         self._jsonl.close()
         if self._wandb is not None:
             try:
@@ -275,8 +269,12 @@ class Reporter:
         """Histograms of this point, and the tables of completions and evaluations."""
         import wandb
 
-        finite = {name: [v for v in values if math.isfinite(v)] for name, values in pending.items()}
-        media = {name: wandb.Histogram(values) for name, values in finite.items() if values}
+        media = {}
+        for name, values in pending.items():
+            if isinstance(values, tuple):
+                media[name] = wandb.Histogram(np_histogram=values)
+            elif len(finite := values[torch.isfinite(values)]):
+                media[name] = wandb.Histogram(finite.tolist())
         if "eval/greedy_accuracy" in metrics:
             self._evaluations.append(metrics)
             names = ["step", *(name for name in metrics if name.startswith("eval/"))]
@@ -285,7 +283,7 @@ class Reporter:
         is_time = (
             step == self.max_steps or step // self.every % max(self.max_steps // self.every // TABLES_PER_RUN, 1) == 0
         )
-        if pending and self._table_rows and is_time:
+        if self.is_logged(step) and self._table_rows and is_time:
             rewards = list(self._table_rows[-1]["rewards"])
             names = ["step", "prompt", "completion", "reward", "advantage", "length", "finished"]
             rows = [

@@ -72,6 +72,8 @@ class Run:
     num_tokens: int = 0
     """Prompt and completion tokens seen so far, over all ranks."""
     skipped_in_a_row: int = 0
+    old_logprobs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Rows of this step's batch and the old log-probs of the loss for them, part by part."""
     signals: Signals = field(init=False)
     saver: Saver = field(init=False)
     lock: Lock = field(default_factory=Lock)

@@ -53,7 +53,7 @@ def sample_records(
     """The first ``B`` completions as records.
 
     Args:
-        logprobs_BT: of each completion's tokens under the policy that sampled them.
+        logprobs_BT: of each completion's tokens under the policy that sampled them, as the loss has them.
         updated_logprobs_BT: of the same tokens after the step's updates. ``exp(updated - logprobs)`` is the ratio by which the
             step changed a token's probability.
         ref_logprobs_BT: under the reference; None without one.

@@ -70,3 +70,13 @@ def test_mistakes_are_one_line(checkpoint, random_model, chat):
 
 def test_what_a_model_says_cannot_steer_the_terminal():
     assert printable("a\x1b[2Jb\u202e\r\n\t1") == "a\\u001b[2Jb\\u202e\\u000d\n\t1"
+
+
+def test_a_completion_that_nothing_could_score_has_no_reward(tmp_path, random_model, chat):
+    from conftest import ROOT
+
+    config = tmp_path / "run.yaml"
+    config.write_text(f"reward: {{functions: ['{ROOT}/tests/rewards_for_tests.py:unscorable']}}\n")
+    shown = chat("--model", random_model, "--config", config, "--prompt", "2+2=", "--max-tokens", "12")[1]
+    heads = set(re.findall(r"reward (\S+) \(unscorable (\S+)\)", shown))
+    assert heads == {("unscorable", "unscorable"), ("1", "1")}, shown

@@ -1,6 +1,7 @@
 """Every command of the README and the documents is executed, in a copy of the tree, cut to a size of seconds.
 
-What is cut: one step on an untrained model and few problems, two ranks for eight, this machine for others. Nothing else is changed.
+What is cut: one step on an untrained model and few problems, two ranks for eight, this machine for others. Of benchmarks, which take
+minutes to hours, it is seen that they start and know the options that are given; of pytest, that it finds tests. Nothing else is changed.
 """
 
 import contextlib
@@ -16,16 +17,15 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-NOT_HERE = {"recipes.md", "reliability.md", "scaling.md"}
-"""Documents whose commands have tests of their own, or take hours."""
+NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py")
+"""The first installs TRL from the network; the second has ``tests/faults/test_soak.py``."""
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FILES = [path for path in FILES if path.name not in NOT_HERE]
 
 CUTS = (
     "optim.max_steps=1 data.max_train_samples=64 data.max_eval_samples=4 eval.num_samples=1 eval.temperature=0 "
     "rollout.max_completion_length=12 optim.lr_scheduler_type=constant runtime.threads_per_rank=1 runtime.precision=fp32"
 )
-PROGRAMS = ("./launch.sh", "python", "torchrun", ".venv/bin/ruff")
+PROGRAMS = ("./launch.sh", "python", "torchrun", "pytest", ".venv/bin/ruff")
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -33,9 +33,11 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def commands(path: Path) -> list[str]:
-    """The commands of a document, without their comments."""
+    """The commands of a document, without their comments; those of pytest also from within a sentence."""
     lines = "\n".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
-    return [command for line in lines if (command := re.sub(r"(^|\s)#.*$", "", line).strip())]
+    lines += re.findall(r"`(pytest [^`]+)`", path.read_text(encoding="utf-8"))
+    found = [command for line in lines if (command := re.sub(r"(^|\s)#.*$", "", line).strip())]
+    return [command for command in found if not command.startswith(NOT_HERE)]
 
 
 def test_there_are_commands_and_all_of_them_are_known():
@@ -50,7 +52,7 @@ def test_there_are_commands_and_all_of_them_are_known():
 def tree(tmp_path_factory, random_model):
     """A copy of what is tracked, with the files that the documents speak of as yours."""
     folder = tmp_path_factory.mktemp("tree") / "copy"
-    for name in ("grpo", "configs", "tests", "docs"):
+    for name in ("grpo", "configs", "tests", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train_grpo.py", "launch.sh", "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder / name)
@@ -76,13 +78,20 @@ def cut(command: str) -> str:
     command = command.replace("ruff check .", "ruff check grpo").replace(
         "--check .", "--check grpo"
     )  # not the reader's files
+    if "benchmarks/" in command:
+        program, options = re.match(r"(python \S+)", command)[0], " ".join(re.findall(r"--[\w-]+", command))
+        return f'help="$({program} --help)"; for option in {options}; do grep -q -- "$option" <<< "$help"; done'
+    data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
+    if data and "gsm8k_cpu" not in command:
+        data += " data.eval_dataset=train.jsonl data.eval_split=train"
     if "grpo.evaluation" in command:
-        return re.sub(r"--model \S+", "--model FOLDER", command) + f" {CUTS}"
+        return re.sub(r"--model \S+", "--model FOLDER", command) + f"{data} {CUTS}"
+    if command.startswith("pytest"):
+        return command + " --collect-only -q"
     if "launch.sh test" in command:
         return command + " --collect-only -q tests/test_seeding.py tests/test_profile.py"
     if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
         return command
-    data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
     steps = (
         " optim.max_steps=2"
         if "optim.max_steps=160" in command
@@ -96,7 +105,7 @@ def cut(command: str) -> str:
 def environment() -> dict[str, str]:
     return os.environ | {
         "GRPO_NO_SETUP": "1", "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GRPO_TEST_ASSETS": os.environ.get("GRPO_TEST_ASSETS", "."),
     }  # fmt: skip
 
 
@@ -126,7 +135,7 @@ def test_every_command_works(tree, path):
         for name in ("tiny_arithmetic", "dr_grpo"):  # the runs that the README's commands leave behind
             execute(tree, [cut(f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}")])
     for together in machines([cut(command) for command in commands(path)]):
-        if "configs/X.yaml" in together[0] and "output_dir=" not in together[0]:
+        if re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0]) and "output_dir=" not in together[0]:
             number = len(list((tree / "runs").glob("X-*")))
             together = [f"{command} output_dir=runs/X-{number}" for command in together]
         execute(tree, together)

@@ -1,5 +1,6 @@
 """What the documents say is so: every metric is explained, every key exists, the worked example comes out, links lead somewhere."""
 
+import importlib
 import json
 import math
 import re
@@ -121,3 +122,28 @@ def test_the_keys_are_those_of_trl():
     if trl.__version__ != "1.16.0":
         pytest.skip(f"written for trl 1.16.0, found {trl.__version__}")
     assert {field.name for field in dataclasses.fields(trl.GRPOConfig)} == set(dict(trl_mapping()))
+
+
+def test_functions_of_the_code_tour_and_of_the_formulas_exist():
+    """``room.name`` and ``room.Class.method`` in grpo/, ``name`` in the page."""
+    import train_grpo
+
+    tour = (ROOT / "README.md").read_text().split("## What happens in one step")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \|.*", tour, re.MULTILINE)
+    assert len(rows) == 10
+    page = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    assert page >= {"update", "report"} and all(hasattr(train_grpo, name) for name in page), page
+    found = 0
+    for room, dotted in re.findall(
+        r"`([a-z_]+)\.([A-Za-z_][\w.]*)", tour + (ROOT / "docs" / "algorithm.md").read_text()
+    ):
+        if (
+            room != "train_grpo"
+            and (ROOT / "grpo" / room).with_suffix(".py").exists() | (ROOT / "grpo" / room).is_dir()
+        ):
+            thing = importlib.import_module(f"grpo.{room}")
+            for name in dotted.split("."):
+                assert hasattr(thing, name), f"{room}.{dotted}"
+                thing = getattr(thing, name)
+            found += 1
+    assert found > 20

@@ -30,7 +30,7 @@ SICK = {
     # sign -> (metrics as functions of the step, the step at which it is said, words of the hint)
     "kl": ({"kl": after(10, 0.8, 0.01)}, 14, "0.64 nats per token"),  # (0.01 + 4 * 0.8) / 5
     "entropy": ({"entropy": after(30, 0.05, 1.0)}, 35, "from 1.000 to 0.050"),
-    "equal groups": ({"frac_reward_zero_std": after(10, 1.0, 0.3)}, 25, "82% of the groups"),  # (5 * 0.3 + 15) / 20 = 0.825
+    "equal groups": ({"frac_reward_zero_std": after(10, 0.99, 0.3)}, 25, "82% of the groups"),  # (5 * 0.3 + 15 * 0.99) / 20
     "truncation": ({"completions__clipped_ratio": lambda step: 0.5}, 20, "50% of the completions"),
     "clipping": ({"clip_ratio__region_mean": lambda step: 0.4}, 5, "40% of the tokens"),
     "flat reward": ({"reward": lambda step: 0.25 + (step % 2) / 100}, 100, "(0.255) is no higher than at the start (0.255)"),
@@ -54,6 +54,15 @@ def test_a_sign_is_said_once_and_alone(sign):
     assert any(key in hints[0][1] for key in ("optim.", "algorithm.", "rollout.", "reward.", "runtime.", "eval/")), (
         "what to do"
     )
+
+
+def test_no_unequal_rewards_at_all_are_said_early_and_once():
+    ((step, hint),) = said(60, reward=lambda step: 0.1, frac_reward_zero_std=after(5, 1.0, 0.3))
+    assert step == 15 and hint.startswith("10 steps in a row") and "weight decay" in hint
+    ((step, hint),) = said(
+        60, reward=lambda step: 0.1, frac_reward_zero_std=lambda step: 0.99 if step % 10 == 0 else 1.0
+    )
+    assert step == 20 and "too easy" in hint, "never ten in a row"
 
 
 def test_equal_rewards_after_a_rise_are_another_thing():
@@ -93,7 +102,7 @@ def test_the_thresholds_are_those_of_the_document():
 
     text = (ROOT / "docs" / "metrics.md").read_text()
     for name in (
-        "MAX_KL", "MIN_ENTROPY_KEPT", "MAX_EQUAL_GROUPS", "MAX_TRUNCATED", "MAX_CLIPPED", "FLAT_AFTER", "FORMAT_ROSE", "ACCURACY_ROSE",
+        "MAX_KL", "MIN_ENTROPY_KEPT", "MAX_EQUAL_GROUPS", "ALL_EQUAL", "MAX_TRUNCATED", "MAX_CLIPPED", "FLAT_AFTER", "FORMAT_ROSE", "ACCURACY_ROSE",
         "MAX_LOGPROB_DIFFERENCE", "MAX_ROLLOUT_SHARE", "MAX_REWARD_SHARE",
     ):  # fmt: skip
         assert f"`{name}` {getattr(health, name):g}" in text, name

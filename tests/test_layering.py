@@ -28,6 +28,7 @@ BASE = {
     "presets",
     "rollout_weights",
     "seeding",
+    "terminal",
 }
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "signals", "tasks"}

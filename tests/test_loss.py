@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from grpo.loss import loss_denominator, policy_loss
+from grpo.loss import RATIO_EDGES, loss_denominator, policy_loss
 
 torch.set_num_threads(1)
 
@@ -47,6 +47,17 @@ def example(advantages_B=A, **options):
 
 def close(value):
     return pytest.approx(value, rel=1e-9, abs=1e-12)
+
+
+def test_the_histogram_of_ratios_by_hand():
+    _, _, stats = example()
+    counts, tokens = stats["ratio_histogram"]
+    centres = [(low + high) / 2 for low, high in itertools.pairwise(RATIO_EDGES)]
+    found = {round(centre, 6): n for centre, n in zip(centres, counts.tolist(), strict=True) if n}
+    assert found == {0.5: 3, 0.9: 1, 1.0: 1, 1.1: 1, 1.5: 2, 2.0: 1}
+    assert tokens == 9
+    far = policy_loss(OLD + 3.0, OLD, A, MASK)[1]["ratio_histogram"][0]
+    assert far.tolist() == [0] * 100 + [9], "exp(3) is beyond the last edge"
 
 
 def test_clip_by_hand():
@@ -143,7 +154,11 @@ def test_kl_is_added_to_the_policy_term():
 
 def test_clip_ratios_by_hand():
     _, _, stats = example()
-    counts = {name: (total.item(), count.item()) for name, (total, count) in stats.items() if name != "kl"}
+    counts = {
+        name: (total.item(), count.item())
+        for name, (total, count) in stats.items()
+        if name not in ("kl", "ratio_histogram")
+    }
     assert counts.pop("ratio") == (pytest.approx(1.5 + 1 + 0.5 + 1.5 + 0.5 + 1.1 + 0.5 + 2 + 0.9), 9)
     # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; of rows 1 and 3 the unclipped branch is used there.
     assert counts == {"clip_ratio/low_mean": (2, 9), "clip_ratio/high_mean": (1, 9), "clip_ratio/region_mean": (3, 9)}
@@ -347,7 +362,7 @@ def test_a_fully_masked_row_adds_nothing(objective, level, aggregation):
     nothing, stats = policy_loss(new_BT, old_BT, A_B, mask_BT & False, ref_logprobs_BT=ref_BT, **options)
     (gradient_BT,) = torch.autograd.grad(nothing, new_BT)  # still a graph: every rank runs its backward
     assert nothing.item() == 0 and not gradient_BT.any()
-    assert all(total.item() == 0 and count.item() == 0 for total, count in stats.values())
+    assert all(not total.any() and count.item() == 0 for total, count in stats.values())
 
 
 # --- cutting the work

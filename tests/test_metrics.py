@@ -38,6 +38,21 @@ def test_means_are_weighted_by_what_they_are_means_of():
     }  # fmt: skip
 
 
+def test_vectors_are_added_up_and_are_no_metrics():
+    metrics = Accumulator()
+    metrics.add("lengths", torch.tensor([1, 0, 2]), torch.tensor(3.0))
+    metrics.add("lengths", torch.tensor([0, 0, 5]), torch.tensor(5.0))
+    metrics.add("loss", 1.0, 4)
+    assert metrics.reduce(ALONE) == {"loss": 0.25}
+    assert metrics.histograms == {"lengths": [1, 0, 7]}
+
+
+def test_numbers_of_the_device_and_of_the_host_go_together():
+    metrics = Accumulator()
+    metrics.add("grad_norm", torch.zeros((), device="meta"))
+    metrics.add("grad_norm", 0.0, 0.0)
+
+
 def reporter(folder, **changes):
     return Reporter(folder, **{"is_main": True, "first_step": 0, "max_steps": 9, "every": 100} | changes)
 
@@ -121,8 +136,9 @@ def offline_records(folder, start: int = -1):
 
 def test_a_real_offline_wandb_run_holds_what_the_jsonl_holds(tmp_path, random_model):
     run_trainer(
-        *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2"
-    )
+        *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2",
+        "algorithm.num_iterations=2", ranks=2,
+    )  # fmt: skip
     history, config, axes = offline_records(tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [h["step"] for h in history] == [line["step"] for line in lines] == [0, 1, 2, 3]
@@ -138,7 +154,12 @@ def test_a_real_offline_wandb_run_holds_what_the_jsonl_holds(tmp_path, random_mo
     for name in ("reward", "advantage", "length"):
         assert sum(point[f"histograms/{name}/values"]) == 24, f"{name} of 6 problems x 4 completions"
     records = read_samples(tmp_path / "run" / "completions" / "step_000002.parquet")
-    assert sum(point["histograms/ratio/values"]) == sum(record["length"] for record in records)
+    counts, edges = (point[f"histograms/ratio/{part}"] for part in ("values", "bins"))
+    assert sum(counts) == pytest.approx(2 * 24 * lines[2]["completions/mean_length"]), (
+        "each token of both ranks in each update"
+    )
+    mean = sum(n * (low + high) / 2 for n, low, high in zip(counts, edges, edges[1:], strict=False)) / sum(counts)
+    assert mean == pytest.approx(lines[2]["ratio"], abs=0.01) and 0 < counts[50] < sum(counts), "not all of them are 1"
     assert point["completions/nrows"] == 8, "four of step 1, four of step 2"
     assert point["tables/evaluations/nrows"] == 2
     (media,) = (tmp_path / "run").glob("wandb/offline-run-*/files/" + point["completions/path"])
@@ -210,6 +231,20 @@ def test_hints_are_said_once_also_over_an_interruption(tmp_path, capsys):
     assert "hint" not in capsys.readouterr().out
 
 
+def on_a_terminal(command) -> bytes:
+    """What a command writes to a pseudo-terminal of 160 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    subprocess.run(command, stdout=slave, stderr=slave, cwd=ROOT, check=True)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # a pseudo-terminal's end
+        while part := os.read(master, 4096):
+            shown += part
+    os.close(master)
+    return shown
+
+
 def test_a_terminal_gets_a_bar_with_the_numbers_that_matter(tmp_path):
     """A pseudo-terminal as stderr: a bar with reward, KL, length and speed; without one, plain lines alone."""
     script = (
@@ -223,16 +258,47 @@ def test_a_terminal_gets_a_bar_with_the_numbers_that_matter(tmp_path):
     plain = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, cwd=ROOT, check=True)
     assert plain.stderr == ""
     assert [line[:24] for line in plain.stdout.splitlines()] == ["step 1/2  reward 0.500  ", "step 2/2  reward 0.750"]
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
-    subprocess.run([*command, str(tmp_path / "b")], stdout=subprocess.PIPE, stderr=slave, cwd=ROOT, check=True)
-    os.close(slave)
-    shown = b""
-    with contextlib.suppress(OSError):  # a pseudo-terminal's end
-        while part := os.read(master, 4096):
-            shown += part
-    os.close(master)
+    shown = on_a_terminal([*command, str(tmp_path / "b")])
     assert b"reward=0.500, kl=0.2500, len=12, tok/s=300" in shown
+
+
+def test_what_libraries_print_stands_on_lines_of_its_own_above_the_bar(tmp_path):
+    script = (
+        "import logging, sys, warnings\n"
+        "logging.basicConfig(format='%(message)s')\n"  # holds the stream before there is a bar
+        "from grpo.metrics import Reporter\n"
+        "r = Reporter(sys.argv[1], is_main=True, first_step=0, max_steps=2)\n"
+        "warnings.warn('a warning')\n"
+        "logging.getLogger('library').warning('logged')\n"
+        "sys.stderr.write('half '); sys.stderr.write('and half\\n')\n"
+        "r.step({'step': 1, 'reward': 0.5})\n"
+        "sys.stderr.write('without an end')\n"
+        "r.close(); print('after', file=sys.stderr); logging.error('later')"
+    )
+    shown = on_a_terminal([sys.executable, "-c", script, str(tmp_path)]).decode()
+    lines = [line.rstrip("\r").rsplit("\r", 1)[-1].strip() for line in shown.split("\n")]  # what is left to be seen
+    expected = [
+        "<string>:5: UserWarning: a warning",
+        "logged",
+        "half and half",
+        "step 1/2  reward 0.500",
+        "after",
+        "later",
+    ]
+    assert [line for line in lines if line in expected] == expected, shown
+    assert sum("steps:" in line for line in lines) == 1, "the bar once, at the end"
+    assert "without an end" in lines
+
+
+def test_another_rank_writes_over_the_bar_from_the_left(tmp_path):
+    script = (
+        "import sys; from grpo.metrics import Reporter\n"
+        "r = Reporter(sys.argv[1], is_main=False, first_step=0, max_steps=2)\n"
+        "sys.stderr.write('a line of '); sys.stderr.write('rank 1\\n')\n"
+        "r.close(); print('after', file=sys.stderr)"
+    )
+    shown = on_a_terminal([sys.executable, "-c", script, str(tmp_path)])
+    assert shown == b"\r\x1b[Ja line of rank 1\r\nafter\r\n"
 
 
 def test_points_go_to_the_console_every_n_steps_and_at_evaluations(tmp_path, capsys):

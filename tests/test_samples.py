@@ -35,6 +35,18 @@ def test_what_is_written_is_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "nothing unfinished is left"
 
 
+def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, random_model):
+    """There the sampler's log-probs are others than the loss's."""
+    run_trainer(
+        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=24", "runtime.precision=bf16",
+        "optim.learning_rate=1e-20",
+    )  # fmt: skip
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["sampling/logprob_difference"] > 1e-3
+    for row in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
+        assert row["updated_logprobs"] == row["logprobs"]
+
+
 def test_a_damaged_file_is_an_error_one_can_catch(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 cut short")
     with pytest.raises((OSError, ValueError)):

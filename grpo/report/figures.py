@@ -47,12 +47,12 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
         if not any(lines):
             continue
         figure, axes = pyplot.subplots(figsize=(4.5, 3), layout="constrained")
-        for run, points in zip(runs, lines, strict=True):
-            if points:
-                axes.plot(
-                    *zip(*points, strict=True), label=run.name, marker="o" if metric.startswith("eval/") else None
-                )
+        marker = "o" if metric.startswith("eval/") else None
+        for i, (run, points) in enumerate(zip(runs, lines, strict=True)):
+            if points:  # a run has one colour in all figures
+                axes.plot(*zip(*points, strict=True), label=run.name, color=f"C{i}", marker=marker)
         axes.set(xlabel="step", ylabel=label)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         if len(runs) > 1:
             axes.legend(frameon=False)

@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 from grpo.health import Health
-from grpo.report.read import RunData, before_and_after
+from grpo.report.read import RunData, before_and_after, evaluation_names
 
 SCRIPTS = ("base.js", "charts.js", "samples.js", "tables.js", "main.js")
 MAX_POINTS = 1500
@@ -66,7 +66,6 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
         thinned.append(steps[-1])
     names = dict.fromkeys(key for line in steps for key in line if key != "step" and not key.startswith("eval/"))
     evaluated = [line for line in run.metrics if any(key.startswith("eval/") for key in line)]
-    eval_names = dict.fromkeys(key for line in evaluated for key in line if key.startswith("eval/"))
     seconds, clock = 0.0, {}
     for line in steps:
         seconds += (line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0)
@@ -84,7 +83,7 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
         "series": {key: [_short(line.get(key)) for line in thinned] for key in names},
         "clock": [clock[line["step"]] for line in thinned],
         "eval_steps": [line["step"] for line in evaluated],
-        "eval_series": {key: [line.get(key) for line in evaluated] for key in eval_names},
+        "eval_series": {key: [line.get(key) for line in evaluated] for key in evaluation_names(evaluated)},
         "comparison": before_and_after(run),
         "config": {key: _spelled(value) for key, value in run.config.items()},
         "starts": [{str(key): _spelled(value) for key, value in start.items()} for start in run.starts],

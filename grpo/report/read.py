@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def evaluations(run: RunData) -> list[dict[str, Any]]:
 
 
 def before_and_after(run: RunData) -> list[dict[str, Any]]:
-    """``{name, before, after}`` for each metric of the evaluations; each side ``{step, value, low, high}`` or None.
+    """``{name, is_rate, before, after}`` for each metric of the evaluations; each side ``{step, value, low, high}`` or None.
 
     ``before`` is the evaluation of step 0; intervals need the number of problems, which ``run.json`` has.
     """
@@ -155,11 +156,25 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
         value = None if line is None else line.get(name)
         if value is None:
             return None
-        is_rate = name != "eval/mean_length" and 0 <= value <= 1 and isinstance(count, int) and count > 0
-        low, high = wilson(value, count) if is_rate else (None, None)
+        has_interval = is_rate(name) and 0 <= value <= 1 and isinstance(count, int) and count > 0
+        low, high = wilson(value, count) if has_interval else (None, None)
         return {"step": line["step"], "value": value, "low": low, "high": high}
 
     first = found[0] if found[0]["step"] == 0 else None
     last = found[-1] if found[-1] is not first else None
+    return [
+        {"name": name, "is_rate": is_rate(name), "before": side(first, name), "after": side(last, name)}
+        for name in evaluation_names(found)
+    ]
+
+
+def evaluation_names(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Metrics of evaluations in their order; of pass@k the powers of two and the last."""
     names = dict.fromkeys(name for line in found for name in line if name.startswith("eval/"))
-    return [{"name": name, "before": side(first, name), "after": side(last, name)} for name in names]
+    ks = {name: int(k) for name in names if (k := name.removeprefix("eval/pass@")).isdecimal()}
+    return [name for name in names if name not in ks or not ks[name] & (ks[name] - 1) or ks[name] == max(ks.values())]
+
+
+def is_rate(name: str) -> bool:
+    """Whether an evaluation's metric is a share of problems or completions; rewards may have any range."""
+    return not name.startswith("eval/rewards/") and not name.endswith("mean_length")

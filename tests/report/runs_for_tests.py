@@ -20,7 +20,7 @@ def write_run(folder, *, steps=12, per_step=7, evaluate=True, seed=0, lines=(), 
     (folder / "completions").mkdir()
     with open(folder / "metrics.jsonl", "w") as file:
         if evaluate:
-            file.write(json.dumps({"step": 0, "eval/greedy_accuracy": 0.25, "eval/mean_length": 20.5}) + "\n")
+            file.write(json.dumps({"step": 0, **evaluation(0.25, 20.5)}) + "\n")
         for step in range(1, steps + 1):
             line = {
                 "step": step, "epoch": step / 10, "reward": step / 10, "rewards/accuracy/mean": step / 10, "kl": 0.01 * step, "entropy": None,
@@ -30,12 +30,19 @@ def write_run(folder, *, steps=12, per_step=7, evaluate=True, seed=0, lines=(), 
             if step == 5:
                 line["kl"] = None
             if evaluate and step == steps:
-                line |= {"eval/greedy_accuracy": 0.75, "eval/mean_length": 18.0}
+                line |= evaluation(0.75, 18.0)
             file.write(json.dumps(line) + "\n")
         file.writelines(lines)
     for step in range(1, steps + 1, 2):
         write_samples(folder / "completions" / f"step_{step:06d}.parquet", [sample(step, i) for i in range(per_step)])
     return folder
+
+
+def evaluation(rate, length):
+    return {
+        "eval/greedy_accuracy": rate, "eval/mean_length": length, "eval/greedy_mean_length": length, "eval/truncated": 1 - rate,
+        "eval/greedy_truncated": 1 - rate, "eval/rewards/penalty": rate - 1, "eval/rewards/bonus": rate,
+    } | {f"eval/pass@{k}": rate for k in range(1, 8)}  # fmt: skip
 
 
 def sample(step, number):

@@ -29,10 +29,15 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert run.config["reward.functions"][0]["name"] == "accuracy"
     assert len(run.samples) == 6 * 7
     assert run.notes == []
-    accuracy, length = before_and_after(run)
+    rows = {row["name"]: row for row in before_and_after(run)}
+    accuracy, length = rows["eval/greedy_accuracy"], rows["eval/mean_length"]
     assert accuracy["before"] == {"step": 0, "value": 0.25, "low": wilson(0.25, 100)[0], "high": wilson(0.25, 100)[1]}
     assert accuracy["after"]["value"] == 0.75
     assert length["after"] == {"step": 12, "value": 18.0, "low": None, "high": None}
+    assert rows["eval/rewards/bonus"]["after"] == {"step": 12, "value": 0.75, "low": None, "high": None}, "of any range"
+    assert [name for name, row in rows.items() if not row["is_rate"]] == [
+        "eval/mean_length", "eval/greedy_mean_length", "eval/rewards/penalty", "eval/rewards/bonus",
+    ]  # fmt: skip
 
 
 def test_a_run_that_is_going_on_or_damaged_is_read_as_far_as_it_goes(tmp_path):

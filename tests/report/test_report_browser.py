@@ -137,21 +137,25 @@ def test_curves_overlay_runs_and_are_read_with_the_keys(page):
 
 
 def test_tables_show_intervals_and_what_differs(page):
-    row = page.locator("#evaluation tr", has_text="greedy accuracy").first
-    assert row.inner_text().split() == [
-        "greedy",
-        "accuracy",
-        "25.0%",
-        "17.5%",
-        "to",
-        "34.3%",
-        "75.0%",
-        "65.7%",
-        "to",
-        "82.5%",
-        "+50.0",
-    ]
-    assert row.locator("td").last.get_attribute("class") == "number better"
+    def row(name):
+        return page.locator("#evaluation tr", has=page.locator(f"th:text-is('{name}')")).first
+
+    def cells(name):
+        return [text.replace("\n", " ") for text in row(name).locator("td").all_inner_texts()]
+
+    assert cells("greedy accuracy") == ["25.0% 17.5\u201334.3", "75.0% 65.7\u201382.5", "+50.0"]
+    assert cells("greedy mean length") == cells("mean length") == ["20.50", "18", "\u22122.500"]
+    assert cells("rewards/penalty") == ["-0.7500", "-0.2500", "+0.5000"], "a reward is no rate"
+    assert cells("rewards/bonus") == ["0.2500", "0.7500", "+0.5000"]
+    for name in ("truncated", "greedy truncated"):
+        assert "better" in row(name).locator("td").last.get_attribute("class")
+    heads = page.locator("#evaluation table").first.locator("tbody th").all_inner_texts()
+    assert [name for name in heads if "@" in name] == ["pass@1", "pass@2", "pass@4", "pass@7"], (
+        "powers of two and the last"
+    )
+    assert page.locator("figure[data-chart='eval/pass@7']").count() == 1
+    assert page.locator("figure[data-chart='eval/pass@6']").count() == 0
+    assert row("greedy accuracy").locator("td").last.get_attribute("class") == "number better"
     keys = page.locator("#config tbody th")
     assert keys.all_inner_texts() == ["output_dir", "seed"]
     page.get_by_label("Only what differs").uncheck()
@@ -172,6 +176,13 @@ def test_a_phone_and_both_schemes(browser, address, scheme):
         )
         brightness = [sum(map(int, colour[4:-1].split(","))) for colour in (ink, paper)]
         assert (brightness[0] > brightness[1]) == (scheme == "dark")
+        hidden = page.locator("#evaluation .scroll").evaluate_all(
+            "all => all.map(one => one.scrollWidth - one.clientWidth)"
+        )
+        assert max(hidden) <= 0, "also the change is seen"
+        page.get_by_label("Only what differs").uncheck()
+        widths = page.locator("#config tbody td").evaluate_all("all => all.map(one => one.clientWidth)")
+        assert min(widths) > 80, "a value has room beside a long key"
         page.get_by_role("button", name="Tokens").first.tap()
         assert page.locator(".token").first.is_visible()
 

@@ -23,7 +23,7 @@ function smooth(values, weight) {
 
 function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((unit) => unit * power >= rough * 0.999);
+  const step = power * [1, 2, 2.5, 5, 10].find((unit) => unit * power >= rough * 0.999);
   const found = [];
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(k * step);
   return found;
@@ -108,12 +108,12 @@ function draw(title, lines, width, options, onplace, place) {
   }
   let [x0, x1] = xRange, [y0, y1] = options.fromZero ? [0, yRange[1]] : yRange;
   if (x0 === x1) x1 = x0 + 1;
-  if (y0 === y1) { const room = Math.abs(y0) * 0.1 || 1; y0 -= options.fromZero ? 0 : room; y1 += room; }
+  if (y0 === y1) { const room = Math.abs(y0) * 0.1 || 1; y0 -= options.fromZero || y0 === 0 ? 0 : room; y1 += room; }
   const room = (y1 - y0) * 0.05;
   y1 += room; if (!options.fromZero) y0 -= room;
   const px = (x) => LEFT + (x - x0) / (x1 - x0) * (width - LEFT - RIGHT);
   const py = (y) => TOP + (y1 - y) / (y1 - y0) * (HEIGHT - TOP - BOTTOM);
-  for (const y of ticks(y0, y1, 4)) {
+  for (const y of ticks(y0, y1, 5)) {
     root.append(svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: py(y), y2: py(y) }));
     root.append(svg("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, tickText(y)));
   }

@@ -14,10 +14,12 @@ const SORTS = {
   longest: ["longest first", (a, b) => b.length - a.length],
 };
 const QUANTITIES = {
-  logprob: ["log-prob", (t) => t.logprob, "low", 5],
-  ratio: ["ratio after the step", (t) => isNumber(t.ratio) ? Math.log(t.ratio) : null, "both", null],
-  advantage: ["advantage", (t) => t.advantage, "both", null],
-  kl: ["KL to the reference", (t) => t.kl, "high", null],
+  // name, value, whether it has two signs, where the colour is full (null: at the largest), what the colour says
+  logprob: ["log-prob", (t) => t.logprob, false, 5, (most) => `the stronger, the less likely; full from ${spelled(-most)}`],
+  ratio: ["ratio after the step", (t) => isNumber(t.ratio) ? Math.log(t.ratio) : null, true, null,
+    (most) => `green: likelier after the step, red: less likely; full at ${spelled(Math.exp(most))} and ${spelled(Math.exp(-most))}`],
+  advantage: ["advantage", (t) => t.advantage, true, null, () => "green: above 0, red: below"],
+  kl: ["KL to the reference", (t) => t.kl, false, null, (most) => `full at ${spelled(most)}`],
 };
 
 function rank(value) {
@@ -174,19 +176,21 @@ function tokenView(sample, state) {
   });
   strip.append(...nodes);
   const available = Object.entries(QUANTITIES).filter(([, [, of]]) => facts.some((t) => isNumber(of(t))));
+  const meaning = el("span", { class: "note", "aria-live": "polite" });
   function colour(name) {
-    const [, of, kind, fixed] = QUANTITIES[name];
+    const [, of, hasSigns, fixed, tellMeaning] = QUANTITIES[name];
     const most = fixed || Math.max(1e-12, ...facts.map((t) => Math.abs(of(t) || 0)));
+    meaning.textContent = tellMeaning(most);
     nodes.forEach((node, i) => {
       const value = of(facts[i]);
       node.style.background = "";
       if (!isNumber(value)) return;
-      shade(node, Math.abs(value) / most, kind === "both" ? (value > 0 ? "var(--good)" : "var(--bad)") : "var(--run-1)");
+      shade(node, Math.abs(value) / most, hasSigns ? (value > 0 ? "var(--good)" : "var(--bad)") : "var(--run-1)");
     });
   }
   const start = available.some(([key]) => key === state.quantity) ? state.quantity : (available[0] || ["logprob"])[0];
   const select = choice("Colour by", available.map(([key, [text]]) => [key, text]), (value) => { state.quantity = value; colour(value); });
   select.value = start;
   colour(start);
-  return el("div", { class: "tokens" }, el("div", { class: "controls" }, labelled("Colour by", select)), strip, reading);
+  return el("div", { class: "tokens" }, el("div", { class: "controls" }, labelled("Colour by", select), meaning), strip, reading);
 }

@@ -18,7 +18,7 @@ function buildOverview(section) {
 function side(cell, isRate) {
   if (!cell) return el("td", { class: "number" }, "\u2013");
   const number = isRate ? percent(cell.value) : spelled(cell.value);
-  const interval = isNumber(cell.low) ? el("span", { class: "interval" }, `${percent(cell.low)} to ${percent(cell.high)}`) : null;
+  const interval = isNumber(cell.low) ? el("span", { class: "interval" }, `${(100 * cell.low).toFixed(1)}\u2013${(100 * cell.high).toFixed(1)}`) : null;
   return el("td", { class: "number" }, number, interval);
 }
 
@@ -39,9 +39,9 @@ function buildEvaluation(section) {
   for (const index of withEvaluation) {
     const run = RUNS[index], body = el("tbody");
     for (const row of run.comparison) {
-      const isRate = row.name !== "eval/mean_length";
+      const isRate = row.is_rate;
       const change = row.before && row.after ? row.after.value - row.before.value : null;
-      const good = row.name === "eval/truncated" ? change < 0 : change > 0;
+      const good = row.name.endsWith("truncated") ? change < 0 : change > 0;
       const isApart = change && isNumber(row.before.low) && (row.after.low > row.before.high || row.after.high < row.before.low);
       body.append(el("tr", {}, el("th", { scope: "row" }, row.name.slice(5).replaceAll("_", " ")), side(row.before, isRate), side(row.after, isRate),
         el("td", { class: "number " + (isApart && isRate ? (good ? "better" : "worse") : "") }, change === null ? "\u2013" : isRate ? points(change) : signed(change))));
@@ -50,7 +50,7 @@ function buildEvaluation(section) {
     tables.append(el("div", { class: "scroll" }, el("table", {}, RUNS.length > 1 ? el("caption", {}, head(index)) : null,
       el("thead", {}, el("tr", {}, el("th", {}, ""), el("th", { class: "number" }, "before"), el("th", { class: "number" }, last ? `step ${last.step}` : "after"), el("th", { class: "number" }, "change"))), body)));
   }
-  content.append(el("p", { class: "note" }, "Below each rate: 95% interval (Wilson) over the evaluation problems. It is that of one measurement: for rates over several samples of a problem it is wider than need be. Changes in points; coloured where the two intervals are apart."));
+  content.append(el("p", { class: "note" }, "Below each rate: 95% interval (Wilson) over the evaluation problems. It is that of one measurement: for rates over several samples of a problem it is wider than need be. Changes of rates in points; coloured where the two intervals are apart."));
 }
 
 function buildConfig(section) {
@@ -71,7 +71,7 @@ function buildConfig(section) {
   if (RUNS.length > 1) controls.append(labelled("Only what differs", only));
   controls.append(search);
   const body = el("tbody");
-  content.append(el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...RUNS.map((_, index) => el("th", {}, head(index))))), body));
+  content.append(el("table", { style: `--columns: ${RUNS.length + 1}` }, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...RUNS.map((_, index) => el("th", {}, head(index))))), body));
   function show() {
     const wanted = search.value.toLowerCase();
     const shown = rows.filter((row) => (RUNS.length === 1 || !only.checked || row.differs) && row.key.toLowerCase().includes(wanted));
@@ -93,5 +93,5 @@ function buildEnvironment(section) {
   for (const key of keys) {
     body.append(el("tr", {}, el("th", { scope: "row" }, key.replaceAll("_", " ")), ...columns.map(([, , start]) => showText(el("td"), start[key] ?? ""))));
   }
-  content.append(el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, ""), ...columns.map(([index, number]) => el("th", {}, head(index), RUNS[index].starts.length > 1 ? ` start ${number + 1}` : "")))), body));
+  content.append(el("table", { style: `--columns: ${columns.length + 1}` }, el("thead", {}, el("tr", {}, el("th", {}, ""), ...columns.map(([index, number]) => el("th", {}, head(index), RUNS[index].starts.length > 1 ? ` start ${number + 1}` : "")))), body));
 }
