@@ -159,6 +159,7 @@ def memory_line(config: Config, policy: Policy, world_size: int, longest_prompt:
             precision=config.runtime.precision,
             has_reference=config.algorithm.beta > 0,
             gradient_checkpointing=config.model.gradient_checkpointing,
+            is_on_cpu=policy.device.type == "cpu",
             tokens_in_flight=min(r.tokens_in_flight or most, most),
             tokens_per_microbatch=min(budget, most),
         )

@@ -16,7 +16,7 @@ class Memory:
     """Weights, gradients, and Adam's two averages, all fp32."""
     reference: float
     cache: float
-    """Keys and values of the completions being sampled, at their longest."""
+    """While sampling: keys and values of the completions at their longest, and copies of the weights (``grpo.rollout_weights``)."""
     activations: float
     """Of one micro-batch, kept for its backward pass; with the bf16 copies of the weights."""
 
@@ -33,6 +33,7 @@ def estimate(
     precision: str,
     has_reference: bool,
     gradient_checkpointing: bool,
+    is_on_cpu: bool,
     tokens_in_flight: int,
     tokens_per_microbatch: int,
 ) -> Memory:
@@ -50,7 +51,8 @@ def estimate(
     return Memory(
         states=16.0 * num_parameters,
         reference=4.0 * num_parameters * has_reference,
-        cache=2.0 * layers * kv_width * (2 if is_bf16 else 4) * tokens_in_flight,
+        cache=2.0 * layers * kv_width * (2 if is_bf16 and not is_on_cpu else 4) * tokens_in_flight
+        + num_parameters * (2.0 if is_bf16 else 4.0 * is_on_cpu),
         activations=per_token * tokens_per_microbatch + 2.0 * num_parameters * is_bf16,
     )
 
@@ -81,6 +83,6 @@ def line(memory: Memory) -> str:
     if memory.reference:
         parts.append(f"reference {spelled(memory.reference)}")
     parts += [
-        f"then cache {spelled(memory.cache)} while sampling, activations {spelled(memory.activations)} in the update"
+        f"then cache and copies {spelled(memory.cache)} while sampling, activations {spelled(memory.activations)} in the update"
     ]
     return f"memory    about {spelled(memory.peak)} a rank: {', '.join(parts)}"

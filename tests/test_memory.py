@@ -41,13 +41,20 @@ def test_activations_are_about_what_autograd_keeps(precision, checkpointing):
     model = Qwen2ForCausalLM(config).train()
     num_parameters = sum(p.numel() for p in model.parameters())
     options = dict(precision=precision, has_reference=True, gradient_checkpointing=checkpointing, tokens_in_flight=10)
-    memory = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, **options)
+    memory = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, is_on_cpu=False, **options)
     assert memory.states == 16 * num_parameters and memory.reference == 4 * num_parameters
     # keys and values: 6 layers x 2 heads of 32
-    assert memory.cache == 2 * 6 * 64 * (2 if precision == "bf16" else 4) * 10
+    bf16 = precision == "bf16"
+    assert memory.cache == 2 * 6 * 64 * (2 if bf16 else 4) * 10 + 2 * num_parameters * bf16
+    on_cpu = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, is_on_cpu=True, **options)
+    assert on_cpu.cache == 2 * 6 * 64 * 4 * 10 + (2 if bf16 else 4) * num_parameters  # keys in fp32, copies re-ordered
     if checkpointing:
         whole = estimate(
-            config, num_parameters, tokens_per_microbatch=400, **options | {"gradient_checkpointing": False}
+            config,
+            num_parameters,
+            tokens_per_microbatch=400,
+            is_on_cpu=False,
+            **options | {"gradient_checkpointing": False},
         )
         assert memory.activations < 0.5 * whole.activations
     else:
@@ -58,6 +65,6 @@ def test_the_line_of_the_summary():
     memory = Memory(states=2 * 2**30, reference=2**29, cache=2**20, activations=2**30)
     assert memory.peak == 3.5 * 2**30
     assert line(memory) == (
-        "memory    about 3.5 GiB a rank: weights, gradients and optimizer 2.0 GiB, reference 0.5 GiB, then cache 1 MiB while "
+        "memory    about 3.5 GiB a rank: weights, gradients and optimizer 2.0 GiB, reference 0.5 GiB, then cache and copies 1 MiB while "
         "sampling, activations 1.0 GiB in the update"
     )
