@@ -5,6 +5,9 @@
 
 Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in ``generate`` and
 the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times in turn; medians.
+
+Beside it the bound that memory sets: every step reads all weights and the keys and values of the rows in flight once, at the
+bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound by its arithmetic instead.)
 """
 
 import argparse
@@ -108,6 +111,32 @@ def theirs(policy, prompts_UL, lengths_UG, T) -> int:
     return int(lengths_UG.sum()) if out.shape[1] <= prompts_RL.shape[1] + T else -1
 
 
+def copy_bandwidth(device) -> float:
+    """Bytes a second that a copy of 256 MiB reads and writes."""
+    source = torch.zeros(2**28, dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(10):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.numel() / statistics.median(seconds)
+
+
+def bound_seconds(model, lengths_UG, prompt: int, precision: str, bandwidth: float) -> float:
+    """To read weights, and each prompt's and each row's keys and values, once a step; the prefill is left out."""
+    c, size = model.config, 2 if precision == "bf16" else 4
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * width * size
+    weights = size * sum(p.numel() for p in model.parameters())
+    total = 0.0
+    for t in range(1, int(lengths_UG.max())):
+        alive_UG = lengths_UG > t
+        total += weights + per_token * (prompt * int(alive_UG.any(dim=1).sum()) + t * int(alive_UG.sum()))
+    return total / bandwidth
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder; else --shape")
@@ -148,10 +177,14 @@ def main() -> None:
                 rates[name].append(tokens / (time.perf_counter() - start))
     ratios = [mine / other for mine, other in zip(*rates.values(), strict=True)]
     result = {name: statistics.median(values) for name, values in rates.items()}
+    bandwidth = copy_bandwidth(device)
+    bound = int(lengths_UG.sum()) / bound_seconds(policy.model, lengths_UG, a.prompt, a.precision, bandwidth)
+    result |= {"bandwidth_bound": bound, "copy_bytes_per_second": bandwidth, "share_of_bound": result["ours"] / bound}
     result |= {"ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios), "arguments": vars(a)}
     print(
         f"{a.precision}, {a.rows} rows, groups of {a.group}, prompts of {a.prompt}: ours {result['ours']:.0f} tokens/s, "
-        f"generate {result['generate']:.0f}; {result['ratio']:.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"generate {result['generate']:.0f}; {result['ratio']:.2f} times ({min(ratios):.2f} to {max(ratios):.2f}); "
+        f"{result['share_of_bound']:.0%} of what {bandwidth / 1e9:.0f} GB/s allow"
     )
     if a.output:
         Path(a.output).write_text(
