@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from grpo.distributed import World
 from grpo.health import Health
 from grpo.samples import read_samples, write_samples
 
-WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
-"""Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
+WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 20}
+"""Longest waits for a key typed in, for the server at the start, and for the upload at the end (torchrun's grace is 30): wandb's own have
+no end."""
+TABLE_SECONDS, SLOW_TABLE, TABLE_SHARE = 8, 5.0, 0.05
+"""wandb asks the server before it takes a table, and training waits for the answer: at most so long. Where it took longer than
+``SLOW_TABLE``, tables are tried so much less often that they take no larger share of the run."""
 TABLE_ROWS, TABLES_PER_RUN = 1000, 50
 """The table of completions in wandb: its newest rows, and how often it is sent (each time whole)."""
 
@@ -114,6 +119,7 @@ class Reporter:
             self._pending: dict[str, Any] = {}  # what belongs to the next point, beside its metrics
             self._table_rows = self._earlier_completions(first_step)
             self._evaluations = [metrics for metrics in kept if "eval/greedy_accuracy" in metrics]
+            self._no_table_before, self._said_slow = -math.inf, False
             self._wandb = self._start_wandb(wandb_mode, project, run_name or self.output_dir.name, config or {})
 
     def say(self, text: str) -> None:
@@ -201,7 +207,9 @@ class Reporter:
                 self._wandb.finish(exit_code=0 if sys.exc_info()[0] is None else 1)  # closed by a failure: a failed run
             except Exception as error:  # the service may have gone away
                 print(
-                    f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything", flush=True
+                    f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything; what the server lacks: "
+                    f"wandb sync {Path(self._wandb.dir).parent}",
+                    flush=True,
                 )
 
     def _drop_steps_from(self, first_step: int, redo_line: bool) -> tuple[list[dict[str, Any]], int]:
@@ -237,11 +245,12 @@ class Reporter:
 
     def _start_wandb(self, mode: str, project: str, name: str, config: dict[str, Any]):
         """A wandb run, or None with a warning: a missing package, key or server never stops training."""
+        os.environ.setdefault("WANDB_HTTP_TIMEOUT", str(TABLE_SECONDS))  # read at the import
         try:
             import wandb
 
             self.wandb_run_id = self.wandb_run_id or secrets.token_hex(4)
-            settings = wandb.Settings(silent=True, **WANDB_SECONDS)
+            settings = wandb.Settings(silent=True, finish_timeout_raises=True, **WANDB_SECONDS)
             options = dict(project=project, name=name, id=self.wandb_run_id, config=config, dir=str(self.output_dir))
             try:
                 run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, settings=settings, **options)
@@ -264,24 +273,45 @@ class Reporter:
         pending, self._pending = self._pending, {}
         if self._wandb.offline and step <= self._newest_written:
             return  # an earlier part of this run has this point in its own folder; `wandb sync` would add it twice
+        histograms, tables = self._media(step, metrics, pending)
         try:
+            if tables and time.monotonic() >= self._no_table_before:
+                self._log_tables(step, tables)
             # wandb's own counter is the step too: the service drops points that it has, which a resumed run sends again.
-            self._wandb.log(metrics | self._media(step, metrics, pending), step=step, commit=True)
+            self._wandb.log(metrics | histograms, step=step, commit=True)
         except Exception as error:  # the service may have gone away
             self.say(f"warning: wandb stopped ({_first_line(error)}); metrics.jsonl has everything")
             self._wandb = None
 
-    def _media(self, step: int, metrics: dict[str, Any], pending: dict[str, Any]) -> dict[str, Any]:
+    def _log_tables(self, step: int, tables: dict[str, Any]) -> None:
+        """Add tables to the point; a server that does not answer costs some time now and little later."""
+        began, error = time.monotonic(), None
+        try:
+            self._wandb.log(tables, step=step, commit=False)
+        except Exception as failed:  # no answer, or not one that wandb takes; metrics do not wait for one
+            error = failed
+        took = time.monotonic() - began
+        if error or took > SLOW_TABLE:
+            self._no_table_before = time.monotonic() + max(took, SLOW_TABLE) / TABLE_SHARE
+            if not self._said_slow:
+                reason = f" ({_first_line(error)})" if error else ""
+                self.say(f"note: wandb kept a table waiting for {took:.0f} s{reason}: metrics go on, tables less often")
+            self._said_slow = True
+
+    def _media(
+        self, step: int, metrics: dict[str, Any], pending: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Histograms of this point, and the tables of completions and evaluations."""
         import wandb
 
         finite = {name: [v for v in values if math.isfinite(v)] for name, values in pending.items()}
-        media = {name: wandb.Histogram(values) for name, values in finite.items() if values}
+        histograms = {name: wandb.Histogram(values) for name, values in finite.items() if values}
+        tables: dict[str, Any] = {}
         if "eval/greedy_accuracy" in metrics:
             self._evaluations.append(metrics)
             names = ["step", *(name for name in metrics if name.startswith("eval/"))]
             rows = [[evaluation.get(name) for name in names] for evaluation in self._evaluations]
-            media["tables/evaluations"] = wandb.Table(columns=names, data=rows)
+            tables["tables/evaluations"] = wandb.Table(columns=names, data=rows)
         is_time = (
             step == self.max_steps or step // self.every % max(self.max_steps // self.every // TABLES_PER_RUN, 1) == 0
         )
@@ -293,8 +323,8 @@ class Reporter:
                 + [json_safe(record["rewards"].get(name)) for name in rewards]
                 for record in json_safe(self._table_rows)
             ]
-            media["completions"] = wandb.Table(columns=[*names, *(f"rewards/{name}" for name in rewards)], data=rows)
-        return media
+            tables["completions"] = wandb.Table(columns=[*names, *(f"rewards/{name}" for name in rewards)], data=rows)
+        return histograms, tables
 
 
 def _postfix(metrics: dict[str, Any]) -> dict[str, str]:
