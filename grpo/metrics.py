@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -207,8 +208,8 @@ class Reporter:
                 self._wandb.finish(exit_code=0 if sys.exc_info()[0] is None else 1)  # closed by a failure: a failed run
             except Exception as error:  # the service may have gone away
                 print(
-                    f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything; what the server lacks: "
-                    f"wandb sync {Path(self._wandb.dir).parent}",
+                    f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything; to send it: "
+                    f"wandb sync --no-skip-online {Path(self._wandb.dir).parent}",
                     flush=True,
                 )
 
@@ -221,12 +222,12 @@ class Reporter:
         if not self._jsonl_path.exists():
             return [], -1
         kept, records, newest = [], [], -1
-        for line in self._jsonl_path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for line in self._jsonl_path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             try:
                 record = json.loads(line)
-            except ValueError:
+                newest = max(newest, record["step"])
+            except (ValueError, TypeError, KeyError):  # a power cut may leave anything
                 continue
-            newest = max(newest, record["step"])
             if record["step"] <= first_step - redo_line and line.endswith("\n") and first_step > 0:
                 kept.append(line)
                 records.append(record)
@@ -240,7 +241,8 @@ class Reporter:
         rows: list[dict[str, Any]] = []
         for path in sorted((self.output_dir / "completions").glob("step_*.parquet"), reverse=True):
             if first_step >= int(path.stem.removeprefix("step_")) and len(rows) < TABLE_ROWS:
-                rows = read_samples(path) + rows
+                with contextlib.suppress(OSError, ValueError):  # damaged: the table lacks them
+                    rows = read_samples(path) + rows
         return rows
 
     def _start_wandb(self, mode: str, project: str, name: str, config: dict[str, Any]):

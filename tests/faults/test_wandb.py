@@ -1,6 +1,9 @@
 """wandb online in a whole run: a server that is ill at the start or falls ill costs bounded time, and nothing of the run."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -40,13 +43,17 @@ def without(tmp_path_factory, random_model):
     return of
 
 
+def environment(url: str, home) -> dict[str, str]:
+    return {
+        "WANDB_BASE_URL": url, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home), "no_proxy": "127.0.0.1",
+        "WANDB__DISABLE_STATS": "true", "WANDB_DISABLE_CODE": "true",
+    }  # fmt: skip
+
+
 @contextmanager
 def online(mood: str, model, output, *, ranks: int):
     with service(mood) as server:
-        env = {
-            "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(output.parent), "no_proxy": "127.0.0.1",
-            "WANDB__DISABLE_STATS": "true", "WANDB_DISABLE_CODE": "true",
-        }  # fmt: skip
+        env = environment(server.url, output.parent)
         yield server, Started(output, arguments(model, output, "logging.wandb=online"), ranks=ranks, env=env)
 
 
@@ -79,8 +86,13 @@ def test_falls_ill_in_the_middle(tmp_path, random_model, without, mood, ranks):
         assert said.count("note: wandb kept a table waiting") == 1
         assert said.count("warning: wandb could not finish (") == said.count("warning: ") == 1
     assert_same_run(without(ranks), output, STEPS)
-    (part,) = output.glob("wandb/run-*/*.wandb")
-    assert part.stat().st_size > 0, "to be sent later"
+    (part,) = output.glob("wandb/run-*")
+    with service("well") as server:
+        env = os.environ | environment(server.url, tmp_path)
+        command = [sys.executable, "-m", "wandb", "sync", "--no-skip-online", str(part)]
+        assert f"wandb sync --no-skip-online {part}" in said or mood == "refuses"
+        subprocess.run(command, env=env, cwd=tmp_path, timeout=120, check=True)
+        assert [line["step"] for line in server.lines] == list(range(STEPS + 1)), "sent later"
 
 
 @pytest.mark.slow
