@@ -18,11 +18,12 @@ from grpo import debug
 from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, microbatches, minibatches
 from grpo.config import Config, load_config
+from grpo.console import evaluation_table
 from grpo.describe import completion_metrics, first_pass_metrics, log_completions, reward_metrics
 from grpo.distributed import Interrupted, RanksDisagree, World, launched_as, start_world
 from grpo.ending import to_its_end
 from grpo.loss import loss_denominator, policy_loss
-from grpo.metrics import Accumulator, evaluation_table
+from grpo.metrics import Accumulator
 from grpo.model import sync_reference
 from grpo.profile import finish_profiler, start_profiler
 from grpo.rollout import generate

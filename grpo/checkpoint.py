@@ -144,7 +144,9 @@ def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
 
 
 def recover(output_dir: str | Path) -> None:
-    """Put back a checkpoint that was being replaced by one of the same step when its run was killed."""
+    """Put back a checkpoint that was being replaced by one of the same step when its run was killed, and delete unfinished ones."""
+    for unfinished in [*Path(output_dir).glob(".partial-checkpoint-*"), *Path(output_dir).glob(".rehearsal")]:
+        shutil.rmtree(unfinished, ignore_errors=True)
     for replaced in Path(output_dir).glob(".replaced-checkpoint-*"):
         final = replaced.with_name(replaced.name.removeprefix(".replaced-"))
         if final.exists():
@@ -188,8 +190,19 @@ def verify(folder: str | Path) -> dict[str, Any]:
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """What was saved as ``state``, with ``step``."""
-    return json.loads((Path(folder) / "trainer" / "state.json").read_text(encoding="utf-8"))
+    """What was saved as ``state``, with ``step``.
+
+    Raises:
+        BrokenCheckpoint: if it is not there, or something else (whoever makes manifests can make it anything).
+    """
+    try:
+        state = json.loads((Path(folder) / "trainer" / "state.json").read_text(encoding="utf-8"))
+        if isinstance(state["step"], int) and isinstance(state.get("config", {}), dict):
+            return state
+        reason = "not a run's"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise BrokenCheckpoint(f"{folder}: trainer/state.json cannot be continued from ({reason})")
 
 
 def restore(

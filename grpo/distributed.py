@@ -6,21 +6,26 @@ Works the same under torchrun on GPUs (NCCL), under torchrun on CPU (gloo), and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import json
 import os
+import signal
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+PR_SET_PDEATHSIG = 1
 
 
 class RanksDisagree(RuntimeError):
@@ -228,6 +233,7 @@ def start_world(
     Raises:
         ValueError: if CUDA is asked for where there is none, or there are fewer GPUs than local ranks.
     """
+    leave_with_torchrun()
     rank, size, local_rank, local_size = launched_as()
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -260,6 +266,25 @@ def start_world(
             device_id=where if use_cuda else None,
         )
     return World(rank, size, local_rank, where, attempt)
+
+
+def leave_with_torchrun() -> None:
+    """Ask the kernel (Linux) for SIGTERM when torchrun is killed: its ranks would train on, or wait for each other, and nobody could tell."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() == 1 and not _is_python(
+        1
+    ):  # it was killed before we asked; in a container it may be process 1 itself
+        sys.exit(128 + signal.SIGTERM)
+
+
+def _is_python(pid: int) -> bool:
+    """Also where it cannot be known."""
+    try:
+        return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
 
 
 def _meet(store: Any, rank: int, size: int, timeout_s: float) -> str:

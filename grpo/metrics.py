@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from grpo.console import console_line, evaluation_line, postfix
 from grpo.distributed import World
 from grpo.health import Health
 from grpo.samples import read_samples, write_samples
 from grpo.terminal import AboveBars
 
-WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 60}
-"""Longest waits for a key typed in, for the server at the start, and for the upload at the end: wandb's own have no end."""
+WANDB_SECONDS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 20}
+"""Longest waits for a key typed in, for the server at the start, and for the upload at the end (torchrun's grace is 30): wandb's own have
+no end."""
+TABLE_SECONDS, SLOW_TABLE, TABLE_SHARE = 8, 5.0, 0.05
+"""wandb asks the server before it takes a table, and training waits for the answer: at most so long. Where it took longer than
+``SLOW_TABLE``, tables are tried so much less often that they take no larger share of the run."""
 TABLE_ROWS, TABLES_PER_RUN = 1000, 50
 """The table of completions in wandb: its newest rows, and how often it is sent (each time whole)."""
 
@@ -117,6 +125,7 @@ class Reporter:
             self._pending: dict[str, Any] = {}  # what belongs to the next point, beside its metrics
             self._table_rows = self._earlier_completions(first_step)
             self._evaluations = [metrics for metrics in kept if "eval/greedy_accuracy" in metrics]
+            self._no_table_before, self._said_slow = -math.inf, False
             self._wandb = self._start_wandb(wandb_mode, project, run_name or self.output_dir.name, config or {})
 
     def say(self, text: str) -> None:
@@ -148,7 +157,7 @@ class Reporter:
             self._jsonl.flush()
         except OSError as error:  # a full disk, say: it does not name the file itself
             raise OSError(f"{self._jsonl_path} cannot be written: {error}") from error
-        self._bar.set_postfix(_postfix(metrics), refresh=False)
+        self._bar.set_postfix(postfix(metrics), refresh=False)
         self._bar.update(metrics["step"] - self._bar.n)
         if self.is_logged(metrics["step"]) or "eval/greedy_accuracy" in metrics:
             if "reward" in metrics:
@@ -195,7 +204,9 @@ class Reporter:
                 self._wandb.finish(exit_code=0 if sys.exc_info()[0] is None else 1)  # closed by a failure: a failed run
             except Exception as error:  # the service may have gone away
                 print(
-                    f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything", flush=True
+                    f"warning: wandb could not finish ({_first_line(error)}); metrics.jsonl has everything; to send it: "
+                    f"wandb sync --no-skip-online {Path(self._wandb.dir).parent}",
+                    flush=True,
                 )
 
     def _drop_steps_from(self, first_step: int, redo_line: bool) -> tuple[list[dict[str, Any]], int]:
@@ -207,12 +218,12 @@ class Reporter:
         if not self._jsonl_path.exists():
             return [], -1
         kept, records, newest = [], [], -1
-        for line in self._jsonl_path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for line in self._jsonl_path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             try:
                 record = json.loads(line)
-            except ValueError:
+                newest = max(newest, record["step"])
+            except (ValueError, TypeError, KeyError):  # a power cut may leave anything
                 continue
-            newest = max(newest, record["step"])
             if record["step"] <= first_step - redo_line and line.endswith("\n") and first_step > 0:
                 kept.append(line)
                 records.append(record)
@@ -226,16 +237,18 @@ class Reporter:
         rows: list[dict[str, Any]] = []
         for path in sorted((self.output_dir / "completions").glob("step_*.parquet"), reverse=True):
             if first_step >= int(path.stem.removeprefix("step_")) and len(rows) < TABLE_ROWS:
-                rows = read_samples(path) + rows
+                with contextlib.suppress(OSError, ValueError):  # damaged: the table lacks them
+                    rows = read_samples(path) + rows
         return rows
 
     def _start_wandb(self, mode: str, project: str, name: str, config: dict[str, Any]):
         """A wandb run, or None with a warning: a missing package, key or server never stops training."""
+        os.environ.setdefault("WANDB_HTTP_TIMEOUT", str(TABLE_SECONDS))  # read at the import
         try:
             import wandb
 
             self.wandb_run_id = self.wandb_run_id or secrets.token_hex(4)
-            settings = wandb.Settings(silent=True, **WANDB_SECONDS)
+            settings = wandb.Settings(silent=True, finish_timeout_raises=True, **WANDB_SECONDS)
             options = dict(project=project, name=name, id=self.wandb_run_id, config=config, dir=str(self.output_dir))
             try:
                 run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, settings=settings, **options)
@@ -258,28 +271,48 @@ class Reporter:
         pending, self._pending = self._pending, {}
         if self._wandb.offline and step <= self._newest_written:
             return  # an earlier part of this run has this point in its own folder; `wandb sync` would add it twice
+        histograms, tables = self._media(step, metrics, pending)
         try:
+            if tables and time.monotonic() >= self._no_table_before:
+                self._log_tables(step, tables)
             # wandb's own counter is the step too: the service drops points that it has, which a resumed run sends again.
-            self._wandb.log(metrics | self._media(step, metrics, pending), step=step, commit=True)
+            self._wandb.log(metrics | histograms, step=step, commit=True)
         except Exception as error:  # the service may have gone away
             self.say(f"warning: wandb stopped ({_first_line(error)}); metrics.jsonl has everything")
             self._wandb = None
 
-    def _media(self, step: int, metrics: dict[str, Any], pending: dict[str, Any]) -> dict[str, Any]:
+    def _log_tables(self, step: int, tables: dict[str, Any]) -> None:
+        """Add tables to the point; a server that does not answer costs some time now and little later."""
+        began, error = time.monotonic(), None
+        try:
+            self._wandb.log(tables, step=step, commit=False)
+        except Exception as failed:  # no answer, or not one that wandb takes; metrics do not wait for one
+            error = failed
+        took = time.monotonic() - began
+        if error or took > SLOW_TABLE:
+            self._no_table_before = time.monotonic() + max(took, SLOW_TABLE) / TABLE_SHARE
+            if not self._said_slow:
+                reason = f" ({_first_line(error)})" if error else ""
+                self.say(f"note: wandb kept a table waiting for {took:.0f} s{reason}: metrics go on, tables less often")
+            self._said_slow = True
+
+    def _media(
+        self, step: int, metrics: dict[str, Any], pending: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Histograms of this point, and the tables of completions and evaluations."""
         import wandb
 
-        media = {}
+        histograms, tables = {}, {}
         for name, values in pending.items():
             if isinstance(values, tuple):
-                media[name] = wandb.Histogram(np_histogram=values)
+                histograms[name] = wandb.Histogram(np_histogram=values)
             elif len(finite := values[torch.isfinite(values)]):
-                media[name] = wandb.Histogram(finite.tolist())
+                histograms[name] = wandb.Histogram(finite.tolist())
         if "eval/greedy_accuracy" in metrics:
             self._evaluations.append(metrics)
             names = ["step", *(name for name in metrics if name.startswith("eval/"))]
             rows = [[evaluation.get(name) for name in names] for evaluation in self._evaluations]
-            media["tables/evaluations"] = wandb.Table(columns=names, data=rows)
+            tables["tables/evaluations"] = wandb.Table(columns=names, data=rows)
         is_time = (
             step == self.max_steps or step // self.every % max(self.max_steps // self.every // TABLES_PER_RUN, 1) == 0
         )
@@ -291,64 +324,8 @@ class Reporter:
                 + [json_safe(record["rewards"].get(name)) for name in rewards]
                 for record in json_safe(self._table_rows)
             ]
-            media["completions"] = wandb.Table(columns=[*names, *(f"rewards/{name}" for name in rewards)], data=rows)
-        return media
-
-
-def _postfix(metrics: dict[str, Any]) -> dict[str, str]:
-    """What the bar of steps shows beside the time left."""
-    shown = (("reward", "reward", ".3f"), ("kl", "kl", ".4f"), ("completions/mean_length", "len", ".0f"),
-             ("tokens_per_second", "tok/s", ".0f"))  # fmt: skip
-    return {label: f"{metrics[name]:{form}}" for name, label, form in shown if metrics.get(name) is not None}
-
-
-def console_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One line a step, led by the reward."""
-    parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
-    parts += [
-        f"{name.split('/')[1]} {metrics[name]:.3f}"
-        for name in metrics
-        if name.startswith("rewards/") and name.endswith("/mean")
-    ]
-    shown = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"), ("completions/mean_length", "len", ".1f"),
-             ("frac_reward_zero_std", "equal", ".2f"), ("grad_norm", "grad", ".3f"), ("learning_rate", "lr", ".1e"),
-             ("tokens_per_second", "tok/s", ".0f"), ("step_time", "s", ".2f"))  # fmt: skip
-    return "  ".join(parts + [f"{label} {metrics[name]:{form}}" for name, label, form in shown if name in metrics])
-
-
-def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One line for an evaluation between the first and the last."""
-    parts = [f"eval {metrics['step']:>{len(str(max_steps))}}/{max_steps}"]
-    return "  ".join(parts + [f"{_spoken(n)} {evaluation_form(n).format(metrics[n])}" for n in _shown(metrics)])
-
-
-def evaluation_table(before: dict[str, float] | None, after: dict[str, float]) -> str:
-    """Evaluations side by side, one metric a line."""
-    rows = [f"{'':28}{'before':>10}{'after':>10}"]
-    for name in _shown(after):
-        form = evaluation_form(name)
-        old = form.format(before[name]) if before and name in before else "-"
-        rows.append(f"{_spoken(name):28}{old:>10}{form.format(after[name]):>10}")
-    return "\n".join(rows)
-
-
-def evaluation_form(name: str) -> str:
-    """How a metric of an evaluation is written: rates as percentages, lengths and rewards as they are."""
-    if name.startswith("eval/rewards/"):
-        return "{:.4f}"
-    return "{:.2f}" if name.endswith("mean_length") else "{:.1%}"
-
-
-def _shown(metrics: dict[str, Any]) -> list[str]:
-    """What the console shows of an evaluation: of pass@k the powers of two and the last, of greedy decoding the accuracy."""
-    ks = [int(name.removeprefix("eval/pass@")) for name in metrics if name.startswith("eval/pass@")]
-    hidden = {f"eval/pass@{k}" for k in ks if k & (k - 1) and k != max(ks)}
-    hidden |= {name for name in metrics if name.startswith("eval/greedy_") and name != "eval/greedy_accuracy"}
-    return [name for name in metrics if name.startswith("eval/") and name not in hidden]
-
-
-def _spoken(name: str) -> str:
-    return name.removeprefix("eval/").replace("_", " ")
+            tables["completions"] = wandb.Table(columns=[*names, *(f"rewards/{name}" for name in rewards)], data=rows)
+        return histograms, tables
 
 
 def json_safe(value: Any) -> Any:

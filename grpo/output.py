@@ -86,7 +86,7 @@ def refuse_changes(config: Config, state: dict[str, Any], facts: dict[str, Any])
     Args:
         state: of the checkpoint; facts: what it must share with the run that continues it, beside the configuration.
     """
-    saved, now = state["config"], config.model_dump(mode="json")
+    saved, now = state.get("config", {}), config.model_dump(mode="json")
     differences = [
         f"{name}: checkpoint {state[name]!r}, now {value!r}"
         for name, value in facts.items()
@@ -96,7 +96,7 @@ def refuse_changes(config: Config, state: dict[str, Any], facts: dict[str, Any])
         section, _, leaf = key.partition(".")
         old, new = saved.get(section), now[section]
         if leaf:
-            old, new = (old or {}).get(leaf), new[leaf]
+            old, new = old.get(leaf) if isinstance(old, dict) else None, new[leaf]
         if old != new:
             both = isinstance(old, dict) and isinstance(new, dict)
             pairs = (
@@ -152,8 +152,6 @@ def start_output(config: Config, resume: Path | None, lock: Lock) -> None:
                 aside.mkdir()
                 shutil.move(folder, aside / folder.name)
                 print(f"{folder}, which is not continued, was moved to {aside}", flush=True)
-    for unfinished in [*output.glob(".partial-checkpoint-*"), *output.glob(".rehearsal")]:  # of a save that was killed
-        shutil.rmtree(unfinished, ignore_errors=True)
     temporary = output / "config.yaml.tmp"
     temporary.write_text(
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"

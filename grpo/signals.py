@@ -11,7 +11,6 @@ that may never come; so a second signal always ends the process.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -30,20 +29,12 @@ SAME_SECONDS = 3.0
 PATIENCE_SECONDS = 10.0
 """A rank that has not left so long after a signal says what it is doing (torchrun kills it after 30 s)."""
 LOOK_SECONDS = 0.5
-PR_SET_PDEATHSIG = 1
 
 
 def not_yet() -> None:
     """Until there is something to save: a request to save must not end the process, as it would by default; one to stop may."""
-    leave_with_torchrun()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def leave_with_torchrun() -> None:
-    """Ask the kernel (Linux) for SIGTERM when torchrun is killed: its ranks would train on, and nobody could tell."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 class Signals:

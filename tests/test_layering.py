@@ -15,6 +15,7 @@ BASE = {
     "arguments",
     "batch",
     "config",
+    "console",
     "datafile",
     "decoding",
     "distributed",

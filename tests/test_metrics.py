@@ -15,8 +15,9 @@ import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
 
+from grpo.console import console_line, evaluation_table
 from grpo.distributed import World
-from grpo.metrics import Accumulator, Reporter, console_line, evaluation_table
+from grpo.metrics import Accumulator, Reporter
 from grpo.samples import read_samples
 
 ALONE = World(0, 1, 0, torch.device("cpu"))

@@ -23,13 +23,14 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo.config import Config, load_config
+from grpo.console import evaluation_form, evaluation_table
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import RanksDisagree, World, launched_as, start_world
 from grpo.evaluation.collect import Answers, Evaluation, evaluate
 from grpo.evaluation.estimate import LEVEL, Estimate
 from grpo.evaluation.verdict import Verdict, check_names, judge_of
 from grpo.logprobs import CompletionScorer
-from grpo.metrics import evaluation_form, evaluation_table, json_safe
+from grpo.metrics import json_safe
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 

@@ -33,8 +33,8 @@ from conftest import save_random_model
 from harness import Started, assert_same_run, processes_of, run, tiny
 
 STEPS = 60
-HOW = {  # what is done -> how often
-    "kill one rank": 8, "kill all ranks": 2, "kill torchrun": 2, "SIGTERM to one rank": 2, "SIGTERM to torchrun": 2,
+HOW = {  # what is done -> how often in 15: drawn from a deck, so that some kills have some of each
+    "kill one rank": 5, "kill all ranks": 3, "kill torchrun": 3, "SIGTERM to one rank": 2, "SIGTERM to torchrun": 2,
 }  # fmt: skip
 
 
@@ -95,6 +95,8 @@ def hurt(started: Started, how: str, rng: random.Random) -> bool:
 def wait_for_the_moment(started: Started, rng: random.Random) -> None:
     """While it starts, or after its first step and up to two seconds more."""
     if rng.random() < 0.2:
+        while not started.ranks() and started.process.poll() is None:
+            time.sleep(0.01)
         time.sleep(rng.uniform(0, 6))
         return
     deadline = time.monotonic() + 900
@@ -109,9 +111,10 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
     model = save_random_model(folder / "model")
     straight: dict[int, Path] = {}
     count: collections.Counter[str] = collections.Counter(kills=0, restarts=0, runs=0, torn=0, lost=0, differences=0)
+    decks: dict[bool, list[str]] = {False: [], True: []}
     began = time.monotonic()
     while time.monotonic() - began < seconds or count["kills"] < kills:
-        n = rng.choice(ranks)
+        n = ranks[count["runs"] % len(ranks)]
         if n not in straight:
             straight[n] = folder / f"straight-{n}"
             run(straight[n], arguments(model, straight[n]), ranks=n, timeout=900)
@@ -120,9 +123,10 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
         for attempt in range(200):
             started = Started(output, arguments(model, output), ranks=n)
             enough = time.monotonic() - began >= seconds and count["kills"] >= kills
-            how = rng.choices(list(HOW), list(HOW.values()))[0]
-            if n == 1:
-                how = how.replace("all ranks", "one rank").replace("torchrun", "one rank")
+            if not decks[n > 1]:
+                possible = HOW if n > 1 else {how: times for how, times in HOW.items() if how.endswith("one rank")}
+                decks[n > 1] = rng.sample(list(possible), sum(possible.values()), counts=list(possible.values()))
+            how = decks[n > 1].pop()
             happened = False
             if not enough:
                 wait_for_the_moment(started, rng)
@@ -177,7 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 2, 3], help="chosen from for each run")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1, 3, 2], help="of one run after the other")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="kept; a temporary one otherwise")
     options = parser.parse_args()

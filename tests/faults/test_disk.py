@@ -1,5 +1,6 @@
 """Disks that fill up, folders that go away, checkpoints that are damaged: a named error, and what was saved before stands."""
 
+import hashlib
 import json
 import os
 import resource
@@ -125,6 +126,52 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_only(capsys, tmp_path, rand
     assert f"warning: skipping {output}/checkpoint-5: " in said and f"resuming  {output}/checkpoint-4 at step 4" in said
     assert_same_run(straight, output, STEPS)
     assert (output / "previous-1" / "checkpoint-5").exists()
+
+
+def without_last(straight, output):
+    """A copy of the finished run, as it was one step before."""
+    shutil.copytree(straight, output)
+    os.rename(output / f"checkpoint-{STEPS}", output.parent / "away")
+    return output
+
+
+def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_model):
+    """Lines that are no text, no JSON, no step; completions that are no parquet, which wandb's table would like to have."""
+    saves = ["checkpoint.save_steps=1", "checkpoint.keep=9"]
+    assert inside(tmp_path / "whole", random_model, *saves) == 0
+    output = without_last(tmp_path / "whole", tmp_path / "run")
+    with open(output / "metrics.jsonl", "ab") as file:
+        file.write(b"\xff\xfe{\n" + b"null\n7\n{}\n" + b"\0" * 50)
+    os.truncate(output / "completions" / "step_000001.parquet", 50)
+    assert inside(output, random_model, *saves, "logging.wandb=offline") == 0
+    assert lines(output) == lines(tmp_path / "whole")
+    assert bits(output, STEPS) == bits(tmp_path / "whole", STEPS)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"step": "5"}', '{"step": 5, "config": []}', '{"step": 5, "config": {"model": 3}}']
+)
+def test_a_state_that_is_no_runs_is_one_line(capsys, tmp_path, random_model, straight, text):
+    """Whose manifest is right: of another program, or an attacker's."""
+    folder = tmp_path / "run" / "checkpoint-5"
+    shutil.copytree(straight, tmp_path / "run")
+    os.rename(tmp_path / "run" / f"checkpoint-{STEPS}", folder)
+    (folder / "trainer" / "state.json").write_text(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["trainer/state.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert inside(tmp_path / "run", random_model) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and str(tmp_path / "run") in error
+
+
+def test_a_finished_run_is_cleaned_too(capsys, tmp_path, random_model, straight):
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / ".partial-checkpoint-9").mkdir()
+    (tmp_path / "run" / ".rehearsal" / ".partial-checkpoint-0").mkdir(parents=True)
+    assert inside(tmp_path / "run", random_model) == 0
+    assert "already complete" in capsys.readouterr().out
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
 
 
 def test_a_copy_in_host_memory_does_not_follow_the_run(random_model, tmp_path):

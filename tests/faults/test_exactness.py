@@ -107,7 +107,7 @@ def without(item: str, folder) -> None:
     elif item == "unreported":
         state["unreported"] = None
     else:
-        state[item] = 0
+        state[item] = None if item in ("before", "best", "wandb_run_id") else 0
     torch.save(saved, trainer / "optimizer.pt")
     (trainer / "state.json").write_text(json.dumps(state))
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -140,6 +140,44 @@ def test_leaving_out_any_saved_item_would_be_seen(tmp_path, random_model, whole,
     else:
         with pytest.raises(AssertionError):
             assert_same_run(whole, output, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("item", ["before", "best", "skipped_in_a_row", "wandb_run_id", "nothing"])
+def test_leaving_out_what_is_no_tensor_would_be_seen(capsys, tmp_path, random_model, item):
+    """By the table at the end, the best checkpoint, the step that stops the run, wandb's folder."""
+    (tmp_path / "huge.py").write_text(
+        "def huge(prompts, completions, **c):\n    return [3e38 * (len(t) % 2) for t in completions]\n"
+    )
+    options = {
+        "best": ["checkpoint.keep_best=eval/greedy_accuracy"],
+        "skipped_in_a_row": [f"reward.functions=['{tmp_path}/huge.py:huge']", "algorithm.scale=none", "optim.max_steps=12",
+                             "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
+        "wandb_run_id": ["logging.wandb=offline"],
+    }.get(item, [])  # fmt: skip
+
+    def outcome(output) -> tuple:
+        capsys.readouterr()
+        try:
+            code = main([*tiny(random_model, output, *EVERYTHING, *options), "runtime.threads_per_rank=1"])
+        except SystemExit as stopped:  # by the tenth update left out
+            code = stopped.code
+        said = capsys.readouterr().out
+        table = said[said.find("before     after") :].splitlines()[:3] if "before     after" in said else []
+        newest = max(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
+        state = json.loads((output / f"checkpoint-{newest}" / "trainer" / "state.json").read_text())
+        assert code == (item == "skipped_in_a_row") or output.name == "run"
+        return code, newest, table, state["best"], state["wandb_run_id"]
+
+    expected = outcome(tmp_path / "whole")
+    output = back_to(5, tmp_path / "whole", tmp_path / "run")
+    if item != "nothing":
+        state = json.loads((output / "checkpoint-5" / "trainer" / "state.json").read_text())
+        assert state[item], "else there is nothing to leave out"
+        copy = back_to(5, tmp_path / "whole", tmp_path / "as it was")
+        assert outcome(copy) == expected
+        without(item, output / "checkpoint-5")
+    assert (outcome(output) == expected) == (item == "nothing")
 
 
 @pytest.mark.slow

@@ -114,3 +114,19 @@ def test_torchrun_killed_takes_its_ranks_along(tmp_path, random_model):
     assert started.end() == -signal.SIGKILL
     assert "preempted at step 2" in started.said()
     assert json.loads((output / "checkpoint-2" / "trainer" / "state.json").read_text())["step"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 2.0])
+def test_torchrun_killed_before_its_ranks_are_ready(tmp_path, random_model, delay):
+    """They have not asked the kernel yet, or wait for each other at a store that is no more: none stays behind."""
+    output = tmp_path / "run"
+    started = Started(output, tiny(random_model, output), ranks=2)
+    deadline = time.monotonic() + 60
+    while len(started.ranks()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(delay)
+    started.kill(signal.SIGKILL)
+    assert started.end(patience=60) == -signal.SIGKILL
+    run(output, tiny(random_model, output), ranks=2)
