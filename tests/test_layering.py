@@ -36,7 +36,7 @@ MAY_IMPORT = (
     {room: set() for room in BASE}
     | {"config": {"agreement", "arguments", "presets"}, "packing": {"forking"}}
     | {room: {"batch"} for room in MATH}
-    | {"logprobs": {"batch", "packing"}}
+    | {"logprobs": {"batch", "packing"}, "rewards": {"batch", "hub"}}
     | dict.fromkeys(PARTS, BASE | MATH)
     | {"data": BASE | MATH | {"tasks", "model"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}
     | {"evaluation": BASE | MATH | PARTS}
