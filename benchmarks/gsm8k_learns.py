@@ -54,7 +54,8 @@ def table(results: dict) -> str:
     evaluations = results["evaluations"]
     columns = [BEFORE, *sorted(name for name in evaluations if name != BEFORE)]
     rows = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for metric in [name for name in evaluations[BEFORE] if "/rewards/" not in name]:  # here the same as format and mean@4
+    # The rewards are here the same as format and mean@4.
+    for metric in [name for name in evaluations[BEFORE] if "/rewards/" not in name]:
         cells = [_cell(evaluations[column][metric], metric) for column in columns]
         rows.append(f"| {metric.removeprefix('eval/').replace('_', ' ')} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
