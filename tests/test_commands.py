@@ -1,7 +1,8 @@
 """Every command of the README and the documents is executed, in a copy of the tree, cut to a size of seconds.
 
-What is cut: one step on an untrained model and few problems, two ranks for eight, this machine for others. Of benchmarks, which take
-minutes to hours, it is seen that they start and know the options that are given; of pytest, that it finds tests. Nothing else is changed.
+What is cut: one step on an untrained model and few problems, two ranks for eight, this machine for others (the Hub too). Of benchmarks,
+which take minutes to hours, it is seen that they start and know the options that are given (those of recipes.md do run, once each); of
+pytest, that it finds tests. Nothing else is changed.
 """
 
 import contextlib
@@ -15,10 +16,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, save_random_model
+from hub_service import hub
+from test_hub import pointed_at, publish
 
 NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py")
 """The first installs TRL from the network; the second has ``tests/faults/test_soak.py``."""
+RECIPES = ROOT / "docs" / "recipes.md"
+"""Its commands need a Hub: they have a test of their own."""
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 CUTS = (
@@ -109,11 +114,11 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def execute(tree: Path, together: list[str]) -> None:
+def execute(tree: Path, together: list[str], **variables: str) -> None:
     """Run commands at once (one, or those of several machines); all must end well."""
     started = [
         subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment(), text=True, stdin=subprocess.DEVNULL,
+            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment() | variables, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )
         for command in together
@@ -129,7 +134,9 @@ def execute(tree: Path, together: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in FILES if blocks(path, "bash")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if blocks(path, "bash") and path != RECIPES], ids=lambda path: path.name
+)
 def test_every_command_works(tree, path):
     if path.name != "README.md" and not (tree / "runs" / "tiny_arithmetic" / "checkpoint-1").exists():
         for name in ("tiny_arithmetic", "dr_grpo"):  # the runs that the README's commands leave behind
@@ -168,3 +175,48 @@ def test_the_slurm_script_starts_each_machine(tree):
     given = f"export SLURM_NNODES=2 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=a,b NPROC_PER_NODE=1 PATH={programs}:$PATH\n"
     execute(tree, [given + script])
     assert (tree / "runs" / "slurm" / "checkpoint-1").is_dir()
+
+
+def cut_recipe(command: str) -> str:
+    """A command of recipes.md at the size of seconds."""
+    command = command.replace("checkpoint-200", "checkpoint-1")
+    if command.startswith("pytest"):
+        return f"{command} --collect-only -q"
+    if "learning_vs_trl.py" in command:
+        return "python benchmarks/learning_vs_trl.py --plot-only"
+    if "presets_learn.py" in command:
+        return f"{command} --steps 1 --seeds 0 --presets grpo"
+    if "gsm8k_learns.py" in command:
+        return command + (
+            "" if "--plot-only" in command else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
+        )
+    assert "train_grpo.py" in command or "grpo.evaluation" in command, f"unknown: {command}"
+    return f"{command} {CUTS} rollout.prompts_per_step=2 eval.max_samples=2"
+
+
+@pytest.mark.slow
+def test_every_command_of_the_recipes_works(tree, tmp_path):
+    """With models and data by their own names, from a Hub on this machine; the built-in model is an untrained one."""
+    copy = tmp_path / "copy"
+    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("runs"))
+    shutil.rmtree(copy / "FOLDER")
+    save_random_model(copy / "FOLDER", max_position_embeddings=2048)
+    for path in (copy / "configs").glob("tiny_*.yaml"):
+        path.write_text(
+            path.read_text().replace("builtin:tiny", "FOLDER").replace("eval: {", "eval: {max_samples: 2, ")
+        )
+    (copy / "assets" / "data" / "gsm8k").mkdir(parents=True)
+    for name in ("train", "test"):
+        shutil.copy(copy / "train.jsonl", copy / "assets" / "data" / "gsm8k" / f"{name}.jsonl")
+    shutil.copytree(copy / "FOLDER", copy / "assets" / "models" / "gsm8k-7m")
+    rows = [json.loads(line) for line in (copy / "train.jsonl").open()]
+    publish(tmp_path / "hub", rows, rows[:9])
+    shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / "HuggingFaceTB" / "SmolLM2-1.7B-Instruct")
+    executed = []
+    with hub(tmp_path / "hub") as (endpoint, _):
+        variables = pointed_at(endpoint, tmp_path / "cache") | {"GRPO_TEST_ASSETS": str(copy / "assets")}
+        for command in map(cut_recipe, commands(RECIPES)):
+            execute(copy, [command], **variables)
+            executed.append(command)
+    assert len(executed) >= 6
+    assert (copy / "runs" / "gsm8k_smollm2_1.7b" / "evaluation.json").exists()

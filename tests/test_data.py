@@ -187,6 +187,8 @@ def test_columns_survive_from_the_file_to_the_problem(tmp_path, tokenizer):
         (r"\d+", "about 42 or 43", "42"),  # no group: the whole match
         (r"(?:is|=) (\S+)", "x = 3", "3"),
         (r"#### (.+)", "no answer here", None),
+        (r"####(.*)", "nothing follows\n#### ", None),
+        (r"(?:is (\S+)|#### 7)", "a group that takes no part: #### 7", None),
         (None, "#### 7", "#### 7"),
     ],
 )

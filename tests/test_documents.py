@@ -56,6 +56,14 @@ def _names_in(room: str) -> set[str]:
     return set(re.findall(r"^(?:def |class )?(\w+)", text, re.MULTILINE)) | {"py"}
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "results").glob("*learn*.md")), ids=lambda path: path.stem
+)
+def test_tables_of_the_recipes_are_those_that_the_scripts_wrote(path):
+    """compare_trl.md stands in benchmarks/README.md, in part."""
+    assert path.read_text().strip() in (ROOT / "docs" / "recipes.md").read_text()
+
+
 def test_the_worked_example():
     """docs/algorithm.md, with numbers worked out here in plain Python from the formulas."""
     text = (ROOT / "docs" / "algorithm.md").read_text()

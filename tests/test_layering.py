@@ -43,7 +43,7 @@ MAY_IMPORT = (
         "decoding": {"forking", "packing", "rollout_weights"},
     }
     | {room: {"batch"} for room in MATH}
-    | {"logprobs": {"batch", "packing"}}
+    | {"logprobs": {"batch", "packing"}, "rewards": {"batch", "hub"}}
     | dict.fromkeys(PARTS, BASE | MATH)
     | {"data": BASE | MATH | {"tasks", "model"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}
     | {"evaluation": BASE | MATH | PARTS}

@@ -138,13 +138,13 @@ def _compile(pattern: str | None) -> re.Pattern | None:
 
 
 def extract(answer: Any, pattern: re.Pattern | None) -> Any:
-    """The first group (or whole match) of ``pattern`` in an answer, stripped; the answer itself without a pattern."""
+    """The first group (or whole match) of ``pattern`` in an answer, stripped; None if there is nothing in it. Without a
+    pattern the answer itself."""
     if pattern is None or answer is None:
         return answer
     match = pattern.search(str(answer))
-    if match is None:
-        return None
-    return (match.group(1) if pattern.groups else match.group(0)).strip()
+    found = match and match.group(1 if pattern.groups else 0)  # a group that took no part in the match is None
+    return (found or "").strip() or None
 
 
 def _prompt_of(value: Any, where: str) -> str | list[dict[str, str]]:

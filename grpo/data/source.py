@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from grpo.datafile import FORMATS, check_csv, first_mistake, nearby
@@ -63,6 +64,9 @@ def _read(what: str, source: str, config_name: str | None, split: str, limit: in
     except Exception as error:  # a user's file can break pandas, pyarrow and datasets in every way they know
         if "corresponds to no data" in str(error):
             raise ValueError(f"{what} has no rows (split {split!r})") from None
+        if "Config name is missing" in str(error):
+            names = re.findall(r"'([^']*)'", str(error).splitlines()[1])
+            raise ValueError(f"{what}: it has the configurations {', '.join(names)}: set data.config_name") from None
         if not os.path.exists(source) and not hub_answers():
             raise ValueError(
                 f"{what} is no file or folder here, the Hub cannot be reached, and its cache has no copy of that name"

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +83,7 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
         device=world.device,
     ) as rewards:
         rows = world.together(lambda: _checked_rows(config, rewards))
+        world.together(lambda: _check_writable(output) if world.is_main else None)
         evaluations = [_evaluate(config, model, rows, rewards, world) for model in models]
     if world.is_main:
         for model, evaluation in zip(models, evaluations, strict=True):
@@ -101,6 +104,18 @@ def _checked_rows(config: Config, rewards: RewardRunner) -> Rows:
     return rows
 
 
+def _check_writable(output: Path) -> None:
+    """Now, and not after the last completion."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+        if output.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from None
+
+
 def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World) -> Evaluation:
     trust = config.model.trust_remote_code
     with world.main_first():
@@ -116,7 +131,7 @@ def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, wor
     total = len(problems[world.rank :: world.size]) * passes
     shown = world.is_main and sys.stderr.isatty()
     with tqdm(total=total, desc=model, unit="problem", leave=False, disable=not shown) as bar:
-        return evaluate(
+        evaluation = evaluate(
             policy,
             problems,
             judge_of(config, rewards),
@@ -130,6 +145,12 @@ def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, wor
             keep_texts=True,
             on_problems=bar.update,
         )
+    completions = sum(len(a.greedy) + len(a.samples) for a in evaluation.answers)
+    if evaluation.num_unscored == completions:
+        raise ValueError(
+            f"the reward that decides what is correct could score none of {completions} completions: there is no accuracy to report"
+        )
+    return evaluation
 
 
 def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:
@@ -165,7 +186,6 @@ def write_json(config: Config, models: list[str], evaluations: list[Evaluation],
             for model, evaluation in zip(models, evaluations, strict=True)
         ],
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(output.name + ".tmp")
     temporary.write_text(json.dumps(json_safe(content), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, output)

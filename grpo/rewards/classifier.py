@@ -3,9 +3,11 @@
 It runs in the training process on the rank's device (a worker would need a CUDA context of its own), batched, without gradient.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any, Self
 
+from grpo.hub import hub_answers
 from grpo.rewards.extract import completion_text
 
 
@@ -21,16 +23,25 @@ class ClassifierReward:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self._torch = torch
+        is_away = not os.path.exists(name_or_path) and not hub_answers()  # its client would retry for a minute
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-            self.model = AutoModelForSequenceClassification.from_pretrained(name_or_path)
-        except (OSError, ValueError) as error:
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"reward 'classifier:{name_or_path}' cannot be loaded: {first_line}") from error
+            self.model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                name_or_path, output_loading_info=True
+            )
+        except Exception as error:  # others' files can break transformers in every way it knows
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if is_away:
+                reason = "it is no folder here, the Hub cannot be reached, and its cache has no copy of that name"
+            raise ValueError(f"reward 'classifier:{name_or_path}' cannot be loaded: {reason}") from error
         if self.model.config.num_labels != 1:
             raise ValueError(
                 f"reward 'classifier:{name_or_path}' has {self.model.config.num_labels} labels; "
                 "a reward model has num_labels=1, its one logit being the reward"
+            )
+        if loaded["missing_keys"]:
+            raise ValueError(
+                f"reward 'classifier:{name_or_path}' is no trained classifier: it has no {', '.join(sorted(loaded['missing_keys']))}"
             )
         if self.tokenizer.pad_token_id is None:
             if self.tokenizer.eos_token_id is None:
@@ -57,8 +68,9 @@ class ClassifierReward:
 
         ``max_length`` (tokens) truncates; by default nothing is truncated.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        for name, value in {"batch_size": batch_size, "max_length": max_length}.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         # Templates write the special tokens themselves.
         is_chat = bool(prompts) and not isinstance(prompts[0], str)

@@ -120,6 +120,10 @@ class RewardRunner:
     def _load_classifier(self, key: int, spec: RewardSpec) -> FunctionInfo:
         reward = load_reward(spec.name)
         check_arguments(spec.name, reward, spec.args)
+        try:
+            reward([], [], **spec.args)  # it looks at its arguments before any row
+        except ValueError as error:
+            raise ValueError(f"reward {spec.name!r}: {error}") from None
         self._classifiers[key] = reward.to(self.device)
         return FunctionInfo(is_async=False, row_by_row=False, needed=frozenset())
 

@@ -85,8 +85,20 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, random_model):
         ([f"data.dataset={tmp_path}/d.jsonl"], "the configuration names no evaluation data"),
         (["eval.format=shape"], "eval.format=shape: no such reward"),
         (["--model=nowhere/at/all"], "model.name_or_path=nowhere/at/all does not exist"),
+        ([f"--output={tmp_path}/d.jsonl/e.json"], f"--output {tmp_path}/d.jsonl/e.json cannot be written"),
+        ([f"--output={tmp_path}"], f"--output {tmp_path} cannot be written: Is a directory"),
     ):
         done = run_evaluation(*small_run(random_model, tmp_path), *changes, check=False)
         assert done.returncode == 2
         assert done.stderr.startswith("error: ") and said in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_reward_that_never_works_gives_no_accuracy(tmp_path, random_model):
+    broken = f"reward.functions=[{{name: '{ROOT}/tests/rewards_for_tests.py:raises'}}]"
+    done = run_evaluation(*small_run(random_model, tmp_path), broken, ranks=2, check=False)
+    assert done.returncode != 0
+    assert "RuntimeError: this reward is broken" in done.stderr
+    assert done.stderr.count("error: the reward that decides what is correct could score none of 13 completions") == 1
+    assert not (tmp_path / "evaluation.json").exists()

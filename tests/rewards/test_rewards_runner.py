@@ -376,61 +376,6 @@ def test_a_relative_file_is_found_after_the_folder_changed(tmp_path, monkeypatch
         assert column(runner.score(["q"] * 2, ["die", "ok"], {})) == [None, 1.0]
 
 
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    """Two tiny random classifiers saved on disk: with one label and with two."""
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    import torch
-
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "a", "b", "c", "d"])}
-    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    folders = {}
-    for labels in (1, 2):
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=6,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_labels=labels,
-            pad_token_id=0,
-        )
-        folders[labels] = str(tmp_path_factory.mktemp("classifier") / f"model{labels}")
-        transformers.LlamaForSequenceClassification(config).save_pretrained(folders[labels])
-        tokenizer.save_pretrained(folders[labels])
-    return folders
-
-
-def test_a_classifier_is_a_reward(classifier):
-    with RewardRunner(
-        [RewardSpec(f"classifier:{classifier[1]}", 1.0, {"batch_size": 2}), RewardSpec("accuracy")]
-    ) as runner:
-        assert runner.names == ["model1", "accuracy"]
-        result = runner.score(["a b "] * 3, ["c", "d d d d", "c"], {"answer": ["4"] * 3})
-        together = column(result)
-        alone = [runner.score(["a b "], [text], {"answer": ["4"]}).values[0][0] for text in ("c", "d d d d", "c")]
-        chat = runner.score(
-            [[{"role": "user", "content": "a b"}]], [[{"role": "assistant", "content": "c"}]], {"answer": ["4"]}
-        )
-    assert together == pytest.approx(alone, abs=1e-6)  # padding changes nothing
-    assert together[0] == pytest.approx(together[2]) and together[0] != pytest.approx(together[1])
-    assert chat.values[0][0] == pytest.approx(together[0], abs=1e-6)
-
-
-def test_a_classifier_needs_one_label(classifier):
-    with pytest.raises(ValueError, match="has 2 labels"):
-        RewardRunner([RewardSpec(f"classifier:{classifier[2]}")]).check()
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        RewardRunner([RewardSpec("classifier:/nowhere/at/all")]).check()
-    with pytest.raises(ValueError, match="has no argument 'batchsize'"):
-        RewardRunner([RewardSpec(f"classifier:{classifier[1]}", 1.0, {"batchsize": 2})]).check()
-
-
 def test_results_are_plain_data(run):
     result = run("length", ["a"])
     assert json.dumps(result.values) == "[[1.0]]"
