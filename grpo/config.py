@@ -30,6 +30,8 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     disable_dropout: bool = True
     """Set every dropout to 0, so that scoring sees the policy that sampled."""
+    fp32_head: bool = False
+    """Compute logits in fp32 under bf16 autocast, when sampling and when scoring: slower, and log-probs of both agree better."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 

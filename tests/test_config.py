@@ -382,7 +382,7 @@ def test_importing_the_configuration_imports_no_torch():
 KEYS_THAT_HOLD = {
     "output_dir": ..., "seed": 0,
     "model.name_or_path": ..., "model.attn_implementation": "sdpa", "model.gradient_checkpointing": False,
-    "model.disable_dropout": True, "model.trust_remote_code": False,
+    "model.disable_dropout": True, "model.fp32_head": False, "model.trust_remote_code": False,
     "data.dataset": ..., "data.config_name": ..., "data.train_split": ..., "data.eval_split": ..., "data.prompt_column": ...,
     "data.answer_column": ..., "data.answer_pattern": ..., "data.system_prompt": ..., "data.few_shot": ...,
     "data.max_prompt_length": 512, "data.max_train_samples": ..., "data.max_eval_samples": ...,
