@@ -285,6 +285,8 @@ class RuntimeConfig(Section):
     """Only kernels that give the same bits every time (CUDA; slower)."""
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of each rank; none: cores / ranks on this machine."""
+    rehearse: bool | None = None
+    """Try a largest step at start, so that memory runs out in the first minute or never; none: on CUDA only."""
     profile: int | None = Field(None, ge=1)
     """Write a torch profiler trace of step N (counted from 1) to output_dir/trace_step_N.json.gz, for Perfetto."""
 
