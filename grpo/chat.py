@@ -75,7 +75,14 @@ def _policy(options: argparse.Namespace, config: Config) -> Policy:
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     precision = config.runtime.precision if device.type == "cuda" else "fp32"
-    return load_policy(path, tokenizer, device=device, precision=precision, trust_remote_code=trust)
+    return load_policy(
+        path,
+        tokenizer,
+        device=device,
+        precision=precision,
+        fp32_head=config.model.fp32_head,
+        trust_remote_code=trust,
+    )
 
 
 def _sample(

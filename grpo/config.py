@@ -30,6 +30,8 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     disable_dropout: bool = True
     """Set every dropout to 0, so that scoring sees the policy that sampled."""
+    fp32_head: bool = False
+    """Compute logits in fp32 under bf16 autocast, when sampling and when scoring: slower, and log-probs of both agree better."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -283,6 +285,8 @@ class RuntimeConfig(Section):
     """Only kernels that give the same bits every time (CUDA; slower)."""
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of each rank; none: cores / ranks on this machine."""
+    rehearse: bool | None = None
+    """Try a largest step at start, so that memory runs out in the first minute or never; none: on CUDA only."""
     profile: int | None = Field(None, ge=1)
     """Write a torch profiler trace of step N (counted from 1) to output_dir/trace_step_N.json.gz, for Perfetto."""
 

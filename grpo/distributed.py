@@ -227,8 +227,11 @@ def start_world(
     timeout_s: float = 1800.0,
     threads_per_rank: int | None = None,
     deterministic: bool = False,
+    **_others: Any,
 ) -> World:
     """Read torchrun's environment, pick the device, share out the CPU cores, join the process group.
+
+    Takes the section ``runtime`` of a configuration; its other keys are not for here.
 
     Raises:
         ValueError: if CUDA is asked for where there is none, or there are fewer GPUs than local ranks.

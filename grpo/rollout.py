@@ -65,7 +65,7 @@ def generate(
     rows = [(p, g) for p in range(len(problems)) for g in range(G)]
     completions: dict[tuple[int, int], Completion] = {}
     with policy.sampling():
-        for wave in _waves(rows, problems, sampling):
+        for wave in waves(rows, problems, sampling):
             uniforms_RT = None
             if sampling.temperature > 0:
                 uniforms_RT = torch.stack(
@@ -77,7 +77,7 @@ def generate(
     return [Group(problem, tuple(completions[p, g] for g in range(G))) for p, problem in enumerate(problems)]
 
 
-def _waves(rows: list[tuple[int, int]], problems: Sequence[Problem], sampling: Sampling) -> list[list[tuple[int, int]]]:
+def waves(rows: list[tuple[int, int]], problems: Sequence[Problem], sampling: Sampling) -> list[list[tuple[int, int]]]:
     """Cut the rows so that no wave holds more than ``tokens_in_flight`` tokens of KV cache at its fullest."""
     if sampling.tokens_in_flight is None or not rows:
         return [rows] if rows else []
@@ -95,10 +95,7 @@ def _waves(rows: list[tuple[int, int]], problems: Sequence[Problem], sampling: S
 def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> list[Completion]:
     """Prefill the distinct prompts of a wave, fork, decode until every row has ended."""
     device, T, R = policy.device, sampling.max_completion_length, len(prompts)
-    distinct = list(dict.fromkeys(prompts))
-    fork_R = torch.tensor([distinct.index(prompt) for prompt in prompts], device=device)
-    decoder = (Forked if policy.model.config._attn_implementation == ATTENTION else Cached)(policy, distinct, room=T)
-    logits_RV = decoder.fork(fork_R)
+    decoder, logits_RV = prefill(policy, prompts, room=T)
 
     tokens_RT = torch.zeros(R, T, dtype=torch.long)
     logprobs_RT = torch.zeros(R, T)
@@ -146,6 +143,14 @@ def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) ->
     ]
 
 
+def prefill(policy, prompts: Sequence[tuple[int, ...]], room: int) -> tuple[Forked | Cached, torch.Tensor]:
+    """A decoder with room for so many tokens of each row, each distinct prompt computed once; logits ``[R, V]`` of the first."""
+    distinct = list(dict.fromkeys(prompts))
+    fork_R = torch.tensor([distinct.index(prompt) for prompt in prompts], device=policy.device)
+    decoder = (Forked if policy.model.config._attn_implementation == ATTENTION else Cached)(policy, distinct, room)
+    return decoder, decoder.fork(fork_R)
+
+
 class Forked:
     """Each prompt in memory once, for all its completions (:mod:`grpo.forking`): for models that can be packed."""
 
@@ -166,6 +171,10 @@ class Forked:
     def keep(self, rows: torch.Tensor) -> None:
         self.cache.keep(rows)
         self.positions_R = self.positions_R[rows]
+
+    def skip(self, tokens: int) -> None:
+        """As if so many had been decoded, of which nothing is known: what follows takes memory as late tokens do."""
+        self.cache.length += tokens
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
         """One token for every row; logits ``[R, V]`` of the next."""
@@ -202,6 +211,13 @@ class Cached:
     def keep(self, rows: torch.Tensor) -> None:
         self.cache.batch_select_indices(rows)
         self.mask_RK, self.positions_R = self.mask_RK[rows], self.positions_R[rows]
+
+    def skip(self, tokens: int) -> None:
+        """As :meth:`Forked.skip`, if all layers attend to everything; else nothing happens."""
+        if all(isinstance(layer, _PreallocatedLayer) for layer in self.cache.layers):
+            self.length += tokens
+            for layer in self.cache.layers:
+                layer.length += tokens
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
         self.length += 1

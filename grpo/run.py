@@ -37,6 +37,7 @@ from grpo.model import (
     resolve_model,
 )
 from grpo.output import find_resume_point, note_differences, refuse_changes, start_output
+from grpo.rehearsal import rehearse
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups
 from grpo.rollout import Sampling
@@ -293,6 +294,9 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     for line in lines + [f"resuming  {resume} at step {start}"] * bool(resume):
         reporter.say(line)
+    wanted = config.runtime.rehearse
+    if not config.debug and (world.device.type == "cuda" if wanted is None else wanted):
+        reporter.say(rehearse(run, train.problems))
     return run
 
 

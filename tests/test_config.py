@@ -382,7 +382,7 @@ def test_importing_the_configuration_imports_no_torch():
 KEYS_THAT_HOLD = {
     "output_dir": ..., "seed": 0,
     "model.name_or_path": ..., "model.attn_implementation": "sdpa", "model.gradient_checkpointing": False,
-    "model.disable_dropout": True, "model.trust_remote_code": False,
+    "model.disable_dropout": True, "model.fp32_head": False, "model.trust_remote_code": False,
     "data.dataset": ..., "data.config_name": ..., "data.train_split": ..., "data.eval_split": ..., "data.prompt_column": ...,
     "data.answer_column": ..., "data.answer_pattern": ..., "data.system_prompt": ..., "data.few_shot": ...,
     "data.max_prompt_length": 512, "data.max_train_samples": ..., "data.max_eval_samples": ...,
@@ -402,7 +402,7 @@ KEYS_THAT_HOLD = {
     "checkpoint.save_steps": ..., "checkpoint.keep": 2, "checkpoint.resume": "auto",
     "logging.wandb": "disabled", "logging.project": ..., "logging.run_name": ..., "logging.log_completions": 4, "logging.every": 1,
     "runtime.device": "auto", "runtime.precision": "bf16", "runtime.timeout_s": ..., "runtime.deterministic": False,
-    "runtime.threads_per_rank": ...,
+    "runtime.threads_per_rank": ..., "runtime.rehearse": None,
 }  # fmt: skip
 """Key -> default where it is fixed, else ``...``. Configurations out there use these names."""
 

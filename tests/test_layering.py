@@ -33,7 +33,7 @@ BASE = {
 }
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "signals", "tasks"}
-ASSEMBLY = {"debug", "describe", "ending", "output", "profile", "run", "saving"}
+ASSEMBLY = {"debug", "describe", "ending", "output", "profile", "rehearsal", "run", "saving"}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}
