@@ -20,7 +20,7 @@ from grpo.batch import Batch, Group, collate, microbatches, minibatches
 from grpo.config import Config, load_config
 from grpo.console import evaluation_table
 from grpo.describe import completion_metrics, first_pass_metrics, log_completions, reward_metrics
-from grpo.distributed import Interrupted, RanksDisagree, World, launched_as, start_world
+from grpo.distributed import WORLD_KEYS, Interrupted, RanksDisagree, World, launched_as, start_world
 from grpo.ending import to_its_end
 from grpo.loss import loss_denominator, policy_loss
 from grpo.metrics import Accumulator
@@ -28,6 +28,7 @@ from grpo.model import sync_reference
 from grpo.profile import finish_profiler, start_profiler
 from grpo.rollout import generate
 from grpo.run import Run, check_rewards, prepare
+from grpo.seeding import derive_seed
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 MAX_SKIPPED_IN_A_ROW = 10
@@ -44,6 +45,8 @@ def train(run: Run) -> None:
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
         profiler = start_profiler(config, world, step + 1)
         started = time.perf_counter()
+        if not config.model.disable_dropout:  # the only thing in a step that draws from the global generators
+            torch.manual_seed(derive_seed(config.seed, "dropout", step, world.rank))
 
         groups, values_PGF, rewards_PG = sample_and_score(
             run, step, seconds, metrics
@@ -249,7 +252,7 @@ def main(argv: list[str]) -> int:
     world, run = None, None
     try:
         config: Config = load_config(argv)
-        world: World = start_world(**config.runtime.model_dump(exclude={"precision", "packed", "profile"}))
+        world: World = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
         run = prepare(config, world)
     except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend: one line, from one rank
         if rank == 0:

@@ -221,17 +221,18 @@ class World:
             raise
 
 
+WORLD_KEYS = {"device", "timeout_s", "threads_per_rank", "deterministic"}
+"""Of the section ``runtime``: what :func:`start_world` takes."""
+
+
 def start_world(
     *,
     device: str = "auto",
     timeout_s: float = 1800.0,
     threads_per_rank: int | None = None,
     deterministic: bool = False,
-    **_others: Any,
 ) -> World:
     """Read torchrun's environment, pick the device, share out the CPU cores, join the process group.
-
-    Takes the section ``runtime`` of a configuration; its other keys are not for here.
 
     Raises:
         ValueError: if CUDA is asked for where there is none, or there are fewer GPUs than local ranks.

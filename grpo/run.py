@@ -232,7 +232,12 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
             raise ConfigError(f"{resume} cannot be continued from ({type(error).__name__}: {reason})") from None
     policy.model.train()
     scorer = CompletionScorer(policy.model, config.rollout.temperature)
-    why_padded = scorer.pack_groups() if config.runtime.packed else "runtime.packed is false"
+    if not config.runtime.packed:
+        why_padded = "runtime.packed is false"
+    elif not config.model.disable_dropout:
+        why_padded = "model.disable_dropout is false, and attention over a packed row has no dropout"
+    else:
+        why_padded = scorer.pack_groups()
     if ref_scorer is not None and scorer.packed:
         ref_scorer.pack_groups()
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from grpo.config import Config, load_config
 from grpo.console import evaluation_form, evaluation_table
 from grpo.data import Rows, load_rows, make_problems
-from grpo.distributed import RanksDisagree, World, launched_as, start_world
+from grpo.distributed import WORLD_KEYS, RanksDisagree, World, launched_as, start_world
 from grpo.evaluation.collect import Answers, Evaluation, evaluate
 from grpo.evaluation.estimate import LEVEL, Estimate
 from grpo.evaluation.verdict import Verdict, check_names, judge_of
@@ -57,9 +57,7 @@ def main(argv: list[str]) -> int:
     rank, world = launched_as()[0], None
     try:
         config = load_config(rest)
-        world = start_world(
-            **config.runtime.model_dump(include={"device", "timeout_s", "threads_per_rank", "deterministic"})
-        )
+        world = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
     except (ValueError, OSError, RanksDisagree) as mistake:  # what the user can mend: one line, from one rank
