@@ -119,7 +119,7 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
             straight[n] = folder / f"straight-{n}"
             run(straight[n], arguments(model, straight[n]), ranks=n, timeout=900)
         output = folder / f"run-{count['runs']}"
-        least, torn, code = 0, "", None
+        least, torn, code = 0, 0, None  # torn: checkpoints that no start has looked at since
         for attempt in range(200):
             started = Started(output, arguments(model, output), ranks=n)
             enough = time.monotonic() - began >= seconds and count["kills"] >= kills
@@ -150,20 +150,22 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
                 break
             count["kills"] += 1
             count[how] += 1
-            torn = ""
-            last = newest(output)
+            if "resuming " in said:
+                torn = 0
+            tear_how, last = "", newest(output)
             if (
                 last is not None
                 and how.startswith("kill")
                 and rng.random() < 0.25
                 and len(list(output.glob("checkpoint-*"))) > 1
             ):
-                torn = tear(last, rng)
+                tear_how = tear(last, rng)
+                torn += 1
                 count["torn"] += 1
             # The line of a step is written just before its checkpoint: the step under way may be lost, and what we tore.
-            least = max(steps_done(output) - 1 - bool(torn), 0)
+            least = max(steps_done(output) - 1 - torn, 0)
             print(
-                f"run {count['runs']} ({n} ranks) {how:20} at step {steps_done(output):2} {torn and 'torn: ' + torn}",
+                f"run {count['runs']} ({n} ranks) {how:20} at step {steps_done(output):2} {tear_how and 'torn: ' + tear_how}",
                 flush=True,
             )
         count["runs"] += 1
