@@ -1,8 +1,9 @@
 """One token for every row, written out for models of Llama's shape (Llama, Qwen2, Qwen3, Mistral, SmolLM).
 
-Through transformers' modules a layer is some 110 small operations and 14 module calls a token; here it is some 35, with weights copied once
-a rollout (:mod:`grpo.rollout_weights`) and no autocast that looks at each. Which models have that shape is found out by their parts,
-and by comparing both ways at the first rollout; all others decode through their own modules.
+No module calls, no autocast that looks at every operation, a sixth fewer of these (70 instead of 84 a layer), with weights copied once a
+rollout (:mod:`grpo.rollout_weights`). With one thread, a model of 7M parameters and 32 rows, a step takes 0.9 of the time that it takes
+through transformers' modules, with one row 0.8. Which models have that shape is found out by their parts, and by comparing both
+ways at the first rollout; all others decode through their own modules.
 
 Shapes: ``R`` rows, ``H`` query heads, ``K`` key heads, ``D`` head size; hidden states are ``[R, hidden size]``.
 """
