@@ -155,8 +155,9 @@ def test_an_update_too_large(tmp_path, long_model, packed):
     assert "rehearsed a largest step in " in done.stdout and "step 1/1" in done.stdout
 
 
-@pytest.mark.parametrize("bound", ["null", pytest.param("80000", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("packed", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", ["null", "80000"])
+@pytest.mark.parametrize("packed", ["true", "false"])
 def test_a_rollout_too_large(tmp_path, packed, bound):
     """A cache of 200 MiB, and an update that is small."""
     model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
