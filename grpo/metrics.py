@@ -244,6 +244,8 @@ class Reporter:
     def _start_wandb(self, mode: str, project: str, name: str, config: dict[str, Any]):
         """A wandb run, or None with a warning: a missing package, key or server never stops training."""
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", str(TABLE_SECONDS))  # read at the import
+        # The service of a process that started us holds on to a run that it could not begin, and what kills it kills ours: we have our own.
+        os.environ.pop("WANDB_SERVICE", None)
         try:
             import wandb
 

@@ -21,8 +21,16 @@ reporter.close()
 print("the run goes on")
 """
 
+PARENT = """
+import os, subprocess, sys, wandb
+wandb.setup()
+assert "WANDB_SERVICE" in os.environ
+sys.exit(subprocess.run([sys.executable, "-c", *sys.argv[1:]]).returncode)
+"""
+"""A process that uses wandb itself, and starts ours."""
 
-def report(folder, url: str, first: int, last: int) -> tuple[str, float]:
+
+def report(folder, url: str, first: int, last: int, *, parent: bool = False) -> tuple[str, float]:
     """A reporter's life in a process of its own; what it said, and its seconds."""
     environment = os.environ | {
         "WANDB_BASE_URL": url, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(folder.parent), "WANDB__DISABLE_STATS": "true",
@@ -30,7 +38,7 @@ def report(folder, url: str, first: int, last: int) -> tuple[str, float]:
     }  # fmt: skip
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(first), str(last), str(folder)],
+        [sys.executable, "-c", *([PARENT] if parent else []), SCRIPT, str(first), str(last), str(folder)],
         capture_output=True, text=True, env=environment, cwd=ROOT, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -59,10 +67,12 @@ def test_a_service_that_is_well_gets_each_step_once_also_after_an_interruption(t
     assert steps_written(tmp_path / "run") == [1, 2, 3, 4, 5]
 
 
-def test_a_service_that_refuses_is_left_alone(tmp_path):
+@pytest.mark.parametrize("parent", [False, True])
+def test_a_service_that_refuses_is_left_alone(tmp_path, parent):
     with service("refuses") as running:
-        said, seconds = report(tmp_path / "run", running.url, 0, 2)
+        said, seconds = report(tmp_path / "run", running.url, 0, 2, parent=parent)
     assert "warning: wandb online failed" in said and "going on offline" in said
+    assert said.count("warning: ") == 1
     assert seconds < 60
     assert steps_written(tmp_path / "run") == [1, 2]
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*-abcd1234")), "to be sent later"
