@@ -1,10 +1,14 @@
 """Scoring and its backward pass: packed groups beside padded rows, tokens a second and peak memory.
 
     python benchmarks/update.py --model DIR
-    python benchmarks/update.py --shape qwen2.5-0.5b --device cuda --prompt 256 --completion 256 --group 8
+    python benchmarks/update.py --model DIR --points "4:256:256 8:256:256 16:256:256 8:256:64 8:64:256"
+    python benchmarks/update.py --model DIR --vocabulary 151936 --points "8:256:64 8:256:128 8:256:256"
+    python benchmarks/update.py --shape qwen2.5-0.5b --device cuda
 
-A fresh process for each measurement, in turn. Tokens are completion tokens: the same number for both. Peak memory is CUDA's where there
-is one, else the process's peak RSS less what it was before the pass.
+A point is group:prompt:longest completion, in tokens. A fresh process for each measurement, in turn. Tokens are completion tokens: the
+same number for both. Utilisation is of what a large matrix product reaches here with the same threads and precision; what counts is
+each prompt once, forward and backward, whichever way it is computed. Peak memory is CUDA's where there is one, else the process's
+peak RSS less what it was before the pass.
 """
 
 import argparse
@@ -18,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from compare_trl import processor
 
 
 def worker(a) -> None:
@@ -64,7 +70,37 @@ def worker(a) -> None:
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**20
-    print(json.dumps({"tokens_per_second": sum(map(sum, lengths)) / min(seconds[1:]), "peak_mib": peak}))
+    share = flops(policy.model, a.prompt, lengths) / min(seconds[1:]) / matmul_rate(device, a.precision)
+    tokens = sum(map(sum, lengths)) / min(seconds[1:])
+    print(json.dumps({"tokens_per_second": tokens, "peak_mib": peak, "utilisation": share}))
+
+
+def flops(model, prompt: int, lengths: list[list[int]]) -> float:
+    """Of one forward and backward pass: three times two a weight and token, the head for completions only, and attention's pairs."""
+    head = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    body = sum(p.numel() for p in model.parameters() if p is not head and p is not embedding)
+    completion_tokens, c = sum(map(sum, lengths)), model.config
+    tokens = prompt * len(lengths) + completion_tokens
+    pairs = len(lengths) * prompt**2 / 2 + sum(prompt * n + n**2 / 2 for row in lengths for n in row)
+    width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+    return 6.0 * (body * tokens + head.numel() * completion_tokens) + 12.0 * c.num_hidden_layers * width * pairs
+
+
+def matmul_rate(device, precision: str) -> float:
+    """FLOPs a second of a product of two square matrices, the best of ten."""
+    import torch
+
+    n = 8192 if device.type == "cuda" else 2048
+    x = torch.randn(n, n, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        x @ x
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * n**3 / min(seconds)
 
 
 def main() -> None:
@@ -74,37 +110,54 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--completion", type=int, default=256, help="longest; lengths are uniform from a quarter of it")
+    parser.add_argument("--points", default="8:256:256", help="lengths are uniform from a quarter of the longest")
+    parser.add_argument(
+        "--vocabulary", type=int, help="with --model: random weights in its shape with so large a vocabulary"
+    )
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help="files to write, without suffix")
+    for name in ("side", "point"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.side:
+        a.group, a.prompt, a.completion = (int(number) for number in a.point.split(":"))
         worker(a)
         return
-    found: dict[str, list[dict]] = {"packed": [], "padded": []}
-    for number in range(a.repeats):
-        for side in found if number % 2 == 0 else reversed(found):
-            command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(done.stderr[-3000:])
-            found[side].append(json.loads(done.stdout.splitlines()[-1]))
-    rate = {side: statistics.median(r["tokens_per_second"] for r in rows) for side, rows in found.items()}
-    peak = {side: statistics.median(r["peak_mib"] for r in rows) for side, rows in found.items()}
-    print(
-        f"{a.precision}, {a.prompts} prompts of {a.prompt} x {a.group} completions of up to {a.completion}: packed "
-        f"{rate['packed']:.0f} completion tokens/s and {peak['packed']:.0f} MiB, padded {rate['padded']:.0f} and "
-        f"{peak['padded']:.0f}: {rate['packed'] / rate['padded']:.2f} times, {peak['packed'] / peak['padded']:.0%} of the memory"
-    )
-    if a.output:
-        Path(a.output).write_text(
-            json.dumps({"found": found, "arguments": vars(a), "date": time.strftime("%Y-%m-%d")}, indent=1) + "\n"
+    rows, lines = [], [
+        "| group | prompt | completion | tokens/s, packed | padded | times | utilisation, packed | padded | peak MiB, packed | padded |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for point in a.points.split():
+        found: dict[str, list[dict]] = {"packed": [], "padded": []}
+        for number in range(a.repeats):
+            for side in found if number % 2 == 0 else reversed(found):
+                command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--point", point]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise SystemExit(done.stderr[-3000:])
+                found[side].append(json.loads(done.stdout.splitlines()[-1]))
+        median = {
+            side: {name: statistics.median(r[name] for r in results) for name in results[0]}
+            for side, results in found.items()
+        }
+        ratios = [x["tokens_per_second"] / y["tokens_per_second"] for x, y in zip(*found.values(), strict=True)]
+        rows.append({"point": point, "median": median, "found": found})
+        packed, padded = median["packed"], median["padded"]
+        lines.append(
+            f"| {' | '.join(point.split(':'))} | {packed['tokens_per_second']:.0f} | {padded['tokens_per_second']:.0f} "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {packed['utilisation']:.0%} "
+            f"| {padded['utilisation']:.0%} | {packed['peak_mib']:.0f} | {padded['peak_mib']:.0f} |"
         )
+        print(lines[-1], flush=True)
+    if a.output:
+        given = {name: value for name, value in vars(a).items() if name not in ("side", "point", "output", "model")}
+        date = time.strftime("%Y-%m-%d")
+        result = {"date": date, "machine": processor(), "arguments": given, "rows": rows}
+        Path(a.output + ".json").write_text(json.dumps(result, indent=1) + "\n")
+        about = f"{date}, {processor()}, `benchmarks/update.py` with {json.dumps(given)}\n\n"
+        Path(a.output + ".md").write_text(about + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,9 @@ def summary(
     return lines
 
 
-def memory_line(config: Config, policy: Policy, world_size: int, longest_prompt: int) -> str:
+def memory_line(
+    config: Config, policy: Policy, reference: torch.nn.Module | None, world_size: int, longest_prompt: int
+) -> str:
     """What a rank will need, for the summary."""
     r, budget = config.rollout, config.optim.tokens_per_microbatch
     rows = r.prompts_per_step * r.num_generations // world_size
@@ -157,7 +159,7 @@ def memory_line(config: Config, policy: Policy, world_size: int, longest_prompt:
             policy.model.config.get_text_config(),
             num_parameters(policy.model),
             precision=config.runtime.precision,
-            has_reference=config.algorithm.beta > 0,
+            reference_bytes=sum(p.numel() * p.element_size() for p in reference.parameters()) if reference else 0.0,
             gradient_checkpointing=config.model.gradient_checkpointing,
             is_on_cpu=policy.device.type == "cpu",
             tokens_in_flight=min(r.tokens_in_flight or most, most),

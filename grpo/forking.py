@@ -33,6 +33,8 @@ class ForkedCache:
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.prompt_R = torch.arange(len(prompt_lengths), device=device)
+        self.hidden_C: torch.Tensor | None = None
+        """Own places that are not taken yet, where more than the taken ones are looked at (:mod:`grpo.graphs`)."""
         self._arrange()
 
     def fork(self, prompt_R: torch.Tensor) -> None:
@@ -62,10 +64,7 @@ class ForkedCache:
         R, H, _, D = q_RH1D.shape
         K = k_RK1D.shape[1]
         q_RH1D, k_RK1D, v_RK1D = (x.to(self.dtype) for x in (q_RH1D, k_RK1D, v_RK1D))
-        if layer not in self.own:
-            self.own[layer] = k_RK1D.new_empty(R, K, self.room, D), v_RK1D.new_empty(R, K, self.room, D)
-        own_keys, own_values = (buffer[:, :, : self.length] for buffer in self.own[layer])
-        own_keys[:, :, -1], own_values[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
+        own_keys, own_values = self._append(layer, k_RK1D, v_RK1D)
         q_RKgD = q_RH1D.reshape(R, K, H // K, D)
         scaling = D**-0.5 if scaling is None else scaling
         with torch.autocast(q_RH1D.device.type, enabled=False):
@@ -73,13 +72,25 @@ class ForkedCache:
             out_RKgD = attention(q_RKgD, *self.prompts[layer], own_keys, own_values, scaling)
         return out_RKgD.reshape(R, 1, H, D)
 
+    def _append(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep one token's; returns all own ones, ``[R, K, C, D]``."""
+        if layer not in self.own:
+            R, K, _, D = k_RK1D.shape
+            self.own[layer] = k_RK1D.new_empty(R, K, self.room, D), v_RK1D.new_empty(R, K, self.room, D)
+        own_keys, own_values = (buffer[:, :, : self.length] for buffer in self.own[layer])
+        own_keys[:, :, -1], own_values[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
+        return own_keys, own_values
+
     def _at_once(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
         """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
         q_RKgD = q_RKgD * scaling
         from_prompt = self._by_prompt(q_RKgD) @ k_UKPD.transpose(-1, -2)
         if self.hidden_U11P is not None:
             from_prompt.masked_fill_(self.hidden_U11P, float("-inf"))
-        scores = torch.cat([self._by_row(from_prompt), q_RKgD @ k_RKCD.transpose(-1, -2)], dim=-1)
+        from_own = q_RKgD @ k_RKCD.transpose(-1, -2)
+        if self.hidden_C is not None:
+            from_own.masked_fill_(self.hidden_C, float("-inf"))
+        scores = torch.cat([self._by_row(from_prompt), from_own], dim=-1)
         weights = scores.float().softmax(dim=-1).to(scores.dtype)
         P = k_UKPD.shape[2]
         return self._by_row(self._by_prompt(weights[..., :P]) @ v_UKPD) + weights[..., P:] @ v_RKCD
@@ -107,9 +118,11 @@ class ForkedCache:
         U, lengths_U = len(self.prompt_lengths_U), self.prompt_lengths_U
         counts_U = self.prompt_R.bincount(minlength=U)
         self.shape = U, int(counts_U.max())
+        self.places = U * self.shape[1]
         first_U = counts_U.cumsum(0) - counts_U
         number_R = torch.arange(len(self.prompt_R), device=self.prompt_R.device) - first_U[self.prompt_R]
         self.place_R = None if bool((counts_U == self.shape[1]).all()) else self.prompt_R * self.shape[1] + number_R
+        self.from_R = self.place_R
         P = int(lengths_U.max()) if not self.prompts else next(iter(self.prompts.values()))[0].shape[2]
         hidden_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
         self.hidden_U11P = hidden_UP[:, None, None] if bool(hidden_UP.any()) else None
@@ -120,7 +133,7 @@ class ForkedCache:
         U, J = self.shape
         K, g, N = x_RKgN.shape[1:]
         if self.place_R is not None:
-            x_RKgN = x_RKgN.new_zeros(U * J, K, g, N).index_copy_(0, self.place_R, x_RKgN)
+            x_RKgN = x_RKgN.new_zeros(self.places, K, g, N).index_copy_(0, self.place_R, x_RKgN)[: U * J]
         return x_RKgN.reshape(U, J, K, g, N).transpose(1, 2).reshape(U, K, J * g, N)
 
     def _by_row(self, x_UKjN: torch.Tensor) -> torch.Tensor:
@@ -128,7 +141,7 @@ class ForkedCache:
         U, J = self.shape
         K, N = x_UKjN.shape[1], x_UKjN.shape[3]
         x = x_UKjN.reshape(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
-        return x if self.place_R is None else x[self.place_R]
+        return x if self.from_R is None else x[self.from_R]
 
     def _some(self, buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         chosen = buffer.new_empty(len(rows), *buffer.shape[1:])

@@ -31,7 +31,7 @@ def estimate(
     num_parameters: int,
     *,
     precision: str,
-    has_reference: bool,
+    reference_bytes: float,
     gradient_checkpointing: bool,
     is_on_cpu: bool,
     tokens_in_flight: int,
@@ -41,6 +41,7 @@ def estimate(
 
     Args:
         model_config: the text part of a transformers configuration.
+        reference_bytes: of the reference's weights.
         tokens_in_flight, tokens_per_microbatch: prompt and completion tokens held at once while sampling, and while training.
     """
     layers, hidden, inner, kv_width = _sizes(model_config)
@@ -50,7 +51,7 @@ def estimate(
     per_token = layers * 4 * 1.4 * hidden + kept if gradient_checkpointing else layers * kept
     return Memory(
         states=16.0 * num_parameters,
-        reference=4.0 * num_parameters * has_reference,
+        reference=reference_bytes,
         cache=2.0 * layers * kv_width * (2 if is_bf16 and not is_on_cpu else 4) * tokens_in_flight
         + num_parameters * (2.0 if is_bf16 else 4.0 * is_on_cpu),
         activations=per_token * tokens_per_microbatch + 2.0 * num_parameters * is_bf16,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from grpo.batch import Problem
 from grpo.decoding import Decoder, agrees
+from grpo.graphs import Graphs
 from grpo.hub import hub_answers
-from grpo.rollout_weights import rollout_weights
+from grpo.rollout_weights import Product, rollout_weights
 from grpo.tasks.tiny import build_tiny_model
 
 transformers_logging.disable_progress_bar()  # one bar a shard, from every rank
@@ -41,7 +43,12 @@ class Policy:
     """``bf16`` (autocast) or ``fp32``."""
     decoder: Decoder | None = field(default=None, init=False, repr=False)
     """While sampling, for models that have one: decodes a token per row without the model's own modules."""
+    capture: bool = False
+    """Whether decode steps are captured in CUDA graphs, where the device and the model allow it."""
+    graphs: Graphs | None = field(default=None, init=False, repr=False)
+    say: Callable[[str], None] = field(default=print, init=False, repr=False)
     _has_decoder: bool | None = field(default=None, init=False, repr=False)
+    _kept: dict[nn.Linear, Product] = field(default_factory=dict, init=False, repr=False)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         if self.precision == "fp32":
@@ -60,13 +67,23 @@ class Policy:
         try:
             if self._has_decoder is None:
                 self._has_decoder = agrees(self.model)
-            with torch.no_grad(), self.autocast(), rollout_weights(self.model, self.precision) as products:
+            captures = self.capture and self._has_decoder and self.device.type == "cuda"
+            kept = self._kept if captures else None
+            with torch.no_grad(), self.autocast(), rollout_weights(self.model, self.precision, kept) as products:
                 if self._has_decoder:
                     self.decoder = Decoder(getattr(self.model, self.model.base_model_prefix), products)
+                if captures and self.graphs is None:
+                    self.graphs = Graphs(self.decoder, self.model.get_output_embeddings(), self.eos_ids, self.device)
                 yield
         finally:
             self.decoder = None
             self.model.train(was_training)
+
+    def without_graphs(self, reason: str) -> None:
+        """From now on decode steps are launched operation by operation."""
+        self.capture, self.graphs = False, None
+        self._kept.clear()
+        self.say(f"note: decode steps are not captured in CUDA graphs ({reason})")
 
     @property
     def context_length(self) -> int | None:
@@ -278,6 +295,35 @@ def make_reference(model: nn.Module) -> nn.Module:
     """A frozen copy, in eval mode, of the same weights and under the same autocast: the KL at step 0 is exactly 0."""
     reference = copy.deepcopy(model).eval()
     return reference.requires_grad_(False)
+
+
+@torch.no_grad()
+def halve_reference(reference: nn.Module, policy: Policy) -> bool:
+    """Keep weights of linear layers in bf16, as autocast would make them at every use: the same bits from half the memory.
+
+    Weights that something else reads too (an embedding that is the head) stay in fp32.
+
+    Returns:
+        Whether it is so; False: the model computes something else then, and is left as it was.
+    """
+    if policy.precision != "bf16":
+        return False
+    readers = Counter(id(p) for module in reference.modules() for p in module.parameters(recurse=False))
+    layers = [m for m in reference.modules() if type(m) is nn.Linear and readers[id(m.weight)] == 1]
+    ids = torch.arange(16, device=policy.device)[None, :] % reference.get_input_embeddings().weight.shape[0]
+    before = [(p, p.data) for layer in layers for p in layer.parameters(recurse=False)]
+    with policy.autocast():
+        expected = reference(input_ids=ids, use_cache=False).logits
+        for parameter, _ in before:
+            parameter.data = parameter.data.bfloat16()
+        try:
+            if torch.equal(reference(input_ids=ids, use_cache=False).logits, expected):
+                return True
+        except Exception:  # others' code, that multiplies with fp32 weights by itself
+            pass
+    for parameter, value in before:
+        parameter.data = value
+    return False
 
 
 @torch.no_grad()

@@ -20,7 +20,8 @@ import torch
 from grpo.batch import Batch, Completion, Group, Problem, collate, cut
 from grpo.distributed import World
 from grpo.memory import GIB
-from grpo.rollout import draw, prefill, waves
+from grpo.rollout import prefill, waves
+from grpo.sampling import draw
 
 DOES_NOT_FIT = "a largest step does not fit in memory: "
 

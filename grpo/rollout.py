@@ -9,7 +9,7 @@ Shapes: ``U`` prompts, ``R`` rows in flight, ``L`` padded prompt length, ``V`` v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,24 +18,10 @@ from transformers.cache_utils import DynamicLayer
 
 from grpo.batch import Completion, Group, Problem
 from grpo.forking import ForkedCache
+from grpo.graphs import LOOK_EVERY
 from grpo.packing import ATTENTION, forked_hidden, pack_prompts, packed_hidden
+from grpo.sampling import Sampling, draw
 from grpo.seeding import generator
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn. Every value is explicit: nothing is read from a model's ``generation_config.json``."""
-
-    num_generations: int
-    max_completion_length: int
-    """In tokens."""
-    temperature: float = 1.0
-    """0: greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    tokens_in_flight: int | None = None
 
 
 def generate(
@@ -94,6 +80,30 @@ def waves(rows: list[tuple[int, int]], problems: Sequence[Problem], sampling: Sa
 
 def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> list[Completion]:
     """Prefill the distinct prompts of a wave, fork, decode until every row has ended."""
+    uniforms_RT = None if uniforms_RT is None else uniforms_RT.to(policy.device)
+    drawn = None
+    if policy.graphs is not None and not sampling.stop:  # whether a text has come is not for the device to see
+        drawn = _decode_captured(policy, prompts, uniforms_RT, sampling, on_tokens)
+    tokens_RT, logprobs_RT, lengths, finished = drawn or _decode(policy, prompts, uniforms_RT, sampling, on_tokens)
+    texts = policy.tokenizer.batch_decode(
+        [tokens_RT[r, :n].tolist() for r, n in enumerate(lengths)], skip_special_tokens=True
+    )
+    return [
+        Completion(
+            ids=tuple(tokens_RT[r, : lengths[r]].tolist()),
+            text=texts[r],
+            finished=finished[r],
+            sampling_logprobs=tuple(logprobs_RT[r, : lengths[r]].tolist()) if uniforms_RT is not None else (),
+        )
+        for r in range(len(prompts))
+    ]
+
+
+Drawn = tuple[torch.Tensor, torch.Tensor, list[int], list[bool]]
+"""Tokens and log-probs ``[R, T]`` on the CPU, how many tokens each row has, and whether it ended by itself."""
+
+
+def _decode(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> Drawn:
     device, T, R = policy.device, sampling.max_completion_length, len(prompts)
     decoder, logits_RV = prefill(policy, prompts, room=T)
 
@@ -102,7 +112,6 @@ def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) ->
     lengths = [T] * R
     finished = [False] * R
     eos = torch.tensor(policy.eos_ids, device=device)
-    uniforms_RT = None if uniforms_RT is None else uniforms_RT.to(device)
     alive = list(range(R))  # the wave's row behind each row still in the batch
     live = torch.ones(R, dtype=torch.bool, device=device)  # rows in the batch that have not ended
     for t in range(T):
@@ -129,18 +138,38 @@ def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) ->
             decoder.keep(keep)
             token_R, live = token_R[keep], live[keep]
         logits_RV = decoder.step(token_R)
-    texts = policy.tokenizer.batch_decode(
-        [tokens_RT[r, :n].tolist() for r, n in enumerate(lengths)], skip_special_tokens=True
-    )
-    return [
-        Completion(
-            ids=tuple(tokens_RT[r, : lengths[r]].tolist()),
-            text=texts[r],
-            finished=finished[r],
-            sampling_logprobs=tuple(logprobs_RT[r, : lengths[r]].tolist()) if uniforms_RT is not None else (),
-        )
-        for r in range(R)
-    ]
+    return tokens_RT, logprobs_RT, lengths, finished
+
+
+def _decode_captured(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> Drawn | None:
+    """The same by :mod:`grpo.graphs`; None where that fails, or, looked at in the first wave, gives something else."""
+    try:
+        decoder, logits_RV = prefill(policy, prompts, room=sampling.max_completion_length)
+        drawn = policy.graphs.decode(decoder.cache, decoder.positions_R, logits_RV, uniforms_RT, sampling, on_tokens)
+        if not policy.graphs.checked:
+            few = replace(sampling, max_completion_length=min(2 * LOOK_EVERY + 1, sampling.max_completion_length))
+            expected = _decode(policy, prompts, uniforms_RT, few, None)
+            if not _are_alike(drawn, expected):
+                policy.without_graphs("they give other tokens than the same steps without")
+                return None
+            policy.graphs.checked = True
+        return drawn
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a kernel that cannot be captured, an operation that looks at a value
+        policy.without_graphs((str(error).strip() or type(error).__name__).splitlines()[0])
+        return None
+
+
+def _are_alike(drawn: Drawn, expected: Drawn) -> bool:
+    """Whether rows begin with the same tokens, and with log-probs that are off by rounding; one in eight may part sooner."""
+    T = expected[0].shape[1]
+    same_RT = (drawn[0][:, :T] == expected[0]).cumprod(dim=1).bool()
+    lengths_R = torch.tensor(expected[2])
+    written_RT = torch.arange(T) < lengths_R[:, None]
+    close_RT = (drawn[1][:, :T] - expected[1]).abs() < 0.1
+    parted_R = (~same_RT & written_RT).any(dim=1)
+    return bool(close_RT[same_RT & written_RT].all()) and float(parted_R.float().mean()) <= 0.125
 
 
 def prefill(policy, prompts: Sequence[tuple[int, ...]], room: int) -> tuple[Forked | Cached, torch.Tensor]:
@@ -235,51 +264,6 @@ class Cached:
             logits_to_keep=1,
         )
         return output.logits[:, -1]
-
-
-def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row by inverting the CDF at ``u``.
-
-    Args:
-        logits_RV: ``[R, V]`` logits.
-        u_R: ``[R]`` uniform numbers in [0, 1); None for greedy.
-        sampling: temperature and filters.
-
-    Returns:
-        Tokens ``[R]`` and their log-probabilities ``[R]`` (nats, at the temperature, before top-k/top-p/min-p: what the loss
-        scores).
-    """
-    if u_R is None:
-        token_R = logits_RV.argmax(dim=-1)
-        return token_R, torch.zeros_like(token_R, dtype=torch.float32)
-    logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
-    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    probs_RV = keep_likely(logprobs_RV.exp(), sampling)
-    cdf_RV = probs_RV.cumsum(dim=-1)
-    total_R1 = cdf_RV[:, -1:]
-    # Just below the total at most: u * total can round up to it, and would fall behind the last possible token.
-    target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
-    token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
-    return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1)
-
-
-def keep_likely(probs_RV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Probabilities with those outside top-k, top-p and min-p set to 0 (not renormalised), applied in that order."""
-    V = probs_RV.shape[-1]
-    top_k = sampling.top_k if 0 < sampling.top_k < V else 0
-    if not top_k and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
-        return probs_RV
-    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
-    keep_RV = torch.ones_like(sorted_RV, dtype=torch.bool)
-    if top_k:
-        keep_RV[:, top_k:] = False
-    if sampling.top_p < 1.0:
-        kept_RV = sorted_RV * keep_RV
-        before_RV = (kept_RV.cumsum(dim=-1) - kept_RV) / kept_RV.sum(dim=-1, keepdim=True)
-        keep_RV &= before_RV < sampling.top_p  # the smallest set that reaches top_p; never empty
-    if sampling.min_p > 0.0:
-        keep_RV &= sorted_RV >= sampling.min_p * sorted_RV[:, :1]
-    return torch.zeros_like(probs_RV).scatter(-1, order_RV, sorted_RV * keep_RV)
 
 
 def _hits_stop(tokenizer, ids_t: torch.Tensor, stop: tuple[str, ...]) -> bool:

@@ -25,7 +25,7 @@ class Product:
     """The outputs of several linear layers for one input, computed together."""
 
     def __init__(self, layers: list[nn.Linear], dtype: torch.dtype):
-        self.dtype, self.sizes = dtype, [layer.out_features for layer in layers]
+        self.dtype, self.sizes, self.layers = dtype, [layer.out_features for layer in layers], layers
         self.weight = torch.cat([layer.weight.detach() for layer in layers]).to(dtype)
         self.bias = None
         if any(layer.bias is not None for layer in layers):
@@ -36,6 +36,13 @@ class Product:
             self.weight = _ops._reorder_linear_weight(self.weight, None)
         self._x: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
+
+    def refresh(self) -> None:
+        """Take the layers' weights as they are now, at the same address (not where they have been re-ordered)."""
+        for number, (weight, layer) in enumerate(zip(self.weight.split(self.sizes), self.layers, strict=True)):
+            weight.copy_(layer.weight.detach())
+            if self.bias is not None and layer.bias is not None:
+                self.bias.split(self.sizes)[number].copy_(layer.bias.detach())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The layers' outputs side by side, ``[..., sum(out_features)]``."""
@@ -64,11 +71,16 @@ class _Part:
 
 
 @contextlib.contextmanager
-def rollout_weights(model: nn.Module, precision: str) -> Iterator[dict[nn.Linear, Product]]:
+def rollout_weights(
+    model: nn.Module, precision: str, kept: dict[nn.Linear, Product] | None = None
+) -> Iterator[dict[nn.Linear, Product]]:
     """Linear layers compute from copies of their weights, where a copy is faster.
 
     The model's own weights must not change meanwhile. Nothing is copied in fp32 on a GPU, or for layers that are not plain
     ``nn.Linear`` with fp32 weights.
+
+    Args:
+        kept: the copies outlive the rollout here, and the next one refreshes them in place: captured steps know their addresses.
 
     Yields:
         The product of each layer; siblings have the same one.
@@ -76,13 +88,16 @@ def rollout_weights(model: nn.Module, precision: str) -> Iterator[dict[nn.Linear
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.float32]
     layers = [m for m in layers if "forward" not in vars(m) and (dtype == torch.bfloat16 or _can_reorder(m.weight))]
-    products = {}
+    products: dict[nn.Linear, Product] = {} if kept is None else kept
     try:
-        for siblings in _siblings(model, layers):
-            product = Product(siblings, dtype)
-            for number, layer in enumerate(siblings):
-                layer.forward = _Part(product, number)
-                products[layer] = product
+        if products:
+            for product in dict.fromkeys(products.values()):
+                product.refresh()
+        else:
+            for siblings in _siblings(model, layers):
+                products |= dict.fromkeys(siblings, Product(siblings, dtype))
+        for layer, product in products.items():
+            layer.forward = _Part(product, product.layers.index(layer))
         yield products
     finally:
         for layer in products:

@@ -28,6 +28,7 @@ from grpo.metrics import Accumulator, Reporter
 from grpo.model import (
     Policy,
     check_context,
+    halve_reference,
     load_policy,
     load_tokenizer,
     make_optimizer,
@@ -208,6 +209,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
     everything = [*train.problems, *evaluation.problems]
     check_context(path, everything, config.rollout.max_completion_length, trust_remote_code=trust)
     policy = load_policy(str(resume or path), tokenizer, **options)
+    policy.capture = config.runtime.cuda_graphs
     a, o = config.algorithm, config.optim
     ref_scorer = None
     if a.beta > 0:
@@ -238,8 +240,11 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         why_padded = "model.disable_dropout is false, and attention over a packed row has no dropout"
     else:
         why_padded = scorer.pack_groups()
-    if ref_scorer is not None and scorer.packed:
-        ref_scorer.pack_groups()
+    if ref_scorer is not None:
+        if scorer.packed:
+            ref_scorer.pack_groups()
+        if not a.ref_sync_steps and ref_scorer.plain_head is not None:  # one that moves needs all its bits
+            halve_reference(ref_scorer.model, policy)
 
     here = environment(world.size) | {"from_step": start, "num_parameters": num_parameters(policy.model)}
     here["num_eval_problems"] = len(evaluation.problems[: config.eval.max_samples])
@@ -260,6 +265,7 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         wandb_run_id=state.get("wandb_run_id"),
         config=config.model_dump(mode="json") | {"environment": here},
     )
+    policy.say = reporter.say
     run = Run(
         config=config,
         world=world,
@@ -294,7 +300,8 @@ def _prepare(config: Config, world: World, rewards: RewardRunner, resume: Path |
         steps_per_epoch=problems.steps_per_epoch,
         max_steps=max_steps,
     )
-    lines.append(memory_line(config, policy, world.size, max(len(problem.prompt_ids) for problem in everything)))
+    longest = max(len(problem.prompt_ids) for problem in everything)
+    lines.append(memory_line(config, policy, ref_scorer and ref_scorer.model, world.size, longest))
     if why_padded:
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     for line in lines + [f"resuming  {resume} at step {start}"] * bool(resume):

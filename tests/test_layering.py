@@ -21,6 +21,7 @@ BASE = {
     "distributed",
     "environment",
     "forking",
+    "graphs",
     "health",
     "hub",
     "lock",
@@ -28,6 +29,7 @@ BASE = {
     "packing",
     "presets",
     "rollout_weights",
+    "sampling",
     "seeding",
     "terminal",
 }
@@ -41,6 +43,7 @@ MAY_IMPORT = (
         "config": {"agreement", "arguments", "presets"},
         "packing": {"forking"},
         "decoding": {"forking", "packing", "rollout_weights"},
+        "graphs": {"decoding", "forking", "sampling"},
     }
     | {room: {"batch"} for room in MATH}
     | {"logprobs": {"batch", "packing"}, "rewards": {"batch", "hub"}}

@@ -9,6 +9,7 @@ from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
 from grpo.model import (
     end_tokens,
+    halve_reference,
     make_optimizer,
     make_reference,
     make_schedule,
@@ -72,6 +73,51 @@ def test_reference_is_frozen_and_moves_only_when_told(random_model):
         torch.testing.assert_close(b, a + 0.5)
     sync_reference(reference, policy.model, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
+    policy = load(save_random_model(tmp_path / "model", tie_word_embeddings=tied), packed=True, precision="bf16")
+    reference = make_reference(policy.model)
+    scorer = CompletionScorer(reference, 0.7)
+    scorer.packed = True
+    ids_BS = torch.randint(0, 90, (4, 60), generator=torch.Generator().manual_seed(0))
+    ids_BS[:, :20] = ids_BS[0, :20]
+    inputs = ids_BS, torch.full((4,), 20), torch.ones(4, 40, dtype=torch.bool), torch.zeros(4, dtype=torch.long)
+    with torch.no_grad(), policy.autocast():
+        before = scorer(*inputs)
+        size = sum(p.numel() * p.element_size() for p in reference.parameters())
+        assert halve_reference(reference, policy)
+        after = scorer(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert torch.equal(
+            CompletionScorer(policy.model, 0.7)(*inputs)[0], CompletionScorer(reference, 0.7)(*inputs)[0]
+        )
+    halved = {p for m in reference.modules() if type(m) is torch.nn.Linear for p in m.parameters()}
+    halved -= {reference.get_input_embeddings().weight}
+    assert all(p.dtype == (torch.bfloat16 if p in halved else torch.float32) for p in reference.parameters())
+    assert sum(p.numel() * p.element_size() for p in reference.parameters()) == size - 2 * sum(
+        p.numel() for p in halved
+    )
+    assert all(p.dtype == torch.float32 for p in policy.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "reads its weights itself", "fails"])
+def test_a_reference_that_would_change_stays_in_fp32(random_model, kind):
+    policy = load(random_model, precision="fp32" if kind == "fp32" else "bf16")
+    reference = make_reference(policy.model)
+    layer = reference.model.layers[0].mlp.down_proj
+    if kind == "reads its weights itself":  # as routers do
+        layer.forward = torch.autocast("cpu", enabled=False)(lambda x: x.float() @ layer.weight.float().T)
+    if kind == "fails":
+        layer.forward = lambda x: torch.mm(
+            x.float().flatten(0, 1), layer.weight.detach().view(torch.int32).view(torch.float32).T
+        )[None]
+    before = [p.clone() for p in reference.parameters()]
+    assert not halve_reference(reference, policy)
+    assert all(
+        torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, reference.parameters(), strict=True)
+    )
 
 
 def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo.evaluation import pass_at_k
-from grpo.rollout import Sampling, draw, keep_likely
+from grpo.sampling import Sampling, draw, keep_likely
 
 torch.set_num_threads(1)
 
