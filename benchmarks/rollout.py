@@ -75,28 +75,38 @@ def load(a, device) -> Policy:
     return Policy(model.to(device).eval(), NoTokenizer(), (EOS,), 0, device, a.precision, capture=True)
 
 
-def ours(policy, prompts_UL, lengths_UG, T) -> int:
+def ours(policy, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None) -> int:
     """A uniform number of 2 and more says that the row ends there: it stays with its row, wherever the row is decoded."""
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
-    plain_draw, plain_wave, last_R = grpo.rollout.draw, grpo.rollout._decode_wave, lengths_UG.flatten().cpu() - 1
+    plain_draw, plain_rows, last_R = grpo.rollout.draw, grpo.rollout._decode_rows, lengths_UG.flatten().cpu() - 1
 
-    def decode_wave(policy, prompts, uniforms_RT, *options):
+    def decode_rows(policy, prompts, uniforms_RT, *options):
         uniforms_RT[torch.arange(len(last_R)), last_R] += 2
-        return plain_wave(policy, prompts, uniforms_RT, *options)
+        return plain_rows(policy, prompts, uniforms_RT, *options)
 
     def draw(logits_RV, u_R, sampling):
         return plain_draw(ends_at(logits_RV, u_R >= 2), torch.where(u_R >= 2, u_R - 2, u_R), sampling)
 
-    grpo.rollout._decode_wave, grpo.rollout.draw, grpo.graphs.draw = decode_wave, draw, draw
+    grpo.rollout._decode_rows, grpo.rollout.draw, grpo.graphs.draw = decode_rows, draw, draw
     try:
-        groups = generate(policy, problems, Sampling(lengths_UG.shape[1], T), address=(0, "benchmark", 0))
+        groups = generate(
+            policy,
+            problems,
+            Sampling(lengths_UG.shape[1], T, tokens_in_flight=tokens_in_flight),
+            address=(0, "benchmark", 0),
+        )
     finally:
-        grpo.rollout._decode_wave, grpo.rollout.draw, grpo.graphs.draw = plain_wave, plain_draw, plain_draw
+        grpo.rollout._decode_rows, grpo.rollout.draw, grpo.graphs.draw = plain_rows, plain_draw, plain_draw
     return sum(len(c.ids) for group in groups for c in group.completions)
 
 
+def refilled(policy, prompts_UL, lengths_UG, T) -> int:
+    """In the memory of a quarter of the rows."""
+    return ours(policy, prompts_UL, lengths_UG, T, lengths_UG.numel() // 4 * (prompts_UL.shape[1] + T))
+
+
 def in_waves(policy, prompts_UL, lengths_UG, T) -> int:
-    """A quarter of the problems at a time, as ``rollout.tokens_in_flight`` would cut them."""
+    """A quarter of the problems at a time, each to its end."""
     quarter = max(len(prompts_UL) // 4, 1)
     parts = zip(prompts_UL.split(quarter), lengths_UG.split(quarter), strict=True)
     return sum(ours(policy, prompts_QL, lengths_QG, T) for prompts_QL, lengths_QG in parts)
@@ -158,7 +168,9 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--waves", action="store_true", help="beside ours in four waves, instead of generate")
+    parser.add_argument(
+        "--waves", action="store_true", help="a quarter of the rows at once: refilled, beside four waves"
+    )
     parser.add_argument("--output", help="JSON file to write")
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -174,7 +186,7 @@ def main() -> None:
         f"packed: {reason or 'yes'}; lengths {int(lengths_UG.min())} to {int(lengths_UG.max())}, mean {lengths_UG.float().mean():.0f}"
     )
 
-    sides = {"ours": ours, "generate": in_waves if a.waves else theirs}
+    sides = {"ours": refilled, "generate": in_waves} if a.waves else {"ours": ours, "generate": theirs}
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(a.repeats + 1):
         for name, side in sides.items() if number % 2 else reversed(sides.items()):
@@ -185,12 +197,13 @@ def main() -> None:
             assert tokens == int(lengths_UG.sum()), (name, tokens)
             if number:  # the first of each is warm-up
                 rates[name].append(tokens / (time.perf_counter() - start))
+    given = {name: value for name, value in vars(a).items() if name not in ("model", "output")}
     ratios = [mine / other for mine, other in zip(*rates.values(), strict=True)]
     result = {name: statistics.median(values) for name, values in rates.items()}
     bandwidth = copy_bandwidth(device)
     bound = int(lengths_UG.sum()) / bound_seconds(policy.model, lengths_UG, a.prompt, a.precision, bandwidth)
     result |= {"bandwidth_bound": bound, "copy_bytes_per_second": bandwidth, "share_of_bound": result["ours"] / bound}
-    result |= {"ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios), "arguments": vars(a)}
+    result |= {"ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios), "arguments": given}
     print(
         f"{a.precision}, {a.rows} rows, groups of {a.group}, prompts of {a.prompt}: ours {result['ours']:.0f} tokens/s, "
         f"{'in four waves' if a.waves else 'generate'} {result['generate']:.0f}; {result['ratio']:.2f} times ({min(ratios):.2f} to {max(ratios):.2f}); "

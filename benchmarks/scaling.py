@@ -4,7 +4,8 @@
     python benchmarks/scaling.py --paper         the lengths of docs/scaling.md, by simulation
 
 Efficiency is the time of a step on one rank over that on several, each with ``--prompts`` problems per rank. Ranks wait for the one whose
-completions are longest, so the figure holds lengths' luck as well; it is summed over all steps after the first.
+completions are longest, so the figure holds lengths' luck as well; it is summed over all steps after the first. Cores of one machine
+share its memory and its clock: beside them stand as many runs of one rank that know nothing of each other, at the same time.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +50,13 @@ def seconds_per_step(a, ranks: int) -> tuple[float, float]:
     return sum(line["step_time"] for line in lines) / tokens, sum(line["time/update"] for line in lines) / tokens
 
 
+def seconds_apart(a) -> tuple[float, float]:
+    """Means over runs of one rank at the same time."""
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(lambda _: seconds_per_step(a, 1), range(a.ranks)))
+    return tuple(statistics.mean(values) for values in zip(*found, strict=True))
+
+
 def paper() -> None:
     """Longest completion and busiest rank of 64 completions a rank, lengths log-normal (median 200, sigma 0.5), cut at 1,024."""
     import torch
@@ -76,18 +85,26 @@ def main() -> None:
     if a.paper:
         paper()
         return
-    pairs = []
-    for number in range(a.repeats):
-        sides = (1, a.ranks) if number % 2 == 0 else (a.ranks, 1)
-        pairs.append({ranks: seconds_per_step(a, ranks) for ranks in sides})
-        print(json.dumps(pairs[-1]), flush=True)
-    efficiency = [pair[1][0] / pair[a.ranks][0] for pair in pairs]
-    print(
-        f"{a.ranks} ranks, {a.prompts} problems each: efficiency {statistics.median(efficiency):.2f} "
-        f"({min(efficiency):.2f} to {max(efficiency):.2f}) of the whole step, per 100 tokens of mean completion length"
+    rounds, sides = (
+        [],
+        {
+            "1": lambda: seconds_per_step(a, 1),
+            str(a.ranks): lambda: seconds_per_step(a, a.ranks),
+            "apart": lambda: seconds_apart(a),
+        },
     )
+    for number in range(a.repeats):
+        rounds.append({name: sides[name]() for name in (sides if number % 2 == 0 else reversed(sides))})
+        print(json.dumps(rounds[-1]), flush=True)
+    efficiency = {name: [one[name][0] / one[str(a.ranks)][0] for one in rounds] for name in ("1", "apart")}
+    for name, what in (("1", "one alone"), ("apart", f"{a.ranks} that know nothing of each other")):
+        print(
+            f"{a.ranks} ranks of one thread, {a.prompts} problems each, beside {what}: efficiency of the whole step "
+            f"{statistics.median(efficiency[name]):.2f} ({min(efficiency[name]):.2f} to {max(efficiency[name]):.2f})"
+        )
     if a.output:
-        result = {"pairs": pairs, "efficiency": efficiency, "arguments": vars(a), "date": time.strftime("%Y-%m-%d")}
+        given = {name: value for name, value in vars(a).items() if name not in ("model", "data", "output")}
+        result = {"rounds": rounds, "efficiency": efficiency, "arguments": given, "date": time.strftime("%Y-%m-%d")}
         Path(a.output).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -15,6 +15,7 @@ Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows in flight, ``J`` most ro
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 class ForkedCache:
@@ -33,8 +34,10 @@ class ForkedCache:
         self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.prompt_R = torch.arange(len(prompt_lengths), device=device)
-        self.hidden_C: torch.Tensor | None = None
-        """Own places that are not taken yet, where more than the taken ones are looked at (:mod:`grpo.graphs`)."""
+        self.start_R: torch.Tensor | None = None
+        """The first own place of each row, where some began later than others."""
+        self.hidden_own: torch.Tensor | None = None
+        """``[C]`` or ``[R, 1, 1, C]``, True at own places that hold nothing of the row; None: there are none."""
         self._arrange()
 
     def fork(self, prompt_R: torch.Tensor) -> None:
@@ -42,15 +45,41 @@ class ForkedCache:
         self.prompt_R = prompt_R
         self._arrange()
 
+    @property
+    def is_full(self) -> bool:
+        """No place is left for another token, until rows that began first are let go by :meth:`keep`."""
+        return self.length == self.room
+
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows only; prompts that no row continues are let go."""
+        """Go on with these rows only; prompts that no row continues are let go, and places before the first token of all rows."""
+        first = 0
+        if self.start_R is not None:
+            first = int(self.start_R[rows].min())
+            self.start_R = self.start_R[rows] - first
         for layer, (keys, values) in self.own.items():
-            self.own[layer] = self._some(keys, rows), self._some(values, rows)
+            self.own[layer] = self._some(keys, rows, first), self._some(values, rows, first)
+        self.length -= first
         self.prompt_R = self.prompt_R[rows]
         prompts_left, renumbered = self.prompt_R.unique(return_inverse=True)
         if len(prompts_left) < len(self.prompt_lengths_U):
             self.prompt_lengths_U, self.prompt_R = self.prompt_lengths_U[prompts_left], renumbered
             self.prompts = {n: (k[prompts_left], v[prompts_left]) for n, (k, v) in self.prompts.items()}
+        self._arrange()
+
+    def join(self, other: ForkedCache) -> None:
+        """Go on with another's rows, which have no own tokens yet, beside these."""
+        new = len(other.prompt_R)
+        lengths_U = torch.cat([self.prompt_lengths_U, other.prompt_lengths_U])
+        P = int(lengths_U.max())
+        for layer, pairs in self.prompts.items():
+            both = zip(pairs, other.prompts[layer], strict=True)
+            self.prompts[layer] = tuple(torch.cat([_as_wide(mine, P), _as_wide(theirs, P)]) for mine, theirs in both)
+            if layer in self.own:
+                self.own[layer] = tuple(_with_rows(buffer, new, self.length) for buffer in self.own[layer])
+        start_R = torch.zeros_like(self.prompt_R) if self.start_R is None else self.start_R
+        self.start_R = torch.cat([start_R, start_R.new_full((new,), self.length)])
+        self.prompt_R = torch.cat([self.prompt_R, other.prompt_R + len(self.prompt_lengths_U)])
+        self.prompt_lengths_U = lengths_U
         self._arrange()
 
     def store_prompts(self, layer: int, k_UPKD: torch.Tensor, v_UPKD: torch.Tensor) -> None:
@@ -79,6 +108,11 @@ class ForkedCache:
             self.own[layer] = k_RK1D.new_empty(R, K, self.room, D), v_RK1D.new_empty(R, K, self.room, D)
         own_keys, own_values = (buffer[:, :, : self.length] for buffer in self.own[layer])
         own_keys[:, :, -1], own_values[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
+        if self.start_R is not None and (self.hidden_own is None or self.hidden_own.shape[-1] != self.length):
+            places_C = torch.arange(self.length, device=self.start_R.device)
+            self.hidden_own = (places_C < self.start_R[:, None])[:, None, None]
+            self._own_mask = torch.zeros(self.hidden_own.shape, dtype=k_RK1D.dtype, device=places_C.device)
+            self._own_mask.masked_fill_(self.hidden_own, float("-inf"))
         return own_keys, own_values
 
     def _at_once(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
@@ -88,8 +122,8 @@ class ForkedCache:
         if self.hidden_U11P is not None:
             from_prompt.masked_fill_(self.hidden_U11P, float("-inf"))
         from_own = q_RKgD @ k_RKCD.transpose(-1, -2)
-        if self.hidden_C is not None:
-            from_own.masked_fill_(self.hidden_C, float("-inf"))
+        if self.hidden_own is not None:
+            from_own.masked_fill_(self.hidden_own, float("-inf"))
         scores = torch.cat([self._by_row(from_prompt), from_own], dim=-1)
         weights = scores.float().softmax(dim=-1).to(scores.dtype)
         P = k_UKPD.shape[2]
@@ -109,7 +143,8 @@ class ForkedCache:
                 self._mask_U11P = nothing.masked_fill_(self.hidden_U11P, float("-inf"))
             mask = self._mask_U11P.expand(-1, -1, q_UKjD.shape[2], -1)
         prompt_out, prompt_log_z = _fused(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
-        own_out_RKgD, own_log_z = _fused(q_RKgD, k_RKCD, v_RKCD, scale=scaling)
+        own_mask = None if self._own_mask is None else self._own_mask.expand(-1, -1, q_RKgD.shape[2], -1)
+        own_out_RKgD, own_log_z = _fused(q_RKgD, k_RKCD, v_RKCD, attn_mask=own_mask, scale=scaling)
         share_RKg1 = torch.sigmoid(self._by_row(prompt_log_z[..., None]) - own_log_z[..., None])
         return torch.lerp(own_out_RKgD, self._by_row(prompt_out), share_RKg1)
 
@@ -127,6 +162,7 @@ class ForkedCache:
         hidden_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
         self.hidden_U11P = hidden_UP[:, None, None] if bool(hidden_UP.any()) else None
         self._mask_U11P: torch.Tensor | None = None
+        self.hidden_own = self._own_mask = None
 
     def _by_prompt(self, x_RKgN: torch.Tensor) -> torch.Tensor:
         """``[R, K, g, N]`` to ``[U, K, J * g, N]``, zeros where a prompt has fewer rows than another."""
@@ -143,10 +179,22 @@ class ForkedCache:
         x = x_UKjN.reshape(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
         return x if self.from_R is None else x[self.from_R]
 
-    def _some(self, buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _some(self, buffer: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
         chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
-        chosen[:, :, : self.length] = buffer[rows, :, : self.length]
+        chosen[:, :, : self.length - first] = buffer[rows, :, first : self.length]
         return chosen
+
+
+def _as_wide(x_UKPD: torch.Tensor, P: int) -> torch.Tensor:
+    return F.pad(x_UKPD[:, :, :P], (0, 0, 0, P - min(x_UKPD.shape[2], P)))
+
+
+def _with_rows(buffer: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """``rows`` more, whose places up to ``length`` are zeros: weight 0 times what memory happens to hold could be NaN."""
+    longer = buffer.new_empty(len(buffer) + rows, *buffer.shape[1:])
+    longer[: len(buffer), :, :length] = buffer[:, :, :length]
+    longer[len(buffer) :, :, :length] = 0.0
+    return longer
 
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -293,7 +293,7 @@ class _FixedCache(ForkedCache):
 
     def look_at(self, next_1: torch.Tensor) -> None:
         """The token that is computed now comes before number ``next``: it lies at ``next - 1``, and nothing behind."""
-        self.now_1, self.hidden_C = next_1 - 1, self.places_C >= next_1
+        self.now_1, self.hidden_own = next_1 - 1, self.places_C >= next_1
 
     def _append(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.own[layer]

@@ -1,7 +1,8 @@
 """Problems to groups of sampled completions.
 
 Each prompt is prefilled once, its cache forked G times; a token is drawn by inverting the CDF at a uniform number that was
-fixed ahead by the row's own address; finished rows leave the batch instead of being decoded to the end of the longest.
+fixed ahead by the row's own address; finished rows leave the batch instead of being decoded to the end of the longest, and rows that
+had to wait take their places.
 
 Shapes: ``U`` prompts, ``R`` rows in flight, ``L`` padded prompt length, ``V`` vocabulary.
 """
@@ -22,6 +23,9 @@ from grpo.graphs import LOOK_EVERY
 from grpo.packing import ATTENTION, forked_hidden, pack_prompts, packed_hidden
 from grpo.sampling import Sampling, draw
 from grpo.seeding import generator
+
+SPARE = 8
+"""Where rows join others, each has room for one token in so many more than it can have: the cache is copied less often."""
 
 
 def generate(
@@ -51,15 +55,17 @@ def generate(
     rows = [(p, g) for p in range(len(problems)) for g in range(G)]
     completions: dict[tuple[int, int], Completion] = {}
     with policy.sampling():
-        for wave in waves(rows, problems, sampling):
+        # Captured steps have fixed rows; elsewhere rows that wait take the places of those that end.
+        parts = waves(rows, problems, sampling) if policy.graphs is not None else [rows] * bool(rows)
+        for part in parts:
             uniforms_RT = None
             if sampling.temperature > 0:
                 uniforms_RT = torch.stack(
-                    [torch.rand(T, generator=generator(seed, purpose, step, problems[p].index, g)) for p, g in wave]
+                    [torch.rand(T, generator=generator(seed, purpose, step, problems[p].index, g)) for p, g in part]
                 )
-            prompts = [problems[p].prompt_ids for p, _ in wave]
-            drawn = _decode_wave(policy, prompts, uniforms_RT, sampling, on_tokens)
-            completions.update(zip(wave, drawn, strict=True))
+            prompts = [problems[p].prompt_ids for p, _ in part]
+            drawn = _decode_rows(policy, prompts, uniforms_RT, sampling, on_tokens)
+            completions.update(zip(part, drawn, strict=True))
     return [Group(problem, tuple(completions[p, g] for g in range(G))) for p, problem in enumerate(problems)]
 
 
@@ -78,8 +84,7 @@ def waves(rows: list[tuple[int, int]], problems: Sequence[Problem], sampling: Sa
     return waves
 
 
-def _decode_wave(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> list[Completion]:
-    """Prefill the distinct prompts of a wave, fork, decode until every row has ended."""
+def _decode_rows(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> list[Completion]:
     uniforms_RT = None if uniforms_RT is None else uniforms_RT.to(policy.device)
     drawn = None
     if policy.graphs is not None and not sampling.stop:  # whether a text has come is not for the device to see
@@ -104,41 +109,93 @@ Drawn = tuple[torch.Tensor, torch.Tensor, list[int], list[bool]]
 
 
 def _decode(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> Drawn:
-    device, T, R = policy.device, sampling.max_completion_length, len(prompts)
-    decoder, logits_RV = prefill(policy, prompts, room=T)
+    """Prefill the distinct prompts, fork, decode until every row has ended; as many rows at once as the bound allows.
 
-    tokens_RT = torch.zeros(R, T, dtype=torch.long)
-    logprobs_RT = torch.zeros(R, T)
-    lengths = [T] * R
-    finished = [False] * R
+    Rows that wait begin as soon as those that have ended leave room for a whole group (continuous batching), where rows may be
+    of different ages (:class:`Forked`); with other models when all others have ended.
+    """
+    device, T, R = policy.device, sampling.max_completion_length, len(prompts)
+    tokens_RT = torch.zeros(R, T + 1, dtype=torch.long)  # one place more, for what rows draw after their last token
+    logprobs_RT = torch.zeros(R, T + 1)
+    lengths, finished = [T] * R, [False] * R
     eos = torch.tensor(policy.eos_ids, device=device)
-    alive = list(range(R))  # the wave's row behind each row still in the batch
-    live = torch.ones(R, dtype=torch.bool, device=device)  # rows in the batch that have not ended
-    for t in range(T):
-        u_R = None if uniforms_RT is None else uniforms_RT[alive, t]
-        token_R, logprob_R = draw(logits_RV, u_R, sampling)
-        tokens_RT[alive, t] = token_R.cpu()
-        logprobs_RT[alive, t] = logprob_R.cpu()
-        ended_R = torch.isin(token_R, eos) & live
+    joins = policy.model.config._attn_implementation == ATTENTION
+    # Where rows join, places of rows that are gone pile up until the next copy of the cache.
+    room = T + (T // SPARE + 1) * (joins and _how_many(prompts, [], 0, sampling, T) < R)
+    begun, rows_B, num_live = 0, [], 0  # rows that are or were in the batch; the row at each place of it
+    t_B = torch.zeros(0, dtype=torch.long)  # the number of its next token
+    live_B = torch.ones(0, dtype=torch.bool, device=device)  # whether it has not ended
+    look = True  # whether there may be room for rows that wait
+    decoder: Forked | Cached | None = None
+    logits_BV = torch.zeros(0, 0, device=device)
+    while True:
+        if look and begun < R and (joins or num_live == 0):
+            keep = live_B.nonzero().flatten()
+            still = [rows_B[b] for b in keep.tolist()]
+            if count := _how_many(prompts, still, begun, sampling, room):
+                fresh, logits_of_fresh = prefill(policy, prompts[begun : begun + count], room)
+                if still:
+                    decoder.keep(keep)
+                    decoder.join(fresh)
+                    logits_BV = torch.cat([logits_BV[keep], logits_of_fresh])
+                else:
+                    decoder, logits_BV = fresh, logits_of_fresh
+                t_B = torch.cat([t_B[keep.cpu()], torch.zeros(count, dtype=torch.long)])
+                rows_B, num_live = [*still, *range(begun, begun + count)], len(still) + count
+                live_B = torch.ones(num_live, dtype=torch.bool, device=device)
+                begun += count
+        u_B = None if uniforms_RT is None else uniforms_RT[rows_B, t_B.clamp(max=T - 1)]
+        token_B, logprob_B = draw(logits_BV, u_B, sampling)
+        tokens_RT[rows_B, t_B] = token_B.cpu()
+        logprobs_RT[rows_B, t_B] = logprob_B.cpu()
+        ended_B = torch.isin(token_B, eos) & live_B
         if sampling.stop:
-            hit = [_hits_stop(policy.tokenizer, tokens_RT[row, : t + 1], sampling.stop) for row in alive]
-            ended_R |= torch.tensor(hit, device=device) & live
-        live = live & ~ended_R
-        for r in ended_R.nonzero().flatten().tolist():
-            lengths[alive[r]], finished[alive[r]] = t + 1, True
-        num_live = int(live.sum())
+            so_far = zip(rows_B, t_B.tolist(), strict=True)
+            hit = [_hits_stop(policy.tokenizer, tokens_RT[row, : t + 1], sampling.stop) for row, t in so_far]
+            ended_B |= torch.tensor(hit, device=device) & live_B
+        for b in ended_B.nonzero().flatten().tolist():
+            lengths[rows_B[b]], finished[rows_B[b]] = int(t_B[b]) + 1, True
+        live_B = live_B & ~ended_B
+        is_last_B = t_B == T - 1
+        if bool(is_last_B.any()):
+            live_B = live_B & ~is_last_B.to(device)
         if on_tokens is not None:
-            on_tokens(num_live + int(ended_R.sum()))
-        if num_live == 0 or t == T - 1:
+            on_tokens(num_live)
+        num_live, before = int(live_B.sum()), num_live
+        look = num_live < before
+        if num_live == 0 and begun == R:
             break
+        if num_live == 0:
+            continue
         # Leaving costs a copy of the cache, staying a share of every later step; an eighth of the rows is worth it.
-        if len(alive) - num_live >= max(len(alive) // 8, 1):
-            keep = live.nonzero().flatten()
-            alive = [alive[r] for r in keep.tolist()]
+        if len(rows_B) - num_live >= max(len(rows_B) // 8, 1) or decoder.is_full:
+            keep = live_B.nonzero().flatten()
+            rows_B = [rows_B[b] for b in keep.tolist()]
             decoder.keep(keep)
-            token_R, live = token_R[keep], live[keep]
-        logits_RV = decoder.step(token_R)
-    return tokens_RT, logprobs_RT, lengths, finished
+            token_B, live_B, t_B = token_B[keep], live_B[keep], t_B[keep.cpu()]
+        logits_BV = decoder.step(token_B)
+        t_B = (t_B + 1).clamp(max=T)
+    return tokens_RT[:, :T], logprobs_RT[:, :T], lengths, finished
+
+
+def _how_many(prompts, in_flight: list[int], begun: int, sampling: Sampling, room: int) -> int:
+    """Rows that may begin beside those in flight: whole groups, or, where none of a group's rows is and it is too large, as many as fit.
+
+    No more than ``tokens_in_flight`` tokens are held then, each row with its own prompt and ``room`` for its own tokens.
+    """
+    R, bound = len(prompts), sampling.tokens_in_flight
+    if bound is None:
+        return R - begun
+    longest, end = max((len(prompts[row]) for row in in_flight), default=0), begun
+    while end < R and (len(in_flight) + end + 1 - begun) * (max(longest, len(prompts[end])) + room) <= bound:
+        longest = max(longest, len(prompts[end]))
+        end += 1
+    whole = end
+    while begun < whole < R and prompts[whole] == prompts[whole - 1]:
+        whole -= 1
+    if whole > begun or in_flight:
+        return whole - begun
+    return max(end - begun, 1)
 
 
 def _decode_captured(policy, prompts, uniforms_RT, sampling: Sampling, on_tokens) -> Drawn | None:
@@ -201,6 +258,16 @@ class Forked:
         self.cache.keep(rows)
         self.positions_R = self.positions_R[rows]
 
+    def join(self, other: Forked) -> None:
+        """Go on with another's rows, which have not begun, beside these."""
+        self.cache.join(other.cache)
+        self.positions_R = torch.cat([self.positions_R, other.positions_R])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether rows must be let go by :meth:`keep` before the next token."""
+        return self.cache.is_full
+
     def skip(self, tokens: int) -> None:
         """As if so many had been decoded, of which nothing is known: what follows takes memory as late tokens do."""
         self.cache.length += tokens
@@ -218,6 +285,8 @@ class Cached:
 
     Prompts are padded on the left, so that all rows continue at the same place.
     """
+
+    is_full = False
 
     def __init__(self, policy, prompts: Sequence[tuple[int, ...]], room: int):
         self.model, self.length = policy.model, max(len(prompt) for prompt in prompts)

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from grpo.batch import Problem, collate
 from grpo.forking import ForkedCache
 from grpo.logprobs import CompletionScorer
-from grpo.rollout import Sampling, generate
+from grpo.rollout import Forked, Sampling, _how_many, generate
 
 SAMPLING = Sampling(num_generations=3, max_completion_length=24, temperature=0.9)
 ADDRESS = (7, "rollout", 3)
@@ -241,6 +241,121 @@ def test_forked_cache_attends_as_rows_of_their_own_do(in_two_parts):
                 weights = (keys_NKD[:, h // (H // K)] @ q[r, h, 0] / D**0.5).softmax(dim=0)
                 expected = weights @ values_NKD[:, h // (H // K)]
                 torch.testing.assert_close(found_R1HD[r, 0, h], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_two_parts", [True, False])
+def test_rows_that_join_attend_to_their_own_tokens_only(in_two_parts):
+    """Against attention over each row's own tokens, in float64; rows leave and join, and old places are let go of."""
+    rng = torch.Generator().manual_seed(0)
+    H, K, D, room = 4, 2, 8, 6
+
+    def random(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    def begin(lengths, rows):
+        cache = ForkedCache(lengths, room=room)
+        cache.in_two_parts = in_two_parts
+        k_UPKD, v_UPKD = random(len(lengths), max(lengths), K, D), random(len(lengths), max(lengths), K, D)
+        cache.store_prompts(0, k_UPKD, v_UPKD)
+        cache.fork(torch.tensor(rows))
+        return cache, [(k_UPKD[u, : lengths[u]], v_UPKD[u, : lengths[u]]) for u in rows]
+
+    cache, history = begin([5, 3], [0, 0, 1, 1])
+    # (rows kept, prompts and rows that join) before each token
+    plan = [
+        None, None, ([0, 1, 3], ([7, 2], [0, 0, 1])), ([0, 2, 3, 5], None), None, ([2, 3], ([1], [0])), None, ([1, 2], None),
+        ([1], ([4, 4], [0, 1])), None, None,
+    ]  # fmt: skip
+    longest, was_full = 0, False
+    for change in plan:
+        was_full |= cache.is_full
+        if change:
+            keep, new = change
+            cache.keep(torch.tensor(keep))
+            history = [history[r] for r in keep]
+            if new:
+                other, theirs = begin(*new)
+                cache.join(other)
+                history += theirs
+        R = len(history)
+        q, k, v = random(R, H, 1, D), random(R, K, 1, D), random(R, K, 1, D)
+        history = [
+            (torch.cat([a, k[r].transpose(0, 1)]), torch.cat([b, v[r].transpose(0, 1)]))
+            for r, (a, b) in enumerate(history)
+        ]
+        assert not cache.is_full
+        cache.length += 1
+        longest = max(longest, cache.length)
+        found_R1HD = cache.attend(0, q, k, v, None)
+        for r, (keys_NKD, values_NKD) in enumerate(history):
+            for h in range(H):
+                weights = (keys_NKD[:, h // (H // K)] @ q[r, h, 0] / D**0.5).softmax(dim=0)
+                expected = weights @ values_NKD[:, h // (H // K)]
+                torch.testing.assert_close(found_R1HD[r, 0, h], expected, rtol=0, atol=1e-6)
+    assert was_full and longest < len(plan) - 1, "places of rows that have left should be used again"
+
+
+@pytest.mark.parametrize(
+    ("rows", "temperature", "spare"),
+    [(1, 0.0, 8), (3, 1.0, 8), (8, 1.0, 8), (9, 1.0, 8), (20, 0.0, 8), (20, 1.0, 50), (30, 1.0, 8)],
+)
+def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatch, rows, temperature, spare):
+    monkeypatch.setattr("grpo.rollout.SPARE", spare)
+    policy = load(random_model, packed=True)
+    problems = problems_of(policy, "7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
+    sampling = Sampling(8, 40, temperature=temperature)
+    expected = generate(policy, problems, sampling, address=ADDRESS)
+    held, joined = [], []
+    plain_join, plain_step = Forked.join, Forked.step
+
+    def join(self, other):
+        plain_join(self, other)
+        joined.append(len(other.cache.prompt_R))
+
+    def step(self, token_R):
+        held.append(len(token_R) * (int(self.cache.prompt_lengths_U.max()) + self.cache.room))
+        return plain_step(self, token_R)
+
+    monkeypatch.setattr(Forked, "join", join)
+    monkeypatch.setattr(Forked, "step", step)
+    longest = max(len(problem.prompt_ids) for problem in problems)
+    bound = rows * (longest + 46)
+    counted = []
+    found = generate(
+        policy, problems, replace(sampling, tokens_in_flight=bound), address=ADDRESS, on_tokens=counted.append
+    )
+    assert ids(found) == ids(expected)
+    assert [c.finished for g in found for c in g.completions] == [c.finished for g in expected for c in g.completions]
+    assert max(held) <= bound
+    assert sum(counted) == sum(len(c.ids) for group in found for c in group.completions)
+    if temperature and rows >= 20:
+        assert joined and all(number % 8 == 0 for number in joined)
+
+
+def test_models_whose_rows_cannot_join_wait_for_all(random_model):
+    plain = load(random_model)
+    problems = problems_of(plain, "7", "12+30=", "what is 99-1?", "3*3=")
+    sampling = Sampling(8, 40)
+    expected = generate(plain, problems, sampling, address=ADDRESS)
+    assert ids(generate(plain, problems, replace(sampling, tokens_in_flight=600), address=ADDRESS)) == ids(expected)
+
+
+def test_how_many_rows_may_begin():
+    short, long = (1,) * 10, (2,) * 30
+    prompts = [short] * 4 + [long] * 4 + [short] * 4
+
+    def number(in_flight, begun, bound):
+        return _how_many(prompts, in_flight, begun, replace(SAMPLING, tokens_in_flight=bound), 20)
+
+    assert number([], 0, None) == 12 and number([0], 4, None) == 8
+    assert number([], 0, 1) == 1, "one row at least"
+    assert number([], 0, 30 * 3) == 3, "a part of a group too large to begin whole"
+    assert number([], 3, 30 * 3) == 1, "its rest"
+    assert number([], 0, 30 * 4) == number([], 0, 30 * 7) == 4, "longer prompts count more, for all"
+    assert number([], 0, 50 * 8) == 8 and number([], 0, 50 * 8 - 1) == 4
+    assert number([0, 1], 4, 50 * 6 - 1) == 0 and number([0, 1], 4, 50 * 6) == 4
+    assert number([5], 8, 50 * 5 - 1) == 0 and number([5], 8, 50 * 5) == 4
+    assert number([], 0, 10**9) == 12
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
