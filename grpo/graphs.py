@@ -192,7 +192,9 @@ class Graphs:
         for tensor, value in zip(counted, before, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(
+            graph, pool=self._pool, capture_error_mode="thread_local"
+        ):  # NCCL and savers have threads
             step()
         return graph.replay
 

@@ -44,7 +44,7 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling: Sampling) 
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     probs_RV = keep_likely(logprobs_RV.exp(), sampling)
-    cdf_RV = probs_RV.cumsum(dim=-1)
+    cdf_RV = sums_so_far(probs_RV)
     total_R1 = cdf_RV[:, -1:]
     # Just below the total at most: u * total can round up to it, and would fall behind the last possible token.
     target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
@@ -64,8 +64,24 @@ def keep_likely(probs_RV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         keep_RV[:, top_k:] = False
     if sampling.top_p < 1.0:
         kept_RV = sorted_RV * keep_RV
-        before_RV = (kept_RV.cumsum(dim=-1) - kept_RV) / kept_RV.sum(dim=-1, keepdim=True)
+        before_RV = (sums_so_far(kept_RV) - kept_RV) / kept_RV.sum(dim=-1, keepdim=True)
         keep_RV &= before_RV < sampling.top_p  # the smallest set that reaches top_p; never empty
     if sampling.min_p > 0.0:
         keep_RV &= sorted_RV >= sampling.min_p * sorted_RV[:, :1]
     return torch.zeros_like(probs_RV).scatter(-1, order_RV, sorted_RV * keep_RV)
+
+
+def sums_so_far(x_RV: torch.Tensor) -> torch.Tensor:
+    """``cumsum`` along rows, also on CUDA with ``runtime.deterministic``.
+
+    PyTorch refuses it then, though only the kernel for a single row (CUB's scan) gives other bits another time; that for the rows
+    of a matrix adds in a fixed order (``aten/src/ATen/native/cuda/ScanUtils.cuh``).
+    """
+    if not (x_RV.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x_RV.cumsum(dim=-1)
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return (x_RV if len(x_RV) > 1 else x_RV.repeat(2, 1)).cumsum(dim=-1)[: len(x_RV)]
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo.evaluation import pass_at_k
-from grpo.sampling import Sampling, draw, keep_likely
+from grpo.sampling import Sampling, draw, keep_likely, sums_so_far
 
 torch.set_num_threads(1)
 
@@ -205,3 +205,30 @@ def test_pass_at_k_by_hand():
 def test_pass_at_k_refuses_counts_that_cannot_be(n, c, k):
     with pytest.raises(ValueError, match="must lie in"):
         pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums_where_bits_must_repeat(rows):
+    """On CUDA PyTorch refuses `cumsum` then. A tensor that says it is there takes that path; the setting is as it was afterwards."""
+
+    class Elsewhere(torch.Tensor):
+        is_cuda = True
+
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if getattr(function, "__name__", "") == "cumsum":
+                seen.append((torch.are_deterministic_algorithms_enabled(), len(args[0])))
+            return function(*args, **(kwargs or {}))
+
+    x_RV = torch.rand(rows, 50)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Watch():
+            found = sums_so_far(x_RV.as_subclass(Elsewhere))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found.as_subclass(torch.Tensor), x_RV.cumsum(dim=-1)) and found.shape == x_RV.shape
+    assert seen == [(False, max(rows, 2))]
