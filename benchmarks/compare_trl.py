@@ -55,6 +55,7 @@ def ours(a) -> dict:
                 f"data.dataset={data}",
                 "data.prompt_column=question",
                 "data.answer_column=answer",
+                "data.max_prompt_length=1024",
                 f"data.system_prompt={json.dumps('' if a.prompt_tokens else SYSTEM)}",
                 "reward.functions=[{name: format}]",
                 f"rollout={{prompts_per_step: {PROMPTS}, num_generations: {a.generations}, max_completion_length: {a.max_tokens}}}",

@@ -4,7 +4,8 @@
 
 Everything but one axis stays as it is: 4 problems x 8 completions of 128 tokens after prompts of 256, the vocabulary of the model. The
 weights are random, in the shape of the model's config.json, so that hardly a completion ends before the limit and both trainers do the same work.
-The two sides take turns, in fresh processes; the first step of each is not counted. Results go to results/growth.json, .md and .png.
+The two sides take turns, in fresh processes; the first step of each is not counted. Results go to results/growth.json, .md and .png; points that
+growth.json has already are not measured again.
 """
 
 from __future__ import annotations
@@ -78,9 +79,13 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"), "machine": compare_trl.processor(), "setting": BASE,
         "versions": {"ours": compare_trl.versions(sys.executable), "trl": compare_trl.versions(a.trl_python)},
     }  # fmt: skip
-    points = []
+    there = json.loads(OUTPUT.with_suffix(".json").read_text()) if OUTPUT.with_suffix(".json").exists() else {}
+    points = there["points"] if there.get("setting") == BASE and there["versions"] == where["versions"] else []
+    done = {(point["axis"], point["value"]) for point in points}
     for axis, (_, values) in AXES.items():
         for value in values:
+            if (axis, value) in done:
+                continue
             setting = dict(BASE)
             if axis != "vocabulary":
                 setting[axis] = value
