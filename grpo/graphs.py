@@ -17,7 +17,6 @@ Shapes: ``S`` slots (rows, and as many empty ones as the shape has more), ``T`` 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -65,9 +64,11 @@ class Graphs:
         self.checked = False
         """Whether what it gives has been compared with the loop it stands for."""
         self._memory: dict[str, torch.Tensor] = {}
-        self._graphs: OrderedDict[tuple, tuple[Callable[[], None], Callable[[], None]]] = OrderedDict()
+        self._graphs: dict[tuple, tuple[Callable[[], None], Callable[[], None]]] = {}
         """How a step is run, and the step itself: what it holds must live as long as its graph."""
         self._pool = torch.cuda.graph_pool_handle() if capture else None
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if capture else []
+        """To warm up on, and to capture on."""
 
     def decode(
         self,
@@ -127,19 +128,29 @@ class Graphs:
                 bring_home()
                 wave.keep(live, t - 1)
             count = min(LOOK_EVERY, T - t)
+            step = None  # no graph outlives the others when they are forgotten
             step = self._step(wave, sampling, min(-(-(t + count - 1) // WIDTH) * WIDTH, T))
             for _ in range(count):
                 step()
             t += count
         bring_home()
-        if not self._may_stay():
-            self.let_go()
         return tokens_RT, logprobs_RT, lengths, finished
 
     def let_go(self) -> None:
         """Give the memory back; graphs are captured again when they are needed."""
-        self._graphs.clear()
+        self._forget()
         self._memory.clear()
+
+    def tidy(self) -> None:
+        """After a rollout: the update may need the memory."""
+        size = sum(flat.numel() * flat.element_size() for flat in self._memory.values())
+        is_on_gpu = self.device.type == "cuda"
+        if is_on_gpu and size > KEPT_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
+            self.let_go()
+
+    def _forget(self) -> None:
+        """All captured steps together: they share their memory, and one that goes alone may take what others use."""
+        self._graphs.clear()
         if self.capture:
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -153,7 +164,7 @@ class Graphs:
         flat = self._memory.get(name)
         if flat is None or len(flat) < size or flat.dtype != dtype:
             self._memory[name] = flat = torch.zeros(size, dtype=dtype, device=self.device)
-            self._graphs.clear()
+            self._forget()
         return flat[:size].view(shape)
 
     def _logits_of_slots(self, logits_RV: torch.Tensor, wave: _Wave) -> torch.Tensor:
@@ -164,8 +175,9 @@ class Graphs:
         """The wave's next step, looking at so many own places."""
         key = (*wave.key, width, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         if key in self._graphs:
-            self._graphs.move_to_end(key)
             return self._graphs[key][0]
+        if len(self._graphs) >= MOST_GRAPHS:
+            self._forget()
         state, next_1, cache = wave.state, wave.next_1, wave.cache_of(width)
 
         def step() -> None:
@@ -176,33 +188,34 @@ class Graphs:
 
         run = self._captured(step, wave) if self.capture else step
         self._graphs[key] = run, step
-        if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)
         return run
 
     def _captured(self, step: Callable[[], None], wave: _Wave) -> Callable[[], None]:
         """One launch for the whole step. Libraries set themselves up in a first run, whose traces are wiped away."""
         counted = [wave.next_1, *(wave.state[n] for n in ("token", "position", "live", "finished", "length"))]
         before = [tensor.clone() for tensor in counted]
-        aside = torch.cuda.Stream(self.device)
-        aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(aside):
-            step()
-        torch.cuda.current_stream(self.device).wait_stream(aside)
+        here, (aside, capturing) = torch.cuda.current_stream(self.device), self._streams
+        aside.wait_stream(here)
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            torch.cuda.set_sync_debug_mode(
+                "error"
+            )  # what waits for the device cannot be captured, and is easier to leave here
+            with torch.cuda.stream(aside):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        here.wait_stream(aside)
         for tensor, value in zip(counted, before, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, capture_error_mode="thread_local"
-        ):  # NCCL and savers have threads
-            step()
+        try:
+            # NCCL and savers have threads of their own, which may go on.
+            with torch.cuda.graph(graph, pool=self._pool, stream=capturing, capture_error_mode="thread_local"):
+                step()
+        finally:
+            torch.cuda.set_stream(here)  # a capture that fails leaves its own
         return graph.replay
-
-    def _may_stay(self) -> bool:
-        if self.device.type != "cuda":
-            return True
-        size = sum(flat.numel() * flat.element_size() for flat in self._memory.values())
-        return size <= KEPT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
 
 
 def _take(
@@ -243,7 +256,7 @@ class _Wave:
         """Go on with these slots, of which each has so many own tokens in the cache, in the smallest shape that holds them."""
         graphs, rows = self.graphs, len(slots)
         self.drawn_before += int(self.state["length"][: self.num_rows].sum()) - int(self.state["length"][slots].sum())
-        S = shape_for(rows)
+        S = rows if rows == self.num_slots else shape_for(rows)  # all of them at first: memory is bounded for these
         filled_S = torch.cat([slots, slots[:1].expand(S - rows)])  # an empty slot computes what the first does
         prompts_left, renumbered = self.state["prompt"][slots].unique(return_inverse=True)
         counts_U = renumbered.bincount()

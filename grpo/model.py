@@ -77,12 +77,15 @@ class Policy:
                 yield
         finally:
             self.decoder = None
+            if self.graphs is not None:
+                self.graphs.tidy()
             self.model.train(was_training)
 
     def without_graphs(self, reason: str) -> None:
         """From now on decode steps are launched operation by operation."""
-        self.capture, self.graphs = False, None
-        self._kept.clear()
+        if self.graphs is not None:
+            self.graphs.let_go()
+        self.capture, self.graphs, self._kept = False, None, {}
         self.say(f"note: decode steps are not captured in CUDA graphs ({reason})")
 
     @property

@@ -96,11 +96,12 @@ def rollout_weights(
         else:
             for siblings in _siblings(model, layers):
                 products |= dict.fromkeys(siblings, Product(siblings, dtype))
+        layers = list(products)
         for layer, product in products.items():
             layer.forward = _Part(product, product.layers.index(layer))
         yield products
     finally:
-        for layer in products:
+        for layer in layers:  # whatever has become of the copies
             vars(layer).pop("forward", None)
 
 

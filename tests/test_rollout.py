@@ -64,6 +64,16 @@ def test_a_row_does_not_depend_on_the_others(policy):
     assert [row[:1] for row in together] == fewer
 
 
+@pytest.mark.parametrize("tokens_in_flight", [None, 600])
+def test_problems_that_ask_the_same(policy, tokens_in_flight):
+    """With others between them and beside each other; each has its own address and so its own tokens."""
+    problems = problems_of(policy, "1+1=", "a longer question?", "1+1=", "1+1=", "x", "a longer question?")
+    sampling = replace(SAMPLING, tokens_in_flight=tokens_in_flight)
+    together = ids(generate(policy, problems, sampling, address=ADDRESS))
+    assert together == [ids(generate(policy, [problem], SAMPLING, address=ADDRESS))[0] for problem in problems]
+    assert together[0] != together[2]
+
+
 def test_waves_give_the_same_tokens(policy):
     problems = problems_of(policy, *TEXTS)
     whole = ids(generate(policy, problems, SAMPLING, address=ADDRESS))
