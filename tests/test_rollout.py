@@ -218,6 +218,23 @@ def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature
         assert len({len(c.ids) for group in found for c in group.completions}) > 5
 
 
+def one_more_token(cache, history, random, H: int) -> list:
+    """Attend with random queries, and compare with attention over each row's own copy of all its keys ``[N, K, D]`` and values."""
+    R, (_, K, D) = len(history), history[0][0].shape
+    q, k, v = random(R, H, 1, D), random(R, K, 1, D), random(R, K, 1, D)
+    history = [
+        (torch.cat([a, k[r].transpose(0, 1)]), torch.cat([b, v[r].transpose(0, 1)])) for r, (a, b) in enumerate(history)
+    ]
+    cache.length += 1
+    found_R1HD = cache.attend(0, q, k, v, None)
+    for r, (keys_NKD, values_NKD) in enumerate(history):
+        for h in range(H):
+            weights = (keys_NKD[:, h // (H // K)] @ q[r, h, 0] / D**0.5).softmax(dim=0)
+            expected = weights @ values_NKD[:, h // (H // K)]
+            torch.testing.assert_close(found_R1HD[r, 0, h], expected, rtol=0, atol=1e-6)
+    return history
+
+
 @pytest.mark.parametrize("in_two_parts", [True, False])
 def test_forked_cache_attends_as_rows_of_their_own_do(in_two_parts):
     """Against attention over each row's own copy of prompt and tokens, in float64, with rows and prompts leaving."""
@@ -238,19 +255,7 @@ def test_forked_cache_attends_as_rows_of_their_own_do(in_two_parts):
         if step:
             cache.keep(torch.tensor(keep))
             history = [history[r] for r in keep]
-        R = len(history)
-        q, k, v = random(R, H, 1, D), random(R, K, 1, D), random(R, K, 1, D)
-        history = [
-            (torch.cat([a, k[r].transpose(0, 1)]), torch.cat([b, v[r].transpose(0, 1)]))
-            for r, (a, b) in enumerate(history)
-        ]
-        cache.length += 1
-        found_R1HD = cache.attend(0, q, k, v, None)
-        for r, (keys_NKD, values_NKD) in enumerate(history):
-            for h in range(H):
-                weights = (keys_NKD[:, h // (H // K)] @ q[r, h, 0] / D**0.5).softmax(dim=0)
-                expected = weights @ values_NKD[:, h // (H // K)]
-                torch.testing.assert_close(found_R1HD[r, 0, h], expected, rtol=0, atol=1e-6)
+        history = one_more_token(cache, history, random, H)
 
 
 @pytest.mark.parametrize("in_two_parts", [True, False])
@@ -287,21 +292,9 @@ def test_rows_that_join_attend_to_their_own_tokens_only(in_two_parts):
                 other, theirs = begin(*new)
                 cache.join(other)
                 history += theirs
-        R = len(history)
-        q, k, v = random(R, H, 1, D), random(R, K, 1, D), random(R, K, 1, D)
-        history = [
-            (torch.cat([a, k[r].transpose(0, 1)]), torch.cat([b, v[r].transpose(0, 1)]))
-            for r, (a, b) in enumerate(history)
-        ]
         assert not cache.is_full
-        cache.length += 1
+        history = one_more_token(cache, history, random, H)
         longest = max(longest, cache.length)
-        found_R1HD = cache.attend(0, q, k, v, None)
-        for r, (keys_NKD, values_NKD) in enumerate(history):
-            for h in range(H):
-                weights = (keys_NKD[:, h // (H // K)] @ q[r, h, 0] / D**0.5).softmax(dim=0)
-                expected = weights @ values_NKD[:, h // (H // K)]
-                torch.testing.assert_close(found_R1HD[r, 0, h], expected, rtol=0, atol=1e-6)
     assert was_full and longest < len(plan) - 1, "places of rows that have left should be used again"
 
 
