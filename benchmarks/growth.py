@@ -23,7 +23,7 @@ AXES = {
     "generations": ("completions per problem", (4, 8, 16)),
     "prompt-tokens": ("prompt tokens", (64, 256, 640)),
     "max-tokens": ("completion tokens", (64, 128, 256)),
-    "vocabulary": ("vocabulary", (4104, 16384, 65536)),
+    "vocabulary": ("vocabulary", (4104, 16384)),
 }
 OUTPUT = compare_trl.ROOT / "benchmarks" / "results" / "growth"
 
