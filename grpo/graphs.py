@@ -105,7 +105,7 @@ class Graphs:
         if uniforms_RT is not None:
             state["uniforms"] = uniforms_RT
         wave = _Wave(self, state, cache, T)
-        _take(wave.state, wave.next_1, self._logits_of_slots(logits_RV, wave), sampling, self.eos_E)
+        _take(wave.state, wave.next_1, logits_RV, sampling, self.eos_E)
         tokens_RT, logprobs_RT = torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T)
         lengths, finished, drawn = [0] * R, [False] * R, 0
 
@@ -166,10 +166,6 @@ class Graphs:
             self._memory[name] = flat = torch.zeros(size, dtype=dtype, device=self.device)
             self._forget()
         return flat[:size].view(shape)
-
-    def _logits_of_slots(self, logits_RV: torch.Tensor, wave: _Wave) -> torch.Tensor:
-        empty = wave.num_slots - len(logits_RV)
-        return torch.cat([logits_RV, logits_RV[:1].expand(empty, -1)]) if empty else logits_RV
 
     def _step(self, wave: _Wave, sampling: Sampling, width: int) -> Callable[[], None]:
         """The wave's next step, looking at so many own places."""
