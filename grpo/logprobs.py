@@ -6,13 +6,12 @@ Shapes: ``B`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens, `
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from grpo.batch import IGNORE_INDEX
 from grpo.packing import enable_packing, pack, packed_hidden
 
-LOGITS_PER_CHUNK = 2**24
-"""Logits held at once by the chunked head: 64 MiB in fp32."""
+LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
+"""Logits held at once where the head works in chunks: 64 MiB in fp32, and 512 on a GPU, which chunks of a hundred tokens would leave idle."""
 
 
 def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -98,10 +97,10 @@ class CompletionScorer(nn.Module):
             lengths_B = completion_mask_BT.sum(dim=1)
             packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
             hidden_NH = packed_hidden(backbone(self.model), packed)
-            logprobs_N, entropies_N = self._chunked_head(hidden_NH[packed.before_M], labels_N)
+            logprobs_N, entropies_N = self._scored_by_head(hidden_NH[packed.before_M], labels_N)
         elif self.plain_head:
             hidden_BSH = backbone(self.model)(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            logprobs_N, entropies_N = self._chunked_head(hidden_BSH[before_N], labels_N)
+            logprobs_N, entropies_N = self._scored_by_head(hidden_BSH[before_N], labels_N)
         else:
             logits_NV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits[before_N]
             logprobs_N, entropies_N = score(logits_NV, labels_N, self.temperature)
@@ -111,25 +110,16 @@ class CompletionScorer(nn.Module):
             zeros_BT.masked_scatter(completion_mask_BT, entropies_N),
         )
 
-    def _chunked_head(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Head and cross-entropy a chunk of tokens at a time, logits recomputed in the backward pass.
-
-        Memory is bounded by ``LOGITS_PER_CHUNK`` instead of tokens x vocabulary (tens of GiB at a vocabulary of 150,000).
-        """
+    def _scored_by_head(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Head and cross-entropy; where tokens x vocabulary is large, a chunk of tokens at a time."""
         head = self.model.get_output_embeddings()
-
-        def chunk(hidden_nH: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return _Score.apply(head(hidden_nH), labels_n, self.temperature)
-
-        n = max(LOGITS_PER_CHUNK // head.weight.shape[0], 1)
+        n = -(-logits_per_chunk(hidden_NH.device) // head.weight.shape[0])
         if len(hidden_NH) <= n:
-            return chunk(hidden_NH, labels_N)
-        parts = [
-            checkpoint(chunk, hidden_nH, labels_n, use_reentrant=False)
-            for hidden_nH, labels_n in zip(hidden_NH.split(n), labels_N.split(n), strict=True)
-        ]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+            return _Score.apply(head(hidden_NH), labels_N, self.temperature)
+        kind = hidden_NH.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+        dtype = getattr(head, "computes_in", autocast)
+        return _ChunkedScore.apply(hidden_NH, head.weight, head.bias, labels_N, self.temperature, n, dtype)
 
 
 def score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,11 +142,7 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_NV, labels_N, temperature):
         with torch.autocast(logits_NV.device.type, enabled=False):
-            scaled_NV = _scaled(logits_NV, temperature)
-            normalizers_N = scaled_NV.logsumexp(dim=-1)
-            logprobs_N = scaled_NV.gather(1, labels_N[:, None])[:, 0] - normalizers_N
-            probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
-            entropies_N = normalizers_N - torch.linalg.vecdot(probs_NV, scaled_NV)
+            logprobs_N, entropies_N, normalizers_N = _scores(logits_NV, labels_N, temperature)
         ctx.save_for_backward(logits_NV, labels_N, normalizers_N)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropies_N)
@@ -164,17 +150,81 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_N, _):
-        logits_NV, labels_N, normalizers_N = ctx.saved_tensors
-        grad_N = grad_N / ctx.temperature
-        # d log p(label) / d logits = one-hot(label) - p
-        grad_NV = (_scaled(logits_NV, ctx.temperature) - normalizers_N[:, None]).exp_().mul_(-grad_N[:, None])
-        grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
-        return grad_NV.to(logits_NV.dtype), None, None
+        return _logits_gradient(*ctx.saved_tensors, grad_N, ctx.temperature), None, None
+
+
+class _ChunkedScore(torch.autograd.Function):
+    """The head and :class:`_Score`, ``n`` tokens at a time; the backward pass computes their logits again.
+
+    Memory is bounded by :func:`logits_per_chunk` instead of tokens x vocabulary (tens of GiB at a vocabulary of 150,000). The weight is
+    cast once a pass, and its gradient is added up in its own precision: autograd would add up bf16 parts in bf16, hundreds of them.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype):
+        parts = []
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+            for hidden_nH, labels_n in zip(hidden_NH.to(dtype).split(n), labels_N.split(n), strict=True):
+                parts.append(_scores(F.linear(hidden_nH, weight, bias), labels_n, temperature))
+        logprobs_N, entropies_N, normalizers_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, normalizers_N)
+        ctx.temperature, ctx.n, ctx.dtype = temperature, n, dtype
+        ctx.mark_non_differentiable(entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_N, _):
+        with torch.autocast(grad_N.device.type, enabled=False):
+            return *_ChunkedScore._gradients(ctx, grad_N), None, None, None, None
+
+    @staticmethod
+    def _gradients(ctx, grad_N):
+        hidden_NH, weight_VH, bias_V, labels_N, normalizers_N = ctx.saved_tensors
+        weight, bias = weight_VH.to(ctx.dtype), None if bias_V is None else bias_V.to(ctx.dtype)
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
+        for start in range(0, len(hidden_NH), ctx.n):
+            rows = slice(start, start + ctx.n)
+            hidden_nH = hidden_NH[rows].to(ctx.dtype)
+            logits_nV = F.linear(hidden_nH, weight, bias)
+            grad_nV = _logits_gradient(logits_nV, labels_N[rows], normalizers_N[rows], grad_N[rows], ctx.temperature)
+            grad_hidden_NH[rows] = grad_nV @ weight
+            if grad_weight_VH is not None:
+                grad_weight_VH += grad_nV.T @ hidden_nH
+            if grad_bias_V is not None:
+                grad_bias_V += grad_nV.sum(dim=0)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V
+
+
+def _scores(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+    """Log-probs, entropies and normalizers ``[N]``, in fp32 at least."""
+    scaled_NV = _scaled(logits_NV, temperature)
+    normalizers_N = scaled_NV.logsumexp(dim=-1)
+    logprobs_N = scaled_NV.gather(1, labels_N[:, None])[:, 0] - normalizers_N
+    probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
+    return logprobs_N, normalizers_N - torch.linalg.vecdot(probs_NV, scaled_NV), normalizers_N
+
+
+def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> torch.Tensor:
+    """``[N, V]``, of the logits' dtype: d log p(label) / d logits = one-hot(label) - p, over the temperature."""
+    grad_N = grad_N / temperature
+    grad_NV = (_scaled(logits_NV, temperature) - normalizers_N[:, None]).exp_().mul_(-grad_N[:, None])
+    grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
+    return grad_NV.to(logits_NV.dtype)
 
 
 def _scaled(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return logits_NV if temperature == 1.0 else logits_NV / temperature
+
+
+def logits_per_chunk(device: torch.device) -> int:
+    """Rounded up by the caller, so that on CPU no such tensor is under 32 MiB: glibc maps and unmaps those. Smaller ones it puts on its heap,
+    where they leave holes that the next one does not fit into."""
+    return LOGITS_PER_CHUNK_ON_CUDA if device.type == "cuda" else LOGITS_PER_CHUNK
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -190,7 +240,7 @@ def head_is_plain(model: nn.Module) -> bool:
     from the full logits.
     """
     inner, head = getattr(model, getattr(model, "base_model_prefix", ""), None), model.get_output_embeddings()
-    if inner is None or inner is model or head is None:
+    if inner is None or inner is model or not isinstance(head, nn.Linear):
         return False
     ids = torch.arange(2, device=head.weight.device)[None, :]
     was_training = model.training
@@ -205,7 +255,9 @@ def head_is_plain(model: nn.Module) -> bool:
         hook.remove()
         model.train(was_training)
     unchanged_after_head = torch.equal(returned.float(), _ramp_like(logits[0]).float())
-    return unchanged_after_head and torch.allclose(head(hidden).float(), logits[0].float(), rtol=1e-3, atol=1e-4)
+    return unchanged_after_head and torch.allclose(
+        F.linear(hidden, head.weight, head.bias).float(), logits[0].float(), rtol=1e-3, atol=1e-4
+    )
 
 
 def _ramp_like(logits: torch.Tensor) -> torch.Tensor:

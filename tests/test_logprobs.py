@@ -217,11 +217,14 @@ def test_a_float64_model_is_scored_in_float64():
     torch.testing.assert_close(entropies_BT, expected_entropies_BT, rtol=0, atol=1e-12)
 
 
-def test_chunks_bound_the_logits_and_change_nothing():
+def test_chunks_bound_the_logits_and_change_nothing(monkeypatch):
     model = tiny_qwen2()
     ids_BS, lengths_B, mask_BT = uneven_rows()
     rows_of_logits = []
-    hook = model.lm_head.register_forward_hook(lambda head, inputs, logits: rows_of_logits.append(logits.shape[0]))
+    scaled = grpo.logprobs._scaled
+    monkeypatch.setattr(
+        grpo.logprobs, "_scaled", lambda logits, *rest: rows_of_logits.append(len(logits)) or scaled(logits, *rest)
+    )
     scorer = CompletionScorer(model)
     whole_BT, _ = scorer(ids_BS, lengths_B, mask_BT)
     whole = gradients_of(model, whole_BT)
@@ -230,11 +233,33 @@ def test_chunks_bound_the_logits_and_change_nothing():
         cut_BT, _ = scorer(ids_BS, lengths_B, mask_BT)
         assert rows_of_logits == [5, 5, 2]  # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
         cut = gradients_of(model, cut_BT)
-    hook.remove()
-    assert sorted(rows_of_logits) == [2, 2, 5, 5, 5, 5]  # and once more in the backward pass
+    assert rows_of_logits == [5, 5, 2] * 2  # and once more in the backward pass
     torch.testing.assert_close(cut_BT, whole_BT, rtol=0, atol=1e-6)
     for name, expected in whole.items():
         torch.testing.assert_close(cut[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_chunks_add_up_their_gradients_in_the_weights_precision(bias):
+    """600 chunks of one token under bf16 autocast: each is rounded to bf16, their sum is not."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(600, 8, generator=generator)
+    head = torch.nn.Linear(8, V, bias=bias)
+    labels_N, grads_N = torch.randint(V, (600,), generator=generator), torch.rand(600, generator=generator)
+
+    def gradients(n, dtype):
+        inputs = [hidden_NH.clone().requires_grad_(), *head.parameters()]
+        scored = grpo.logprobs._ChunkedScore.apply(inputs[0], head.weight, head.bias, labels_N, 0.7, n, dtype)
+        return torch.autograd.grad((scored[0] * grads_N).sum(), inputs)
+
+    with torch.no_grad():  # exact in bf16, so that the gradient's own rounding is all there is
+        for tensor in (hidden_NH, *head.parameters()):
+            tensor.copy_(tensor.bfloat16())
+    for exact, found in zip(gradients(600, torch.float32), gradients(1, torch.bfloat16), strict=True):
+        assert found.dtype == torch.float32
+        assert float((found - exact).norm() / exact.norm()) < 5e-3
+    for whole, cut in zip(gradients(600, torch.float32), gradients(7, torch.float32), strict=True):
+        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("padding", [0, 2, 63])
