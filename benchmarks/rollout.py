@@ -176,6 +176,7 @@ def main() -> None:
     torch.set_num_threads(a.threads)
     device = torch.device(a.device)
     policy = load(a, device)
+    policy.capture = not a.waves  # graphs work in waves of their own
     rng = torch.Generator().manual_seed(0)
     U, vocabulary = a.rows // a.group, policy.model.config.vocab_size
     prompts_UL = torch.randint(2, vocabulary, (U, a.prompt), generator=rng).to(device)

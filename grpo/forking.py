@@ -117,15 +117,14 @@ class ForkedCache:
 
     def _at_once(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
         """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
-        q_RKgD = q_RKgD * scaling
-        from_prompt = self._by_prompt(q_RKgD) @ k_UKPD.transpose(-1, -2)
+        from_prompt = _scores(self._by_prompt(q_RKgD), k_UKPD, scaling)
         if self.hidden_U11P is not None:
             from_prompt.masked_fill_(self.hidden_U11P, float("-inf"))
-        from_own = q_RKgD @ k_RKCD.transpose(-1, -2)
+        from_own = _scores(q_RKgD, k_RKCD, scaling)
         if self.hidden_own is not None:
             from_own.masked_fill_(self.hidden_own, float("-inf"))
         scores = torch.cat([self._by_row(from_prompt), from_own], dim=-1)
-        weights = scores.float().softmax(dim=-1).to(scores.dtype)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v_UKPD.dtype)
         P = k_UKPD.shape[2]
         return self._by_row(self._by_prompt(weights[..., :P]) @ v_UKPD) + weights[..., P:] @ v_RKCD
 
@@ -183,6 +182,15 @@ class ForkedCache:
         chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
         chosen[:, :, : self.length - first] = buffer[rows, :, first : self.length]
         return chosen
+
+
+def _scores(q_RKgD: torch.Tensor, k_RKCD: torch.Tensor, scaling: float) -> torch.Tensor:
+    """``[R, K, g, C]``, of half-precision inputs in fp32, as fused kernels have them: heads whose scores are large (Qwen2.5) would lose
+    up to a quarter of a nat each to rounding in bf16, and sampling would be another policy than scoring."""
+    if q_RKgD.dtype in (torch.bfloat16, torch.float16):
+        q, k = q_RKgD.flatten(0, 1), k_RKCD.flatten(0, 1).transpose(1, 2)
+        return torch.bmm(q, k, out_dtype=torch.float32).unflatten(0, q_RKgD.shape[:2]).mul_(scaling)
+    return (q_RKgD * scaling) @ k_RKCD.transpose(-1, -2)
 
 
 def _as_wide(x_UKPD: torch.Tensor, P: int) -> torch.Tensor:

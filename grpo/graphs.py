@@ -28,18 +28,17 @@ from grpo.sampling import Sampling, draw
 
 LOOK_EVERY = 8
 """Tokens between two looks at which rows have ended."""
-WIDTH = 128
+WIDTH = 256
 """Own places that are looked at grow by so many."""
-PROMPT_WIDTH = 64
-MOST_GRAPHS = 64
+PROMPT_WIDTH = 256
+MOST_GRAPHS = 256
 KEPT_SHARE = 0.1
 """Memory and graphs outlive a rollout if they take no more of the device than this; else the update has it, and they are made again."""
 
 
 def shape_for(number: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ..."""
-    power = 1 << max(number - 1, 0).bit_length()
-    return power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power
+    """The next power of two: to capture a step takes as long as dozens of them, and one of few rows takes hardly less than one of many."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 class Graphs:
@@ -256,7 +255,8 @@ class _Wave:
         filled_S = torch.cat([slots, slots[:1].expand(S - rows)])  # an empty slot computes what the first does
         prompts_left, renumbered = self.state["prompt"][slots].unique(return_inverse=True)
         counts_U = renumbered.bincount()
-        U, J = shape_for(len(prompts_left)), shape_for(int(counts_U.max()))
+        # Of the prompts and their rows as many as at first, or as there are slots: the shape follows from S alone.
+        U, J = (min(self.U, S), min(self.J, S)) if self.own else (len(prompts_left), int(counts_U.max()))
         first_U = counts_U.cumsum(0) - counts_U
         number_R = torch.arange(rows, device=graphs.device) - first_U[renumbered]
         place_S = torch.full((S,), U * J, device=graphs.device)

@@ -148,10 +148,11 @@ def _tile(lengths_R: list[int], device, prompt_R: torch.Tensor | None = None, pr
         slots_n = torch.cat([torch.arange(r * C, r * C + n) for r, n in enumerate(lengths_R)]).to(device)
     if prompt_R is None:
         return Tile(R, C, slots_n)
-    sees_prompt_RP = torch.arange(int(prompt_lengths_U.max())) < prompt_lengths_U[prompt_R][:, None]
-    causal_CC = torch.ones(C, C, dtype=torch.bool).tril()
-    visible_RCS = torch.cat([sees_prompt_RP[:, None, :].expand(R, C, -1), causal_CC.expand(R, C, C)], dim=-1)
-    return Tile(R, C, slots_n, prompt_R.to(device), visible_RCS.to(device))
+    P = int(prompt_lengths_U.max())
+    sees_prompt_RP = torch.arange(P, device=device) < prompt_lengths_U[prompt_R].to(device)[:, None]
+    causal_CC = torch.ones(C, C, dtype=torch.bool, device=device).tril()
+    visible_RCS = torch.cat([sees_prompt_RP[:, None, :].expand(R, C, P), causal_CC.expand(R, C, C)], dim=-1)
+    return Tile(R, C, slots_n, prompt_R.to(device), visible_RCS)
 
 
 class _Spread(torch.autograd.Function):
@@ -209,12 +210,22 @@ def packed_attention(
 
 
 def _additive(packed: Packed, number: int, repeats: int, dtype: torch.dtype) -> torch.Tensor:
-    """``[R, 1, repeats * C, S]``: 0 where visible, else -inf."""
+    """``[R, 1, repeats * C, S]``: 0 where visible, else -inf.
+
+    In the dtype that autocast multiplies in, and on CUDA in rows of a multiple of 8 places, as its kernel wants them: else every layer
+    would keep a copy of its own for the backward pass.
+    """
+    visible_RCS = packed.tiles[number].visible_RCS
+    kind = visible_RCS.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     key = (number, repeats, dtype)
     if key not in packed.masks:
-        visible_RCS = packed.tiles[number].visible_RCS
-        bias = torch.zeros(visible_RCS.shape, dtype=dtype, device=visible_RCS.device)
-        packed.masks[key] = bias.masked_fill_(~visible_RCS, float("-inf")).repeat(1, repeats, 1)[:, None]
+        R, C, S = visible_RCS.shape
+        width = -(-S // 8) * 8 if kind == "cuda" else S
+        bias_RrCS = torch.zeros(R, repeats, C, width, dtype=dtype, device=visible_RCS.device)
+        bias_RrCS[..., :S].masked_fill_(~visible_RCS[:, None], float("-inf"))
+        packed.masks[key] = bias_RrCS.view(R, 1, repeats * C, width)[..., :S]
     return packed.masks[key]
 
 

@@ -19,15 +19,17 @@ import torch
 
 from grpo.batch import Batch, Completion, Group, Problem, collate, cut
 from grpo.distributed import World
+from grpo.graphs import KEPT_SHARE
 from grpo.memory import GIB
-from grpo.rollout import prefill, waves
+from grpo.prefill import prefill
+from grpo.rollout import waves
 from grpo.sampling import draw
 
 DOES_NOT_FIT = "a largest step does not fit in memory: "
 
 
 def rehearse(run: Any, problems: Sequence[Problem]) -> str:
-    """Try the largest step that a run (``grpo.run.Run``) can make of these problems.
+    """Try the largest step that a run (``grpo.run.Run``) can make of these problems; sampling by the plain loop, not by captured steps.
 
     Returns:
         A line for the summary.
@@ -161,6 +163,9 @@ def _update(run: Any, micro: Batch, *, is_one_of_several: bool) -> None:
     world = run.world
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
     held = _averages(run)
+    if run.policy.graphs is not None and not run.sampling.stop:  # they keep up to so much of the device
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        held.append(torch.empty(int(KEPT_SHARE * total), dtype=torch.uint8, device=world.device))
     have_a_place = is_one_of_several or world.size > 1
     if have_a_place and world.size == 1:
         held += [torch.empty_like(p) for p in parameters]
@@ -211,7 +216,14 @@ def is_out_of_memory(error: Exception) -> bool:
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         sign in text
-        for sign in ("DefaultCPUAllocator", "bad_alloc", "could not create a primitive", "STATUS_ALLOC_FAILED")
+        for sign in (
+            "DefaultCPUAllocator",
+            "bad_alloc",
+            "could not create a primitive",
+            "STATUS_ALLOC_FAILED",
+            "STATUS_NOT_INITIALIZED",
+            "CUDA error: out of memory",
+        )
     )
 
 

@@ -75,7 +75,7 @@ def test_a_later_rollout_finds_steps_and_memory_again(random_model):
     generate(policy, problems, SAMPLING, address=ADDRESS)
     steps = dict(policy.graphs._graphs)
     addresses = {name: memory.data_ptr() for name, memory in policy.graphs._memory.items()}
-    assert len({key[0] for key in steps}) > 2, "rows should have left"
+    assert len({key[0] for key in steps}) >= 2, "rows should have left"
     for p in policy.model.parameters():
         p.data.mul_(1.1)  # an update
     plain.model.load_state_dict(policy.model.state_dict())
@@ -136,15 +136,18 @@ def test_what_cannot_be_captured_is_decoded_by_the_loop(random_model, mistake):
     assert policy.graphs is None
 
 
-def test_lack_of_memory_is_no_reason_to_go_on(random_model):
+def test_where_memory_is_short_the_loop_goes_on(random_model):
     policy = with_steps(random_model)
+    said = []
+    policy.say = said.append
+    expected = generate(load(random_model, packed=True), problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
 
     def full(hidden):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     policy.graphs.head = full
-    with pytest.raises(torch.OutOfMemoryError):
-        generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    assert generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS) == expected
+    assert said == ["note: decode steps are not captured in CUDA graphs (CUDA out of memory)"]
 
 
 def test_stop_texts_are_looked_for_by_the_loop(random_model):
@@ -162,7 +165,7 @@ def test_on_cpu_nothing_is_captured(random_model):
 
 def test_shapes():
     assert [shape_for(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 24, 25, 64, 65)] == [
-        1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 16, 24, 24, 32, 64, 96]  # fmt: skip
+        1, 2, 4, 4, 8, 8, 8, 8, 16, 16, 16, 32, 32, 32, 64, 128]  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 from grpo.batch import Problem, collate
 from grpo.forking import ForkedCache
 from grpo.logprobs import CompletionScorer
-from grpo.rollout import Forked, Sampling, _how_many, generate
+from grpo.prefill import Forked
+from grpo.rollout import Sampling, _how_many, generate
 
 SAMPLING = Sampling(num_generations=3, max_completion_length=24, temperature=0.9)
 ADDRESS = (7, "rollout", 3)
