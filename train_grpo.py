@@ -1,11 +1,11 @@
-"""GRPO on one page: sample, score, centre, fix old and reference log-probs, update.
+"""GRPO on one page: sample, score, centre, compute old and reference log-probs, update.
 
     python train_grpo.py --config configs/tiny_arithmetic.yaml             one process
     torchrun --nproc_per_node=8 train_grpo.py --config FILE.yaml           eight GPUs
 
 P problems a step (over all ranks), G completions each, B = P*G rows, T completion tokens. Where this departs from the
-DeepSeekMath paper: the loss is averaged over the whole optimizer step on all ranks at once, whatever the micro-batches; rewards
-that nothing could be compared with teach nothing; one update per rollout needs no separate old policy.
+DeepSeekMath paper: the loss is averaged over the whole optimizer step on all ranks at once, whatever the micro-batches; completions
+that nothing could score get advantage 0; one update per rollout needs no separate old policy.
 """
 
 import sys
@@ -19,22 +19,30 @@ from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, microbatches, minibatches
 from grpo.config import Config, load_config
 from grpo.console import evaluation_table
-from grpo.describe import completion_metrics, first_pass_metrics, log_completions, reward_metrics
-from grpo.distributed import WORLD_KEYS, Interrupted, RanksDisagree, World, launched_as, start_world
-from grpo.ending import to_its_end
+from grpo.distributed import WORLD_KEYS, Interrupted, RanksDisagree, World, start_world
+from grpo.ending import run_to_completion
 from grpo.loss import loss_denominator, policy_loss
 from grpo.metrics import Accumulator
+from grpo.mistakes import refuse
 from grpo.model import sync_reference
+from grpo.optimizer import apply_update
+from grpo.prepare import prepare
 from grpo.profile import finish_profiler, start_profiler
 from grpo.rollout import generate
-from grpo.run import Run, check_rewards, prepare
+from grpo.run import Run, check_rewards
 from grpo.seeding import derive_seed
+from grpo.step_metrics import first_pass_metrics, log_completions, step_line
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
-MAX_SKIPPED_IN_A_ROW = 10
 
 
 def train(run: Run) -> None:
+    """Every step from where the run stands to its last: sample, score, centre, score the tokens, update; report, evaluate, save.
+
+    Raises:
+        Interrupted: on all ranks, at the end of a step, after a signal that asks to stop.
+        ValueError: on all ranks, if a reward fails on every completion of a step or gradients stay non-finite.
+    """
     config, world, algorithm = run.config, run.world, run.config.algorithm
     if run.start == 0 and config.eval.before_training:
         run.before = run.evaluate(step=0)
@@ -48,9 +56,7 @@ def train(run: Run) -> None:
         if not config.model.disable_dropout:  # the only thing in a step that draws from the global generators
             torch.manual_seed(derive_seed(config.seed, "dropout", step, world.rank))
 
-        groups, values_PGF, rewards_PG = sample_and_score(
-            run, step, seconds, metrics
-        )  # K samples per prompt, bf16 autocast
+        groups, values_PGF, rewards_PG = sample_and_score(run, step, seconds, metrics)
         all_rewards_PG = world.gather_rows(rewards_PG)
         all_advantages_PG = group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
         advantages_PG = world.own_rows(all_advantages_PG)
@@ -74,7 +80,8 @@ def train(run: Run) -> None:
 
         step_time = time.perf_counter() - started
         finish_profiler(profiler, run, step + 1)
-        line = report(run, step, metrics, seconds, step_time, groups, world.gather_rows(values_PGF), all_rewards_PG)
+        all_values_PGF = world.gather_rows(values_PGF)
+        line = step_line(run, step + 1, groups, all_values_PGF, all_rewards_PG, metrics, seconds, step_time)
         run.saver.step_done(step + 1, line)
         log_completions(run, step + 1, groups, batch, values_PGF, all_rewards_PG, all_advantages_PG, metrics)
         end_step(run, step + 1, line)
@@ -132,12 +139,9 @@ def sample_and_score(
                 with world.timed("reward", seconds):
                     if sampled:
                         values, result = run.score(sampled)
-        except (
-            Exception,
-            Interrupted,
-        ) as failed:  # out of memory, a broken reward, a signal: on this rank only perhaps
-            error = failed
-        check_rewards(run, result, error, metrics)  # votes on it
+        except (Exception, Interrupted) as failed:
+            error = failed  # out of memory, a broken reward, a signal: on this rank only perhaps, so all vote on it
+        check_rewards(run, result, error, metrics, is_whole_step=attempt == 0)
         for p, group, value_GF in zip(places, sampled, values, strict=True):
             groups[p], values_PGF[p] = group, value_GF
         rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
@@ -171,8 +175,8 @@ def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
 
 def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: bool) -> None:
     """One optimizer update from this rank's share of a minibatch."""
-    config, world, a = run.config, run.world, run.config.algorithm
-    averaging = dict(aggregation=a.aggregation, max_length=config.rollout.max_completion_length)
+    config, world, algorithm = run.config, run.world, run.config.algorithm
+    averaging = dict(aggregation=algorithm.aggregation, max_length=config.rollout.max_completion_length)
     # Counted over all ranks before the first backward: the gradient then does not depend on how the work is cut.
     denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
     for micro, is_last in microbatches(minibatch, config.optim.tokens_per_microbatch, packed=run.packed):
@@ -186,13 +190,13 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
                 micro.advantages_B,
                 micro.loss_mask_BT,
                 ref_logprobs_BT=micro.ref_logprobs_BT,
-                objective=a.objective,
-                importance_level=a.importance_level,
-                epsilon=a.epsilon,
-                epsilon_high=a.epsilon_high,
-                delta=a.delta,
-                beta=a.beta,
-                kl_estimator=a.kl_estimator,
+                objective=algorithm.objective,
+                importance_level=algorithm.importance_level,
+                epsilon=algorithm.epsilon,
+                epsilon_high=algorithm.epsilon_high,
+                delta=algorithm.delta,
+                beta=algorithm.beta,
+                kl_estimator=algorithm.kl_estimator,
                 **averaging,
             )
             (loss_sum * world.size / denominator).backward()  # world.size undoes DDP's mean
@@ -203,68 +207,19 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
             first_pass_metrics(run, metrics, micro, old_BT)
     if config.debug:
         debug.check_update(run, metrics)
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), config.optim.max_grad_norm)
-    metrics.add("learning_rate", run.optimizer.param_groups[0]["lr"])
-    if world.all_true(bool(torch.isfinite(grad_norm))):
-        run.saver.whole = None  # from here to the end of the step the state is of no step
-        run.optimizer.step()
-        run.skipped_in_a_row = 0
-        metrics.add("grad_norm", grad_norm)
-    else:
-        run.skipped_in_a_row += 1
-        run.reporter.say("warning: a gradient is not finite; this update is left out and the weights are untouched")
-        if config.optim.on_nonfinite == "stop" or run.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            raise ValueError(
-                f"{run.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
-            )
-        metrics.add("grad_norm", 0.0, 0.0)
-    metrics.add(
-        "skipped_updates", (run.skipped_in_a_row > 0) / world.size, 0
-    )  # a total over ranks: each adds its share
-    run.saver.whole = None
-    run.schedule.step()  # also after a skipped update: the learning rate is a function of the step
-    run.optimizer.zero_grad(set_to_none=True)
-
-
-def report(
-    run: Run, step, metrics: Accumulator, seconds, step_time, groups, all_values_PGF, all_rewards_PG
-) -> dict[str, float]:
-    """One reduction over ranks: the step's object in ``metrics.jsonl``."""
-    metrics.add("num_tokens", completion_metrics(groups, metrics), 0)
-    for phase in PHASES:
-        metrics.maximum(f"time/{phase}", seconds[phase])
-    metrics.maximum("step_time", step_time)
-    errors = [f"rewards/{name}/errors" for name in run.rewards.names]
-    totals = ("num_tokens", "completion_tokens", "skipped_updates", *errors)
-    reduced = metrics.reduce(run.world, minima=("completions/min_length",), totals=totals)
-    run.num_tokens = reduced["num_tokens"] = run.num_tokens + int(reduced["num_tokens"])
-    reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
-    return {
-        "step": step + 1,
-        "epoch": (step + 1) / run.problems.steps_per_epoch,
-        **reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG),
-        **reduced,
-    }
+    apply_update(run, metrics)
 
 
 def main(argv: list[str]) -> int:
-    rank = launched_as()[0]
     world, run = None, None
     try:
         config: Config = load_config(argv)
         world: World = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
         run = prepare(config, world)
-    except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend: one line, from one rank
-        if rank == 0:
-            for line in str(mistake).splitlines():  # a configuration may have several
-                print(f"error: {line}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # torchrun ends all ranks when the first one goes: let rank 0 speak
-        if world is not None and world.size > 1:
-            world.abandon(2)
-        return 2
+    except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend
+        return refuse(mistake, world)
     if run is not None:
-        return to_its_end(run, train)
+        return run_to_completion(run, train)
     world.shutdown()
     return 0
 

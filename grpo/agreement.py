@@ -81,6 +81,10 @@ def check_sections_agree(config) -> None:
         )
     if config.optim.min_lr is None and config.optim.lr_scheduler_type == "cosine_with_min_lr":
         raise ValueError(f"optim.lr_scheduler_type={config.optim.lr_scheduler_type} needs optim.min_lr")
+    if config.optim.min_lr is not None and config.optim.min_lr > config.optim.learning_rate:
+        raise ValueError(
+            f"optim.min_lr={config.optim.min_lr:g} is above optim.learning_rate={config.optim.learning_rate:g}, from where it comes down"
+        )
     for example in config.data.few_shot:
         if set(example) != {"prompt", "completion"}:
             raise ValueError(f"data.few_shot takes {{prompt, completion}} entries, got keys {sorted(example)}")
@@ -102,7 +106,7 @@ def check_world_size(config, world_size: int) -> None:
     if P % unit:
         minibatches = f" x algorithm.num_minibatches={config.algorithm.num_minibatches}" * (unit > world_size)
         raise ValueError(
-            f"rollout.prompts_per_step={P} does not divide over {world_size} ranks{minibatches}: "
+            f"rollout.prompts_per_step={P} is not a multiple of {world_size} ranks{minibatches}: "
             f"use prompts_per_step={_nearest_multiples(P, unit)}"
         )
     if config.debug and world_size > 1:

@@ -20,11 +20,12 @@ from grpo import checkpoint
 from grpo.arguments import read_yaml
 from grpo.batch import Group
 from grpo.config import Config, load_config
-from grpo.data import Rows, make_problems
+from grpo.console import print_mistake
+from grpo.data import Rows, make_problems, said_first
 from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
+from grpo.rewards.groups import score_groups
 from grpo.rollout import Sampling, generate
-from grpo.run import score_groups
 
 
 def main(argv: list[str]) -> int:
@@ -36,8 +37,7 @@ def main(argv: list[str]) -> int:
             return talk(policy, config, options)
         return show_samples(policy, config, options)
     except (ValueError, OSError) as mistake:
-        for line in str(mistake).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        print_mistake(mistake)
         return 2
     except KeyboardInterrupt:
         print()
@@ -66,7 +66,7 @@ def _config_of(options: argparse.Namespace) -> Config:
         return load_config(["--config", options.config])
     if (Path(options.model) / "trainer" / "state.json").exists():
         return Config.model_validate(checkpoint.read_state(options.model)["config"])
-    return Config()
+    return Config.model_validate({"data": {"system_prompt": ""}})  # no run, whose task's instructions it would hear
 
 
 def _policy(options: argparse.Namespace, config: Config) -> Policy:
@@ -93,7 +93,7 @@ def _sample(
     Raises:
         ValueError: if prompt and completion together exceed the model's context.
     """
-    rows = Rows("the prompt", [prompt], [columns], config.data.system_prompt, 0)
+    rows = Rows("the prompt", [prompt], [columns], *said_first(config.data, config.data.dataset))
     limit = policy.context_length or 10**9
     length = options.max_tokens or config.rollout.max_completion_length
     if length >= limit:

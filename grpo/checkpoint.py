@@ -209,15 +209,17 @@ def restore(
     folder: str | Path,
     *,
     optimizer: torch.optim.Optimizer,
-    schedule: Any,
+    schedule: Any | None,
     reference: nn.Module | None = None,
     device: torch.device,
 ) -> None:
-    """Load optimizer, schedule and a moving reference; the model itself is loaded by ``from_pretrained(folder)``."""
+    """Load optimizer, schedule (if given) and a moving reference; the model itself is loaded by ``from_pretrained(folder)``."""
     trainer = Path(folder) / "trainer"
-    saved = torch.load(trainer / "optimizer.pt", map_location=device, weights_only=True)
+    # AdamW counts its updates on the host; what belongs to a weight is moved to it.
+    saved = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
-    schedule.load_state_dict(saved["schedule"])
+    if schedule is not None:
+        schedule.load_state_dict(saved["schedule"])
     if reference is not None and (trainer / "reference.pt").exists():
         reference.load_state_dict(torch.load(trainer / "reference.pt", map_location=device, weights_only=True))
 

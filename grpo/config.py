@@ -55,7 +55,8 @@ class DataConfig(Section):
     answer_pattern: str | None = None
     """Regular expression whose first group (or whole match) is the answer inside the answer column."""
     system_prompt: str | None = None
-    """System message put before each prompt: the text, or the name of a .txt or .md file that holds it."""
+    """System message put before each prompt: the text, or the name of a .txt or .md file that holds it; none: that of the row,
+    or what a built-in task asks for."""
     prompt_template: str | None = None
     """Text with {prompt} in place of the question, given to the model instead of its chat template (base models)."""
     few_shot: list[dict[str, str]] = []
@@ -104,7 +105,7 @@ class RewardConfig(Section):
     timeout_s: float = Field(10.0, gt=0)
     """Seconds after which a hanging reward is killed and scores None."""
     num_workers: int | None = Field(None, ge=1)
-    """Worker processes per rank that run the rewards; none: as many as pays."""
+    """Worker processes per rank that run the rewards; none: 1."""
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -133,6 +134,13 @@ class RolloutConfig(Section):
     """Strings that end a completion (they stay part of it)."""
     tokens_in_flight: int | None = Field(None, ge=1)
     """Bound on prompt + completion tokens held in the KV cache at once, per rank; none: the whole batch."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stop(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty string would end every completion at its first token")
+        return value
 
 
 class AlgorithmConfig(Section):
@@ -254,7 +262,7 @@ class CheckpointConfig(Section):
     background: bool = False
     """Copy the state to host memory and write it while training goes on."""
     resume: str = "auto"
-    """auto: continue from the newest valid checkpoint in output_dir; never: start afresh; or a checkpoint folder."""
+    """auto: continue from the newest valid checkpoint in output_dir; never: start afresh; or a checkpoint folder to begin from, once."""
     accept_changes: bool = False
     """Continue although model, data, algorithm, seed or batch differ from the checkpoint's."""
 
@@ -299,7 +307,7 @@ class Config(Section):
     seed: int = Field(0, ge=0, lt=2**63)
     """All randomness of the run follows from it."""
     debug: bool = False
-    """Set by --debug: a single process, a handful of prompts, 2 steps, everything printed and checked."""
+    """The same as --debug: a single process, a handful of prompts, 2 steps, everything printed and checked."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
@@ -328,7 +336,7 @@ _DEBUG = {
     "data": {"max_train_samples": 32, "max_eval_samples": 4},
     "optim": {"max_steps": 2},
     "eval": {"num_samples": 1, "max_samples": 4},
-    "checkpoint": {"resume": "never", "save_steps": None},
+    "checkpoint": {"resume": "never", "save_steps": None, "keep_best": None},
     "logging": {"wandb": "disabled", "every": 1},
 }
 
@@ -341,7 +349,8 @@ def _debug_version(config: Config) -> Config:
             values[section][key] = min(old, value) if isinstance(value, int) and old is not None else value
     minibatches = values["algorithm"]["num_minibatches"]
     values["rollout"]["prompts_per_step"] = max(values["rollout"]["prompts_per_step"] // minibatches, 1) * minibatches
-    values |= {"debug": True, "output_dir": config.output_dir.rstrip("/") + "-debug"}
+    folder = config.output_dir.rstrip("/")
+    values |= {"debug": True, "output_dir": folder if config.debug and folder.endswith("-debug") else f"{folder}-debug"}
     return Config.model_validate(values)
 
 
@@ -356,4 +365,4 @@ def load_config(argv: list[str]) -> Config:
     """
     values, debug = parse_arguments(argv, Config)
     config = validate(Config, values)
-    return _debug_version(config) if debug else config
+    return _debug_version(config) if debug or config.debug else config

@@ -1,8 +1,15 @@
-"""Metrics as text: the bar of steps, a line a step, evaluations."""
+"""What a person reads on the console: the bar of steps, a line per step, evaluations, mistakes."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+
+def print_mistake(mistake: Exception) -> None:
+    """What a user can mend, on stderr: each line of the message starts with ``error: ``."""
+    for line in str(mistake).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def postfix(metrics: dict[str, Any]) -> dict[str, str]:

@@ -119,8 +119,10 @@ class World:
         raise RanksDisagree(f"rank {rank}: {messages[rank]}")
 
     def same_everywhere(self, thing: str, otherwise: str) -> None:
-        """Raises:
-        ValueError: on all ranks, with the message ``otherwise``, if a rank has another ``thing``.
+        """Check that all ranks have the same ``thing``.
+
+        Raises:
+            ValueError: on all ranks, with the message ``otherwise``, if a rank has another one.
         """
         values = self.gather_objects(thing)
         if len(set(values)) > 1:
@@ -141,26 +143,18 @@ class World:
     def main_first(self) -> Iterator[None]:
         """The main rank runs the block before the others (which then find its result on disk).
 
-        Its failure is raised on all ranks.
+        A failure, on whichever rank, is raised on all.
         """
+        error: Exception | None = None
         if not self.is_main:
             self.raise_together(None)
-            yield
-            return
-        error: Exception | None = None
         try:
             yield
         except Exception as caught:  # voted on, not swallowed
             error = caught
         self.raise_together(error)
-
-    def barrier(self) -> None:
-        self.all_true(True)
-
-    def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Overwrite ``tensors`` in place by the main rank's."""
-        if self.size > 1:
-            self._collective(lambda: [dist.broadcast(tensor, src=0) for tensor in tensors])
+        if self.is_main:
+            self.raise_together(None)
 
     def data_parallel(self, module: nn.Module, first_forward: Callable[[nn.Module], torch.Tensor]) -> nn.Module:
         """Wrap in DistributedDataParallel, and settle the order of its buckets.
@@ -239,11 +233,12 @@ def start_world(
     """
     leave_with_torchrun()
     rank, size, local_rank, local_size = launched_as()
+    local_size = max(local_size, local_rank + 1)  # other launchers than torchrun may not say it
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
         raise ValueError("runtime.device=cuda, but PyTorch sees no CUDA device: use runtime.device=auto or cpu")
     use_cuda = cuda and device != "cpu"
-    if use_cuda and local_rank >= torch.cuda.device_count():
+    if use_cuda and local_size > torch.cuda.device_count():
         raise ValueError(
             f"{local_size} processes on this machine, but {torch.cuda.device_count()} CUDA devices: "
             f"use --nproc_per_node={torch.cuda.device_count()}"
@@ -277,9 +272,8 @@ def leave_with_torchrun() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() == 1 and not _is_python(
-        1
-    ):  # it was killed before we asked; in a container it may be process 1 itself
+    # It was killed before we asked; in a container it may be process 1 itself.
+    if os.getppid() == 1 and not _is_python(pid=1):
         sys.exit(128 + signal.SIGTERM)
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo.distributed import Interrupted, RanksDisagree
+from grpo.saving import how_to_continue
 
 
-def to_its_end(run: Any, train: Callable[[Any], None]) -> int:
+def run_to_completion(run: Any, train: Callable[[Any], None]) -> int:
     """Train (a ``grpo.run.Run``), and return the exit code: 0 when done, 128 + signal when asked to stop.
 
     A failure ends this process at once with code 1, after a message and, where the weights are those of a step boundary, a
@@ -25,9 +26,8 @@ def to_its_end(run: Any, train: Callable[[Any], None]) -> int:
         except Interrupted:  # on all ranks: they have voted
             _preempted(run)
             code = run.signals.exit_code
-    except (
-        BaseException
-    ) as failure:  # not handled, only told: what follows must not hang on ranks that wait for this one
+    except BaseException as failure:
+        # Not handled, only told: what follows must not hang on ranks that wait for this one.
         _tell(run, failure)
         with contextlib.suppress(Exception):  # a full disk again, say: it has been told
             run.close()
@@ -40,11 +40,11 @@ def to_its_end(run: Any, train: Callable[[Any], None]) -> int:
 def _preempted(run: Any) -> None:
     saver = run.saver
     saver.finish()
-    assert saver.whole is not None, "an update is never broken off"
-    if saver.whole > saver.saved:
-        saver.save(saver.whole)
+    assert saver.whole_step is not None, "an update is never broken off"
+    if saver.whole_step > saver.saved:
+        saver.save(saver.whole_step)
         saver.finish()
-    run.reporter.say(f"preempted at step {saver.whole} of {run.max_steps}: the same command continues from there")
+    run.reporter.say(f"preempted at step {saver.whole_step} of {run.max_steps}: {how_to_continue(run.config)}")
 
 
 def _tell(run: Any, failure: BaseException) -> None:

@@ -38,7 +38,7 @@ class Health:
         self._said: set[str] = set()
 
     def look(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Hints that this step gives cause for and that were not given before. Steps without a reward (evaluations) count not."""
+        """Hints that this step gives cause for and that were not given before. Steps without a reward (evaluations) do not count."""
         if _number(metrics.get("reward")) is None:
             return []
         self._history.append(metrics)
@@ -123,7 +123,7 @@ def _truncation(health: Health) -> str | None:
         return None
     return (
         f"{share:.0%} of the completions are cut at rollout.max_completion_length and rarely hold an answer: raise it, punish "
-        "length (soft_overlong), or look whether the model ever ends its turn"
+        "length (soft_overlong), or check whether the model ever ends its turn"
     )
 
 

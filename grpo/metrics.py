@@ -37,7 +37,9 @@ class Accumulator:
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
+        self._totals: set[str] = set()
         self._extremes: dict[str, float] = {}
+        self._minima: set[str] = set()
         self.histograms: dict[str, list[float]] = {}
         """Totals over ranks of what was added as a vector; there after :meth:`reduce`."""
 
@@ -47,6 +49,11 @@ class Accumulator:
         count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
         pair = torch.stack([total, count.expand_as(total)])
         self._sums[name] = self._sums[name] + pair.to(self._sums[name].device) if name in self._sums else pair
+
+    def total(self, name: str, value: torch.Tensor | float) -> None:
+        """Add to a sum that is reported as it is, over micro-batches and ranks."""
+        self.add(name, value, 0.0)
+        self._totals.add(name)
 
     def add_values(self, name: str, values: torch.Tensor) -> None:
         """Add the mean of finite values; NaN ones are left out."""
@@ -61,14 +68,16 @@ class Accumulator:
         self._extremes[name] = max(value, self._extremes.get(name, -float("inf")))
 
     def minimum(self, name: str, value: float) -> None:
-        self._extremes[name] = -max(-value, -self._extremes.get(name, float("inf")))
+        self._extremes[name] = min(value, self._extremes.get(name, float("inf")))
+        self._minima.add(name)
 
-    def reduce(self, world: World, minima: tuple[str, ...] = (), totals: tuple[str, ...] = ()) -> dict[str, float]:
-        """One sum and one maximum over ranks; the names must be the same on all of them.
+    def mean(self, name: str) -> float:
+        """So far, of this rank; NaN where nothing was counted."""
+        total, count = self._sums[name].tolist()
+        return total / count if count else math.nan
 
-        Args:
-            minima: extremes that are minima; totals: sums that are reported as they are, not as means.
-        """
+    def reduce(self, world: World) -> dict[str, float]:
+        """One sum and one maximum over ranks; the names must be the same on all of them."""
         names = sorted(self._sums)
         metrics: dict[str, float] = {}
         if names:
@@ -79,10 +88,10 @@ class Accumulator:
                     self.histograms[name] = total.tolist()
                 else:
                     total, count = total.item(), count.item()
-                    metrics[name] = total if name in totals else total / count if count else 0.0
+                    metrics[name] = total if name in self._totals else total / count if count else 0.0
         names = sorted(self._extremes)
         if names:
-            signs = torch.tensor([-1.0 if name in minima else 1.0 for name in names], dtype=torch.float64)
+            signs = torch.tensor([-1.0 if name in self._minima else 1.0 for name in names], dtype=torch.float64)
             values = torch.tensor([self._extremes[name] for name in names], dtype=torch.float64)
             values = world.max(values * signs) * signs
             metrics |= dict(zip(names, values.tolist(), strict=True))

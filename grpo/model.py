@@ -1,4 +1,4 @@
-"""Policy, reference, tokenizer, optimizer and schedule."""
+"""Policy, reference and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from grpo.batch import Problem
@@ -193,6 +193,10 @@ def load_policy(
         ValueError: if the weights do not load or are not all there, nothing says which token ends a completion, or the head is none
             that ``fp32_head`` can be had for.
     """
+    if device.type == "cuda":
+        # First choice on Hopper since torch 2.11. It plans anew for every shape, which packed tiles hardly repeat, and with a mask its
+        # gradients can be NaN (pytorch/pytorch#196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # its report of the mistakes below is a table
     try:
@@ -234,6 +238,8 @@ def load_policy(
 
 class FP32Head(nn.Linear):
     """Hidden states to logits in fp32 also under autocast. bf16 keeps 8 bits: logits of 20 are off by up to 0.06."""
+
+    computes_in = torch.float32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -301,7 +307,7 @@ def make_reference(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def halve_reference(reference: nn.Module, policy: Policy) -> bool:
+def cast_reference_to_bf16(reference: nn.Module, policy: Policy) -> bool:
     """Keep weights of linear layers in bf16, as autocast would make them at every use: the same bits from half the memory.
 
     Weights that something else reads too (an embedding that is the head) stay in fp32.
@@ -334,34 +340,6 @@ def sync_reference(reference: nn.Module, model: nn.Module, alpha: float) -> None
     """``ref = alpha * policy + (1 - alpha) * ref``, in place."""
     for old, new in zip(reference.parameters(), model.parameters(), strict=True):
         old.lerp_(new, alpha)
-
-
-def make_optimizer(model: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float):
-    """AdamW with weight decay on matrices only: norms and biases are not pulled to 0."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas)
-
-
-def make_schedule(optimizer, *, name: str, num_updates: int, warmup_steps: float, min_lr: float | None):
-    """A learning-rate schedule of ``num_updates`` optimizer updates, from ``transformers.get_scheduler``.
-
-    Raises:
-        ValueError: on a name that transformers does not know.
-    """
-    warmup = round(warmup_steps * num_updates) if warmup_steps < 1 else int(warmup_steps)
-    extra: dict[str, Any] = {}
-    if name == "constant" and warmup:  # transformers would ignore the warm-up without a word
-        name = "constant_with_warmup"
-    if min_lr is not None:
-        name, extra = "cosine_with_min_lr", {"scheduler_specific_kwargs": {"min_lr": min_lr}}
-    try:
-        return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_updates, **extra)
-    except ValueError as error:
-        raise ValueError(f"optim.lr_scheduler_type={name}: {_first_line(error)}") from None
 
 
 def _first_line(error: BaseException) -> str:

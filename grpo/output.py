@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -15,14 +16,20 @@ from grpo.lock import NAME as LOCK
 from grpo.lock import Lock
 
 MUST_NOT_CHANGE = (
-    "seed", "model.name_or_path", "model.disable_dropout", "data", "reward.functions", "rollout", "algorithm", "optim",
-    "runtime.precision",
+    "seed", "model.name_or_path", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",
+    "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
 )  # fmt: skip
 """What a resumed run must share with its checkpoint to be the same run."""
 
 
-def find_resume_point(config: Config, lock: Lock) -> Path | None:
+def find_resume_point(config: Config, lock: Lock) -> tuple[Path | None, dict[str, str | None] | None]:
     """The checkpoint to continue from, by ``checkpoint.resume``. From here on ``output_dir``, if it exists, is locked.
+
+    A command that names a folder begins there once: given again after an interruption, it continues what it began. So does one with
+    ``never`` when torchrun starts its processes again.
+
+    Returns:
+        The checkpoint, and what a run that does not begin by ``auto`` began from; it is kept in its checkpoints.
 
     Raises:
         ConfigError: if a folder named explicitly is not a whole checkpoint, or ``output_dir`` holds something else.
@@ -43,8 +50,10 @@ def find_resume_point(config: Config, lock: Lock) -> Path | None:
             )
         lock.acquire(output)
         checkpoint.recover(output)
-    if resume == "never":
-        return None
+    origin = _origin_of(config)
+    begun = origin and _newest_begun_by(origin, config)
+    if resume == "never" or begun:
+        return begun, origin
     if resume != "auto":
         if not Path(resume).is_dir():
             raise ConfigError(
@@ -56,11 +65,53 @@ def find_resume_point(config: Config, lock: Lock) -> Path | None:
             raise ConfigError(
                 f"checkpoint.resume={broken}; use auto, never, or a whole checkpoint-<step> folder"
             ) from None
-        return Path(resume)
+        return Path(resume).resolve(), origin
     folder, warnings = checkpoint.find_newest_valid(output)
     for warning in warnings:
         print(f"warning: {warning}", flush=True)
-    return folder
+    return folder, None
+
+
+def _origin_of(config: Config) -> dict[str, str | None] | None:
+    """A checkpoint's place, and the digest of its manifest while it is there; or this start of torchrun."""
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return None
+    if resume == "never":
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+        return run_id and {"place": f"torchrun {run_id} {os.getppid()} {_started(os.getppid())}", "digest": None}
+    folder = Path(resume).resolve()
+    try:
+        digest = hashlib.sha256((folder / checkpoint.MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        digest = None
+    return {"place": str(folder), "digest": digest}
+
+
+def _started(pid: int) -> str:
+    """When a process began, as far as Linux tells: numbers of processes come again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _newest_begun_by(origin: dict[str, str | None], config: Config) -> Path | None:
+    """The newest whole checkpoint in ``output_dir`` of a run that began there, under the same settings."""
+    output = Path(config.output_dir).resolve()
+    for _, folder in checkpoint.list_checkpoints(output):
+        try:
+            checkpoint.verify(folder)
+            state = checkpoint.read_state(folder)
+        except checkpoint.BrokenCheckpoint:
+            continue
+        theirs = state.get("origin") or {}
+        # The checkpoint that was named may be gone, its turn to be deleted over; in its own folder it may have been written again.
+        is_own = Path(origin["place"]).parent == output
+        same = is_own or origin["digest"] in (None, theirs.get("digest"))
+        if theirs.get("place") == origin["place"] and same and not _differences(config, state, {}):
+            return folder
+    return None
 
 
 def check_place(output: Path) -> None:
@@ -80,12 +131,28 @@ def check_place(output: Path) -> None:
         raise ConfigError(f"output_dir={output} cannot be written: no permission in {existing}")
 
 
-def refuse_changes(config: Config, state: dict[str, Any], facts: dict[str, Any]) -> None:
+def refuse_changes(config: Config, state: dict[str, Any], facts: dict[str, Any]) -> bool:
     """Refuse to continue a run under settings or on data that would make it another one, listing each difference.
 
     Args:
         state: of the checkpoint; facts: what it must share with the run that continues it, beside the configuration.
+
+    Returns:
+        Whether there are differences, which ``checkpoint.accept_changes`` takes.
+
+    Raises:
+        ConfigError: if there are, and it does not.
     """
+    differences = _differences(config, state, facts)
+    if differences and not config.checkpoint.accept_changes:
+        raise ConfigError(
+            f"{config.output_dir} was started with other settings ({'; '.join(differences)}): "
+            "use another output_dir, the old values, or checkpoint.accept_changes=true"
+        )
+    return bool(differences)
+
+
+def _differences(config: Config, state: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     saved, now = state.get("config", {}), config.model_dump(mode="json")
     differences = [
         f"{name}: checkpoint {state[name]!r}, now {value!r}"
@@ -103,11 +170,7 @@ def refuse_changes(config: Config, state: dict[str, Any], facts: dict[str, Any])
                 [(f"{key}.{k}", old.get(k), new[k]) for k in new if old.get(k) != new[k]] if both else [(key, old, new)]
             )
             differences += [f"{name}: checkpoint {before!r}, now {after!r}" for name, before, after in pairs]
-    if differences and not config.checkpoint.accept_changes:
-        raise ConfigError(
-            f"{config.output_dir} was started with other settings ({'; '.join(differences)}): "
-            "use another output_dir, the old values, or checkpoint.accept_changes=true"
-        )
+    return differences
 
 
 def note_differences(state: dict[str, Any], now: dict[str, Any]) -> None:
@@ -133,9 +196,8 @@ def start_output(config: Config, resume: Path | None, lock: Lock) -> None:
         raise ConfigError(f"output_dir={output} cannot be made: {error.strerror}") from None
     lock.acquire(output)
     leftovers = [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl"), *output.glob("completions")]
-    if resume is None and any(
-        path.name.startswith("checkpoint-") or path.name == "metrics.jsonl" for path in leftovers
-    ):
+    continues = resume is not None and resume.parent.resolve() == output.resolve()
+    if not continues and any(path.name.startswith("checkpoint-") or path.name == "metrics.jsonl" for path in leftovers):
         number = 1 + len(list(output.glob("previous-*")))
         aside = output / f"previous-{number}"
         aside.mkdir()
@@ -143,7 +205,7 @@ def start_output(config: Config, resume: Path | None, lock: Lock) -> None:
             if path.exists():
                 shutil.move(path, aside / path.name)
         print(f"an earlier run in {output} was moved to {aside}", flush=True)
-    if resume is not None and resume.parent.resolve() == output.resolve():
+    if continues:
         # Continued from an earlier step: what lies after it is broken or another branch, and `auto` must not pick it later.
         from_step = checkpoint.read_state(resume)["step"]
         for step, folder in checkpoint.list_checkpoints(output):

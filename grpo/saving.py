@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import threading
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from grpo import checkpoint
+from grpo.config import Config
 
 
 def versions() -> dict[str, str]:
@@ -17,16 +19,23 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
+def how_to_continue(config: Config) -> str:
+    """For a message about a checkpoint."""
+    if config.checkpoint.resume == "never":
+        return "the same command with checkpoint.resume=auto continues from there"
+    return "the same command continues from there"
+
+
 class Saver:
     """Saves one run (a ``grpo.run.Run``).
 
-    The state in memory is that of a step boundary nearly always: rollouts, rewards and evaluations do not change it. ``whole``
+    The state in memory is that of a step boundary nearly always: rollouts, rewards and evaluations do not change it. ``whole_step``
     says which boundary, and is None from the first change of an update to the end of its step.
     """
 
     def __init__(self, run: Any, facts: dict[str, Any], restored: dict[str, Any]):
         self.run, self.facts = run, facts
-        self.whole: int | None = run.start
+        self.whole_step: int | None = run.start
         self.saved = run.start
         """The step of the newest checkpoint, or of the start."""
         self.unreported: dict[str, Any] | None = restored.get("unreported")
@@ -37,13 +46,13 @@ class Saver:
         self._error: Exception | None = None
 
     def step_done(self, step: int, line: dict[str, Any]) -> None:
-        self.whole, self.unreported = step, line
+        self.whole_step, self.unreported = step, line
 
     def after(self, step: int, line: dict[str, Any]) -> None:
         """Save if it is time to, or if ``line`` has the best evaluation so far."""
         settings = self.run.config.checkpoint
         metric, is_best = settings.keep_best, False
-        if metric in line:
+        if metric in line and math.isfinite(line[metric]):
             is_best = self.best is None or line[metric] > self.best["value"]
             if is_best:
                 self.best = {"step": step, "value": line[metric]}
@@ -97,13 +106,13 @@ class Saver:
         if not run.world.is_main or run.config.debug:
             return None
         before = self._finished()
-        if self.whole is None:
+        if self.whole_step is None:
             return f"the weights are in the middle of step {self.saved + 1} or later: checkpoint-{self.saved} is the newest"
-        if self.whole <= self.saved and before is None:
+        if self.whole_step <= self.saved and before is None:
             return None
-        self._write(self.whole, self._arguments())
+        self._write(self.whole_step, self._arguments())
         error = self._finished()
-        return f"{error}" if error else f"saved checkpoint-{self.whole}: the same command continues from there"
+        return f"{error}" if error else f"saved checkpoint-{self.whole_step}: {how_to_continue(run.config)}"
 
     def _finished(self) -> Exception | None:
         if self._thread is not None:

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, run_trainer, save_random_model
+from conftest import ROOT, run_trainer, save_random_model, small_run
 
 from train_grpo import main
 
@@ -71,6 +71,11 @@ CONFIG = {
         ["optim.min_lr=1e-7", "optim.lr_scheduler_type=cosine_with_restarts"],
         ["optim.min_lr", "=cosine,"],
     ),
+    "floor above the peak": (
+        ["optim.min_lr=1e-4", "optim.lr_scheduler_type=cosine"],
+        ["optim.min_lr=0.0001", "optim.learning_rate=1e-06"],
+    ),
+    "stop at nothing": (["rollout.stop=['']"], ["rollout.stop", "empty string"]),
     "pattern without column": (
         ["data.dataset={rows}", "data.answer_pattern='(.+)'"],
         ["answer_pattern", "answer_column"],
@@ -498,3 +503,23 @@ def test_config_mistakes_do_not_wait_for_torch():
     """A typo costs no import of transformers."""
     code = "import sys; from grpo.config import load_config; load_config(['rollout.top_k=3']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("where", ["train_grpo.load_config", "grpo.prepare.resolve_model", "grpo.prepare.load_policy"])
+def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model, where):
+    """A file that one machine lacks: before the ranks have met, while one goes first, while all work."""
+    module, name = where.rsplit(".", 1)
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport {module}\nimport train_grpo\n"
+        "def wrong(*args, **kwargs):\n    raise ValueError('no such file on this machine')\n"
+        f"if os.environ['RANK'] == '1':\n    {module}.{name} = wrong\n"
+        "sys.exit(train_grpo.main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
+    command += [*small_run(random_model, tmp_path / "run"), "runtime.threads_per_rank=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.endswith("no such file on this machine")
+    assert "[rank" not in done.stderr

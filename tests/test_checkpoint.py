@@ -22,7 +22,8 @@ from grpo.checkpoint import (
     save_checkpoint,
     verify,
 )
-from grpo.model import make_optimizer, make_reference, make_schedule
+from grpo.model import make_reference
+from grpo.optimizer import make_optimizer, make_schedule
 
 
 def trained(folder, updates: int = 3):

@@ -20,8 +20,8 @@ from conftest import ROOT, save_random_model
 from hub_service import hub
 from test_hub import pointed_at, publish
 
-NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py")
-"""The first installs TRL from the network; the second has ``tests/faults/test_soak.py``."""
+NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
+"""The first installs TRL from the network; the second has ``tests/faults/test_soak.py``; the third is done by ``environment()``."""
 RECIPES = ROOT / "docs" / "recipes.md"
 """Its commands need a Hub: they have a test of their own."""
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -465,6 +465,16 @@ def test_debug_caps_sizes_and_keeps_smaller_ones(file):
     assert not load_config(argv).debug
 
 
+def test_debug_takes_a_config_that_keeps_its_best_and_one_of_a_debug_run():
+    config = load_config(
+        ["--debug", "output_dir=x", "eval.num_samples=8", "eval.temperature=1", "checkpoint.keep_best=eval/mean@8"]
+    )
+    assert config.checkpoint.keep_best is None and config.eval.num_samples == 1
+    assert load_config(["debug=true", "output_dir=x-debug", "optim.max_steps=50"]).optim.max_steps == 2
+    assert load_config(["debug=true", "output_dir=x-debug"]).output_dir == "x-debug"
+    assert load_config(["--debug", "output_dir=x-debug"]).output_dir == "x-debug-debug", "that could be another run's"
+
+
 def test_debug_keeps_a_step_that_can_be_cut_into_minibatches():
     config = load_config(["--debug", "algorithm.num_minibatches=4", "rollout.prompts_per_step=16"])
     assert config.rollout.prompts_per_step == 4

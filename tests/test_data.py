@@ -1,5 +1,6 @@
 """Datasets to problems: every source reads the same, prompts are rendered exactly, nothing is changed silently; and the deal."""
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.batch import Problem
 from grpo.config import Config, DataConfig
-from grpo.data import Schedule, check_enough, count_shared, load_rows, make_problems, render
+from grpo.data import ProblemSet, Schedule, check_enough, count_shared, load_rows, make_problems, render
 from grpo.describe import summary
 from grpo.tasks.tiny import build_tokenizer
 
@@ -147,7 +148,7 @@ def test_builtin_tasks_have_their_own_splits_and_never_share_a_problem():
 
 def test_every_other_column_reaches_the_rewards():
     from grpo.batch import Completion, Group
-    from grpo.run import score_groups
+    from grpo.rewards.groups import score_groups
 
     problem = Problem(0, "q", (1,), {"answer": "2", "level": 7, "tests": ["a", "b"]})
     other = Problem(1, "r", (1,), {"answer": "3", "level": None, "tests": []})
@@ -463,8 +464,47 @@ def test_evaluation_problems_that_are_trained_on_are_counted_and_said(tmp_path, 
     facts = {"num_parameters": 1, "device": "cpu", "world_size": 1, "steps_per_epoch": 1, "max_steps": 1}
     lines = summary(config, train=sets[0], evaluation=sets[1].problems, **facts)
     assert "warning: 5 evaluation problems are also in the training data" in lines
-    apart = summary(config, train=sets[0], evaluation=sets[1].problems[5:], **facts)
+    apart = summary(config, train=sets[0], evaluation=sets[1].problems[5:], eval_left_out=3, **facts)
     assert not any("also in the training data" in line for line in apart)
+    assert any(line.endswith("to evaluate on, 3 left out as longer than 512 tokens or empty") for line in apart)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"delta": 3.0, "name": "cispo", "epsilon_high": 1.0}, "algorithm.delta has no effect with objective cispo"),
+        ({"name": "rloo", "importance_level": "sequence"}, "algorithm.importance_level=sequence has no effect"),
+        ({"beta": 0.0, "ref_sync_steps": 4}, "algorithm.ref_sync_steps has no effect with objective clip and beta 0"),
+        ({"beta": 0.1, "ref_sync_steps": 4}, None),
+    ],
+)
+def test_settings_without_effect_are_said(changes, said):
+    facts = {"num_parameters": 1, "device": "cpu", "world_size": 1, "steps_per_epoch": 1, "max_steps": 1}
+    config = Config.model_validate({"algorithm": changes})
+    lines = [line for line in summary(config, train=ProblemSet([]), evaluation=[], **facts) if "no effect" in line]
+    assert (len(lines) == 1 and said in lines[0]) if said else not lines
+
+
+def test_a_built_in_tasks_instructions_are_for_models_that_do_not_know_it(tokenizer):
+    """The tiny model was warm-started without them."""
+    config = DataConfig(max_train_samples=1)
+    rows = load_rows(config, train=True, seed=0)
+    assert rows.instructions.startswith("Solve the problem.")
+    lengths = []
+    for told in (
+        rows,
+        dataclasses.replace(rows, instructions=None),
+        dataclasses.replace(rows, system_prompt="one", instructions=None),
+    ):
+        of_tiny = make_problems(told, config, tokenizer).problems[0]
+        of_others = make_problems(told, config, plain_tokenizer("$A")).problems[0]
+        lengths.append((len(of_tiny.prompt_ids), len(of_others.prompt_ids)))
+    assert lengths[0][0] == lengths[1][0], "the tiny model hears no instructions"
+    assert lengths[0][1] > lengths[2][1] > lengths[1][1]
+    assert load_rows(DataConfig(max_train_samples=1, system_prompt="one"), train=True, seed=0).instructions is None
+    gemma = plain_tokenizer("$A")
+    gemma.chat_template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    assert len(make_problems(rows, config, gemma).problems[0].prompt_ids) == lengths[0][1]
 
 
 # --- the real thing

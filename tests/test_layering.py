@@ -26,7 +26,9 @@ BASE = {
     "hub",
     "lock",
     "memory",
+    "mistakes",
     "packing",
+    "prefill",
     "presets",
     "rollout_weights",
     "sampling",
@@ -35,13 +37,27 @@ BASE = {
 }
 MATH = {"advantages", "logprobs", "loss", "rewards"}
 PARTS = {"checkpoint", "data", "metrics", "model", "rollout", "samples", "signals", "tasks"}
-ASSEMBLY = {"debug", "describe", "ending", "output", "profile", "rehearsal", "run", "saving"}
+ASSEMBLY = {
+    "debug",
+    "describe",
+    "ending",
+    "optimizer",
+    "output",
+    "prepare",
+    "profile",
+    "rehearsal",
+    "run",
+    "saving",
+    "step_metrics",
+}
 
 MAY_IMPORT = (
     {room: set() for room in BASE}
     | {
         "config": {"agreement", "arguments", "presets"},
         "packing": {"forking"},
+        "prefill": {"forking", "packing"},
+        "mistakes": {"console", "distributed"},
         "decoding": {"forking", "packing", "rollout_weights"},
         "graphs": {"decoding", "forking", "sampling"},
     }
@@ -51,7 +67,7 @@ MAY_IMPORT = (
     | {"data": BASE | MATH | {"tasks", "model"}, "model": BASE | MATH | {"tasks"}, "metrics": BASE | {"samples"}}
     | {"evaluation": BASE | MATH | PARTS}
     | {room: BASE | MATH | PARTS | {"evaluation"} | ASSEMBLY for room in ASSEMBLY}
-    | {"report": {"environment", "health", "samples"}}
+    | {"report": {"console", "environment", "health", "samples"}}
     | {"chat": BASE | MATH | PARTS | ASSEMBLY}
     | {"__init__": set()}
 )

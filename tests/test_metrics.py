@@ -27,14 +27,14 @@ def test_means_are_weighted_by_what_they_are_means_of():
     metrics = Accumulator()
     metrics.add("loss", 6.0, 3)
     metrics.add("loss", torch.tensor(1.0), torch.tensor(1))
-    metrics.add("tokens", 5, 0)
-    metrics.add("tokens", 7, 0)
+    metrics.total("tokens", 5)
+    metrics.total("tokens", 7)
     metrics.add("empty", 0.0, 0)
     metrics.add_values("reward", torch.tensor([1.0, float("nan"), 3.0]))
     for length in (4.0, 9.0, 2.0):
         metrics.maximum("longest", length)
         metrics.minimum("shortest", length)
-    assert metrics.reduce(ALONE, minima=("shortest",), totals=("tokens",)) == {
+    assert metrics.reduce(ALONE) == {
         "loss": 7 / 4, "tokens": 12, "empty": 0.0, "reward": 2.0, "longest": 9.0, "shortest": 2.0,
     }  # fmt: skip
 

@@ -8,15 +8,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT
 from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
 from grpo.model import (
+    cast_reference_to_bf16,
     end_tokens,
-    halve_reference,
-    make_optimizer,
     make_reference,
-    make_schedule,
     sync_reference,
     turn_dropout_off,
     use_fp32_head,
 )
+from grpo.optimizer import make_optimizer, make_schedule
 from grpo.rollout import Sampling, generate
 
 
@@ -87,7 +86,7 @@ def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
     with torch.no_grad(), policy.autocast():
         before = scorer(*inputs)
         size = sum(p.numel() * p.element_size() for p in reference.parameters())
-        assert halve_reference(reference, policy)
+        assert cast_reference_to_bf16(reference, policy)
         after = scorer(*inputs)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert torch.equal(
@@ -114,7 +113,7 @@ def test_a_reference_that_would_change_stays_in_fp32(random_model, kind):
             x.float().flatten(0, 1), layer.weight.detach().view(torch.int32).view(torch.float32).T
         )[None]
     before = [p.clone() for p in reference.parameters()]
-    assert not halve_reference(reference, policy)
+    assert not cast_reference_to_bf16(reference, policy)
     assert all(
         torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, reference.parameters(), strict=True)
     )

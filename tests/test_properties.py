@@ -38,7 +38,7 @@ def overrides(draw) -> dict[str, dict]:
         "algorithm": {"name": draw(st.sampled_from([n for n in PRESETS if "rein" not in n and n != "rloo"])), "num_iterations": updates,
                       "beta": draw(st.floats(0, 1)), "ref_sync_steps": draw(st.integers(0, 9))},
         "rollout": {"prompts_per_step": draw(st.integers(1, 10**6)), "num_generations": draw(st.integers(2, 10**4)),
-                    "temperature": draw(finite), "stop": draw(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029\ufeff", exclude_categories=["C"]))))},
+                    "temperature": draw(finite), "stop": draw(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029\ufeff", exclude_categories=["C"]), min_size=1)))},
         "optim": {"learning_rate": draw(finite), "betas": draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999))),
                   "max_steps": draw(st.none() | st.integers(1, 10**9))},
         "data": {"system_prompt": draw(st.none() | st.text(st.characters(codec="utf-8", exclude_categories=["C"])))},

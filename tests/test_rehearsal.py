@@ -15,9 +15,9 @@ from conftest import ROOT, load, run_trainer, save_random_model, small_run
 from grpo.batch import Problem
 from grpo.config import Config, load_config
 from grpo.distributed import start_world
+from grpo.prepare import prepare
 from grpo.rehearsal import _heaviest_waves, _let_go, is_out_of_memory, rehearse
 from grpo.rollout import Sampling, waves
-from grpo.run import prepare
 
 VOLATILE = ("step_time", "tokens_per_second", "time/")
 
@@ -83,8 +83,8 @@ def test_it_changes_no_bit_on_two_ranks(tmp_path, random_model):
 LIMITED = """
 import os, resource, sys
 sys.path.insert(0, {root!r})
-import grpo.run, train_grpo
-rehearse = grpo.run.rehearse
+import grpo.prepare, train_grpo
+rehearse = grpo.prepare.rehearse
 
 def under_a_limit(run, problems):
     if os.environ.get("RANK", "0") == {rank!r}:
@@ -92,7 +92,7 @@ def under_a_limit(run, problems):
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + {mib} * 2**20, resource.RLIM_INFINITY))
     return rehearse(run, problems)
 
-grpo.run.rehearse = under_a_limit
+grpo.prepare.rehearse = under_a_limit
 sys.exit(train_grpo.main(sys.argv[1:]))
 """
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from grpo.batch import Problem
 from grpo.config import Config, load_config
+from grpo.console import print_mistake
 from grpo.data import ProblemSet, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         for line in preview(config, tokenizer):
             print(line)
     except (ValueError, OSError) as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        print_mistake(mistake)
         return 2
     return 0
 

@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.batch import Problem
 from grpo.data.source import one_line, read_rows, source_of
 from grpo.tasks import gym, load_task
+from grpo.tasks.tiny import is_tiny_tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Rows:
     prompts: list[str | list[dict[str, str]]]
     columns: list[dict[str, Any]]
     system_prompt: str | None
-    num_without_answer: int
+    instructions: str | None = None
+    """What a built-in task asks for: the system prompt where there is no other, but for the tiny model, which was warm-started on it."""
+    num_without_answer: int = 0
 
 
 def fingerprint(rows: Rows) -> str:
@@ -82,12 +85,6 @@ def load_rows(config, *, train: bool, seed: int) -> Rows | None:
         raise ValueError(
             f"data.answer_pattern={config.answer_pattern!r} needs data.answer_column: the column it looks in"
         )
-    system_prompt = config.system_prompt
-    if system_prompt is None and source.startswith(gym.PREFIX):
-        system_prompt = gym.SYSTEM_PROMPT
-    elif system_prompt is None and builtin:
-        system_prompt = load_task(source.removeprefix("builtin:")).system_prompt
-
     prompts, columns, num_without_answer = [], [], 0
     for number, row in enumerate(rows, 1):
         prompts.append(_prompt_of(row[config.prompt_column], f"{what}, row {number}, column {config.prompt_column}"))
@@ -101,7 +98,18 @@ def load_rows(config, *, train: bool, seed: int) -> Rows | None:
             f"data.answer_pattern={config.answer_pattern!r} matches nothing in column {answer_column!r} of {what}; "
             f"its first value is {str(rows[0][answer_column])[:80]!r}"
         )
-    return Rows(what, prompts, columns, system_prompt, num_without_answer)
+    return Rows(what, prompts, columns, *said_first(config, source), num_without_answer)
+
+
+def said_first(config, source: str) -> tuple[str | None, str | None]:
+    """The system prompt of rows from ``source``, and a built-in task's instructions."""
+    if config.system_prompt is not None:
+        return config.system_prompt, None
+    if source.startswith(gym.PREFIX):
+        return gym.SYSTEM_PROMPT, None
+    if source.startswith("builtin:"):
+        return None, load_task(source.removeprefix("builtin:")).instructions
+    return None, None
 
 
 def make_problems(rows: Rows, config, tokenizer: Any) -> ProblemSet:
@@ -110,6 +118,8 @@ def make_problems(rows: Rows, config, tokenizer: Any) -> ProblemSet:
     Raises:
         ValueError: if none is left.
     """
+    if rows.instructions and not is_tiny_tokenizer(tokenizer):
+        rows = _with_instructions(rows, config, tokenizer)
     texts = [_rendered(number, rows, config, tokenizer) for number in range(1, len(rows.prompts) + 1)]
     # A chat template has put every special token where it belongs; without one the tokenizer adds its own (BOS).
     plain = not tokenizer.chat_template or config.prompt_template is not None
@@ -174,6 +184,16 @@ def _rendered(number: int, rows: Rows, config, tokenizer: Any) -> str:
         raise ValueError(
             f"the model's chat template does not work on row {number} of {rows.what}: {one_line(error)}"
         ) from None
+
+
+def _with_instructions(rows: Rows, config, tokenizer: Any) -> Rows:
+    """As the system prompt, or, where a chat template takes none (Gemma 2), before each question."""
+    told = replace(rows, system_prompt=rows.instructions)
+    try:
+        _rendered(1, told, config, tokenizer)
+    except ValueError:
+        return replace(rows, prompts=[f"{rows.instructions}\n\n{prompt}" for prompt in rows.prompts])
+    return told
 
 
 def _without_added_end(ids: list[int], text: str, tokenizer: Any) -> list[int]:

@@ -17,23 +17,24 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from grpo.batch import Problem
 from grpo.config import Config, load_config
 from grpo.console import evaluation_form, evaluation_table
 from grpo.data import Rows, load_rows, make_problems
-from grpo.distributed import WORLD_KEYS, RanksDisagree, World, launched_as, start_world
+from grpo.distributed import WORLD_KEYS, RanksDisagree, World, start_world
 from grpo.evaluation.collect import Answers, Evaluation, evaluate
 from grpo.evaluation.estimate import LEVEL, Estimate
 from grpo.evaluation.verdict import Verdict, check_names, judge_of
 from grpo.logprobs import CompletionScorer
 from grpo.metrics import json_safe
-from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
+from grpo.mistakes import refuse
+from grpo.model import Policy, check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 
 METHOD = (
@@ -54,20 +55,14 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--output", type=Path, help="the JSON file")
     options, rest = parser.parse_known_args(argv)
-    rank, world = launched_as()[0], None
+    world = None
     try:
         config = load_config(rest)
         world = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
-    except (ValueError, OSError, RanksDisagree) as mistake:  # what the user can mend: one line, from one rank
-        if rank == 0:
-            print(f"error: {mistake}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(2)  # torchrun ends all ranks when the first one goes: let rank 0 speak
-        if world is not None and world.size > 1:
-            world.abandon(2)
-        return 2
+    except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend
+        return refuse(mistake, world)
     world.shutdown()
     return 0
 
@@ -115,16 +110,9 @@ def _check_writable(output: Path) -> None:
 
 
 def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World) -> Evaluation:
-    trust = config.model.trust_remote_code
     with world.main_first():
-        path = resolve_model(model, config.data.dataset, trust_remote_code=trust)
-    tokenizer = load_tokenizer(path, trust_remote_code=trust)
-    problems = make_problems(rows, config.data, tokenizer).problems[: config.eval.max_samples]
-    check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
-    settings = config.model.model_dump(exclude={"name_or_path"})
-    policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
-    if config.runtime.packed:  # as the run does: the same kernels, so the same tokens
-        CompletionScorer(policy.model).pack_groups()
+        path = resolve_model(model, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
+    policy, problems = world.together(lambda: _loaded(config, path, rows, world))
     passes = 1 + (config.eval.num_samples > 1)
     total = len(problems[world.rank :: world.size]) * passes
     shown = world.is_main and sys.stderr.isatty()
@@ -149,6 +137,26 @@ def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, wor
             f"the reward that decides what is correct could score none of {completions} completions: there is no accuracy to report"
         )
     return evaluation
+
+
+def _loaded(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy, list[Problem]]:
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    found = make_problems(rows, config.data, tokenizer)
+    left_out = found.num_too_long + found.num_empty
+    if left_out and world.is_main:
+        longest = config.data.max_prompt_length
+        print(
+            f"note: {left_out} problems are left out: their prompts are longer than {longest} tokens, or empty",
+            flush=True,
+        )
+    problems = found.problems[: config.eval.max_samples]
+    check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
+    settings = config.model.model_dump(exclude={"name_or_path"})
+    policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
+    if config.runtime.packed:  # as the run does: the same kernels, so the same tokens
+        CompletionScorer(policy.model).pack_groups()
+    return policy, problems
 
 
 def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from grpo.console import print_mistake
 from grpo.report.figures import write_figures
 from grpo.report.page import build_page
 from grpo.report.read import read_run
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
             written = write_figures(runs, options.figures)
             print(f"{options.figures}: {len(written)} figures")
     except (ValueError, OSError) as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        print_mistake(mistake)
         return 2
     return 0
 

@@ -115,19 +115,14 @@ def parse_number(text: str) -> Fraction | None:
     return -value if "-" in (match["sign"], match["inner"]) else value
 
 
-def numbers_equal(a: Any, b: Any) -> bool:
-    """Whether both are numbers and the same one, exactly: ``"$1,000.00"`` is ``1000``, ``"0.33"`` is not ``"1/3"``."""
-    first, second = parse_number(str(a)), parse_number(str(b))
-    return first is not None and first == second
-
-
 def normalize_text(text: str) -> str:
     """Case folded, runs of white space made one space, one trailing period dropped."""
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
 
 
 def answers_equal(a: Any, b: Any) -> bool:
-    """Numbers are compared as numbers, everything else as normalised text."""
+    """Numbers are compared as numbers, exactly (``"$1,000.00"`` is ``1000``, ``"0.33"`` is not ``"1/3"``), everything else as
+    normalised text."""
     first, second = parse_number(str(a)), parse_number(str(b))
     if first is not None or second is not None:
         return first == second

@@ -33,7 +33,7 @@ def python_tests(
     its JSON) of statements such as ``"assert f(2) == 4"``, or of ``{"input": ..., "output": ...}`` for a program that reads stdin;
     outputs are compared outside the sandbox, up to white space at the ends of lines.
 
-    Keep ``total_seconds`` (all tests of a completion) below ``reward.timeout_s``: code that hangs shall score 0, not ``None``.
+    Keep ``total_seconds`` (all tests of a completion) below ``reward.timeout_s``: code that hangs should score 0, not ``None``.
     """
     require_number(value=value)
     if tag is not None:

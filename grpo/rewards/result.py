@@ -1,6 +1,5 @@
 """What rewards are asked for and what they answered: ``B`` rows (completions), ``F`` functions."""
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,20 +41,6 @@ class RewardResult:
     def failures(self) -> list[int]:
         """``[F]`` errors and timeouts together: the metric ``rewards/<name>/errors``."""
         return [errors + timeouts for errors, timeouts in zip(self.errors, self.timeouts, strict=True)]
-
-    def totals(self, weights: Sequence[float]) -> list[float]:
-        """``[B]`` weighted sums over the functions that gave a number; NaN where none did (unscorable).
-
-        Raises:
-            ValueError: if there is not one weight per function.
-        """
-        if len(weights) != len(self.errors):
-            raise ValueError(f"expected {len(self.errors)} weights, one per reward function, got {len(weights)}")
-        totals = []
-        for row in self.values:
-            scored = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
-            totals.append(math.fsum(scored) if scored else math.nan)
-        return totals
 
 
 class Tally:

@@ -3,7 +3,7 @@
 ``B`` rows (completions), ``F`` functions. Each function gets the whole batch in one call. Only where that call raises, hangs or
 kills its worker are the rows tried one by one, so that one bad row costs one reward. The bound on time, per function and step:
 ``timeout_s`` for the batch; then ``timeout_s`` per row, and after ``result.MAX_LOST_WORKERS`` rows that hung or killed a worker the
-rows left are given up (``None``, counted as timeouts). A function that hangs always so costs ``(1 + 8) * timeout_s``, shared by
+rows left are given up (``None``, counted as timeouts). A function that always hangs therefore costs ``(1 + 8) * timeout_s``, shared by
 ``num_workers``.
 
 Nothing here knows of ranks: what must stop a run is reported (``failed_everywhere``) or raised (:class:`RewardContractError`), and

@@ -19,7 +19,9 @@ def _library() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise ValueError(f"this reward needs the library math-verify ({error}): pip install math-verify") from None
+        raise ValueError(
+            f"this reward needs the library math-verify ({error}): pip install -r requirements-extras.txt"
+        ) from None
     return math_verify
 
 

@@ -14,13 +14,12 @@ class Task(ABC):
 
     Attributes:
         name: the name :func:`grpo.tasks.load_task` knows it by.
-        system_prompt: what to say before each problem. None: the tiny model was warm-started without a system prompt.
-        instructions: a system prompt that explains the response format, for a model that has never seen the task.
+        instructions: the system prompt that says what response is wanted, for any model but the tiny one, which was
+            warm-started without it.
         num_rows: rows per split, unless ``rows`` is asked for another count.
     """
 
     name: str
-    system_prompt: str | None = None
     instructions: str
     num_rows = {"train": 4096, "eval": 512}
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, pre_tokenizers
@@ -84,6 +85,11 @@ def build_tokenizer() -> Qwen2Tokenizer:
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in (*TAGS, *ROLES)])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def is_tiny_tokenizer(tokenizer: Any) -> bool:
+    """Whether it is :func:`build_tokenizer`'s, also when loaded from a folder."""
+    return tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
 def build_tiny_model(

@@ -13,7 +13,8 @@ from grpo.batch import Completion, Group, Problem, collate
 from grpo.config import load_config
 from grpo.distributed import start_world
 from grpo.metrics import Accumulator
-from grpo.run import Run, prepare, touch_every_parameter
+from grpo.prepare import prepare, touch_every_parameter
+from grpo.run import Run
 from train_grpo import update, with_old_and_ref_logprobs
 
 P, G = 6, 4

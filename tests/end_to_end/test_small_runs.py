@@ -228,3 +228,24 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
     records = read_samples(files[0])
     assert len(records) == 3
     assert {record["step"] for record in records} == {3}
+
+
+def test_a_substitute_that_nothing_can_score_stops_no_run(tmp_path, random_model):
+    """Dynamic sampling asks for another problem in place of the second group; a reward that fails on that alone is no broken reward."""
+    (tmp_path / "picky.py").write_text(
+        "def scores(prompts, completions, **columns):\n"
+        "    if len(completions) != 8:\n"
+        "        raise ValueError('no answer to compare with')\n"
+        "    return [0, 1, 2, 3, 5, 5, 5, 5]\n"
+    )
+    rows = [{"prompt": f"{i}+1="} for i in range(64)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [
+        f"data.dataset={tmp_path}/rows.jsonl", f"reward.functions=['{tmp_path}/picky.py:scores']", "algorithm.beta=0",
+        "rollout.prompts_per_step=2", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_attempts=2",
+        "optim.max_steps=2",
+    ]  # fmt: skip
+    run_trainer(*small_run(random_model, tmp_path / "run"), *options, "eval.before_training=false")
+    for line in lines(tmp_path / "run"):
+        assert (line["rewards/scores/errors"], line["frac_unscorable"], line["reward"]) == (8, 0.5, 1.5)
+        assert line["grad_norm"] > 0

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -130,17 +129,14 @@ def test_a_batch_with_builtins_weights_and_duplicates(path):
         assert runner.names == ["accuracy", "length", "accuracy_2"]
         result = runner.score(["q"] * 2, ["it is 4", "no"], {"answer": ["4", None]})
         assert result.values == [[1.0, 7.0, 0.0], [None, 2.0, None]]
-        assert result.totals(runner.weights) == pytest.approx([2.7, 0.2])
+        assert runner.weights == [2.0, 0.1, 1.0]
         assert result.errors == result.timeouts == [0, 0, 0] and not result.failed_everywhere
-        with pytest.raises(ValueError, match="3 weights"):
-            result.totals([1.0])
 
 
-def test_unscorable_rows_total_nan():
+def test_unscorable_rows():
     with RewardRunner([RewardSpec("accuracy")]) as runner:
         result = runner.score(["q"] * 2, ["4", "<answer>4</answer>"], {"answer": [None, "4"]})
-        totals = result.totals([1.0])
-        assert math.isnan(totals[0]) and totals[1] == 1.0
+        assert result.values == [[None], [1.0]]
         assert runner.score([], [], {"answer": []}).values == []
 
 

@@ -1,0 +1,134 @@
+"""What a continued run takes from its checkpoint, and what it does not: other settings, other folders, restarts by torchrun."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import run_trainer, small_run
+from test_runs import lines, weights, without_times
+
+from train_grpo import main
+
+
+@pytest.fixture
+def run(random_model, tmp_path, capfd):
+    """Train in ``tmp_path/<folder>``; returns what was printed."""
+
+    def train(folder: str, *options: str, code: int = 0) -> str:
+        capfd.readouterr()
+        settings = ["data.max_eval_samples=2", "checkpoint.save_steps=1", "checkpoint.keep=9", "algorithm.beta=0"]
+        assert main([*small_run(random_model, tmp_path / folder), *settings, *options]) == code
+        return capfd.readouterr().out
+
+    return train
+
+
+def settings_of(folder, step):
+    return torch.load(folder / f"checkpoint-{step}" / "trainer" / "optimizer.pt", weights_only=True)
+
+
+def test_accepted_changes_of_the_optimizer_are_the_ones_used(run, tmp_path):
+    """Moments stay, all else is the new configuration's: also where in the schedule the run is."""
+    first = ["optim.lr_scheduler_type=linear", "optim.max_steps=3"]
+    run("run", *first)
+    assert [line["learning_rate"] for line in lines(tmp_path / "run")[1:]] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    changed = [
+        "optim.lr_scheduler_type=linear", "optim.max_steps=6", "optim.learning_rate=6e-3", "optim.weight_decay=0.1",
+        "optim.betas=[0.8, 0.95]", "algorithm.num_minibatches=2",
+    ]  # fmt: skip
+    run("run", *changed, "checkpoint.accept_changes=true")
+    # 12 updates in all, the 6 of the first three steps behind it; a step reports the mean of its two.
+    assert [line["learning_rate"] for line in lines(tmp_path / "run")[4:]] == pytest.approx([2.75e-3, 1.75e-3, 0.75e-3])
+    saved = settings_of(tmp_path / "run", 6)
+    assert [group["weight_decay"] for group in saved["optimizer"]["param_groups"]] == [0.1, 0.0]
+    assert all(tuple(group["betas"]) == (0.8, 0.95) for group in saved["optimizer"]["param_groups"])
+    assert {int(state["step"]) for state in saved["optimizer"]["state"].values()} == {3 + 6}
+    assert saved["schedule"]["last_epoch"] == 12
+
+
+def test_continued_under_accepted_changes_again_it_ends_with_the_same_bits(run, tmp_path):
+    changed = [
+        "optim.lr_scheduler_type=cosine", "optim.max_steps=5", "optim.learning_rate=2e-3", "checkpoint.accept_changes=true",
+    ]  # fmt: skip
+    run("run", "optim.max_steps=2")
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    run("run", *changed)
+    run("other", *changed)
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "other" / f"checkpoint-{step}")
+    run("other", *changed)
+    expected, found = weights(tmp_path / "run", 5), weights(tmp_path / "other", 5)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_named_checkpoint_is_begun_from_once(run, tmp_path):
+    """The same command again continues what it began; in its own folder as in another."""
+    run("run", "optim.max_steps=4")
+    expected = [without_times(line) for line in lines(tmp_path / "run")]
+    for folder in ("branch", "run"):
+        again = ["optim.max_steps=4", f"checkpoint.resume={tmp_path}/run/checkpoint-2"]
+        assert "checkpoint-2 at step 2" in run(folder, *again)
+        shutil.rmtree(tmp_path / folder / "checkpoint-4")  # as if preempted
+        assert f"resuming  {tmp_path}/{folder}/checkpoint-3 at step 3" in run(folder, *again)
+        assert [without_times(line) for line in lines(tmp_path / folder)] == expected[-2 if folder == "branch" else 0 :]
+        assert "already complete" in run(folder, *again)
+    other = ["optim.max_steps=5", f"checkpoint.resume={tmp_path}/run/checkpoint-2", "checkpoint.accept_changes=true"]
+    assert "checkpoint-2 at step 2" in run("branch", *other), "under other settings it is another branch"
+
+
+def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, tmp_path):
+    best = ["checkpoint.keep_best=eval/mean_length", "eval.every=1"]
+    run("run", "optim.max_steps=2", *best)
+    path = tmp_path / "run" / "checkpoint-2" / "trainer" / "state.json"
+    state = json.loads(path.read_text())
+    assert state["best"]["value"] > 0
+    # What stood in the folder before is set aside: two runs in one metrics.jsonl would be neither.
+    run("branch", "optim.max_steps=1", "seed=5")
+    said = run("branch", "optim.max_steps=3", *best, f"checkpoint.resume={tmp_path}/run/checkpoint-2",
+               "checkpoint.accept_changes=true")  # fmt: skip
+    assert f"an earlier run in {tmp_path}/branch was moved to {tmp_path}/branch/previous-1" in said
+    assert [line["step"] for line in lines(tmp_path / "branch")] == [3]
+    own = json.loads((tmp_path / "branch" / "checkpoint-3" / "trainer" / "state.json").read_text())["best"]
+    assert own["step"] == 3
+    assert not (tmp_path / "branch" / "checkpoint-1").exists()
+
+
+def test_it_may_have_been_deleted_meanwhile_and_be_named_through_a_link(run, tmp_path):
+    run("run", "optim.max_steps=2")
+    (tmp_path / "best").symlink_to(tmp_path / "run" / "checkpoint-1")
+    again = [
+        "optim.max_steps=4",
+        "checkpoint.keep=1",
+        f"checkpoint.resume={tmp_path}/best",
+        "checkpoint.accept_changes=true",
+    ]
+    said = run("run", *again)
+    assert "checkpoint-1 at step 1" in said and "previous-1" in said  # where the second step of before is now
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert "already complete" in run("run", *again)
+    assert run("other", *again, code=2) == ""
+
+
+def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp_path):
+    def run(launch):
+        never = ["checkpoint.save_steps=1", "checkpoint.keep=9", "optim.max_steps=3", "checkpoint.resume=never"]
+        return run_trainer(*small_run(random_model, tmp_path), *never, env={"TORCHELASTIC_RUN_ID": launch}).stdout
+
+    assert "the same command starts anew" in run("one")
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    assert f"resuming  {tmp_path}/checkpoint-2 at step 2" in run("one")
+    assert "was moved to" in run("two"), "what lies there is not what this torchrun began"
+
+
+def test_a_branch_has_its_own_wandb_run(run, tmp_path):
+    pytest.importorskip("wandb")
+    offline = ["logging.wandb=offline", "optim.max_steps=2"]
+    run("run", *offline)
+    run("branch", *offline, f"checkpoint.resume={tmp_path}/run/checkpoint-1")
+
+    def wandb_id(folder):
+        return json.loads((tmp_path / folder / "checkpoint-2" / "trainer" / "state.json").read_text())["wandb_run_id"]
+
+    assert re.fullmatch(r"\w+", wandb_id("run")) and wandb_id("branch") != wandb_id("run")
