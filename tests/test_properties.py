@@ -47,7 +47,7 @@ def overrides(draw) -> dict[str, dict]:
 
 
 @seed(0)
-@settings(properties, max_examples=50)
+@settings(properties, max_examples=25)
 @given(values=overrides())
 def test_a_configuration_survives_its_file(tmp_path_factory, values):
     """The resolved configuration, written as a run writes it and read again, is the same; so are its single keys as overrides."""

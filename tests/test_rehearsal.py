@@ -44,6 +44,7 @@ def both_ways(tmp_path, arguments, step=2, **how):
     return left
 
 
+@pytest.mark.slow
 def test_it_changes_no_bit(tmp_path, random_model):
     """Stopped after two steps and continued, so that it also happens beside an optimizer that has its averages."""
     arguments = [*small_run(random_model, tmp_path), "algorithm.num_iterations=2", "model.gradient_checkpointing=true"]
@@ -140,7 +141,8 @@ def refused(done) -> str:
     return line.removeprefix("error: a largest step does not fit in memory: ")
 
 
-@pytest.mark.parametrize("packed", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", ["true", "false"])
 def test_an_update_too_large(tmp_path, long_model, packed):
     """The value that it names fits for real: the whole run goes through under the same limit."""
     arguments = long_run(long_model, tmp_path / "run", f"runtime.packed={packed}", "algorithm.beta=0.0")

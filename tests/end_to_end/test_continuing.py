@@ -111,6 +111,7 @@ def test_it_may_have_been_deleted_meanwhile_and_be_named_through_a_link(run, tmp
     assert run("other", *again, code=2) == ""
 
 
+@pytest.mark.slow
 def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp_path):
     def run(launch):
         never = ["checkpoint.save_steps=1", "checkpoint.keep=9", "optim.max_steps=3", "checkpoint.resume=never"]

@@ -47,6 +47,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model, ranks):
     assert "already complete" in again.stdout
 
 
+@pytest.mark.slow
 def test_changed_settings_are_refused_and_never_starts_afresh(tmp_path, random_model):
     arguments = [*small_run(random_model, tmp_path / "run"), "optim.max_steps=2", "checkpoint.save_steps=1"]
     run_trainer(*arguments)

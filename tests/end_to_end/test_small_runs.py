@@ -94,7 +94,8 @@ def read_lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_killed_and_started_again_a_run_ends_with_the_same_bits(tmp_path, random_model, ranks):
     (tmp_path / "slow.py").write_text(SLOW_REWARD)
     options = [
@@ -130,6 +131,7 @@ def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random_model):
     (tmp_path / "huge.py").write_text(HUGE_REWARD)
     arguments = [
