@@ -101,16 +101,19 @@ def _newest_begun_by(origin: dict[str, str | None], config: Config) -> Path | No
     output = Path(config.output_dir).resolve()
     for _, folder in checkpoint.list_checkpoints(output):
         try:
-            checkpoint.verify(folder)
             state = checkpoint.read_state(folder)
+            theirs = state.get("origin")
+            if not isinstance(theirs, dict):
+                continue
+            # The checkpoint that was named may have been deleted since, as all are in their turn; in its own folder it may have been
+            # written again.
+            is_own = Path(origin["place"]).parent == output
+            same = is_own or origin["digest"] in (None, theirs.get("digest"))
+            if theirs.get("place") == origin["place"] and same and not _differences(config, state, {}):
+                checkpoint.verify(folder)
+                return folder
         except checkpoint.BrokenCheckpoint:
             continue
-        theirs = state.get("origin") or {}
-        # The checkpoint that was named may be gone, its turn to be deleted over; in its own folder it may have been written again.
-        is_own = Path(origin["place"]).parent == output
-        same = is_own or origin["digest"] in (None, theirs.get("digest"))
-        if theirs.get("place") == origin["place"] and same and not _differences(config, state, {}):
-            return folder
     return None
 
 

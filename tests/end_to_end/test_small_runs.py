@@ -149,6 +149,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random
     assert "lower optim.learning_rate" in stopped.stderr
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_memory_alone(tmp_path, random_model):
     for name in ("false", "true"):
         run_trainer(
@@ -158,6 +159,7 @@ def test_gradient_checkpointing_changes_memory_alone(tmp_path, random_model):
     assert [without_times(x) for x in lines(tmp_path / "false")] == [without_times(x) for x in lines(tmp_path / "true")]
 
 
+@pytest.mark.slow
 def test_the_reference_follows_the_policy_when_asked(tmp_path, random_model):
     kl = {}
     for every in (1, 2):

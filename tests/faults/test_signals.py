@@ -29,7 +29,8 @@ def continued(uninterrupted, model, output, *, ranks: int, from_step: int) -> No
     assert_same_run(uninterrupted(ranks), output, STEPS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_process_leaves_a_rollout_at_once(tmp_path, random_model, uninterrupted, number):
     output = tmp_path / "run"
     started = Started(output, tiny(random_model, output), fault="place=rollout step=2 do=sleep:60")
