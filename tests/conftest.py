@@ -1,6 +1,7 @@
 """Fixtures shared by the tests: real model folders, small and random, and the assets that may lie beside the checkout."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell: the runs that tests start would ignore Ctrl-C too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
