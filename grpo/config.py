@@ -287,8 +287,11 @@ class RuntimeConfig(Section):
     """bf16: autocast over fp32 master weights; fp32: no autocast."""
     packed: bool = True
     """Compute each prompt once per group when scoring; false: once per completion, in padded rows."""
+    fast_decode: bool = True
+    """Decode with steps written out for Llama-shaped models and weights copied once a rollout; false: with transformers' modules."""
     cuda_graphs: bool = True
-    """Capture decode steps in CUDA graphs where the model allows it (CUDA; not yet run on any); false: launch them one by one."""
+    """Capture decode steps in CUDA graphs where the model allows it (CUDA; not yet run on any; needs fast_decode); false:
+    launch them one by one."""
     timeout_s: float = Field(1800.0, gt=0)
     """Seconds a rank waits for the others before it gives up."""
     deterministic: bool = False

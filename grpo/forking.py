@@ -185,8 +185,8 @@ class ForkedCache:
 
 
 def _scores(q_RKgD: torch.Tensor, k_RKCD: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``[R, K, g, C]``, of half-precision inputs in fp32, as fused kernels have them: heads whose scores are large (Qwen2.5) would lose
-    up to a quarter of a nat each to rounding in bf16, and sampling would be another policy than scoring."""
+    """``[R, K, g, C]``, of half-precision inputs in fp32, as fused kernels have them: from 64 on bf16 has steps of 0.5, so that a head with
+    such scores would be off by up to a quarter of a nat each, and sampling be another policy than scoring."""
     if q_RKgD.dtype in (torch.bfloat16, torch.float16):
         q, k = q_RKgD.flatten(0, 1), k_RKCD.flatten(0, 1).transpose(1, 2)
         return torch.bmm(q, k, out_dtype=torch.float32).unflatten(0, q_RKgD.shape[:2]).mul_(scaling)

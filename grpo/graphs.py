@@ -37,7 +37,7 @@ KEPT_SHARE = 0.1
 
 
 def shape_for(number: int) -> int:
-    """The next power of two: to capture a step takes as long as dozens of them, and one of few rows takes hardly less than one of many."""
+    """The next power of two: few shapes, since each is captured anew. (Which grid is best has not been measured.)"""
     return 1 << max(number - 1, 0).bit_length()
 
 

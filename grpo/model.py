@@ -43,6 +43,8 @@ class Policy:
     """``bf16`` (autocast) or ``fp32``."""
     decoder: Decoder | None = field(default=None, init=False, repr=False)
     """While sampling, for models that have one: decodes a token per row without the model's own modules."""
+    fast_decode: bool = True
+    """Whether decode steps are written out, with weights copied once a rollout; else transformers' modules compute them."""
     capture: bool = False
     """Whether decode steps are captured in CUDA graphs, where the device and the model allow it."""
     graphs: Graphs | None = field(default=None, init=False, repr=False)
@@ -66,10 +68,13 @@ class Policy:
         assert not any(module.training for module in self.model.modules())
         try:
             if self._has_decoder is None:
-                self._has_decoder = agrees(self.model)
+                self._has_decoder = self.fast_decode and agrees(self.model)
             captures = self.capture and self._has_decoder and self.device.type == "cuda"
             kept = self._kept if captures else None
-            with torch.no_grad(), self.autocast(), rollout_weights(self.model, self.precision, kept) as products:
+            copies = (
+                rollout_weights(self.model, self.precision, kept) if self.fast_decode else contextlib.nullcontext({})
+            )
+            with torch.no_grad(), self.autocast(), copies as products:
                 if self._has_decoder:
                     self.decoder = Decoder(getattr(self.model, self.model.base_model_prefix), products)
                 if captures and self.graphs is None:

@@ -230,7 +230,7 @@ def _models(config: Config, device: torch.device, path: str, tokenizer: Any, max
         device=device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"})
     )
     policy = load_policy(str(start.resume or path), tokenizer, **options)
-    policy.capture = config.runtime.cuda_graphs
+    policy.fast_decode, policy.capture = config.runtime.fast_decode, config.runtime.cuda_graphs
     ref_scorer = None
     if a.beta > 0:
         anchor = policy.model

@@ -13,9 +13,11 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from grpo.batch import Problem
 from grpo.decoding import Decoder, agrees, is_llama_shaped
 from grpo.forking import ForkedCache
 from grpo.packing import enable_packing, forked_hidden, pack_prompts, packed_hidden
+from grpo.rollout import Sampling, generate
 from grpo.rollout_weights import rollout_weights
 
 LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name} | {
@@ -109,3 +111,27 @@ def test_policy_has_a_decoder_only_while_it_samples(random_model, precision):
     unpacked = load(random_model, precision=precision)
     with unpacked.sampling():
         assert unpacked.decoder is None
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.1)])
+def test_fast_decode_changes_rounding_alone(random_model, precision, tolerance, packed):
+    """runtime.fast_decode: the same tokens in fp32, whether groups are forked or copied; in bf16 most, with log-probs that are close."""
+    slow, fast = (load(random_model, packed=packed, precision=precision) for _ in range(2))
+    slow.fast_decode = False
+    with slow.sampling():
+        assert slow.decoder is None and "forward" not in vars(slow.model.lm_head)
+    with fast.sampling():
+        assert "forward" in vars(fast.model.lm_head), "what its weights are copied for"
+    problems = [
+        Problem(i, "", tuple(fast.tokenizer.encode(text))) for i, text in enumerate(("12+3=", "7-4=", "Make 24"))
+    ]
+    pairs = []
+    for groups in zip(
+        *(generate(p, problems, Sampling(4, 24), address=(0, "rollout", 0)) for p in (slow, fast)), strict=True
+    ):
+        pairs += zip(*(group.completions for group in groups), strict=True)
+    same = [(a, b) for a, b in pairs if a.ids == b.ids]
+    assert len(same) == len(pairs) if precision == "fp32" else len(same) > len(pairs) // 2
+    for a, b in same:
+        assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=tolerance)

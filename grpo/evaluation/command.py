@@ -154,6 +154,7 @@ def _loaded(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy
     check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
     settings = config.model.model_dump(exclude={"name_or_path"})
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
+    policy.fast_decode = config.runtime.fast_decode
     if config.runtime.packed:  # as the run does: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()
     return policy, problems
