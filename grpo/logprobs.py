@@ -222,8 +222,7 @@ def _scaled(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def logits_per_chunk(device: torch.device) -> int:
-    """Rounded up by the caller, so that on CPU no such tensor is under 32 MiB: glibc maps and unmaps those. Smaller ones it puts on its heap,
-    where they leave holes that the next one does not fit into."""
+    """Logits of one chunk of the head on this device; the caller rounds up to whole tokens."""
     return LOGITS_PER_CHUNK_ON_CUDA if device.type == "cuda" else LOGITS_PER_CHUNK
 
 
