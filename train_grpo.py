@@ -14,24 +14,24 @@ from dataclasses import replace
 
 import torch
 
-from grpo import debug
 from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, microbatches, minibatches
 from grpo.config import Config, load_config
-from grpo.console import evaluation_table
 from grpo.distributed import WORLD_KEYS, Interrupted, RanksDisagree, World, start_world
-from grpo.ending import run_to_completion
 from grpo.loss import loss_denominator, policy_loss
-from grpo.metrics import Accumulator
-from grpo.mistakes import refuse
 from grpo.model import sync_reference
-from grpo.optimizer import apply_update
-from grpo.prepare import prepare
-from grpo.profile import finish_profiler, start_profiler
 from grpo.rollout import generate
-from grpo.run import Run, check_rewards
+from grpo.run import debug
+from grpo.run.ending import run_to_completion
+from grpo.run.optimizer import apply_update
+from grpo.run.prepare import prepare
+from grpo.run.state import Run, check_rewards
+from grpo.run.step_metrics import first_pass_metrics, log_completions, step_line
 from grpo.seeding import derive_seed
-from grpo.step_metrics import first_pass_metrics, log_completions, step_line
+from grpo.telemetry.console import evaluation_table
+from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.profile import finish_profiler, start_profiler
+from grpo.telemetry.user_errors import refuse
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, Logi
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import grpo.graphs
 import grpo.rollout
+import grpo.rollout.cuda_graphs
 from grpo.batch import Problem
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
@@ -78,7 +78,11 @@ def load(a, device) -> Policy:
 def ours(policy, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None) -> int:
     """A uniform number of 2 and more says that the row ends there: it stays with its row, wherever the row is decoded."""
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
-    plain_draw, plain_rows, last_R = grpo.rollout.draw, grpo.rollout._decode_rows, lengths_UG.flatten().cpu() - 1
+    plain_draw, plain_rows, last_R = (
+        grpo.rollout.engine.draw,
+        grpo.rollout.engine._decode_rows,
+        lengths_UG.flatten().cpu() - 1,
+    )
 
     def decode_rows(policy, prompts, uniforms_RT, *options):
         uniforms_RT[torch.arange(len(last_R)), last_R] += 2
@@ -87,7 +91,7 @@ def ours(policy, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None)
     def draw(logits_RV, u_R, sampling):
         return plain_draw(ends_at(logits_RV, u_R >= 2), torch.where(u_R >= 2, u_R - 2, u_R), sampling)
 
-    grpo.rollout._decode_rows, grpo.rollout.draw, grpo.graphs.draw = decode_rows, draw, draw
+    grpo.rollout.engine._decode_rows, grpo.rollout.engine.draw, grpo.rollout.cuda_graphs.draw = decode_rows, draw, draw
     try:
         groups = generate(
             policy,
@@ -96,7 +100,11 @@ def ours(policy, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None)
             address=(0, "benchmark", 0),
         )
     finally:
-        grpo.rollout._decode_rows, grpo.rollout.draw, grpo.graphs.draw = plain_rows, plain_draw, plain_draw
+        grpo.rollout.engine._decode_rows, grpo.rollout.engine.draw, grpo.rollout.cuda_graphs.draw = (
+            plain_rows,
+            plain_draw,
+            plain_draw,
+        )
     return sum(len(c.ids) for group in groups for c in group.completions)
 
 

@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from grpo import checkpoint
-from grpo.arguments import read_yaml
 from grpo.batch import Group
 from grpo.config import Config, load_config
-from grpo.console import print_mistake
+from grpo.config.arguments import read_yaml
 from grpo.data import Rows, make_problems, said_first
 from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
 from grpo.rollout import Sampling, generate
+from grpo.run import checkpoint
+from grpo.telemetry.console import print_mistake
 
 
 def main(argv: list[str]) -> int:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from grpo.attention.packed import enable_packing, pack, packed_hidden
 from grpo.batch import IGNORE_INDEX
-from grpo.packing import enable_packing, pack, packed_hidden
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
 """Logits held at once where the head works in chunks: 64 MiB in fp32, and 512 on a GPU, which chunks of a hundred tokens would leave idle."""

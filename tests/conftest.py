@@ -60,8 +60,8 @@ def policy(random_model, request):
 
 
 def load(folder: Path, packed: bool = False, **options):
+    from grpo.attention.packed import enable_packing
     from grpo.model import load_policy, load_tokenizer
-    from grpo.packing import enable_packing
 
     policy = load_policy(
         str(folder), load_tokenizer(str(folder)), device=torch.device("cpu"), **{"precision": "fp32"} | options

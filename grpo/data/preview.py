@@ -8,9 +8,9 @@ from typing import Any
 
 from grpo.batch import Problem
 from grpo.config import Config, load_config
-from grpo.console import print_mistake
 from grpo.data import ProblemSet, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
+from grpo.telemetry.console import print_mistake
 
 SHOWN = 3
 WIDEST_VALUE = 200

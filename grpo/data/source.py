@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from grpo.datafile import FORMATS, check_csv, first_mistake, nearby
+from grpo.data.files import FORMATS, check_csv, first_mistake, nearby
 from grpo.hub import hub_answers
 from grpo.tasks import TASKS, gym, load_task
 

@@ -25,17 +25,17 @@ from tqdm import tqdm
 
 from grpo.batch import Problem
 from grpo.config import Config, load_config
-from grpo.console import evaluation_form, evaluation_table
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import WORLD_KEYS, RanksDisagree, World, start_world
 from grpo.evaluation.collect import Answers, Evaluation, evaluate
 from grpo.evaluation.estimate import LEVEL, Estimate
 from grpo.evaluation.verdict import Verdict, check_names, judge_of
 from grpo.logprobs import CompletionScorer
-from grpo.metrics import json_safe
-from grpo.mistakes import refuse
 from grpo.model import Policy, check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
+from grpo.telemetry.console import evaluation_form, evaluation_table
+from grpo.telemetry.metrics import json_safe
+from grpo.telemetry.user_errors import refuse
 
 METHOD = (
     "the unit is the problem; rates: Wilson's interval at the effective number of observations p(1-p)/se^2, se over problems; "

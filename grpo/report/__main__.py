@@ -7,10 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-from grpo.console import print_mistake
 from grpo.report.figures import write_figures
 from grpo.report.page import build_page
 from grpo.report.read import read_run
+from grpo.telemetry.console import print_mistake
 
 
 def main(argv: list[str]) -> int:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from grpo.health import Health
 from grpo.report.read import RunData, before_and_after, evaluation_names
+from grpo.telemetry.hints import Health
 
 SCRIPTS = ("base.js", "charts.js", "samples.js", "tables.js", "main.js")
 MAX_POINTS = 1500

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from grpo.environment import read_starts
-from grpo.samples import read_samples
+from grpo.telemetry.environment import read_starts
+from grpo.telemetry.samples import read_samples
 
 
 @dataclass
@@ -25,9 +25,9 @@ class RunData:
     config: dict[str, Any]
     """Dotted key -> value."""
     starts: list[dict[str, Any]]
-    """See ``grpo.environment``."""
+    """See ``grpo.telemetry.environment``."""
     samples: list[dict[str, Any]]
-    """Records of ``grpo.samples``, by step."""
+    """Records of ``grpo.telemetry.samples``, by step."""
     is_complete: bool
     notes: list[str] = field(default_factory=list)
     """What could not be read or was left out, for the reader of the report."""

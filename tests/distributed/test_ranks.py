@@ -7,7 +7,7 @@ import torch
 from conftest import run_trainer, small_run
 from safetensors.torch import load_file
 
-from grpo.samples import read_samples
+from grpo.telemetry.samples import read_samples
 
 
 @pytest.fixture(scope="module")

@@ -155,8 +155,8 @@ def test_debug_shows_and_checks(tmp_path, random_model):
 
 
 def test_help_lists_every_key():
-    from grpo.arguments import keys_of
     from grpo.config import Config
+    from grpo.config.arguments import keys_of
 
     text = run_trainer("--help").stdout
     for key, field in keys_of(Config).items():

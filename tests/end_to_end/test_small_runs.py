@@ -14,7 +14,7 @@ import yaml
 from conftest import ROOT, run_trainer, small_run
 from safetensors.torch import load_file
 
-from grpo.samples import read_samples
+from grpo.telemetry.samples import read_samples
 
 SLOW_REWARD = """
 import time

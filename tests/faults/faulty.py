@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import grpo.checkpoint
 import grpo.evaluation.collect
-import grpo.metrics
-import grpo.run
+import grpo.run.checkpoint
+import grpo.run.state
+import grpo.telemetry.metrics
 import train_grpo
 
 FAULT = dict(item.split("=", 1) for item in os.environ.get("GRPO_FAULT", "").split())
@@ -89,10 +89,10 @@ def before(module, name: str, place: str):
 
 before(train_grpo, "generate", "rollout")
 before(grpo.evaluation.collect, "generate", "eval")
-before(grpo.run, "score_groups", "score")
+before(grpo.run.state, "score_groups", "score")
 
-before(grpo.checkpoint, "_save_model", "write")
-original_sync = grpo.checkpoint._sync
+before(grpo.run.checkpoint, "_save_model", "write")
+original_sync = grpo.run.checkpoint._sync
 
 
 def sync(path):
@@ -103,7 +103,7 @@ def sync(path):
         do()
 
 
-original_step = grpo.metrics.Reporter.step
+original_step = grpo.telemetry.metrics.Reporter.step
 
 
 def step(self, metrics):
@@ -117,14 +117,14 @@ def step(self, metrics):
         original_step(self, metrics)
 
 
-grpo.metrics.Reporter.step = step
+grpo.telemetry.metrics.Reporter.step = step
 
 
 def output_dir() -> str:
     return next((a.split("=", 1)[1] for a in sys.argv if a.startswith("output_dir=")), "")
 
 
-grpo.checkpoint._sync = sync
+grpo.run.checkpoint._sync = sync
 original_update = train_grpo.update
 
 

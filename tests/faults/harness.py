@@ -11,7 +11,7 @@ from pathlib import Path
 
 from conftest import ROOT, small_run
 
-from grpo.samples import read_samples
+from grpo.telemetry.samples import read_samples
 
 FAULTY = ROOT / "tests" / "faults" / "faulty.py"
 

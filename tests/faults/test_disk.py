@@ -10,7 +10,7 @@ import pytest
 from conftest import load
 from harness import Started, assert_same_run, bits, lines, run, tiny
 
-from grpo.checkpoint import Tensors, find_newest_valid
+from grpo.run.checkpoint import Tensors, find_newest_valid
 from train_grpo import main
 
 STEPS = 6

@@ -8,10 +8,10 @@ import pytest
 from conftest import ROOT
 from harness import Started, run, tiny
 
-from grpo.lock import NAME, Lock
+from grpo.run.lock import NAME, Lock
 from train_grpo import main
 
-HOLD = "import sys, time; from pathlib import Path; from grpo.lock import Lock; Lock().acquire(Path(sys.argv[1])) or print('held', flush=True); time.sleep(60)"
+HOLD = "import sys, time; from pathlib import Path; from grpo.run.lock import Lock; Lock().acquire(Path(sys.argv[1])) or print('held', flush=True); time.sleep(60)"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from conftest import ROOT, save_random_model, small_run
 from harness import Started, assert_same_run, lines, run, tiny
 from safetensors.torch import load_file
 
-from grpo.samples import read_samples
+from grpo.telemetry.samples import read_samples
 from train_grpo import main
 
 

@@ -6,8 +6,8 @@ import math
 import yaml
 
 from grpo.config import Config
-from grpo.environment import record_start
-from grpo.samples import write_samples
+from grpo.telemetry.environment import record_start
+from grpo.telemetry.samples import write_samples
 
 NASTY = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 1'>\u2028\u202e\x00\x1b&amp;<!--\ud800 ${1} @@DATA@@"
 

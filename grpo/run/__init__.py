@@ -1,0 +1,1 @@
+"""A run from its configuration to its end: prepare, checkpoint, stop, continue."""

@@ -1,0 +1,1 @@
+"""What a run reports: console, metrics.jsonl, wandb, hints, samples, environment, profile."""

@@ -1,0 +1,78 @@
+"""Where a run ran: command, versions, devices, state of the code. One entry a start in ``output_dir/run.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "transformers", "datasets", "pydantic", "wandb", "pyarrow", "math-verify")
+RECORD = "run.json"
+
+
+def environment(world_size: int) -> dict[str, Any]:
+    """Facts of this start. No host name, user or environment variables: a report may be published."""
+    cuda = torch.cuda.is_available()
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join(sys.argv),
+        "world_size": world_size,
+        "device": torch.cuda.get_device_name(0) if cuda else platform.machine() + " CPU",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cuda": torch.version.cuda if cuda else None,
+        **versions,
+        **git_state(Path(__file__).resolve().parents[2]),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """``git_commit``, ``git_branch`` and ``git_changed`` (whether tracked files differ from it); nothing outside a git checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return {
+            "git_commit": git("rev-parse", "HEAD"),
+            "git_branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+            "git_changed": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or one that is not ours to read
+        return {}
+
+
+def record_start(output_dir: str | Path, start: dict[str, Any]) -> None:
+    """Add a start to ``run.json``; a file that cannot be read is begun anew."""
+    path = Path(output_dir) / RECORD
+    starts = read_starts(output_dir)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"starts": [*starts, start]}, indent=1), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_starts(output_dir: str | Path) -> list[dict[str, Any]]:
+    """The starts of a run, oldest first; none where nothing readable says so."""
+    try:
+        starts = json.loads((Path(output_dir) / RECORD).read_text(encoding="utf-8"))["starts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []

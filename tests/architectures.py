@@ -1,0 +1,55 @@
+"""Small random models of several architectures: those that can be packed, and those that cannot."""
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from grpo.model import turn_dropout_off
+
+V = 64
+SIZES = dict(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+GPT2 = dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)
+CAN = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, SIZES),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, SIZES | dict(head_dim=16)),
+    "llama without shared key heads": (LlamaForCausalLM, LlamaConfig, SIZES | dict(num_key_value_heads=4)),
+    "llama with one key head": (LlamaForCausalLM, LlamaConfig, SIZES | dict(num_key_value_heads=1)),
+    "gpt2, learned positions": (GPT2LMHeadModel, GPT2Config, GPT2),
+}
+CANNOT = {
+    "sliding window": (MistralForCausalLM, MistralConfig, SIZES | dict(sliding_window=4), "window"),
+    "scaled logits": (GraniteForCausalLM, GraniteConfig, SIZES | dict(logits_scaling=8.0), "head"),
+    "convolutions": (Lfm2ForCausalLM, Lfm2Config, SIZES | dict(layer_types=["conv", "full_attention"]), ""),
+}
+
+
+def build(architecture, configuration, options):
+    torch.manual_seed(0)
+    model = architecture._from_config(configuration(**options), attn_implementation="sdpa").eval()
+    turn_dropout_off(model)
+    return model

@@ -1,0 +1,144 @@
+"""A packed group gives the log-probs and gradients of its rows computed one by one."""
+
+import pytest
+import torch
+from architectures import CAN, CANNOT, V, build
+
+from grpo.attention.packed import ATTENTION, pack
+from grpo.batch import Completion, Group, Problem, collate, completion_mask, cut
+from grpo.logprobs import CompletionScorer
+
+torch.set_num_threads(1)
+
+
+def rows():
+    """Six rows of three groups, of one to forty tokens; the second group has a single completion, the third an empty one."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, V, (n,), generator=generator) for n in (11, 1, 7)]
+    group_B, lengths = [0, 0, 0, 1, 2, 2], [5, 1, 40, 9, 17, 0]
+    sequences = [
+        torch.cat([prompts[g], torch.randint(3, V, (n,), generator=generator)])
+        for g, n in zip(group_B, lengths, strict=True)
+    ]
+    ids_BS = torch.zeros(6, max(map(len, sequences)), dtype=torch.long)
+    for b, sequence in enumerate(sequences):
+        ids_BS[b, : len(sequence)] = sequence
+    mask_BT = completion_mask(torch.zeros(6, 40), torch.tensor(lengths))
+    return ids_BS, torch.tensor([len(prompts[g]) for g in group_B]), mask_BT, torch.tensor(group_B)
+
+
+def scored(scorer, *batch):
+    """Log-probs, entropies, and the gradient of a weighted sum of the log-probs."""
+    scorer.zero_grad()
+    logprobs_BT, entropies_BT = scorer(*batch)
+    weights_BT = torch.linspace(-1, 2, logprobs_BT.numel(), dtype=logprobs_BT.dtype).view_as(logprobs_BT)
+    (logprobs_BT * weights_BT).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    return logprobs_BT.detach(), entropies_BT, gradients
+
+
+@pytest.mark.parametrize("name", CAN)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_packed_equals_padded(name, recompute):
+    model = build(*CAN[name])
+    if recompute:
+        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer = CompletionScorer(model, temperature=0.8)
+    padded = scored(scorer, *rows())
+    assert scorer.pack_groups() is None and scorer.packed
+    calls = []
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: calls.append(inputs[0].shape)
+    )
+    packed = scored(scorer, *rows())
+    hook.remove()
+    # 11 + 1 + 7 prompt tokens, once each, and each completion without its last token
+    assert calls[0] == (1, 19 + 4 + 0 + 39 + 8 + 16)
+    torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed[1], padded[1], rtol=0, atol=1e-5)
+    assert packed[2].keys() == padded[2].keys()
+    for parameter, expected in padded[2].items():
+        torch.testing.assert_close(packed[2][parameter], expected, rtol=1e-4, atol=2e-5, msg=parameter)
+
+
+def test_packed_equals_padded_in_float64():
+    scorer = CompletionScorer(build(*CAN["gpt2, learned positions"]).double())  # (the others' norms compute in fp32)
+    padded = scored(scorer, *rows())
+    assert scorer.pack_groups() is None
+    packed = scored(scorer, *rows())
+    torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-12)
+    for parameter, expected in padded[2].items():
+        torch.testing.assert_close(packed[2][parameter], expected, rtol=1e-10, atol=1e-11, msg=parameter)
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_packed_is_found_out(name):
+    *how, reason = CANNOT[name]
+    model = build(*how)
+    scorer = CompletionScorer(model)
+    expected_BT, _ = scorer(*rows())
+    assert reason in scorer.pack_groups()
+    assert not scorer.packed
+    assert model.config._attn_implementation != ATTENTION
+    assert torch.equal(scorer(*rows())[0], expected_BT)
+
+
+def test_a_model_that_mixes_tokens_elsewhere_is_found_out():
+    """A layer that looks one token back would look into the neighbour's completion."""
+    model = build(*CAN["qwen2"])
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x + torch.roll(x, 1, dims=1))
+    assert "mix" in CompletionScorer(model).pack_groups()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_without_group_numbers_rows_are_padded():
+    scorer = CompletionScorer(build(*CAN["qwen2"]))
+    *batch, _ = rows()
+    expected_BT, _ = scorer(*batch)
+    scorer.pack_groups()
+    assert torch.equal(scorer(*batch)[0], expected_BT)
+
+
+def test_layout_by_hand():
+    ids_BS = torch.tensor([[10, 11, 20, 21, 22, 0], [10, 11, 30, 0, 0, 0], [12, 40, 41, 42, 43, 44]])
+    packed = pack(ids_BS, [2, 2, 1], [3, 1, 5], [0, 0, 1])
+    # prompts; then the completions without their last tokens, the longest first; the second completion has none left
+    assert packed.ids_1N.tolist() == [[10, 11, 12, 40, 41, 42, 43, 20, 21]]
+    assert packed.positions_1N.tolist() == [[0, 1, 0, 1, 2, 3, 4, 2, 3]]
+    assert packed.before_M.tolist() == [1, 7, 8, 1, 2, 3, 4, 5, 6]
+    prompts, completions = packed.tiles
+    assert (prompts.rows, prompts.width, completions.rows, completions.width) == (2, 2, 2, 4)
+    assert completions.prompt_R.tolist() == [1, 0]
+    # a prompt of one token in two places, then itself
+    assert completions.visible_RCS[0].int().tolist() == [
+        [1, 0, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0],
+        [1, 0, 1, 1, 1, 0],
+        [1, 0, 1, 1, 1, 1],
+    ]
+    assert completions.visible_RCS[1, :2].int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+
+
+def test_completions_of_very_unlike_lengths_are_in_tiles_of_their_own():
+    lengths = [100, 97, 80, 74, 60, 40, 39, 8, 2]
+    ids_BS = torch.zeros(9, 110, dtype=torch.long)
+    packed = pack(ids_BS, [5] * 9, [n + 1 for n in lengths], [0] * 9)
+    assert [(tile.rows, tile.width) for tile in packed.tiles] == [(1, 5), (3, 100), (2, 74), (2, 40), (2, 8)]
+    assert packed.sizes == (5, 277, 134, 79, 10)
+
+
+def test_groups_are_cut_by_their_packed_tokens():
+    def group(index, prompt, *lengths):
+        completions = [Completion(tuple(range(n)), "", True) for n in lengths]
+        return Group(Problem(index, "", tuple(range(prompt))), tuple(completions))
+
+    groups = [group(0, 10, 5, 5), group(1, 4, 3, 3), group(2, 20, 30, 10)]
+    batch = collate(groups, torch.zeros(3, 2), pad_id=0)
+    assert batch.group_B.tolist() == [0, 0, 1, 1, 2, 2]
+    # 20 + 10 tokens, then 20 + 30 which is the limit, then the prompt once more for the row that did not fit
+    assert [rows.tolist() for rows in cut(batch, 50, packed=True)] == [[0, 1, 2, 3], [4], [5]]
+    assert [rows.tolist() for rows in cut(batch, 1, packed=True)] == [[0], [1], [2], [3], [4], [5]]
+    assert [rows.tolist() for rows in cut(batch, 10**6, packed=True)] == [[0, 1, 2, 3, 4, 5]]

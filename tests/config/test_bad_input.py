@@ -1,0 +1,527 @@
+"""Whatever a user gets wrong: one line that names the thing and what would work, exit code 2, no output folder."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, run_trainer, save_random_model, small_run
+
+from train_grpo import main
+
+
+def write(path, text) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def refused(capsys, tmp_path, *arguments: str) -> str:
+    """The one line that the trainer says; checks all that holds for every refusal."""
+    output = tmp_path / "output"
+    quick = ["runtime.threads_per_rank=1", "rollout.max_completion_length=16"]
+    code = main([f"output_dir={output}", *quick, *arguments])
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.strip()]
+    assert code == 2
+    assert len(lines) == 1, error
+    assert lines[0].startswith("error: ")
+    assert not output.exists()
+    return lines[0]
+
+
+# arguments -> what the line must name: the thing, and what would work
+CONFIG = {
+    "unknown key": (["rollout.num_generation=4"], ["rollout.num_generation", "rollout.num_generations"]),
+    "unknown section": (["rolout.temperature=1"], ["rolout", "rollout"]),
+    "not key=value": (["temperature"], ["temperature", "section.key=value"]),
+    "wrong type": (["rollout.num_generations=many"], ["rollout.num_generations", "many", "integer"]),
+    "out of range": (["rollout.num_generations=0"], ["rollout.num_generations=0", "1"]),
+    "negative": (["optim.max_steps=-3"], ["optim.max_steps=-3", "1"]),
+    "nan": (["optim.learning_rate=.nan"], ["optim.learning_rate", "finite"]),
+    "infinite": (["optim.learning_rate=.inf"], ["optim.learning_rate", "finite"]),
+    "zero temperature": (["rollout.temperature=0"], ["rollout.temperature", "greater than 0"]),
+    "top_p above 1": (["rollout.top_p=1.5"], ["rollout.top_p", "1"]),
+    "unknown preset": (["algorithm.name=gpro"], ["gpro", "grpo", "dapo"]),
+    "unknown choice": (["algorithm.scale=std"], ["algorithm.scale", "group", "batch", "none"]),
+    "broken yaml value": (["data.few_shot=[{"], ["data.few_shot", "YAML"]),
+    "no config file": (["--config", "nowhere.yaml"], ["nowhere.yaml", "does not exist"]),
+    "one completion": (["rollout.num_generations=1"], ["num_generations=1", "baseline"]),
+    "reinforce twice": (["algorithm.name=rloo", "algorithm.num_iterations=2"], ["reinforce", "one update"]),
+    "delta too low": (["algorithm.delta=1.1"], ["algorithm.delta", "1.2"]),
+    "minibatches": (["algorithm.num_minibatches=3"], ["prompts_per_step=8", "6 or 9"]),
+    "samples at temperature 0": (["eval.num_samples=4"], ["eval.num_samples=4", "eval.temperature"]),
+    "min_lr of a constant": (["optim.min_lr=1e-7"], ["optim.min_lr", "cosine"]),
+    "few shot keys": (["data.few_shot=[{question: 1}]"], ["few_shot"]),
+    "null": (["rollout.top_k=null"], ["rollout.top_k=None", "integer"]),
+    "unknown schedule": (
+        ["optim.lr_scheduler_type=cosin"],
+        ["optim.lr_scheduler_type='cosin'", "'cosine'", "'linear'"],
+    ),
+    "schedule that watches a loss": (
+        ["optim.lr_scheduler_type=reduce_lr_on_plateau"],
+        ["lr_scheduler_type", "'cosine'"],
+    ),
+    "schedule without its floor": (
+        ["optim.lr_scheduler_type=cosine_with_min_lr"],
+        ["cosine_with_min_lr", "optim.min_lr"],
+    ),
+    "floor of restarts": (
+        ["optim.min_lr=1e-7", "optim.lr_scheduler_type=cosine_with_restarts"],
+        ["optim.min_lr", "=cosine,"],
+    ),
+    "floor above the peak": (
+        ["optim.min_lr=1e-4", "optim.lr_scheduler_type=cosine"],
+        ["optim.min_lr=0.0001", "optim.learning_rate=1e-06"],
+    ),
+    "stop at nothing": (["rollout.stop=['']"], ["rollout.stop", "empty string"]),
+    "pattern without column": (
+        ["data.dataset={rows}", "data.answer_pattern='(.+)'"],
+        ["answer_pattern", "answer_column"],
+    ),
+    "--config without a file": (["--config"], ["--config", "argument"]),
+    "a folder as config": (["--config", "configs"], ["configs", "Is a directory"]),
+    "weight": (["reward.functions=[{name: accuracy, weight: heavy}]"], ["weight='heavy'", "number"]),
+    "argument of the trainer": (["reward.functions=[{name: accuracy, args: {prompts: 1}}]"], ["accuracy", "prompts"]),
+    "betas": (["optim.betas=[0.9, 1.0]"], ["optim.betas", "[0, 1)"]),
+    "no CUDA": (["runtime.device=cuda"], ["runtime.device=cuda", "auto"]),
+    "device": (["runtime.device=tpu"], ["runtime.device"]),
+    "unknown reward": (["reward.functions=[acuracy]"], ["acuracy", "accuracy", "format"]),
+    "reward arguments": (["reward.functions=[{name: accuracy, args: {value_: 2}}]"], ["accuracy", "value_"]),
+    "no reward file": (["reward.functions=['nowhere.py:f']"], ["nowhere.py"]),
+    "reward without function": (["reward.functions=['tests/rewards_for_tests.py:nothing']"], ["nothing", "constant"]),
+    "reward module": (["reward.functions=['no_such_package:f']"], ["no_such_package"]),
+    "no reward": (["reward.functions=[]"], ["reward.functions"]),
+    "correctness": (["eval.correctness=nothing"], ["eval.correctness", "accuracy"]),
+    "unknown task": (["data.dataset=builtin:chess"], ["chess", "arithmetic"]),
+    "unknown builtin model": (["model.name_or_path=builtin:big"], ["builtin:big", "builtin:tiny"]),
+    "no dataset file": (["data.dataset=./nowhere.jsonl"], ["./nowhere.jsonl", "does not exist"]),
+    "no model folder": (["model.name_or_path=./nowhere"], ["./nowhere", "does not exist"]),
+    "resume from nothing": (["checkpoint.resume=./nowhere"], ["./nowhere", "auto"]),
+}
+
+
+@pytest.fixture
+def no_model(tmp_path) -> str:
+    """Looking at the model would fail, and say something else: what is refused under it is refused before."""
+    return f"model.name_or_path={tmp_path}/no-model"
+
+
+@pytest.mark.parametrize("case", CONFIG)
+def test_configuration(capsys, tmp_path, no_model, case):
+    arguments, named = CONFIG[case]
+    rows = write(tmp_path / "rows.jsonl", '{"prompt": "a", "answer": "1"}\n' * 9)
+    arguments = [argument.replace("{rows}", rows) for argument in arguments]
+    line = refused(capsys, tmp_path, no_model, *arguments)
+    for word in named:
+        assert word in line
+    assert "no-model" not in line
+
+
+DATA = {
+    "invalid UTF-8 in CSV": ("d.csv", b"prompt,answer\na,1\n\xff\xfe,2\n", [], ["d.csv:3", "UTF-8"]),
+    "header alone": ("d.csv", "prompt,answer\n", [], ["d.csv", "no rows"]),
+    "duplicate columns": ("d.csv", "prompt,answer,answer\na,1,2\n", [], ["d.csv", "'answer'", "more than once"]),
+    "longer than the header": ("d.csv", "prompt,answer\na,1\nb,2,3\n", [], ["d.csv:3", "3 fields", "header has 2"]),
+    "key given twice": ("d.jsonl", '{"prompt": "a", "prompt": "b"}\n', [], ["d.jsonl", "prompt", "twice"]),
+    "one document, broken": ("d.json", '[{"prompt": "a"},\n{"prompt": }]\n', [], ["d.json:2", "JSON"]),
+    "numbers in a list": ("d.json", "[1, 2]", [], ["d.json", "prompt_column=prompt"]),
+    "no parquet": ("d.parquet", "not parquet", [], ["d.parquet", "Parquet"]),
+    "no message": ("d.jsonl", '{"prompt": []}\n', [], ["row 1", "{role, content}"]),
+    "message without text": (
+        "d.jsonl",
+        '{"prompt": [{"role": "user", "content": null}]}\n',
+        [],
+        ["row 1", "{role, content}", "None"],
+    ),
+    "ends with an answer": (
+        "d.jsonl",
+        '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+        [],
+        ["row 1", "'assistant'", "the user's"],
+    ),
+    "two kinds of prompt": ("d.jsonl", '{"prompt": "a"}\n{"prompt": [1]}\n', [], ["row 2", "prompt", "text"]),
+    "empty answers": (
+        "d.jsonl",
+        '{"prompt": "a", "answer": null}\n',
+        ["data.answer_column=answer"],
+        ["answer_column=answer", "empty", "d.jsonl"],
+    ),
+    "no such slice": ("d.jsonl", '{"prompt": "a"}\n', ["data.train_split=train[:x]"], ["d.jsonl", "train[:x]"]),
+    "empty slice": (
+        "d.jsonl",
+        '{"prompt": "a"}\n',
+        ["data.train_split=train[:0]"],
+        ["d.jsonl", "no rows", "train[:0]"],
+    ),
+    "no evaluation split": ("d.jsonl", '{"prompt": "a"}\n', ["data.eval_split=test"], ["d.jsonl", "test", "train"]),
+    "no evaluation file": (
+        "d.jsonl",
+        '{"prompt": "a"}\n',
+        ["data.eval_dataset=./d.jsnl.jsonl"],
+        ["data.eval_dataset=./d.jsnl.jsonl", "does not exist"],
+    ),
+    "empty file": ("d.jsonl", "", [], ["d.jsonl", "empty"]),
+    "blank lines": ("d.jsonl", "\n\n", [], ["d.jsonl", "no rows"]),
+    "broken line": ("d.jsonl", '{"prompt": "a"}\n{"prompt": \n', [], ["d.jsonl:2", "JSON"]),
+    "not an object": ("d.jsonl", '{"prompt": "a"}\n[1, 2]\n', [], ["d.jsonl:2", "object"]),
+    "invalid UTF-8": ("d.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n', [], ["d.jsonl:2", "UTF-8"]),
+    "NUL bytes": ("d.jsonl", b'{"prompt": "a"}\n\x00\x00\n', [], ["d.jsonl:2"]),
+    "missing column": ("d.jsonl", '{"question": "a"}\n', [], ["prompt_column=prompt", "question"]),
+    "missing answer": ("d.jsonl", '{"prompt": "a"}\n', ["data.answer_column=gold"], ["answer_column=gold", "prompt"]),
+    "pattern": (
+        "d.jsonl",
+        '{"prompt": "a", "answer": "7"}\n',
+        ["data.answer_column=answer", "data.answer_pattern='#### (.+)'"],
+        ["#### (.+)", "matches nothing", "'7'"],
+    ),
+    "no pattern": (
+        "d.jsonl",
+        '{"prompt": "a"}\n',
+        ["data.answer_pattern='('"],
+        ["answer_pattern", "regular expression"],
+    ),
+    "numbers": ("d.jsonl", '{"prompt": 3}\n', [], ["row 1", "prompt", "text"]),
+    "null": ("d.jsonl", '{"prompt": "a"}\n{"prompt": null}\n', [], ["row 2", "prompt"]),
+    "messages": ("d.jsonl", '{"prompt": [{"role": "user"}]}\n', [], ["row 1", "content"]),
+    "split": ("d.jsonl", '{"prompt": "a"}\n', ["data.train_split=test"], ["d.jsonl", "test"]),
+    "suffix": ("d.txt", "hello", [], ["d.txt", ".jsonl"]),
+    "too few": ("d.jsonl", '{"prompt": "a", "answer": "1"}\n', ["rollout.prompts_per_step=4"], ["1 training", "=4"]),
+    "too long": (
+        "d.jsonl",
+        json.dumps({"prompt": "long " * 30, "answer": "1"}) + "\n",
+        ["data.max_prompt_length=20"],
+        ["max_prompt_length=20", "longer"],
+    ),
+    "column of a reward": ("d.jsonl", '{"prompt": "a"}\n', ["reward.functions=[accuracy]"], ["accuracy", "answer"]),
+}
+
+
+NEEDS_THE_TOKENIZER = ("too few", "too long")
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data(capsys, tmp_path, random_model, no_model, case):
+    name, text, arguments, named = DATA[case]
+    if "reward.functions=[accuracy]" not in arguments:
+        arguments = ["reward.functions=[format]", *arguments]
+    path = write(tmp_path / name, text)
+    model = f"model.name_or_path={random_model}" if case in NEEDS_THE_TOKENIZER else no_model
+    line = refused(capsys, tmp_path, f"data.dataset={path}", model, "rollout.prompts_per_step=1", *arguments)
+    for word in named:
+        assert word in line
+    assert "no-model" not in line
+
+
+def test_a_missing_file_names_what_is_there(capsys, tmp_path, no_model):
+    write(tmp_path / "train.jsonl", "{}")
+    assert "has train.jsonl" in refused(capsys, tmp_path, no_model, f"data.dataset={tmp_path}/trian.jsonl")
+    assert f"no folder {tmp_path}/away" in refused(capsys, tmp_path, no_model, f"data.dataset={tmp_path}/away/a.jsonl")
+
+
+def test_a_folder_that_is_no_dataset(capsys, tmp_path, random_model, no_model):
+    line = refused(capsys, tmp_path, no_model, f"data.dataset={random_model}")
+    assert str(random_model) in line
+    assert "a folder saved by datasets" in line
+
+
+def test_a_line_of_a_megabyte_and_emoji_are_fine(tmp_path, random_model):
+    rows = [{"prompt": "🙂 2+2=", "answer": "4"}, {"prompt": "x" * 1_000_000, "answer": "5"}]
+    path = write(tmp_path / "d.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    done = run_trainer(
+        f"output_dir={tmp_path}/run", f"data.dataset={path}", f"model.name_or_path={random_model}",
+        "rollout.prompts_per_step=1", "rollout.num_generations=2", "rollout.max_completion_length=4",
+        "optim.max_steps=1", "runtime.precision=fp32", "data.answer_column=answer",
+    )  # fmt: skip
+    assert "1 problems to train on, 1 left out as longer than 512 tokens" in done.stdout
+
+
+MODELS = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
+    "broken config": (lambda folder: write(folder / "config.json", "{"), ["cannot be loaded"]),
+    "unknown architecture": (lambda folder: write(folder / "config.json", '{"model_type": "nonesuch"}'), ["nonesuch"]),
+    "config is a list": (lambda folder: write(folder / "config.json", "[]"), ["model_type"]),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["cannot be loaded"]),
+    "truncated weights": (
+        lambda folder: write(folder / "model.safetensors", (folder / "model.safetensors").read_bytes()[:5000]),
+        ["cannot be loaded"],
+    ),
+    "garbage weights": (lambda folder: write(folder / "model.safetensors", "garbage"), ["cannot be loaded"]),
+    "empty weights": (lambda folder: write(folder / "model.safetensors", ""), ["cannot be loaded"]),
+    "weights missing": (lambda folder: lose_a_weight(folder), ["lacks 1 weights", "model.norm.weight"]),
+    "weights of another shape": (
+        lambda folder: change_config(folder, intermediate_size=48),
+        ["6 weights", "shape", "[32, 64], expected [32, 48]"],
+    ),
+    "no language model": (lambda folder: change_config(folder, model_type="t5"), ["cannot be loaded", "T5Config"]),
+    "no tokenizer": (lambda folder: remove_tokenizer(folder), ["no tokenizer", "tokenizer.json"]),
+    "broken tokenizer": (lambda folder: write(folder / "tokenizer.json", "{"), ["no tokenizer that loads"]),
+    "no EOS": (lambda folder: save_without(folder, eos_token=None), ["EOS", "no completion can end"]),
+    "vocabulary": (lambda folder: shrink_embedding(folder), ["tokens", "embedding"]),
+    "missing shard": (lambda folder: lose_a_shard(folder), ["cannot be loaded"]),
+}
+
+
+def change_config(folder, **values) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", json.dumps(settings | values))
+
+
+def lose_a_weight(folder) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def remove_tokenizer(folder) -> None:
+    for path in folder.iterdir():
+        if "token" in path.name or "template" in path.name:
+            path.unlink()
+
+
+def save_without(folder, **special_tokens) -> None:
+    """A model whose tokenizer has only the special tokens given here (Qwen2's class would put its own in their place)."""
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from grpo.tasks.tiny import build_tokenizer
+
+    shutil.rmtree(folder, ignore_errors=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer().backend_tokenizer, **special_tokens)
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )
+    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, pad_token_id=None, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def shrink_embedding(folder) -> None:
+    save_random_model(folder, vocab_size=100)
+    from grpo.tasks.tiny import build_tokenizer
+
+    build_tokenizer().save_pretrained(folder)
+
+
+def lose_a_shard(folder) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="50KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shards[1].unlink()
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_model_folder(capsys, tmp_path, random_model, case):
+    folder = tmp_path / "model"
+    shutil.copytree(random_model, folder)
+    spoil, named = MODELS[case]
+    spoil(folder)
+    line = refused(capsys, tmp_path, f"model.name_or_path={folder}", "data.max_train_samples=16")
+    assert str(folder) in line
+    for word in named:
+        assert word in line
+
+
+def test_a_tokenizer_without_pad_is_fine(tmp_path, capsys):
+    save_without(tmp_path / "model", eos_token="<|im_end|>")
+    assert main([
+        f"output_dir={tmp_path}/run", f"model.name_or_path={tmp_path}/model", "data.max_train_samples=2",
+        "data.max_eval_samples=2", "rollout.prompts_per_step=2", "rollout.num_generations=2", "optim.max_steps=1",
+        "rollout.max_completion_length=3", "runtime.precision=fp32", "runtime.threads_per_rank=1", "runtime.device=cpu",
+    ]) == 0  # fmt: skip
+    assert (tmp_path / "run" / "checkpoint-1" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{% for x in %}", "Expected an expression"), ("{{ raise_exception('users only') }}", "users only")],
+)
+def test_a_chat_template_that_does_not_work(capsys, tmp_path, random_model, template, said):
+    folder = tmp_path / "model"
+    shutil.copytree(random_model, folder)
+    write(folder / "chat_template.jinja", template)
+    line = refused(capsys, tmp_path, f"model.name_or_path={folder}", "data.max_train_samples=8")
+    assert "chat template" in line
+    assert "row 1" in line
+    assert said in line
+
+
+def test_a_file_or_an_empty_folder_is_no_model(capsys, tmp_path, random_model):
+    file = write(tmp_path / "model.safetensors", "x")
+    assert "folder" in refused(capsys, tmp_path, f"model.name_or_path={file}")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json" in refused(capsys, tmp_path, f"model.name_or_path={empty}")
+
+
+def test_completions_beyond_the_context(capsys, tmp_path, random_model):
+    line = refused(capsys, tmp_path, f"model.name_or_path={random_model}", "rollout.max_completion_length=250")
+    assert "max_completion_length=250" in line
+    assert "context of 256" in line
+    assert "at most" in line
+
+
+def test_yaml_with_a_mistake_names_the_line(capsys, tmp_path):
+    path = write(tmp_path / "c.yaml", "rollout:\n  top_k: 3\n bad: [\n")
+    assert "c.yaml:3" in refused(capsys, tmp_path, "--config", path)
+    path = write(tmp_path / "list.yaml", "- 1\n- 2\n")
+    assert "mapping" in refused(capsys, tmp_path, "--config", path)
+    path = write(tmp_path / "nul.yaml", b"seed: 1\nrollout: \x00\n")
+    assert "nul.yaml:2: not valid YAML: character '\\x00'" in refused(capsys, tmp_path, "--config", path)
+    path = write(tmp_path / "latin.yaml", "run: é".encode("latin-1"))
+    assert "latin.yaml cannot be read: it is not UTF-8" in refused(capsys, tmp_path, "--config", path)
+
+
+def test_reward_file_with_a_syntax_error(capsys, tmp_path):
+    path = write(tmp_path / "r.py", "x = 1\ndef f(:\n")
+    line = refused(capsys, tmp_path, f"reward.functions=['{path}:f']")
+    assert "r.py" in line
+    assert "2" in line
+
+
+def test_output_folder_that_is_something_else(capsys, tmp_path, random_model):
+    for output, word in ((tmp_path / "file", "is a file"), (tmp_path / "folder", "not a run")):
+        if output.name == "file":
+            output.write_text("mine")
+        else:
+            output.mkdir()
+            (output / "thesis.tex").write_text("mine")
+        code = main([f"output_dir={output}", f"model.name_or_path={random_model}"])
+        assert code == 2
+        assert word in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "thesis.tex").read_text() == "mine"
+
+
+def test_output_folder_that_cannot_be_made(capsys, tmp_path, no_model):
+    write(tmp_path / "file", "mine")
+    assert main([f"output_dir={tmp_path}/file/runs/one", no_model]) == 2
+    line = capsys.readouterr().err
+    assert (
+        line == f"error: output_dir={tmp_path}/file/runs/one cannot be made: {tmp_path}/file is a file, not a folder\n"
+    )
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "manifest", [None, "{", '{"step": 1}', '{"files": {"model.safetensors": {"bytes": 3, "sha256": "0"}}}']
+)
+def test_a_broken_checkpoint_named_explicitly(capsys, tmp_path, no_model, manifest):
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    write(folder / "model.safetensors", "abcd")
+    if manifest is not None:
+        write(folder / "manifest.json", manifest)
+    line = refused(capsys, tmp_path, no_model, f"checkpoint.resume={folder}")
+    assert line.startswith(f"error: checkpoint.resume={folder}: ")
+    assert "model.safetensors is not what was saved" in line or "no readable manifest.json" in line
+    assert "use auto, never, or a whole checkpoint-<step> folder" in line
+
+
+def test_nothing_else_is_written_where_libraries_log(tmp_path, random_model):
+    """In a process of its own: what datasets and transformers log must not bury the line."""
+    folder = tmp_path / "model"
+    shutil.copytree(random_model, folder)
+    change_config(folder, intermediate_size=48)
+    path = write(tmp_path / "d.jsonl", '{"prompt": "a"}\n{"prompt": \n')
+    for arguments, named in (
+        ([f"data.dataset={path}", "reward.functions=[format]"], "d.jsonl:2: not valid JSON"),
+        ([f"model.name_or_path={folder}", "rollout.max_completion_length=16"], "not of the shape"),
+    ):
+        done = run_trainer(f"output_dir={tmp_path}/run", *arguments, check=False)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.startswith("error: ")
+        assert named in done.stderr
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["data.dataset", "model.name_or_path"])
+def test_a_hub_that_does_not_answer_is_quick_and_clear(tmp_path, key):
+    """Nothing listens on port 9 of this machine: the Hub's own client would try for 23 seconds."""
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*", "NO_PROXY": "*"}
+    proxies = ("http_proxy", "https_proxy", "all_proxy")
+    env |= {name: "" for proxy in proxies for name in (proxy, proxy.upper())}
+    start = time.monotonic()
+    done = run_trainer(f"output_dir={tmp_path}/run", f"{key}=nobody/nothing", check=False, env=env)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"error: {key}=nobody/nothing is no ")
+    assert "the Hub cannot be reached, and its cache has no copy of that name" in done.stderr
+    assert time.monotonic() - start < 20
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hub_name_without_a_hub_is_quick_and_clear(tmp_path):
+    start = time.monotonic()
+    done = run_trainer(
+        f"output_dir={tmp_path}/run", "data.dataset=nobody/nothing", check=False, env={"HF_HUB_OFFLINE": "1"}
+    )
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "nobody/nothing" in errors[0]
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - start < 60
+
+
+def test_two_ranks_speak_once(tmp_path, random_model):
+    done = run_trainer(
+        f"output_dir={tmp_path}/run",
+        f"model.name_or_path={random_model}",
+        "rollout.prompts_per_step=7",
+        ranks=2,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+    assert "prompts_per_step=7" in done.stderr
+    assert "6 or 8" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
+    """The main rank looks at the output folder for all: the others learn of its refusal, and keep quiet."""
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run" / "thesis.tex", "mine")
+    done = run_trainer(f"output_dir={tmp_path}/run", ranks=2, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+    assert "thesis.tex" in done.stderr
+    assert "[rank" not in done.stderr  # no traceback of a rank; torchrun's own has no such prefix
+    assert "exitcode  : 2" in done.stderr
+    assert "exitcode  : -6" not in done.stderr  # nor an abort on the way out
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_config_mistakes_do_not_wait_for_torch():
+    """A typo costs no import of transformers."""
+    code = "import sys; from grpo.config import load_config; load_config(['rollout.top_k=3']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "where", ["train_grpo.load_config", "grpo.run.prepare.resolve_model", "grpo.run.prepare.load_policy"]
+)
+def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model, where):
+    """A file that one machine lacks: before the ranks have met, while one goes first, while all work."""
+    module, name = where.rsplit(".", 1)
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport {module}\nimport train_grpo\n"
+        "def wrong(*args, **kwargs):\n    raise ValueError('no such file on this machine')\n"
+        f"if os.environ['RANK'] == '1':\n    {module}.{name} = wrong\n"
+        "sys.exit(train_grpo.main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
+    command += [*small_run(random_model, tmp_path / "run"), "runtime.threads_per_rank=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.endswith("no such file on this machine")
+    assert "[rank" not in done.stderr

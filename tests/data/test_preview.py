@@ -1,0 +1,204 @@
+"""What the model is told: system prompts from files, prompt templates, reasoning-gym tasks, and the preview that shows it."""
+
+import json
+import runpy
+import sys
+
+import pytest
+
+from grpo.batch import Completion, Group
+from grpo.config import DataConfig, load_config
+from grpo.config.agreement import add_what_is_implied
+from grpo.data import load_rows, make_problems, render
+from grpo.rewards import RewardRunner, RewardSpec, load_reward
+from grpo.rewards.groups import score_groups
+from grpo.tasks.tiny import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+# --- system prompt and template
+
+
+def test_a_system_prompt_may_lie_in_a_file(tmp_path):
+    (tmp_path / "told.txt").write_text("Be brief.\nBe right.\n")
+    assert DataConfig(system_prompt=f"{tmp_path}/told.txt").system_prompt == "Be brief.\nBe right."
+    assert DataConfig(system_prompt="Answer as in notes.txt, please").system_prompt == "Answer as in notes.txt, please"
+    with pytest.raises(ValueError, match=r"data\.system_prompt='missing\.txt': the file cannot be read: No such file"):
+        load_config(["data.system_prompt=missing.txt"])
+    (tmp_path / "bytes.md").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match=r"is not UTF-8 text"):
+        load_config([f"data.system_prompt={tmp_path}/bytes.md"])
+
+
+def test_a_template_is_the_whole_prompt(tmp_path, tokenizer):
+    assert render("2+2=", tokenizer, None, [], "User: {prompt}\nAssistant:") == "User: 2+2=\nAssistant:"
+    assert render([{"role": "user", "content": "2+2="}], tokenizer, None, [], "Q {prompt}") == "Q 2+2="
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1="}\n')
+    config = DataConfig(dataset=f"{tmp_path}/d.jsonl", prompt_template="{prompt} so")
+    (problem,) = make_problems(load_rows(config, train=True, seed=0), config, tokenizer).problems
+    assert tokenizer.decode(problem.prompt_ids) == "1+1= so"
+    turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
+    config = DataConfig(dataset=f"{tmp_path}/talk.jsonl", prompt_template="{prompt} so")
+    with pytest.raises(ValueError, match=r"row 1: data\.prompt_template has a place for one question"):
+        make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
+
+
+def test_a_template_without_a_place_or_beside_other_parts_is_refused():
+    with pytest.raises(ValueError, match=r"it has no \{prompt\}"):
+        load_config(["data.prompt_template=Question"])
+    with pytest.raises(ValueError, match=r"data\.prompt_template is the whole prompt"):
+        load_config(["data.prompt_template='{prompt}'", "data.system_prompt=Be brief."])
+
+
+def test_conversational_rows_reach_the_rewards_as_conversations(tmp_path, tokenizer):
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "1+1="},
+    ]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": turns, "answer": "2", "source": "book"}) + "\n")
+    config = DataConfig(dataset=f"{tmp_path}/d.jsonl", answer_column="answer")
+    (problem,) = make_problems(load_rows(config, train=True, seed=0), config, tokenizer).problems
+    assert tokenizer.decode(problem.prompt_ids).endswith("user\n1+1=<|im_end|>\n<|im_start|>assistant\n")
+    rewards = tmp_path / "seen.py"
+    rewards.write_text("""
+def seen(prompts, completions, answer, source, **columns):
+    assert [m["role"] for m in prompts[0]] == ["user", "assistant", "user"], prompts
+    assert not columns.keys() - {"completion_ids"}, columns
+    return [float(c == [{"role": "assistant", "content": a}] and s == "book") for c, a, s in zip(completions, answer, source)]
+""")
+    group = Group(problem, (Completion((1,), "2", True), Completion((1,), "3", True)))
+    with RewardRunner([RewardSpec(f"{rewards}:seen", 1.0, {})]) as runner:
+        result = score_groups(runner, [group])
+    assert result.values == [[1.0], [0.0]] and result.failures == [0]
+
+
+# --- answers as GSM8K writes them
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer", "right", "wrong"),
+    [
+        ("so 1,000 + 234\n#### 1,234", "1,234", ["1234", "1,234.00", "$1,234"], ["1", "234", "1.234"]),
+        ("#### -15", "-15", ["-15", "\u221215", "-15.0"], ["15", "- 1 5"]),
+        ("#### 3.50", "3.50", ["3.5", "$3.50", "7/2"], ["3", "350"]),
+        ("#### $45", "$45", ["45", "$45.00", "45$"], ["-45", "45 cents"]),
+        ("#### 25%", "25%", ["25", "25 %", "25\\%"], ["0.25", "2.5"]),
+    ],
+)
+def test_answers_with_separators_signs_decimals_currency_and_percent(tmp_path, solution, answer, right, wrong):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": solution}) + "\n")
+    config = DataConfig(
+        dataset=str(path), prompt_column="question", answer_column="answer", answer_pattern=r"####\s*(.+)"
+    )
+    gold = load_rows(config, train=True, seed=0).columns[0]["answer"]
+    assert gold == answer
+    accuracy = load_reward("accuracy")
+    for texts, value in ((right, 1.0), (wrong, 0.0)):
+        given = [f"<answer>{text}</answer>" for text in texts]
+        assert accuracy(["q"] * len(given), given, answer=[gold] * len(given)) == [value] * len(given), given
+
+
+# --- reasoning-gym
+
+
+def test_without_the_library_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"needs the library reasoning-gym .*pip install reasoning-gym"):
+        load_rows(DataConfig(dataset="reasoning_gym:chain_sum"), train=True, seed=0)
+
+
+def test_a_gym_task_brings_its_scorer_unless_another_is_named():
+    values = add_what_is_implied({"data": {"dataset": "reasoning_gym:chain_sum"}, "algorithm": {"name": "dapo"}})
+    names = [f if isinstance(f, str) else f["name"] for f in values["reward"]["functions"]]
+    assert names == ["reasoning_gym", "soft_overlong"]
+    assert values["eval"] == {"correct_above": 0.99}
+    own = {"data": {"dataset": "reasoning_gym:chain_sum"}, "reward": {"functions": ["format"]}}
+    assert add_what_is_implied(own) == own
+    assert add_what_is_implied({"data": {"dataset": "builtin:arithmetic"}}) == {
+        "data": {"dataset": "builtin:arithmetic"}
+    }
+
+
+def test_gym_rows_are_seeded_different_and_never_in_both_splits():
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (requirements-gym.txt)")
+    config = DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=60, max_eval_samples=30)
+    train, evaluation = (load_rows(config, train=train, seed=3) for train in (True, False))
+    assert (len(set(train.prompts)), len(set(evaluation.prompts))) == (60, 30)
+    assert not set(train.prompts) & set(load_rows(config, train=False, seed=4).prompts), "for any other seed too"
+    assert train.prompts == load_rows(config, train=True, seed=3).prompts
+    assert train.prompts != load_rows(config, train=True, seed=4).prompts
+    assert "<answer>" in train.system_prompt
+    assert set(train.columns[0]) == {"answer", "metadata"}
+    with pytest.raises(ValueError, match=r"no such task.*chain_sum"):
+        load_rows(DataConfig(dataset="reasoning_gym:chain_sun"), train=True, seed=0)
+
+
+def test_gym_answers_are_scored_by_the_tasks_own_scorer():
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (requirements-gym.txt)")
+    config = DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=2)
+    rows = load_rows(config, train=True, seed=0)
+    columns = {name: [row[name] for row in rows.columns for _ in range(4)] for name in ("answer", "metadata")}
+    gold = rows.columns[0]["answer"], rows.columns[1]["answer"]
+    texts = [
+        t for g in gold for t in (f"<answer>{g}</answer>", g, "<answer>banana</answer>", f"<answer> {g} </answer>")
+    ]
+    reward = load_reward("reasoning_gym")
+    assert reward(rows.prompts * 4, texts, **columns) == [1.0, 0.0, 0.0, 1.0] * 2
+    assert reward(rows.prompts * 4, texts, value=2.0, **columns)[0] == 2.0
+    # This scorer gives the answer among other words a part of the reward: `eval.correct_above` must lie above it.
+    partly = load_rows(DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=1), train=True, seed=0)
+    text = f"<answer>it is {partly.columns[0]['answer']}</answer>"
+    (value,) = reward(partly.prompts, [text], **{k: [v] for k, v in partly.columns[0].items()})
+    assert 0 < value < 0.99
+
+
+# --- the preview
+
+
+@pytest.fixture
+def preview(monkeypatch, capsys):
+    """``python -m grpo.data ...`` in this process (starting another one costs seconds): exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["grpo.data", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("grpo.data", run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(tmp_path, random_model, preview):
+    rows = [{"q": f"{i}+{i}=", "gold": f"#### {2 * i}" if i % 4 else "none", "level": i} for i in range(10)]
+    rows[1]["q"] = "1+" * 100
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, shown, err = preview(
+        f"model.name_or_path={random_model}", f"data.dataset={tmp_path}/d.jsonl", "data.prompt_column=q",
+        "data.answer_column=gold", "data.answer_pattern=#### (.+)", "data.system_prompt=Be brief.",
+        "data.max_prompt_length=80", "data.eval_split=train[:20%]",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert shown.count("--- prompt ") == 3
+    assert (
+        "| <|im_start|>system\n| Be brief.<|im_end|>\n| <|im_start|>user\n| 2+2=<|im_end|>\n| <|im_start|>assistant\n"
+    ) in shown
+    assert "--- prompt 2 of 9 (row 3), " in shown
+    assert "  answer = '4'\n" in shown and "  level = 2\n" in shown and "  gold = '#### 4'\n" in shown
+    assert "10 rows, 9 used; prompt tokens: shortest " in shown
+    assert "left out: 1 longer than data.max_prompt_length=80 tokens" in shown
+    assert "kept: 3 in which data.answer_pattern matches nothing" in shown
+    assert "2 rows, 1 used" in shown.split("--- evaluation")[1]
+
+
+def test_the_preview_says_what_is_wrong_in_one_line(preview, random_model):
+    code, _, err = preview("data.dataset=nowhere.jsonl", f"model.name_or_path={random_model}")
+    assert code == 2
+    assert err.startswith("error: data.dataset=nowhere.jsonl does not exist")
+    assert len(err.splitlines()) == 1

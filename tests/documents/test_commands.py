@@ -1,0 +1,221 @@
+"""Every command of the README and the documents is executed, in a copy of the tree, cut to a size of seconds.
+
+What is cut: one step on an untrained model and few problems, two ranks for eight, this machine for others (the Hub too). Of benchmarks,
+which take minutes to hours, it is seen that they start and know the options that are given (those of recipes.md do run, once each); of
+pytest, that it finds tests. Nothing else is changed.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, save_random_model
+from hub_service import hub, pointed_at, publish
+
+NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
+"""The first installs TRL from the network; the second has ``tests/faults/test_soak.py``; the third is done by ``environment()``."""
+RECIPES = ROOT / "docs" / "recipes.md"
+"""Its commands need a Hub: they have a test of their own."""
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+CUTS = (
+    "optim.max_steps=1 data.max_train_samples=64 data.max_eval_samples=4 eval.num_samples=1 eval.temperature=0 "
+    "rollout.max_completion_length=12 optim.lr_scheduler_type=constant runtime.threads_per_rank=1 runtime.precision=fp32"
+)
+PROGRAMS = ("./launch.sh", "python", "torchrun", "pytest", ".venv/bin/ruff")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(path: Path) -> list[str]:
+    """The commands of a document, without their comments; those of pytest also from within a sentence."""
+    lines = "\n".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`(pytest [^`]+)`", path.read_text(encoding="utf-8"))
+    found = [command for line in lines if (command := re.sub(r"(^|\s)#.*$", "", line).strip())]
+    return [command for command in found if not command.startswith(NOT_HERE)]
+
+
+def test_there_are_commands_and_all_of_them_are_known():
+    assert len(commands(ROOT / "README.md")) >= 8
+    for path in FILES:
+        for command in commands(path):
+            program = next(word for word in command.split() if not re.fullmatch(r"[A-Z_]+=\S*", word))
+            assert program in PROGRAMS, f"{path.name}: {command}"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory, random_model):
+    """A copy of what is tracked, with the files that the documents speak of as yours."""
+    folder = tmp_path_factory.mktemp("tree") / "copy"
+    for name in ("grpo", "configs", "tests", "docs", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train_grpo.py", "launch.sh", "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in ROOT.glob("requirements*.txt"):
+        shutil.copy(name, folder)
+    shutil.copytree(random_model, folder / "FOLDER")
+    shutil.copy(folder / "configs" / "tiny_arithmetic.yaml", folder / "configs" / "X.yaml")
+    rows = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(280)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (code,) = (block for block in blocks(ROOT / "README.md", "python") if "# my_rewards.py" in block)
+    (folder / "my_rewards.py").write_text(code)
+    return folder
+
+
+def cut(command: str) -> str:
+    command = command.replace(".venv/bin/", str(Path(sys.executable).parent) + "/").replace(
+        "checkpoint-150", "checkpoint-1"
+    )
+    command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(
+        "NPROC_PER_NODE=8", "NPROC_PER_NODE=1"
+    )
+    command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", str(20000 + os.getpid() % 20000))
+    command = command.replace("ruff check .", "ruff check grpo").replace(
+        "--check .", "--check grpo"
+    )  # not the reader's files
+    if "benchmarks/" in command:
+        program, options = re.match(r"(python \S+)", command)[0], " ".join(re.findall(r"--[\w-]+", command))
+        return f'help="$({program} --help)"; for option in {options}; do grep -q -- "$option" <<< "$help"; done'
+    data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
+    if data and "gsm8k_cpu" not in command:
+        data += " data.eval_dataset=train.jsonl data.eval_split=train"
+    if "grpo.evaluation" in command:
+        return re.sub(r"--model \S+", "--model FOLDER", command) + f"{data} {CUTS}"
+    if command.startswith("pytest"):
+        return command + " --collect-only -q"
+    if "launch.sh test" in command:
+        return command + " --collect-only -q tests/test_seeding.py tests/test_profile.py"
+    if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
+        return command
+    steps = (
+        " optim.max_steps=2"
+        if "optim.max_steps=160" in command
+        else " optim.max_steps=3"
+        if "runtime.profile" in command
+        else ""
+    )
+    return f"{command} model.name_or_path=FOLDER{data} {CUTS}{steps}"
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {
+        "GRPO_NO_SETUP": "1", "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GRPO_TEST_ASSETS": os.environ.get("GRPO_TEST_ASSETS", "."),
+    }  # fmt: skip
+
+
+def execute(tree: Path, together: list[str], **variables: str) -> None:
+    """Run commands at once (one, or those of several machines); all must end well."""
+    started = [
+        subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment() | variables, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+        for command in together
+    ]  # fmt: skip
+    try:
+        for command, process in zip(together, started, strict=True):
+            said = process.communicate(timeout=240)[0]
+            assert process.returncode == 0, f"{command}\n{said[-3000:]}"
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):  # with all that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if blocks(path, "bash") and path != RECIPES], ids=lambda path: path.name
+)
+def test_every_command_works(tree, path):
+    if path.name != "README.md" and not (tree / "runs" / "tiny_arithmetic" / "checkpoint-1").exists():
+        for name in ("tiny_arithmetic", "dr_grpo"):  # the runs that the README's commands leave behind
+            execute(tree, [cut(f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}")])
+    for together in machines([cut(command) for command in commands(path)]):
+        if re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0]) and "output_dir=" not in together[0]:
+            number = len(list((tree / "runs").glob("X-*")))
+            together = [f"{command} output_dir=runs/X-{number}" for command in together]
+        execute(tree, together)
+
+
+def machines(lines: list[str]) -> list[list[str]]:
+    """Commands of one run over several machines together; where a document names the first machine alone, its fellow too."""
+    runs: list[list[str]] = []
+    for line in lines:
+        if "NODE_RANK=1" in line:
+            runs[-1] = [runs[-1][0], line]
+        elif "NODE_RANK=0" in line:
+            runs.append([line, line.replace("NODE_RANK=0", "NODE_RANK=1")])
+        else:
+            runs.append([line] * (2 if "--nnodes=2" in line else 1))
+    return runs
+
+
+@pytest.mark.slow
+def test_the_slurm_script_starts_each_machine(tree):
+    """With stand-ins for Slurm's two programs: srun starts its command once a node."""
+    (script,) = blocks(ROOT / "docs" / "multi_gpu.md", "slurm")
+    programs = tree / "slurm"
+    programs.mkdir()
+    (programs / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
+    (programs / "srun").write_text('#!/bin/sh\nSLURM_NODEID=1 "$@" & SLURM_NODEID=0 "$@" && wait $!\n')
+    for name in ("scontrol", "srun"):
+        (programs / name).chmod(0o755)
+    script = script.replace("output_dir=runs/X", f"output_dir=runs/slurm model.name_or_path=FOLDER {CUTS}")
+    given = f"export SLURM_NNODES=2 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=a,b NPROC_PER_NODE=1 PATH={programs}:$PATH\n"
+    execute(tree, [given + script])
+    assert (tree / "runs" / "slurm" / "checkpoint-1").is_dir()
+
+
+def cut_recipe(command: str) -> str:
+    """A command of recipes.md at the size of seconds."""
+    command = command.replace("checkpoint-200", "checkpoint-1")
+    if command.startswith("pytest"):
+        return f"{command} --collect-only -q"
+    if "learning_vs_trl.py" in command:
+        return "python benchmarks/learning_vs_trl.py --plot-only"
+    if "presets_learn.py" in command:
+        return f"{command} --steps 1 --seeds 0 --presets grpo"
+    if "gsm8k_learns.py" in command:
+        return command + (
+            "" if "--plot-only" in command else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
+        )
+    assert "train_grpo.py" in command or "grpo.evaluation" in command, f"unknown: {command}"
+    return f"{command} {CUTS} rollout.prompts_per_step=2 eval.max_samples=2"
+
+
+@pytest.mark.slow
+def test_every_command_of_the_recipes_works(tree, tmp_path):
+    """With models and data by their own names, from a Hub on this machine; the built-in model is an untrained one."""
+    copy = tmp_path / "copy"
+    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("runs"))
+    shutil.rmtree(copy / "FOLDER")
+    save_random_model(copy / "FOLDER", max_position_embeddings=2048)
+    for path in (copy / "configs").glob("tiny_*.yaml"):
+        path.write_text(
+            path.read_text().replace("builtin:tiny", "FOLDER").replace("eval: {", "eval: {max_samples: 2, ")
+        )
+    (copy / "assets" / "data" / "gsm8k").mkdir(parents=True)
+    for name in ("train", "test"):
+        shutil.copy(copy / "train.jsonl", copy / "assets" / "data" / "gsm8k" / f"{name}.jsonl")
+    shutil.copytree(copy / "FOLDER", copy / "assets" / "models" / "gsm8k-7m")
+    rows = [json.loads(line) for line in (copy / "train.jsonl").open()]
+    publish(tmp_path / "hub", rows, rows[:9])
+    shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / "HuggingFaceTB" / "SmolLM2-1.7B-Instruct")
+    executed = []
+    with hub(tmp_path / "hub") as (endpoint, _):
+        variables = pointed_at(endpoint, tmp_path / "cache") | {"GRPO_TEST_ASSETS": str(copy / "assets")}
+        for command in map(cut_recipe, commands(RECIPES)):
+            execute(copy, [command], **variables)
+            executed.append(command)
+    assert len(executed) >= 6
+    assert (copy / "runs" / "gsm8k_smollm2_1.7b" / "evaluation.json").exists()

@@ -1,0 +1,172 @@
+"""What the documents say is so: every metric is explained, every key exists, the worked example comes out, links lead somewhere."""
+
+import importlib
+import json
+import math
+import re
+
+import pytest
+import torch
+from conftest import ROOT, run_trainer, small_run
+
+from grpo.advantages import group_advantages
+from grpo.config import Config
+from grpo.config.arguments import keys_of
+from grpo.loss import loss_denominator, policy_loss
+
+DOCS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
+
+
+def documented_metrics() -> set[str]:
+    text = (ROOT / "docs" / "metrics.md").read_text().split("## What is written")[0]
+    return {name for row in re.findall(r"^\| `([^|]+)` \|", text, re.MULTILINE) for name in row.split("`, `")}
+
+
+def test_every_metric_that_a_run_logs_is_documented(tmp_path, random_model):
+    run_trainer(
+        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "eval.num_samples=2", "eval.temperature=1.0"
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = {name for line in lines for name in line} - {"step"}
+    logged = {re.sub(r"^eval/rewards/.+", "eval/rewards/<name>", name) for name in logged}
+    general = {re.sub(r"@\d+$", "@<k>", re.sub(r"^rewards/[^/]+/", "rewards/<name>/", name)) for name in logged}
+    documented = documented_metrics()
+    assert general - documented == set()
+    assert {name for name in documented if "/" not in name or "<" in name} - general == set(), (
+        "documented, but not logged"
+    )
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_keys_and_files_that_documents_name_exist(path):
+    text, known = path.read_text(), set(keys_of(Config))
+    sections = {key.split(".")[0] for key in known if "." in key}
+    for section, key in re.findall(r"`([a-z]+)\.([a-z_]+)(?:=[^`]*)?`", text):
+        if section in sections and f"{section}.{key}" not in known:
+            room = {"reward": "rewards", "eval": "evaluation"}.get(section, section)
+            assert key in _names_in(room), f"{section}.{key} is neither a key nor a function"
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+def _names_in(room: str) -> set[str]:
+    files = [ROOT / "grpo" / f"{room}.py", *(ROOT / "grpo" / room).glob("*.py")]
+    text = "\n".join(file.read_text() for file in files if file.exists())
+    return set(re.findall(r"^(?:def |class )?(\w+)", text, re.MULTILINE)) | {"py"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "results").glob("*learn*.md")), ids=lambda path: path.stem
+)
+def test_tables_of_the_recipes_are_those_that_the_scripts_wrote(path):
+    """compare_trl.md stands in benchmarks/README.md, in part."""
+    assert path.read_text().strip() in (ROOT / "docs" / "recipes.md").read_text()
+
+
+def test_the_worked_example():
+    """docs/algorithm.md, with numbers worked out here in plain Python from the formulas."""
+    text = (ROOT / "docs" / "algorithm.md").read_text()
+
+    def advantages(*rewards):
+        return group_advantages(torch.tensor([rewards], dtype=torch.float64)).tolist()[0]
+
+    std = math.sqrt((4 * 0.25) / 3)
+    a = 0.5 / (std + 1e-4)
+    assert advantages(1, 0, 0, 1) == pytest.approx([a, -a, -a, a])
+    for number in (f"{std:.5f}", f"{std + 1e-4:.5f}", f"{0.5 / (std + 1e-4):.4f}", f"{0.5 / std:.4f}"):
+        assert number in text
+    assert advantages(1, 1, 1, 1) == [0, 0, 0, 0]
+    std = math.sqrt(0.5)
+    expected = 0.5 / (std + 1e-4)
+    assert advantages(1, math.nan, 0) == pytest.approx([expected, 0, -expected])
+    assert f"A = `[+{expected:.4f}, 0, -{expected:.4f}]`" in text
+    assert "`[1, NaN, 0]`" in text
+
+
+def test_the_worked_loss():
+    """The table of docs/algorithm.md: two completions, their token losses, the three averages."""
+    text = (ROOT / "docs" / "algorithm.md").read_text()
+    new = torch.tensor([[-0.5, -1.0, -0.2], [-0.7, 0.0, 0.0]], dtype=torch.float64)
+    old = torch.tensor([[-0.6, -1.0, -0.5], [-0.3, 0.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    A = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    ratios = [math.exp(0.1), 1.0, math.exp(0.3), math.exp(-0.4)]
+    assert [f"{ratio:.4f}" for ratio in ratios] == ["1.1052", "1.0000", "1.3499", "0.6703"]
+    tokens = [-ratios[0], -1.0, -1.2, 0.8]  # the third is clipped at 1.2, the fourth at 0.8
+    results = {
+        "response_mean": (sum(tokens[:3]) / 3 + tokens[3]) / 2,
+        "token_mean": sum(tokens) / 4,
+        "constant": sum(tokens) / (2 * 8),
+    }
+    for aggregation, expected in results.items():
+        loss, stats = policy_loss(new, old, A, mask, aggregation=aggregation, max_length=8)
+        value = (loss / loss_denominator(mask, aggregation=aggregation, max_length=8)).item()
+        assert value == pytest.approx(expected), aggregation
+        assert f"`{aggregation}` {expected:.4f}" in text, aggregation
+        assert (stats["clip_ratio/region_mean"][0] / stats["clip_ratio/region_mean"][1]).item() == 0.5
+
+
+def trl_mapping() -> list[tuple[str, str | None]]:
+    text = (ROOT / "docs" / "from_trl.md").read_text().split("## Every key of GRPOConfig")[1]
+    rows = re.findall(r"^\| `([^`]+)` \| (?:`([^`]+)`|-) \| (.*) \|$", text, re.MULTILINE)
+    assert all(ours or why for _, ours, why in rows), "where there is none, the reason"
+    return [(theirs, ours or None) for theirs, ours, _ in rows]
+
+
+def test_every_key_that_replaces_one_of_trl_exists():
+    known = set(keys_of(Config))
+    mapping = trl_mapping()
+    assert len(mapping) == len(dict(mapping)) == 77 + 114, "of TRL 1.16.0 with transformers 5.23"
+    assert {ours for _, ours in mapping if ours} - known == set()
+    references = re.findall(r"see (\w+)", (ROOT / "docs" / "from_trl.md").read_text())
+    assert set(references) - set(dict(mapping)) == set()
+
+
+def test_the_keys_are_those_of_trl():
+    trl = pytest.importorskip("trl", reason="needs trl==1.16.0 beside the trainer")
+    import dataclasses
+
+    if trl.__version__ != "1.16.0":
+        pytest.skip(f"written for trl 1.16.0, found {trl.__version__}")
+    assert {field.name for field in dataclasses.fields(trl.GRPOConfig)} == set(dict(trl_mapping()))
+
+
+def test_functions_of_the_code_tour_and_of_the_formulas_exist():
+    """``room.name`` and ``room.Class.method`` in grpo/, ``name`` in the page."""
+    import train_grpo
+
+    tour = (ROOT / "README.md").read_text().split("## What happens in one step")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \|.*", tour, re.MULTILINE)
+    assert len(rows) == 10
+    page = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    assert page >= {"update", "weighted_sum"} and all(hasattr(train_grpo, name) for name in page), page
+    found = 0
+    for room, dotted in re.findall(
+        r"`([a-z_]+)\.([A-Za-z_][\w.]*)", tour + (ROOT / "docs" / "algorithm.md").read_text()
+    ):
+        if (
+            room != "train_grpo"
+            and (ROOT / "grpo" / room).with_suffix(".py").exists() | (ROOT / "grpo" / room).is_dir()
+        ):
+            thing = importlib.import_module(f"grpo.{room}")
+            for name in dotted.split("."):
+                assert hasattr(thing, name), f"{room}.{dotted}"
+                thing = getattr(thing, name)
+            found += 1
+    assert found > 20
+
+
+def test_every_module_is_in_the_readmes_list():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Where things are")[1].split("```")[1]
+    parts = [p for p in (ROOT / "grpo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    names = {p.name + "/" * p.is_dir() for p in parts} - {"__init__.py"}
+    assert names == set(re.findall(r"\b\w+(?:\.py|/)", text)) - {
+        "train_grpo.py",
+        "completions/",
+        "configs/",
+        "docs/",
+        "benchmarks/",
+        "tests/",
+        "grpo/",
+    }

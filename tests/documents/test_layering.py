@@ -1,0 +1,129 @@
+"""Imports run one way, each outside service has one door, and files stay small."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "grpo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
+
+ORDER = [
+    "seeding", "batch", "advantages", "loss", "attention", "logprobs",  # the algorithm: tensors in, tensors out
+    "config", "distributed", "hub",  # import nothing of grpo
+    "tasks", "telemetry", "rewards", "rollout", "model", "data", "evaluation",  # the parts of a run
+    "run",  # puts the parts together
+    "report", "chat",  # what a person starts beside a run
+]  # fmt: skip
+"""The rooms of ``grpo`` (a file or folder directly under it): each may import only those before it."""
+
+ALONE = {"config": set(), "distributed": set(), "hub": set(), "report": {"telemetry"}}
+"""Rooms that import less than their place in the order would allow."""
+
+MAX_ROOMS = 24
+MAX_LINES = 400
+
+
+def room_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(tree, package=""):
+    """``(dotted name, is at module level)`` of everything a module imports; ``package`` is what a leading dot means."""
+    inside = {
+        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield name, id(node) not in inside
+
+
+def imports_of(path):
+    package = ".".join(path.relative_to(ROOT).parts[:-1])
+    return list(imports(ast.parse(path.read_text(encoding="utf-8")), package))
+
+
+def rooms_imported_by(path):
+    return {name.split(".")[1] for name, _ in imports_of(path) if name.startswith("grpo.")}
+
+
+def is_or_lies_in(name, module):
+    return name == module or name.startswith(module + ".")
+
+
+def test_every_room_has_its_place():
+    assert {room_of(path) for path in FILES} == {*ORDER, "__init__"}
+    assert len(ORDER) <= MAX_ROOMS
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_one_way(path):
+    room = room_of(path)
+    before = set(ORDER[: ORDER.index(room)]) if room in ORDER else set()
+    assert rooms_imported_by(path) - {room} - ALONE.get(room, before) == set()
+
+
+def test_nothing_imports_the_page():
+    for path in FILES:
+        assert not any(is_or_lies_in(name, "train_grpo") for name, _ in imports_of(path)), path.name
+
+
+def test_arguments_are_for_the_configuration_alone():
+    users = {room_of(path) for path in FILES if any("grpo.config.arguments" in name for name, _ in imports_of(path))}
+    assert users == {"chat", "config"}  # chat reads values as the command line does
+
+
+def test_only_one_file_knows_of_other_ranks():
+    users = set()
+    for path in EVERY_FILE:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = ("torch.distributed", "torch.nn.parallel")
+        imported = any(is_or_lies_in(name, module) for name, _ in imports_of(path) for module in modules)
+        spelled = any(isinstance(n, ast.Attribute) and ast.unparse(n) == "torch.distributed" for n in ast.walk(tree))
+        if imported or spelled:
+            users.add(path.relative_to(ROOT).as_posix())
+    assert all(user.startswith("grpo/distributed/") for user in users), users
+
+
+@pytest.mark.parametrize(
+    ("package", "door"), [("wandb", "grpo/telemetry/metrics.py"), ("datasets", "grpo/data/source.py")]
+)
+def test_heavy_packages_have_one_door_and_are_imported_when_needed(package, door):
+    found = {
+        (path.relative_to(ROOT).as_posix(), at_module_level)
+        for path in EVERY_FILE
+        for name, at_module_level in imports_of(path)
+        if is_or_lies_in(name, package)
+    }
+    assert found == {(door, False)}
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_stay_small(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{lines} lines: two ideas?"
+
+
+def test_the_import_finder_sees_every_way_to_write_it():
+    source = (
+        "import grpo.run\nimport torch.distributed as dist\nfrom torch import distributed\nfrom grpo import loss\n"
+        "from grpo.rewards.extract import completion_text\nfrom . import near\nfrom .near import x\nfrom .. import up\n"
+        "try:\n    import wandb\nexcept ImportError:\n    pass\n"
+        "def f():\n    import datasets\n    async def g():\n        from ..model import h\n"
+    )
+    found = dict(imports(ast.parse(source), package="grpo.rewards"))
+    assert found == {
+        "grpo.run": True, "torch.distributed": True, "grpo.loss": True, "grpo.rewards.extract.completion_text": True,
+        "grpo.rewards.near": True, "grpo.rewards.near.x": True, "grpo.up": True, "wandb": True,
+        "datasets": False, "grpo.model.h": False,
+    }  # fmt: skip

@@ -1,0 +1,113 @@
+"""Run under torchrun by test_cut_invariance.py: updates from fixed groups, this rank's share of them; rank 0 saves them.
+
+torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED ...
+"""
+
+import sys
+from functools import partial
+
+import torch
+
+from grpo.advantages import group_advantages
+from grpo.batch import Completion, Group, Problem, collate
+from grpo.config import load_config
+from grpo.distributed import start_world
+from grpo.run.prepare import prepare, touch_every_parameter
+from grpo.run.state import Run
+from grpo.telemetry.metrics import Accumulator
+from train_grpo import update, with_old_and_ref_logprobs
+
+P, G = 6, 4
+
+
+def fixed_groups() -> list[Group]:
+    """Uneven prompts and completions, one group of equal rewards, one truncated row; the same on every rank."""
+    rng = torch.Generator().manual_seed(0)
+    groups = []
+    for p in range(P):
+        prompt = tuple(torch.randint(3, 250, (3 + 4 * p,), generator=rng).tolist())
+        lengths = torch.randint(1, 16, (G,), generator=rng).tolist()
+        completions = tuple(
+            Completion(tuple(torch.randint(3, 250, (n,), generator=rng).tolist()), "", finished=(p, g) != (2, 1))
+            for g, n in enumerate(lengths)
+        )
+        groups.append(Group(Problem(p, "", prompt), completions))
+    return groups
+
+
+def main(output: str, model: str, *cuts: str) -> None:
+    config = load_config(
+        [
+            f"output_dir={output}.run",
+            f"model.name_or_path={model}",
+            "data.max_train_samples=64",
+            "rollout.prompts_per_step=6",
+            "rollout.num_generations=4",
+            "rollout.max_completion_length=16",
+            "algorithm.beta=0.1",
+            "algorithm.num_iterations=2",
+            "algorithm.mask_truncated_completions=true",
+            "optim.max_steps=1",
+            "optim.max_grad_norm=1e9",
+            "runtime.precision=fp32",
+            "runtime.threads_per_rank=1",
+        ]
+    )
+    world = start_world(device="cpu", threads_per_rank=1)
+    # All in double precision, and a reference unlike the policy: what is left are differences of method.
+    torch.set_default_dtype(torch.float64)
+    run = prepare(config, world)
+    run.ref_scorer.model.double()
+    for model in (run.policy.model.double(), run.ref_scorer.model):
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(rms_norm, module)
+    run.scorer = world.data_parallel(run.bare_scorer, touch_every_parameter(run.policy))
+    with torch.no_grad():
+        for parameter in run.ref_scorer.model.parameters():
+            parameter *= 1.1
+    assert run.packed and run.ref_scorer.packed
+    before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
+    results = {}
+    for cut in cuts:
+        aggregation, tokens, packed = cut.split(",")
+        run.config = config.model_copy(
+            update={
+                "algorithm": config.algorithm.model_copy(update={"aggregation": aggregation}),
+                "optim": config.optim.model_copy(update={"tokens_per_microbatch": int(tokens)}),
+            }
+        )
+        run.bare_scorer.packed = run.ref_scorer.packed = packed == "packed"
+        run.policy.model.load_state_dict(before)
+        results[cut] = two_updates(run)
+    if world.is_main:
+        torch.save(results, output)
+    run.close()
+    world.shutdown()
+
+
+def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Of the input's precision (transformers computes it in fp32, whatever the input)."""
+    return module.weight * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + module.variance_epsilon)
+
+
+def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What they moved in each weight, and the metrics they reported."""
+    world = run.world
+    run.optimizer = torch.optim.SGD(run.policy.model.parameters(), lr=0.05)
+    rewards_PG = torch.rand(P, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards_PG[4] = 0.5
+    advantages_PG = group_advantages(rewards_PG)
+    mine = slice(world.rank, None, world.size)
+    batch = collate(fixed_groups()[mine], advantages_PG[mine], pad_id=run.policy.pad_id, mask_truncated=True)
+    batch = with_old_and_ref_logprobs(run, batch)
+    before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
+    metrics = Accumulator()
+    for _ in range(2):
+        update(run, batch, metrics, is_first_pass=False)
+    moved = {name: before[name] - p.detach() for name, p in run.policy.model.named_parameters()}
+    return moved, metrics.reduce(world)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,262 @@
+"""Loading, dropout, end tokens, reference, optimizer, schedule."""
+
+import pytest
+import torch
+from conftest import load, save_random_model
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+from grpo.batch import Problem, collate
+from grpo.logprobs import CompletionScorer
+from grpo.model import (
+    cast_reference_to_bf16,
+    end_tokens,
+    make_reference,
+    sync_reference,
+    turn_dropout_off,
+    use_fp32_head,
+)
+from grpo.rollout import Sampling, generate
+from grpo.run.optimizer import make_optimizer, make_schedule
+
+
+def test_master_weights_are_fp32_whatever_the_checkpoint(random_model, tmp_path):
+    half = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path)
+    load(random_model).tokenizer.save_pretrained(tmp_path)
+    policy = load(tmp_path, precision="bf16")
+    assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    with policy.autocast():
+        assert policy.model(torch.tensor([[1, 2]])).logits.dtype == torch.bfloat16
+    # An update of 1e-6 relative to weights of order 1 survives, which bf16 parameters would round away.
+    weight = next(policy.model.parameters()).detach()
+    assert not torch.equal(weight, weight * (1 + 1e-6))
+    assert torch.equal(weight.bfloat16(), (weight * (1 + 1e-6)).bfloat16())
+
+
+def test_dropout_is_off_in_train_mode():
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32)).train()
+    ids = torch.arange(10)[None]
+    assert not torch.equal(model(ids).logits, model(ids).logits), "GPT-2 has dropout of 0.1"
+    turn_dropout_off(model)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_end_tokens_are_the_union(policy):
+    policy.model.config.eos_token_id = 7
+    policy.model.generation_config = GenerationConfig(eos_token_id=[9, 7])
+    assert end_tokens(policy.model, policy.tokenizer) == tuple(sorted({policy.tokenizer.eos_token_id, 7, 9}))
+
+
+def test_weight_decay_is_for_matrices(policy):
+    optimizer = make_optimizer(policy.model, learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    decayed, free = optimizer.param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2}
+    assert {p.dim() for p in free["params"]} == {1}
+    count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    assert count == sum(p.numel() for p in policy.model.parameters())
+
+
+def test_reference_is_frozen_and_moves_only_when_told(random_model):
+    policy = load(random_model)
+    reference = make_reference(policy.model)
+    assert not any(p.requires_grad for p in reference.parameters())
+    start = [p.clone() for p in reference.parameters()]
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p += 2.0
+    assert all(torch.equal(a, b) for a, b in zip(start, reference.parameters(), strict=True))
+    sync_reference(reference, policy.model, 0.25)
+    for a, b in zip(start, reference.parameters(), strict=True):
+        torch.testing.assert_close(b, a + 0.5)
+    sync_reference(reference, policy.model, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
+    policy = load(save_random_model(tmp_path / "model", tie_word_embeddings=tied), packed=True, precision="bf16")
+    reference = make_reference(policy.model)
+    scorer = CompletionScorer(reference, 0.7)
+    scorer.packed = True
+    ids_BS = torch.randint(0, 90, (4, 60), generator=torch.Generator().manual_seed(0))
+    ids_BS[:, :20] = ids_BS[0, :20]
+    inputs = ids_BS, torch.full((4,), 20), torch.ones(4, 40, dtype=torch.bool), torch.zeros(4, dtype=torch.long)
+    with torch.no_grad(), policy.autocast():
+        before = scorer(*inputs)
+        size = sum(p.numel() * p.element_size() for p in reference.parameters())
+        assert cast_reference_to_bf16(reference, policy)
+        after = scorer(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert torch.equal(
+            CompletionScorer(policy.model, 0.7)(*inputs)[0], CompletionScorer(reference, 0.7)(*inputs)[0]
+        )
+    halved = {p for m in reference.modules() if type(m) is torch.nn.Linear for p in m.parameters()}
+    halved -= {reference.get_input_embeddings().weight}
+    assert all(p.dtype == (torch.bfloat16 if p in halved else torch.float32) for p in reference.parameters())
+    assert sum(p.numel() * p.element_size() for p in reference.parameters()) == size - 2 * sum(
+        p.numel() for p in halved
+    )
+    assert all(p.dtype == torch.float32 for p in policy.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "reads its weights itself", "fails"])
+def test_a_reference_that_would_change_stays_in_fp32(random_model, kind):
+    policy = load(random_model, precision="fp32" if kind == "fp32" else "bf16")
+    reference = make_reference(policy.model)
+    layer = reference.model.layers[0].mlp.down_proj
+    if kind == "reads its weights itself":  # as routers do
+        layer.forward = torch.autocast("cpu", enabled=False)(lambda x: x.float() @ layer.weight.float().T)
+    if kind == "fails":
+        layer.forward = lambda x: torch.mm(
+            x.float().flatten(0, 1), layer.weight.detach().view(torch.int32).view(torch.float32).T
+        )[None]
+    before = [p.clone() for p in reference.parameters()]
+    assert not cast_reference_to_bf16(reference, policy)
+    assert all(
+        torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, reference.parameters(), strict=True)
+    )
+
+
+def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[float]:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
+    schedule = make_schedule(optimizer, name=name, num_updates=steps, warmup_steps=warmup, min_lr=min_lr)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_schedules_by_hand():
+    assert rates("constant") == [1.0] * 10
+    assert rates("linear") == pytest.approx([1 - i / 10 for i in range(10)])
+    assert rates("linear", warmup=2)[:4] == pytest.approx([0, 0.5, 1.0, 7 / 8])
+    assert rates("linear", warmup=0.2) == rates("linear", warmup=2), "a fraction of the updates"
+    assert rates("cosine")[5] == pytest.approx(0.5)
+    assert min(rates("cosine", steps=100, min_lr=0.1)) == pytest.approx(0.1, abs=1e-3)
+    with pytest.raises(ValueError, match="zigzag"):
+        rates("zigzag")
+
+
+def test_gradient_checkpointing_changes_no_gradient(random_model):
+    ids, lengths = torch.arange(3, 19).view(2, 8), torch.tensor([3, 4])
+    mask = torch.tensor([[True] * 4, [True] * 3 + [False]])
+    grads = []
+    for checkpointing in (False, True):
+        policy = load(random_model, gradient_checkpointing=checkpointing)
+        policy.model.train()
+        logprobs, _ = CompletionScorer(policy.model)(ids, lengths, mask)
+        logprobs.sum().backward()
+        grads.append([p.grad for p in policy.model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tokenizer_without_pad_works(random_model, tmp_path):
+    folder = save_random_model(tmp_path)
+    tokenizer = load(folder).tokenizer
+    tokenizer.pad_token = None
+    from grpo.model import load_policy
+
+    policy = load_policy(str(folder), tokenizer, device=torch.device("cpu"), precision="fp32")
+    assert policy.pad_id == policy.eos_ids[0]
+
+
+def test_dropout_stays_where_it_is_asked_for(random_model, tmp_path):
+    tokenizer = load(random_model).tokenizer
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = torch.arange(10)[None]
+    for attention in ("sdpa", "eager"):
+        without, with_dropout = (
+            load(tmp_path, attn_implementation=attention, disable_dropout=off).model.train() for off in (True, False)
+        )
+        assert torch.equal(without(ids).logits, without(ids).logits)
+        assert torch.equal(without(ids).logits, without.eval()(ids).logits)
+        assert not torch.equal(with_dropout(ids).logits, with_dropout(ids).logits)
+
+
+def test_sampling_restores_the_mode_whatever_happens(policy):
+    def fail():
+        assert not policy.model.training
+        assert not torch.is_grad_enabled()
+        with policy.sampling():
+            raise ZeroDivisionError
+
+    for mode in (True, False):
+        policy.model.train(mode)
+        with policy.sampling(), pytest.raises(ZeroDivisionError):
+            fail()
+        assert policy.model.training is mode
+        assert torch.is_grad_enabled()
+
+
+# --- the head in fp32
+
+
+def sampled_and_scored(policy, packed: bool):
+    """Log-probs of completions as the sampler had them, as the scorer has them, and from a float64 head on the scorer's states."""
+    problems = [Problem(n, "", tuple(range(3 + n, 12 + n))) for n in range(8)]
+    groups = generate(policy, problems, Sampling(8, 24), address=(0, "test", 0))
+    batch = collate(groups, torch.zeros(8, 8), pad_id=policy.pad_id)
+    scorer = CompletionScorer(policy.model)
+    scorer.packed = packed
+    seen = []
+    head = policy.model.get_output_embeddings()
+    assert scorer.plain_head, "as a pass of its own, before the hook sees the states"
+    hook = head.register_forward_hook(lambda module, inputs, logits: seen.append(inputs[0]))
+    with torch.no_grad(), policy.autocast():
+        scored_BT, _ = scorer(*batch.to_score)
+    hook.remove()
+    (hidden_NH,) = seen
+    mask_BT = batch.completion_mask_BT
+    positions_BT = batch.prompt_lengths_B[:, None] + torch.arange(mask_BT.shape[1])
+    labels_N = batch.sequence_ids_BS.gather(1, positions_BT.clamp(max=batch.sequence_ids_BS.shape[1] - 1))[mask_BT]
+    exact_NV = (hidden_NH.double() @ head.weight.double().T).log_softmax(dim=-1)
+    return batch.sampling_logprobs_BT[mask_BT], scored_BT[mask_BT], exact_NV.gather(1, labels_N[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_fp32_head_under_bf16(random_model, packed):
+    differences, errors = [], []
+    for fp32_head in (False, True):
+        policy = load(random_model, packed=packed, precision="bf16", fp32_head=fp32_head)
+        sampled_N, scored_N, exact_N = sampled_and_scored(policy, packed)
+        differences.append((sampled_N - scored_N).abs().mean().item())
+        errors.append((scored_N - exact_N).abs().max().item())
+    assert errors[1] < 1e-5, "the head adds no error of its own"
+    assert errors[0] > 1e-3, "and in bf16 it does"
+    assert differences[1] < 0.95 * differences[0], "less is left between sampler and scorer"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_with_fp32_head_is_saved_copied_and_trained_like_any_other(tmp_path, tied):
+    folder = save_random_model(tmp_path / "model", tie_word_embeddings=tied)
+    policy = load(folder, precision="bf16", fp32_head=True)
+    head = policy.model.get_output_embeddings()
+    assert (head.weight is policy.model.get_input_embeddings().weight) == tied
+    with policy.autocast():
+        assert policy.model(torch.tensor([[1, 2]])).logits.dtype == torch.float32
+    reference = make_reference(policy.model)
+    before = reference.get_output_embeddings().weight.clone()
+    CompletionScorer(policy.model)(torch.arange(10)[None], torch.tensor([4]), torch.ones(1, 6) > 0)[0].sum().backward()
+    assert head.weight.grad.dtype == torch.float32 and head.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        head.weight += 1.0
+    assert type(reference.get_output_embeddings()) is type(head)
+    assert torch.equal(reference.get_output_embeddings().weight, before)
+    policy.model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(saved.lm_head) is torch.nn.Linear and torch.equal(saved.lm_head.weight, head.weight)
+    assert torch.equal(saved.get_input_embeddings().weight, policy.model.get_input_embeddings().weight)
+
+
+def test_fp32_head_needs_a_plain_head(random_model):
+    model = load(random_model).model
+    use_fp32_head(model)
+    with pytest.raises(ValueError, match=r"model\.fp32_head=true needs .* it is FP32Head"):
+        use_fp32_head(model)

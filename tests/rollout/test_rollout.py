@@ -1,0 +1,382 @@
+"""Rollouts: right tokens, right masks, and tokens that depend on nothing but their own address."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import load, save_random_model
+from transformers import GenerationConfig
+
+from grpo.attention.forked import ForkedCache
+from grpo.batch import Problem, collate
+from grpo.logprobs import CompletionScorer
+from grpo.rollout import Sampling, generate
+from grpo.rollout.engine import _how_many
+from grpo.rollout.prefill import Forked
+
+SAMPLING = Sampling(num_generations=3, max_completion_length=24, temperature=0.9)
+ADDRESS = (7, "rollout", 3)
+
+
+def problems_of(policy, *texts: str) -> list[Problem]:
+    return [Problem(i, text, tuple(policy.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+
+
+def ids(groups) -> list[list[tuple[int, ...]]]:
+    return [[c.ids for c in group.completions] for group in groups]
+
+
+TEXTS = ("1+1=", "a much longer question than the others?", "12*(3+4)=", "x")
+
+
+def test_greedy_tokens_are_those_of_transformers(policy):
+    problems = problems_of(policy, *TEXTS)
+    groups = generate(policy, problems, Sampling(1, 24, temperature=0.0), address=ADDRESS)
+    for problem, group in zip(problems, groups, strict=True):
+        (expected,) = policy.model.generate(
+            torch.tensor([problem.prompt_ids]),
+            attention_mask=torch.ones(1, len(problem.prompt_ids), dtype=torch.long),
+            generation_config=GenerationConfig(
+                max_new_tokens=24, do_sample=False, eos_token_id=list(policy.eos_ids), pad_token_id=policy.pad_id
+            ),
+        )
+        assert group.completions[0].ids == tuple(expected[len(problem.prompt_ids) :].tolist())
+
+
+def test_sampling_logprobs_are_those_the_loss_scores(policy):
+    problems = problems_of(policy, *TEXTS)
+    groups = generate(policy, problems, SAMPLING, address=ADDRESS)
+    batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
+    with torch.no_grad():
+        scored_BT, _ = CompletionScorer(policy.model, temperature=0.9)(
+            batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT
+        )
+    lengths = batch.completion_mask_BT.sum(dim=1)
+    assert len(set(lengths.tolist())) > 2, "lengths should differ, or this test sees little"
+    torch.testing.assert_close(scored_BT, batch.sampling_logprobs_BT, rtol=0, atol=2e-5)
+
+
+def test_a_row_does_not_depend_on_the_others(policy):
+    problems = problems_of(policy, *TEXTS)
+    together = ids(generate(policy, problems, SAMPLING, address=ADDRESS))
+    alone = [ids(generate(policy, [problem], SAMPLING, address=ADDRESS))[0] for problem in problems]
+    backwards = ids(generate(policy, problems[::-1], SAMPLING, address=ADDRESS))[::-1]
+    fewer = ids(generate(policy, problems, replace(SAMPLING, num_generations=1), address=ADDRESS))
+    assert together == alone == backwards
+    assert [row[:1] for row in together] == fewer
+
+
+@pytest.mark.parametrize("tokens_in_flight", [None, 600])
+def test_problems_that_ask_the_same(policy, tokens_in_flight):
+    """With others between them and beside each other; each has its own address and so its own tokens."""
+    problems = problems_of(policy, "1+1=", "a longer question?", "1+1=", "1+1=", "x", "a longer question?")
+    sampling = replace(SAMPLING, tokens_in_flight=tokens_in_flight)
+    together = ids(generate(policy, problems, sampling, address=ADDRESS))
+    assert together == [ids(generate(policy, [problem], SAMPLING, address=ADDRESS))[0] for problem in problems]
+    assert together[0] != together[2]
+
+
+def test_waves_give_the_same_tokens(policy):
+    problems = problems_of(policy, *TEXTS)
+    whole = ids(generate(policy, problems, SAMPLING, address=ADDRESS))
+    for tokens in (1, 100, 200, 400):
+        cut = generate(policy, problems, replace(SAMPLING, tokens_in_flight=tokens), address=ADDRESS)
+        assert ids(cut) == whole
+
+
+def test_different_addresses_give_different_completions(policy):
+    problems = problems_of(policy, "1+1=", "1+1=")
+
+    def long_ones(*address) -> list[tuple[int, ...]]:
+        groups = generate(policy, problems, replace(SAMPLING, num_generations=8), address=address)
+        return [c.ids for group in groups for c in group.completions if len(c.ids) > 5]
+
+    here = long_ones(7, "rollout", 3)
+    assert len(here) > 4
+    assert len(set(here)) == len(here), "same prompt, but other problem and sample numbers"
+    assert not set(here) & set(long_ones(7, "rollout", 4))
+    assert not set(here) & set(long_ones(8, "rollout", 3))
+    assert not set(here) & set(long_ones(7, "evaluation", 3))
+
+
+def test_ends_at_eos_inclusive_or_at_the_limit(policy):
+    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=16), address=ADDRESS)
+    completions = [c for group in groups for c in group.completions]
+    assert {c.finished for c in completions} == {True, False}
+    for completion in completions:
+        assert sum(token in policy.eos_ids for token in completion.ids) == completion.finished
+        assert (completion.ids[-1] in policy.eos_ids) == completion.finished
+        assert completion.finished or len(completion.ids) == 24
+        assert len(completion.sampling_logprobs) == len(completion.ids)
+        assert completion.text == policy.tokenizer.decode(completion.ids, skip_special_tokens=True)
+
+
+def test_pad_id_equal_to_eos_id(random_model):
+    policy = load(random_model)
+    expected = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    policy.pad_id = policy.eos_ids[0]
+    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    assert ids(groups) == ids(expected)
+    batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
+    finished = [(b, c) for b, c in enumerate(c for g in groups for c in g.completions) if c.finished]
+    assert finished
+    for b, completion in finished:
+        n = len(completion.ids)
+        assert batch.loss_mask_BT[b, :n].all(), "the EOS is trained on"
+        assert not batch.loss_mask_BT[b, n:].any(), "what follows it, though of the same id, is not"
+
+
+def test_two_eos_ids(random_model, tmp_path):
+    plain = load(random_model)
+    letter = plain.tokenizer.convert_tokens_to_ids("e")
+    folder = save_random_model(tmp_path, eos_token_id=[plain.tokenizer.eos_token_id, letter])
+    policy = load(folder)
+    assert set(policy.eos_ids) == {plain.tokenizer.eos_token_id, letter}
+    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=32), address=ADDRESS)
+    ends = {c.ids[-1] for g in groups for c in g.completions if c.finished}
+    assert ends == set(policy.eos_ids)
+    assert all(token not in policy.eos_ids for g in groups for c in g.completions for token in c.ids[:-1])
+
+
+def test_generation_config_of_the_checkpoint_does_not_leak(random_model, tmp_path):
+    reference = load(random_model)
+    folder = save_random_model(tmp_path)
+    GenerationConfig(
+        do_sample=True, top_k=2, top_p=0.8, temperature=0.1, repetition_penalty=1.5, eos_token_id=reference.eos_ids[0]
+    ).save_pretrained(folder)
+    policy = load(folder)
+    assert policy.model.generation_config.repetition_penalty == 1.5, "the folder does say so"
+    problems = problems_of(policy, *TEXTS)
+    for sampling in (SAMPLING, Sampling(1, 24, temperature=0.0)):
+        assert ids(generate(policy, problems, sampling, address=ADDRESS)) == ids(
+            generate(reference, problems, sampling, address=ADDRESS)
+        )
+
+
+def zip_pairs(text: str) -> list[str]:
+    return [text[i : i + 2] for i in range(3, len(text) - 4)]
+
+
+def test_stop_strings_end_a_completion_and_stay_in_it(policy):
+    problems = problems_of(policy, *TEXTS)
+    plain = generate(policy, problems, replace(SAMPLING, num_generations=8), address=ADDRESS)
+    texts = [c.text for g in plain for c in g.completions]
+    stop = next(pair for text in texts for pair in zip_pairs(text) if pair.isascii() and pair.isprintable())
+    stopped = generate(policy, problems, replace(SAMPLING, num_generations=8, stop=(stop,)), address=ADDRESS)
+    changed = 0
+    for before, after in zip(texts, [c for g in stopped for c in g.completions], strict=True):
+        if stop in before:
+            changed += 1
+            assert after.finished
+            assert stop in after.text, "it stays part of the completion"
+            assert stop not in policy.tokenizer.decode(after.ids[:-1], skip_special_tokens=True), "and nothing follows"
+            assert before.startswith(after.text)
+        else:
+            assert after.text == before
+    assert changed
+
+
+def test_sampling_leaves_the_model_as_it_was(random_model):
+    policy = load(random_model, gradient_checkpointing=True)
+    policy.model.train()
+    trained = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    assert policy.model.training
+    assert policy.model.is_gradient_checkpointing
+    policy.model.eval()
+    assert ids(trained) == ids(generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS))
+    assert not policy.model.training
+
+
+def test_mode_is_restored_when_sampling_fails(policy):
+    policy.model.train()
+    try:
+        generate(policy, [Problem(0, "", (10**9,))], SAMPLING, address=ADDRESS)
+    except IndexError:
+        pass
+    else:
+        raise AssertionError("a token outside the vocabulary should not pass")
+    assert policy.model.training
+
+
+def test_progress_counts_every_token(policy):
+    counted = []
+    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS, on_tokens=counted.append)
+    assert sum(counted) == sum(len(c.ids) for g in groups for c in g.completions)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature):
+    """Prompts of 1 to 15 tokens, rows that end at different times: groups lose rows unevenly, and prompts all of theirs."""
+    sampling = Sampling(8, 40, temperature=temperature)
+    plain, packed = load(random_model), load(random_model, packed=True)
+    texts = ("7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
+    expected = generate(plain, problems_of(plain, *texts), sampling, address=ADDRESS)
+    found = generate(packed, problems_of(packed, *texts), sampling, address=ADDRESS)
+    assert ids(found) == ids(expected)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one.completions, other.completions, strict=True):
+            assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=1e-4)
+    if temperature:
+        assert len({len(c.ids) for group in found for c in group.completions}) > 5
+
+
+def one_more_token(cache, history, random, H: int) -> list:
+    """Attend with random queries, and compare with attention over each row's own copy of all its keys ``[N, K, D]`` and values."""
+    R, (_, K, D) = len(history), history[0][0].shape
+    q, k, v = random(R, H, 1, D), random(R, K, 1, D), random(R, K, 1, D)
+    history = [
+        (torch.cat([a, k[r].transpose(0, 1)]), torch.cat([b, v[r].transpose(0, 1)])) for r, (a, b) in enumerate(history)
+    ]
+    cache.length += 1
+    found_R1HD = cache.attend(0, q, k, v, None)
+    for r, (keys_NKD, values_NKD) in enumerate(history):
+        for h in range(H):
+            weights = (keys_NKD[:, h // (H // K)] @ q[r, h, 0] / D**0.5).softmax(dim=0)
+            expected = weights @ values_NKD[:, h // (H // K)]
+            torch.testing.assert_close(found_R1HD[r, 0, h], expected, rtol=0, atol=1e-6)
+    return history
+
+
+@pytest.mark.parametrize("in_two_parts", [True, False])
+def test_forked_cache_attends_as_rows_of_their_own_do(in_two_parts):
+    """Against attention over each row's own copy of prompt and tokens, in float64, with rows and prompts leaving."""
+    rng = torch.Generator().manual_seed(0)
+    H, K, D, lengths = 4, 2, 8, [5, 3, 7]
+
+    def random(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    cache = ForkedCache(lengths, room=6)
+    assert cache.in_two_parts, "the fused kernel is for CPUs"
+    cache.in_two_parts = in_two_parts
+    k_UPKD, v_UPKD = random(3, 7, K, D), random(3, 7, K, D)
+    cache.store_prompts(0, k_UPKD, v_UPKD)
+    cache.fork(torch.tensor([0, 0, 1, 1, 1, 2]))
+    history = [(k_UPKD[u, : lengths[u]], v_UPKD[u, : lengths[u]]) for u in (0, 0, 1, 1, 1, 2)]
+    for step, keep in enumerate(([0, 1, 2, 3, 4, 5], [0, 2, 3, 5], [0, 1, 2], [1, 2], [1], [0])):
+        if step:
+            cache.keep(torch.tensor(keep))
+            history = [history[r] for r in keep]
+        history = one_more_token(cache, history, random, H)
+
+
+@pytest.mark.parametrize("in_two_parts", [True, False])
+def test_rows_that_join_attend_to_their_own_tokens_only(in_two_parts):
+    """Against attention over each row's own tokens, in float64; rows leave and join, and old places are let go of."""
+    rng = torch.Generator().manual_seed(0)
+    H, K, D, room = 4, 2, 8, 6
+
+    def random(*shape):
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    def begin(lengths, rows):
+        cache = ForkedCache(lengths, room=room)
+        cache.in_two_parts = in_two_parts
+        k_UPKD, v_UPKD = random(len(lengths), max(lengths), K, D), random(len(lengths), max(lengths), K, D)
+        cache.store_prompts(0, k_UPKD, v_UPKD)
+        cache.fork(torch.tensor(rows))
+        return cache, [(k_UPKD[u, : lengths[u]], v_UPKD[u, : lengths[u]]) for u in rows]
+
+    cache, history = begin([5, 3], [0, 0, 1, 1])
+    # (rows kept, prompts and rows that join) before each token
+    plan = [
+        None, None, ([0, 1, 3], ([7, 2], [0, 0, 1])), ([0, 2, 3, 5], None), None, ([2, 3], ([1], [0])), None, ([1, 2], None),
+        ([1], ([4, 4], [0, 1])), None, None,
+    ]  # fmt: skip
+    longest, was_full = 0, False
+    for change in plan:
+        was_full |= cache.is_full
+        if change:
+            keep, new = change
+            cache.keep(torch.tensor(keep))
+            history = [history[r] for r in keep]
+            if new:
+                other, theirs = begin(*new)
+                cache.join(other)
+                history += theirs
+        assert not cache.is_full
+        history = one_more_token(cache, history, random, H)
+        longest = max(longest, cache.length)
+    assert was_full and longest < len(plan) - 1, "places of rows that have left should be used again"
+
+
+@pytest.mark.parametrize(
+    ("rows", "temperature", "spare"),
+    [(1, 0.0, 8), (3, 1.0, 8), (8, 1.0, 8), (9, 1.0, 8), (20, 0.0, 8), (20, 1.0, 50), (30, 1.0, 8)],
+)
+def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatch, rows, temperature, spare):
+    monkeypatch.setattr("grpo.rollout.engine.SPARE", spare)
+    policy = load(random_model, packed=True)
+    problems = problems_of(policy, "7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
+    sampling = Sampling(8, 40, temperature=temperature)
+    expected = generate(policy, problems, sampling, address=ADDRESS)
+    held, joined = [], []
+    plain_join, plain_step = Forked.join, Forked.step
+
+    def join(self, other):
+        plain_join(self, other)
+        joined.append(len(other.cache.prompt_R))
+
+    def step(self, token_R):
+        held.append(len(token_R) * (int(self.cache.prompt_lengths_U.max()) + self.cache.room))
+        return plain_step(self, token_R)
+
+    monkeypatch.setattr(Forked, "join", join)
+    monkeypatch.setattr(Forked, "step", step)
+    longest = max(len(problem.prompt_ids) for problem in problems)
+    bound = rows * (longest + 46)
+    counted = []
+    found = generate(
+        policy, problems, replace(sampling, tokens_in_flight=bound), address=ADDRESS, on_tokens=counted.append
+    )
+    assert ids(found) == ids(expected)
+    assert [c.finished for g in found for c in g.completions] == [c.finished for g in expected for c in g.completions]
+    assert max(held) <= bound
+    assert sum(counted) == sum(len(c.ids) for group in found for c in group.completions)
+    if temperature and rows >= 20:
+        assert joined and all(number % 8 == 0 for number in joined)
+
+
+def test_models_whose_rows_cannot_join_wait_for_all(random_model):
+    plain = load(random_model)
+    problems = problems_of(plain, "7", "12+30=", "what is 99-1?", "3*3=")
+    sampling = Sampling(8, 40)
+    expected = generate(plain, problems, sampling, address=ADDRESS)
+    assert ids(generate(plain, problems, replace(sampling, tokens_in_flight=600), address=ADDRESS)) == ids(expected)
+
+
+def test_how_many_rows_may_begin():
+    short, long = (1,) * 10, (2,) * 30
+    prompts = [short] * 4 + [long] * 4 + [short] * 4
+
+    def number(in_flight, begun, bound):
+        return _how_many(prompts, in_flight, begun, replace(SAMPLING, tokens_in_flight=bound), 20)
+
+    assert number([], 0, None) == 12 and number([0], 4, None) == 8
+    assert number([], 0, 1) == 1, "one row at least"
+    assert number([], 0, 30 * 3) == 3, "a part of a group too large to begin whole"
+    assert number([], 3, 30 * 3) == 1, "its rest"
+    assert number([], 0, 30 * 4) == number([], 0, 30 * 7) == 4, "longer prompts count more, for all"
+    assert number([], 0, 50 * 8) == 8 and number([], 0, 50 * 8 - 1) == 4
+    assert number([0, 1], 4, 50 * 6 - 1) == 0 and number([0, 1], 4, 50 * 6) == 4
+    assert number([5], 8, 50 * 5 - 1) == 0 and number([5], 8, 50 * 5) == 4
+    assert number([], 0, 10**9) == 12
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_reordered_weights_give_the_same_logits(random_model, precision, tolerance):
+    policy = load(random_model, precision=precision)
+    ids_BS = torch.arange(3, 13)[None]
+    policy.model.eval()
+    with torch.no_grad(), policy.autocast():
+        expected_BSV = policy.model(input_ids=ids_BS).logits.float()
+    with policy.sampling():
+        found_BSV = policy.model(input_ids=ids_BS).logits.float()
+        assert "forward" in vars(policy.model.lm_head), "this machine has no re-ordered weights"
+    torch.testing.assert_close(found_BSV, expected_BSV, rtol=0, atol=tolerance * float(expected_BSV.abs().max()))
+    assert "forward" not in vars(policy.model.lm_head)
+    with torch.no_grad():
+        policy.model.lm_head.weight *= 2  # the next rollout sees the new weights
+    with policy.sampling():
+        doubled_BSV = policy.model(input_ids=ids_BS).logits.float()
+    torch.testing.assert_close(doubled_BSV, 2 * found_BSV, rtol=1e-6, atol=1e-6)

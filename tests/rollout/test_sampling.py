@@ -1,0 +1,234 @@
+"""One token by inverting the CDF, the filters before it, and pass@k after it. Shapes: ``R`` rows, ``V`` vocabulary."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo.evaluation import pass_at_k
+from grpo.rollout.draw import Sampling, draw, keep_likely, sums_so_far
+
+torch.set_num_threads(1)
+
+PLAIN = Sampling(num_generations=1, max_completion_length=1)
+HIGHEST = 1 - 2**-24
+"""The largest number ``torch.rand`` gives in fp32."""
+
+
+def softmax(logits, temperature=1.0):
+    exponentials = [math.exp((x - max(logits)) / temperature) for x in logits]
+    return [e / math.fsum(exponentials) for e in exponentials]
+
+
+def filtered(probabilities, sampling):
+    """The filters in plain Python, renormalised: token -> probability. Ties go to the lower token id."""
+    order = sorted(range(len(probabilities)), key=lambda v: (-probabilities[v], v))
+    kept = order[: sampling.top_k] if sampling.top_k > 0 else order
+    if sampling.top_p < 1:
+        mass, nucleus = math.fsum(probabilities[v] for v in kept), []
+        for v in kept:  # the smallest set whose share reaches top_p
+            nucleus.append(v)
+            if math.fsum(probabilities[n] for n in nucleus) / mass >= sampling.top_p:
+                break
+        kept = nucleus
+    kept = [v for v in kept if probabilities[v] >= sampling.min_p * probabilities[order[0]]]
+    mass = math.fsum(probabilities[v] for v in kept)
+    return {v: probabilities[v] / mass for v in kept}
+
+
+def frequencies(logits, sampling, n=20_000):
+    """Share of each token over an even grid of uniforms; exact to 1/n per edge of the CDF."""
+    u_R = (torch.arange(n, dtype=torch.float64) + 0.5).div(n).float()
+    token_R, _ = draw(torch.tensor(logits).expand(n, -1), u_R, sampling)
+    return torch.bincount(token_R, minlength=len(logits)).div(n).tolist()
+
+
+# --- drawing
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_frequencies_are_the_softmax(temperature):
+    logits = [0.3, -1.0, 2.0, 0.0, 1.1, -3.0, 0.3, 1.9]
+    expected = softmax(logits, temperature)
+    for share, probability in zip(frequencies(logits, replace(PLAIN, temperature=temperature)), expected, strict=True):
+        assert share == pytest.approx(probability, abs=1e-4)
+
+
+def test_inverting_the_cdf_by_hand():
+    # Probabilities 1/2, 1/4, 0, 1/4: edges at .5, .75, .75, 1. An edge belongs to the token after it.
+    logits = torch.tensor([math.log(2), 0.0, -math.inf, 0.0])
+    uniforms = [0.0, 0.25, 0.4999, 0.5, 0.6, 0.7499, 0.75, 0.9, HIGHEST]
+    token_R, _ = draw(logits.expand(len(uniforms), -1), torch.tensor(uniforms), PLAIN)
+    assert token_R.tolist() == [0, 0, 0, 1, 1, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("u", [0.0, 2.0**-24, 0.5, 1 - 2**-23, HIGHEST, 1.0])  # 1.0: never given, and not trusted in
+def test_a_token_of_probability_0_is_never_drawn(u):
+    generator = torch.Generator().manual_seed(0)
+    logits_RV = 4 * torch.randn(2000, 300, generator=generator)
+    possible_RV = torch.rand(2000, 300, generator=generator) < torch.logspace(-2, 0, 2000)[:, None]
+    possible_RV[torch.arange(2000), torch.randint(300, (2000,), generator=generator)] = True
+    logits_RV = logits_RV.masked_fill(~possible_RV, -math.inf)
+    token_R, logprob_R = draw(logits_RV, torch.full((2000,), u), PLAIN)
+    assert possible_RV[torch.arange(2000), token_R].all()
+    assert torch.isfinite(logprob_R).all()
+    only_first, _ = draw(torch.tensor([[0.0] + [-math.inf] * 9]), torch.tensor([u]), PLAIN)
+    only_last, _ = draw(torch.tensor([[-math.inf] * 9 + [0.0]]), torch.tensor([u]), PLAIN)
+    assert (only_first.item(), only_last.item()) == (0, 9)
+
+
+def test_filtered_tokens_are_never_drawn_at_the_ends():
+    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0, 0.5]])
+    for u, expected in ((0.0, 2), (HIGHEST, 3)):
+        token, _ = draw(logits, torch.tensor([u]), replace(PLAIN, top_k=2))
+        assert token.item() == expected
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(3, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (4, 0.8, 0.2)])
+def test_frequencies_under_filters_are_the_renormalised_softmax(top_k, top_p, min_p):
+    logits = [0.3, -1.0, 2.0, 0.1, 1.1, -3.0, 0.35, 1.9]
+    sampling = replace(PLAIN, temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = filtered(softmax(logits, 0.9), sampling)
+    assert 1 < len(expected) < 8
+    for v, share in enumerate(frequencies(logits, sampling)):
+        assert share == pytest.approx(expected.get(v, 0.0), abs=1e-4), v
+
+
+def test_logprobs_are_at_the_temperature_and_before_the_filters():
+    generator = torch.Generator().manual_seed(1)
+    logits_RV = 3 * torch.randn(64, 50, generator=generator)
+    u_R = torch.rand(64, generator=generator)
+    for temperature in (1.0, 0.7):
+        for changes in ({}, dict(top_k=2), dict(top_p=0.5), dict(min_p=0.5)):
+            sampling = replace(PLAIN, temperature=temperature, **changes)
+            token_R, logprob_R = draw(logits_RV, u_R, sampling)
+            for row, token, logprob in zip(logits_RV.tolist(), token_R.tolist(), logprob_R.tolist(), strict=True):
+                assert logprob == pytest.approx(math.log(softmax(row, temperature)[token]), abs=1e-5)
+
+
+def test_half_precision_logits_are_drawn_from_in_fp32():
+    logits_RV = torch.randn(100, 30, generator=torch.Generator().manual_seed(2)).bfloat16()
+    u_R = torch.rand(100, generator=torch.Generator().manual_seed(3))
+    token_R, logprob_R = draw(logits_RV, u_R, PLAIN)
+    expected_R, expected_logprob_R = draw(logits_RV.float(), u_R, PLAIN)
+    assert logprob_R.dtype == torch.float32
+    assert torch.equal(token_R, expected_R) and torch.equal(logprob_R, expected_logprob_R)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1)])
+def test_a_row_does_not_depend_on_the_others(changes):
+    generator = torch.Generator().manual_seed(4)
+    logits_RV, u_R = torch.randn(33, 101, generator=generator), torch.rand(33, generator=generator)
+    sampling = replace(PLAIN, **changes)
+    token_R, logprob_R = draw(logits_RV, u_R, sampling)
+    for rows in ([4], [32, 0], list(range(10, 27)), list(range(32, -1, -1))):
+        token, logprob = draw(logits_RV[rows], u_R[rows], sampling)
+        assert torch.equal(token, token_R[rows]) and torch.equal(logprob, logprob_R[rows])
+
+
+def test_greedy_takes_the_likeliest_token():
+    logits_RV = torch.tensor([[0.0, 3.0, 1.0], [-1.0, -2.0, -0.5], [5.0, 5.0, 0.0]])
+    token_R, logprob_R = draw(logits_RV, None, replace(PLAIN, temperature=0.0))
+    assert token_R.tolist() == [1, 2, 0]
+    assert logprob_R.tolist() == [0, 0, 0] and logprob_R.dtype == torch.float32
+
+
+def test_inputs_are_left_as_they_were():
+    logits_RV, u_R = torch.randn(5, 9), torch.rand(5)
+    before = logits_RV.clone(), u_R.clone()
+    draw(logits_RV, u_R, replace(PLAIN, top_k=3, top_p=0.9, min_p=0.1, temperature=0.5))
+    assert torch.equal(logits_RV, before[0]) and torch.equal(u_R, before[1])
+
+
+# --- filters
+
+
+def test_filters_by_hand():
+    probs = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]])
+
+    def kept(**changes):
+        values = keep_likely(probs, replace(PLAIN, **changes))
+        assert ((values == 0) | (values == probs)).all()  # kept as they are, not renormalised
+        return (values[0] > 0).nonzero().flatten().tolist()
+
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=1) == [1] and kept(top_k=3) == [0, 1, 3] and kept(top_k=4) == [0, 1, 2, 3]  # a tie: the lower id
+    assert kept(top_k=5) == kept(top_k=99) == kept(top_k=0) == [0, 1, 2, 3, 4]
+    assert kept(top_p=0.5) == [1] and kept(top_p=0.51) == [1, 3] and kept(top_p=0.75) == [1, 3]
+    assert kept(top_p=0.76) == [0, 1, 3] and kept(top_p=1e-9) == [1]
+    assert kept(min_p=0.25) == [0, 1, 3] and kept(min_p=0.26) == [1, 3] and kept(min_p=1.0) == [1]
+    # After top_k=2 the shares are 2/3 and 1/3: one token reaches 0.6, two are needed for 0.7.
+    assert kept(top_k=2, top_p=0.6) == [1] and kept(top_k=2, top_p=0.7) == [1, 3]
+    assert kept(top_p=0.9, min_p=0.3) == [1, 3]
+
+
+FILTERS = list(itertools.product((0, 1, 4, 17, 40, 100), (1.0, 0.95, 0.5, 0.1, 1e-6), (0.0, 0.02, 0.5, 1.0)))
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+def test_filters_agree_with_plain_python(top_k, top_p, min_p):
+    generator = torch.Generator().manual_seed(5)
+    scales_R1 = torch.tensor([0.1, 0.5, 1.0, 1.0, 2.0, 2.0, 5.0, 20.0])[:, None]
+    probs_RV = (scales_R1 * torch.randn(8, 40, generator=generator, dtype=torch.float64)).softmax(-1).float()
+    sampling = replace(PLAIN, top_k=top_k, top_p=top_p, min_p=min_p)
+    values_RV = keep_likely(probs_RV, sampling)
+    for values, probabilities in zip(values_RV.tolist(), probs_RV.tolist(), strict=True):
+        expected = filtered(probabilities, sampling)
+        positive = [v for v, p in enumerate(values) if p > 0]
+        assert positive == sorted(v for v in expected if probabilities[v] > 0)
+        assert all(values[v] == probabilities[v] for v in positive)
+
+
+# --- pass@k
+
+
+def test_pass_at_k_counts_every_choice_of_k_samples():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                choices = list(itertools.combinations(range(n), k))
+                passed = sum(any(sample < c for sample in choice) for choice in choices)
+                assert pass_at_k(n, c, k) == passed / len(choices)
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(8, 0, 3) == 0.0 and pass_at_k(8, 8, 1) == 1.0
+    assert pass_at_k(4, 1, 2) == 0.5  # of 6 pairs, 3 hold the right one
+    assert pass_at_k(8, 3, 1) == 3 / 8  # pass@1 is the mean
+    assert pass_at_k(8, 6, 3) == 1.0  # only two are wrong
+    assert pass_at_k(1000, 1, 500) == 0.5  # exact where factorials in floats overflow
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5), (0, 0, 1)])
+def test_pass_at_k_refuses_counts_that_cannot_be(n, c, k):
+    with pytest.raises(ValueError, match="must lie in"):
+        pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sums_where_bits_must_repeat(rows):
+    """On CUDA PyTorch refuses `cumsum` then. A tensor that says it is there takes that path; the setting is as it was afterwards."""
+
+    class Elsewhere(torch.Tensor):
+        is_cuda = True
+
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if getattr(function, "__name__", "") == "cumsum":
+                seen.append((torch.are_deterministic_algorithms_enabled(), len(args[0])))
+            return function(*args, **(kwargs or {}))
+
+    x_RV = torch.rand(rows, 50)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Watch():
+            found = sums_so_far(x_RV.as_subclass(Elsewhere))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found.as_subclass(torch.Tensor), x_RV.cumsum(dim=-1)) and found.shape == x_RV.shape
+    assert seen == [(False, max(rows, 2))]

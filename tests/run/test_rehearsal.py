@@ -1,0 +1,249 @@
+"""A largest step before the first: it changes no bit of the run, and where memory is short for real it says what fits."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, load, run_trainer, save_random_model, small_run
+
+from grpo.batch import Problem
+from grpo.config import Config, load_config
+from grpo.distributed import start_world
+from grpo.rollout import Sampling, waves
+from grpo.run.prepare import prepare
+from grpo.run.rehearsal import _heaviest_waves, _let_go, is_out_of_memory, rehearse
+
+VOLATILE = ("step_time", "tokens_per_second", "time/")
+
+
+def what_it_left(output, step: int):
+    """Metrics without times, and the SHA-256 of every tensor file of a checkpoint."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    files = json.loads((output / f"checkpoint-{step}" / "manifest.json").read_text())["files"]
+    return (
+        [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in rows],
+        {name: files[name]["sha256"] for name in ("model.safetensors", "trainer/optimizer.pt")},
+    )
+
+
+def both_ways(tmp_path, arguments, step=2, **how):
+    """The same run with a rehearsal and without."""
+    left = []
+    for name in ("true", "false"):
+        done = run_trainer(
+            *arguments, f"optim.max_steps={step}", f"output_dir={tmp_path}/{name}", f"runtime.rehearse={name}", **how
+        )
+        assert ("rehearsed a largest step in " in done.stdout) == (name == "true")
+        left.append(what_it_left(tmp_path / name, step))
+    return left
+
+
+@pytest.mark.slow
+def test_it_changes_no_bit(tmp_path, random_model):
+    """Stopped after two steps and continued, so that it also happens beside an optimizer that has its averages."""
+    arguments = [*small_run(random_model, tmp_path), "algorithm.num_iterations=2", "model.gradient_checkpointing=true"]
+    with_it, without = both_ways(tmp_path, arguments)
+    assert with_it == without
+    with_it, without = both_ways(tmp_path, [*arguments, "checkpoint.accept_changes=true"], step=4)
+    assert with_it == without
+
+
+def test_it_leaves_everything_as_it_was(tmp_path):
+    """Dropout takes the global generator's numbers: they are put back."""
+    model = save_random_model(tmp_path / "model", attention_dropout=0.1)
+    config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false", "runtime.packed=false"])
+    run = prepare(config, start_world(device="cpu", threads_per_rank=1))
+    try:
+        state, weights = torch.get_rng_state(), [p.clone() for p in run.policy.model.parameters()]
+        rehearse(run, run.problems.problems)
+        assert torch.equal(torch.get_rng_state(), state)
+        for p, before in zip(run.policy.model.parameters(), weights, strict=True):
+            assert p.grad is None and torch.equal(p, before) and not p._backward_hooks
+        assert not run.optimizer.state and run.policy.model.training
+        run.bare_scorer(torch.arange(12)[None], torch.tensor([4]), torch.ones(1, 8) > 0)
+        assert not torch.equal(torch.get_rng_state(), state), "a forward pass does draw"
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+def test_it_changes_no_bit_on_two_ranks(tmp_path, random_model):
+    with_it, without = both_ways(tmp_path, small_run(random_model, tmp_path), ranks=2)
+    assert with_it == without
+
+
+# --- memory that is short
+
+
+LIMITED = """
+import os, resource, sys
+sys.path.insert(0, {root!r})
+import grpo.run.prepare, train_grpo
+rehearse = grpo.run.prepare.rehearse
+
+def under_a_limit(run, problems):
+    if os.environ.get("RANK", "0") == {rank!r}:
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + {mib} * 2**20, resource.RLIM_INFINITY))
+    return rehearse(run, problems)
+
+grpo.run.prepare.rehearse = under_a_limit
+sys.exit(train_grpo.main(sys.argv[1:]))
+"""
+
+
+def run_with(mib: int, *arguments: str, tmp_path, rank: int = 0, ranks: int = 1):
+    """A run that may take so many MiB more than it has when the rehearsal begins."""
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED.format(root=str(ROOT), mib=mib, rank=str(rank)))
+    # Nothing but tensors shall count: no holes in the heap (from a size on each allocation has pages of its own, and gives them
+    # back), no arenas of threads, none of the kernels that oneDNN keeps for every shape it has met (150 MiB in a rollout).
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    env |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, str(script), *arguments, "runtime.rehearse=true", "runtime.threads_per_rank=1"],
+        capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=env,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory):
+    return save_random_model(tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
+
+
+def long_run(model, output, *more: str) -> list[str]:
+    """64 completions of 400 tokens a step."""
+    return [
+        *small_run(model, output),
+        "rollout.prompts_per_step=8",
+        "rollout.num_generations=8",
+        "rollout.max_completion_length=400",
+        "optim.max_steps=1",
+        "eval.before_training=false",
+        "data.max_eval_samples=1",
+        "logging.log_completions=0",  # pyarrow reserves a GiB of addresses
+        *more,
+    ]
+
+
+def refused(done) -> str:
+    """What its one line of error says."""
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr
+    return line.removeprefix("error: a largest step does not fit in memory: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", ["true", "false"])
+def test_an_update_too_large(tmp_path, long_model, packed):
+    """The value that it names fits for real: the whole run goes through under the same limit."""
+    arguments = long_run(long_model, tmp_path / "run", f"runtime.packed={packed}", "algorithm.beta=0.0")
+    told = refused(run_with(60, *arguments, tmp_path=tmp_path))
+    found = re.fullmatch(
+        r"optim\.tokens_per_microbatch=16384 is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
+        told,
+    )
+    assert found and 800 < int(found[1]) < 16384, told
+    done = run_with(60, *arguments, f"optim.tokens_per_microbatch={found[1]}", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rehearsed a largest step in " in done.stdout and "step 1/1" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound", ["null", "80000"])
+@pytest.mark.parametrize("packed", ["true", "false"])
+def test_a_rollout_too_large(tmp_path, packed, bound):
+    """A cache of 200 MiB, and an update that is small."""
+    model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
+    arguments = long_run(
+        model, tmp_path / "run", "rollout.prompts_per_step=32", "optim.tokens_per_microbatch=1000",
+        f"runtime.packed={packed}", "algorithm.beta=0.0", f"rollout.tokens_in_flight={bound}",
+    )  # fmt: skip
+    told = refused(run_with(120, *arguments, tmp_path=tmp_path))
+    value = "80000" if bound != "null" else r"null \(105984 tokens\)"
+    found = re.fullmatch(
+        rf"rollout\.tokens_in_flight={value} is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
+        told,
+    )
+    assert found and 800 < int(found[1]) < 80000, told
+    done = run_with(120, *arguments, f"rollout.tokens_in_flight={found[1]}", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rehearsed a largest step in " in done.stdout and "step 1/1" in done.stdout
+
+
+def test_not_even_one_fits(tmp_path, long_model):
+    arguments = long_run(long_model, tmp_path / "run", "rollout.tokens_in_flight=500")
+    assert refused(run_with(3, *arguments, tmp_path=tmp_path)) == (
+        "not even one completion of 400 tokens after a prompt of 14 can be trained on: lower "
+        "rollout.max_completion_length=400, set model.gradient_checkpointing=true, or take a smaller model"
+    )
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_where_memory_is_short_on_one(tmp_path, long_model):
+    arguments = long_run(long_model, tmp_path / "run", "algorithm.beta=0.0")
+    done = run_with(60, *arguments, tmp_path=tmp_path, ranks=2, rank=1)
+    assert done.returncode != 0
+    (found,) = re.findall(
+        r"^error: a largest step does not fit .*tokens_per_microbatch=16384 .*; (\d+) fits$", done.stderr, re.M
+    )
+    more = f"optim.tokens_per_microbatch={found}"
+    done = run_with(60, *arguments, more, tmp_path=tmp_path, ranks=2, rank=1)
+    assert done.returncode == 0 and "step 1/1" in done.stdout, done.stderr[-3000:]
+
+
+def test_what_running_out_of_memory_looks_like():
+    for ask in (lambda: torch.empty(1 << 50, dtype=torch.uint8), lambda: bytearray(1 << 62)):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            ask()
+        assert is_out_of_memory(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert not is_out_of_memory(caught.value)
+
+
+# --- what is tried
+
+
+@pytest.mark.parametrize("bound", [300, 1000, 2500, 10**6])
+@pytest.mark.parametrize("lengths", [[10, 12, 90, 91, 92, 93], [5, 20, 40, 60, 80, 100, 120, 140, 160, 300], [7] * 4])
+def test_no_wave_is_heavier(bound, lengths):
+    P, G, T = 3, 4, 50
+    run = SimpleNamespace(  # the two things that are read of a run
+        config=Config(rollout={"prompts_per_step": P, "num_generations": G, "max_completion_length": T}),
+        world=SimpleNamespace(size=1),
+        sampling=Sampling(G, T),
+    )
+    problems = [Problem(n, "", (n,) * length) for n, length in enumerate(sorted(lengths, reverse=True))]
+
+    def held(prompts) -> int:
+        return len(prompts) * T + sum(map(len, set(prompts)))
+
+    found = _heaviest_waves(run, problems, bound)
+    assert len(found[0][0]) == max(lengths), "the longest prompts are among them"
+    for start in range(len(problems) - P + 1):
+        chosen = problems[start : start + P]
+        (first, *_) = waves(
+            [(p, g) for p in range(P) for g in range(G)], chosen, replace(run.sampling, tokens_in_flight=bound)
+        )
+        assert held([chosen[p].prompt_ids for p, _ in first]) <= max(map(held, found))
+
+
+def test_gradients_that_have_a_place_take_none_of_their_own(random_model):
+    policy = load(random_model)
+    parameters = list(policy.model.parameters())
+    handles = [p.register_hook(_let_go) for p in parameters]
+    logits = policy.model(torch.arange(10)[None]).logits
+    gradients = torch.autograd.grad(logits.sum(), parameters)
+    for handle in handles:
+        handle.remove()
+    assert [g.shape for g in gradients] == [p.shape for p in parameters]
+    assert {g.untyped_storage().nbytes() for g in gradients} == {4}

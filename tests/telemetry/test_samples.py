@@ -1,0 +1,77 @@
+"""The completions a run keeps: written whole, read back as they were, with each token's log-probs."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import load, run_trainer, small_run
+
+from grpo.batch import right_pad
+from grpo.data import render
+from grpo.logprobs import CompletionScorer
+from grpo.telemetry.samples import read_samples, write_samples
+
+NASTY = "zwölf\u2028</script>\x00\x1b[31m\n\u202e\ud800"
+
+
+def record(**changes):
+    return {
+        "step": 3, "problem": 7, "prompt": "2+2", "completion": "4", "rewards": {"a": math.nan, "b/c": 1.5}, "reward": 1.5,
+        "advantage": -0.5, "length": 2, "finished": True, "token_ids": [22, 5], "tokens": ["4", NASTY], "logprobs": [-0.5, math.nan],
+        "updated_logprobs": [-0.25, -1.0], "ref_logprobs": None,
+    } | changes  # fmt: skip
+
+
+def test_what_is_written_is_read(tmp_path):
+    chat = [{"role": "user", "content": "2+2"}]
+    write_samples(tmp_path / "a.parquet", [record(), record(prompt=chat, completion=NASTY, ref_logprobs=[-0.5, -2.0])])
+    plain, messages = read_samples(tmp_path / "a.parquet")
+    nasty = NASTY.replace("\ud800", "?")  # half of a surrogate pair is no text
+    assert plain == record(rewards={"a": None, "b/c": 1.5}, tokens=["4", nasty], logprobs=[-0.5, None])
+    assert json.loads(messages["prompt"]) == chat
+    assert messages["completion"] == nasty
+    assert messages["ref_logprobs"] == [-0.5, -2.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "nothing unfinished is left"
+
+
+def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, random_model):
+    """There the sampler's log-probs are others than the loss's."""
+    run_trainer(
+        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=24", "runtime.precision=bf16",
+        "optim.learning_rate=1e-20",
+    )  # fmt: skip
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["sampling/logprob_difference"] > 1e-3
+    for row in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
+        assert row["updated_logprobs"] == row["logprobs"]
+
+
+def test_a_damaged_file_is_an_error_one_can_catch(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 cut short")
+    with pytest.raises((OSError, ValueError)):
+        read_samples(tmp_path / "a.parquet")
+
+
+def test_the_log_probs_of_tokens_are_those_of_the_policy_before_and_after_the_step(tmp_path, random_model):
+    run_trainer(
+        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=5", "algorithm.beta=0.1"
+    )  # fmt: skip
+    records = read_samples(tmp_path / "run" / "completions" / "step_000001.parquet")
+    assert len(records) == 5
+    policies = {"logprobs": load(random_model), "updated_logprobs": load(tmp_path / "run" / "checkpoint-1")}
+    tokenizer = policies["logprobs"].tokenizer
+    for row in records:
+        assert len(row["tokens"]) == len(row["token_ids"]) == row["length"]
+        assert tokenizer.decode(row["token_ids"], skip_special_tokens=True) == row["completion"]
+        prompt_ids = tokenizer(render(row["prompt"], tokenizer, None, []), add_special_tokens=False)["input_ids"]
+        ids = row["token_ids"]
+        mask_BT = torch.ones(1, len(ids), dtype=torch.bool)
+        for column, policy in policies.items():
+            with torch.no_grad():
+                scored_BT, _ = CompletionScorer(policy.model)(
+                    right_pad([prompt_ids + ids], 0), torch.tensor([len(prompt_ids)]), mask_BT
+                )
+            assert row[column] == pytest.approx(scored_BT[0].tolist(), abs=1e-4), column
+        assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-5), "one step in, it is the sampling policy"
+        assert row["updated_logprobs"] != pytest.approx(row["logprobs"], abs=1e-4), "the step moved them"
