@@ -11,15 +11,21 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 
 ORDER = [
+    "choices", "system",  # names and helpers
     "seeding", "batch", "advantages", "loss", "attention", "logprobs",  # the algorithm: tensors in, tensors out
     "config", "distributed", "hub",  # import nothing of grpo
-    "tasks", "telemetry", "rewards", "rollout", "model", "data", "evaluation",  # the parts of a run
+    "tasks", "telemetry", "rewards", "model", "data", "rollout", "evaluation",  # the parts of a run
     "run",  # puts the parts together
     "report", "chat",  # what a person starts beside a run
 ]  # fmt: skip
 """The rooms of ``grpo`` (a file or folder directly under it): each may import only those before it."""
 
-ALONE = {"config": set(), "distributed": set(), "hub": set(), "report": {"telemetry"}}
+ALONE = {
+    "config": {"choices", "system"},
+    "distributed": {"system"},
+    "hub": set(),
+    "report": {"system", "telemetry"},
+}
 """Rooms that import less than their place in the order would allow."""
 
 MAX_ROOMS = 24

@@ -1,0 +1,42 @@
+"""Small helpers that several rooms need: atomic file writes, error messages in one line, child processes that end with their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name if it has none; a line that ends in a colon takes the next one along."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in (lines[:2] if lines[0].endswith(":") else lines[:1]))
+
+
+def write_atomically(path: str | Path, content: str | Callable[[Path], None]) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part: write a temporary file beside it, then rename.
+
+    Args:
+        content: UTF-8 text, or a function that writes the file it is given.
+
+    Raises:
+        OSError: if the folder cannot be written or the disk is full.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    if isinstance(content, str):
+        temporary.write_text(content, encoding="utf-8")
+    else:
+        content(temporary)
+    os.replace(temporary, path)
+
+
+def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel (Linux; elsewhere nothing happens) to send this process a signal when the thread that started it ends."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
