@@ -16,7 +16,7 @@ from grpo.model import (
     use_fp32_head,
 )
 from grpo.rollout import Sampling, generate
-from grpo.run.optimizer import make_optimizer, make_lr_schedule
+from grpo.run.optimizer import make_lr_schedule, make_optimizer
 
 
 def test_master_weights_are_fp32_whatever_the_checkpoint(random_model, tmp_path):

@@ -23,7 +23,7 @@ from grpo.run.checkpoint import (
     save_checkpoint,
     verify,
 )
-from grpo.run.optimizer import make_optimizer, make_lr_schedule
+from grpo.run.optimizer import make_lr_schedule, make_optimizer
 
 
 def trained(folder, updates: int = 3):
