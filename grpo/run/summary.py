@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from grpo.batch import Problem
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
-from grpo.model import Policy, num_parameters
-from grpo.run import memory
+from grpo.model import num_parameters
 from grpo.run.state import Run
 
 
@@ -24,10 +21,8 @@ def print_summary(
         why_padded: the reason why scoring computes prompts once per completion; None if it does not.
         checkpoint: the one that the run continues from.
     """
-    config, world = run.config, run.world
-    longest = max(len(problem.prompt_ids) for problem in [*train.problems, *evaluation.problems])
+    config = run.config
     lines = [*_facts(run, train, evaluation), *warnings_of(config, train.problems, run.eval_problems)]
-    lines.append(memory_line(config, run.policy, run.ref_scorer and run.ref_scorer.model, world.size, longest))
     if why_padded:
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     if checkpoint:
@@ -92,24 +87,3 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
                 f"warning: rollout.{key}={value} samples from a truncated distribution, but the log-probs are those of the whole "
                 "distribution: the gradient estimate is biased"
             )
-
-
-def memory_line(
-    config: Config, policy: Policy, reference: torch.nn.Module | None, world_size: int, longest_prompt: int
-) -> str:
-    """An estimate of the memory that a rank needs."""
-    r, budget = config.rollout, config.optim.tokens_per_microbatch
-    rows = r.prompts_per_step * r.num_generations // world_size
-    most = rows * (longest_prompt + r.max_completion_length)
-    return memory.line(
-        memory.estimate(
-            policy.model.config.get_text_config(),
-            num_parameters(policy.model),
-            precision=config.runtime.precision,
-            reference_bytes=sum(p.numel() * p.element_size() for p in reference.parameters()) if reference else 0.0,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            is_on_cpu=policy.device.type == "cpu",
-            tokens_in_flight=min(r.tokens_in_flight or most, most),
-            tokens_per_microbatch=min(budget, most),
-        )
-    )
