@@ -1,11 +1,12 @@
-"""What became of a completion: right, well-formed, right to a lenient reader, how long, what each reward gave."""
+"""Grade completions with the rewards of a run: is a completion correct, well-formed, correct by its last number, truncated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from grpo.batch import Group
+from grpo.batch import Completion, Group, Problem
+from grpo.config import EvalConfig
+from grpo.evaluation.result import CompletionResult
 from grpo.rewards import RewardRunner
 from grpo.rewards.extract import answers_equal, extract_answer, has_format
 from grpo.rewards.groups import score_groups
@@ -13,89 +14,58 @@ from grpo.rewards.groups import score_groups
 ANSWER_CHECKERS = (
     "accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests", "reasoning_gym",
 )  # fmt: skip
+"""The built-in rewards that check an answer."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What became of one completion."""
-
-    correct: bool
-    """The correctness reward gave more than ``correct_above`` (strict accuracy: that reward reads the answer's place)."""
-    formatted: bool
-    lenient: bool
-    """The last number in the text equals the answer, tags or not."""
-    length: int
-    """Tokens."""
-    truncated: bool
-    rewards: dict[str, float | None] = field(default_factory=dict)
-    """What each reward gave, without its weight; None where it could not score."""
-    scored: bool = True
-    """Whether the correctness reward gave a number; where it did not, the completion counts as wrong."""
-
-
-Judge = Callable[[Sequence[Group]], list[list[Verdict]]]
-
-
-def make_judge(
-    score: Callable[[Sequence[Group]], list[dict[str, float | None]]],
-    correctness: str,
-    format_name: str | None,
-    correct_above: float = 0.0,
-) -> Judge:
-    """A judge from the run's own rewards.
+class Grader:
+    """``grade(groups)``: the results of each group's completions, from the rewards of the run.
 
     Args:
-        score: groups -> one ``{reward name: value}`` per completion, group by group.
-        correctness: the reward that decides whether a completion is correct: its value is above ``correct_above``.
-        format_name: the reward that decides on the format; None: ``<think>..</think> <answer>..</answer>``.
-        correct_above: above 0 for rewards that give something for a wrong answer.
+        config: ``correctness`` names the reward that decides what is correct (a value above ``correct_above``), by default the first
+            one that checks answers. ``format`` names the reward that decides what is well-formed (a value above 0), by default the
+            reward ``format``; without that reward, ``<think>..</think> <answer>..</answer>`` is well-formed.
+        rewards: scores the completions.
     """
 
-    def judge(groups: Sequence[Group]) -> list[list[Verdict]]:
-        values = iter(score(groups))
-        verdicts = []
-        for group in groups:
-            row = []
-            for completion in group.completions:
-                value = next(values)
-                answer = group.problem.columns.get("answer")
-                last = extract_answer(completion.text, mode="lenient")
-                row.append(
-                    Verdict(
-                        correct=value[correctness] is not None and value[correctness] > correct_above,
-                        formatted=(value[format_name] or 0.0) > 0 if format_name else has_format(completion.text),
-                        lenient=answer is not None and last is not None and answers_equal(last, str(answer)),
-                        length=len(completion.ids),
-                        truncated=not completion.finished,
-                        rewards=value,
-                        scored=value[correctness] is not None,
-                    )
-                )
-            verdicts.append(row)
-        return verdicts
+    def __init__(self, config: EvalConfig, rewards: RewardRunner):
+        names = rewards.names
+        self.rewards = rewards
+        self.correctness = config.correctness or next((name for name in names if name in ANSWER_CHECKERS), names[0])
+        self.correct_above = config.correct_above
+        self.format = config.format or ("format" if "format" in names else None)
 
-    return judge
+    def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
+        rows = iter(score_groups(self.rewards, groups).values)
+        return [
+            [
+                self._grade(group.problem, completion, dict(zip(self.rewards.names, next(rows), strict=True)))
+                for completion in group.completions
+            ]
+            for group in groups
+        ]
 
-
-def judge_of(config, rewards: RewardRunner) -> Judge:
-    """The judge that a ``Config`` describes: its rewards, its ``eval.correctness``, ``eval.correct_above`` and ``eval.format``."""
-    names = rewards.names
-
-    def score(groups: Sequence[Group]) -> list[dict[str, float | None]]:
-        return [dict(zip(names, row, strict=True)) for row in score_groups(rewards, groups).values]
-
-    correctness = config.eval.correctness or next((name for name in names if name in ANSWER_CHECKERS), names[0])
-    format_name = config.eval.format or ("format" if "format" in names else None)
-    return make_judge(score, correctness, format_name, config.eval.correct_above)
+    def _grade(self, problem: Problem, completion: Completion, rewards: dict[str, float | None]) -> CompletionResult:
+        correctness = rewards[self.correctness]
+        answer = problem.columns.get("answer")
+        last_number = extract_answer(completion.text, mode="lenient")
+        return CompletionResult(
+            correct=correctness is not None and correctness > self.correct_above,
+            formatted=(rewards[self.format] or 0.0) > 0 if self.format else has_format(completion.text),
+            lenient=answer is not None and last_number is not None and answers_equal(last_number, str(answer)),
+            length=len(completion.ids),
+            truncated=not completion.finished,
+            rewards=rewards,
+            scored=correctness is not None,
+            text=completion.text,
+        )
 
 
-def check_names(config, names: Sequence[str]) -> None:
-    """Refuse an ``eval.correctness`` or ``eval.format`` that names no reward.
+def check_reward_names(config: EvalConfig, names: Sequence[str]) -> None:
+    """Check that ``eval.correctness`` and ``eval.format`` are among the names of the rewards.
 
     Raises:
-        ValueError: naming the rewards there are.
+        ValueError: if one is not; the message lists the rewards.
     """
-    for key in ("correctness", "format"):
-        value = getattr(config.eval, key)
-        if value is not None and value not in names:
-            raise ValueError(f"eval.{key}={value}: no such reward; there are {', '.join(names)}")
+    for key, name in (("correctness", config.correctness), ("format", config.format)):
+        if name is not None and name not in names:
+            raise ValueError(f"eval.{key}={name}: no such reward; there are {', '.join(names)}")

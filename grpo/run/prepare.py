@@ -19,7 +19,7 @@ from grpo.config import Config, ConfigError, check_world_size
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World
 from grpo.evaluation import metric_names
-from grpo.evaluation.verdict import check_names
+from grpo.evaluation.grading import check_reward_names
 from grpo.logprobs import CompletionScorer
 from grpo.model import (
     Policy,
@@ -110,7 +110,7 @@ def _prepare(
 ) -> Run | None:
     train_rows, eval_rows = world.together(lambda: _checked_rows(config, world, rewards))
     facts = {"data_fingerprint": fingerprint(train_rows)}
-    world.same_everywhere(facts["data_fingerprint"], f"{train_rows.what} is not the same on all ranks")
+    world.same_everywhere(facts["data_fingerprint"], f"{train_rows.source} is not the same on all ranks")
     start = world.together(lambda: _start(config, resume, facts))
     if resume and world.is_main:
         note_differences(start.state, {"world_size": world.size, "versions": versions()})
@@ -193,12 +193,12 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[
     eval_rows = load_rows(config.data, train=False, seed=config.seed)
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
-    rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
+    rewards.check(train_rows.columns[0])
     best, known = config.checkpoint.keep_best, metric_names(config.eval.num_samples, rewards.names)
     if best and (eval_rows is None or best not in known):
         need = "needs evaluations: set data.eval_split" if eval_rows is None else f"is none of {', '.join(known)}"
         raise ConfigError(f"checkpoint.keep_best={best} {need}")
-    check_names(config, rewards.names)
+    check_reward_names(config.eval, rewards.names)
     return train_rows, eval_rows
 
 

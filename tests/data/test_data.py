@@ -1,4 +1,4 @@
-"""Datasets to problems: every source reads the same, prompts are rendered exactly, nothing is changed silently; and the deal."""
+"""Datasets to problems: every source reads the same, prompts are rendered exactly, nothing is changed silently; and the schedule."""
 
 import dataclasses
 import json
@@ -341,7 +341,7 @@ def test_a_chat_template_that_refuses_a_row_names_it(tmp_path):
         make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
 
 
-# --- the deal
+# --- the schedule
 
 
 def problems(count: int) -> list[Problem]:
@@ -362,7 +362,7 @@ def global_batch(ranks: list[Schedule], step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [12, 40, 41, 43, 46])
-def test_every_world_size_is_dealt_the_same_global_batch_in_the_same_order(count):
+def test_the_global_batch_is_the_same_for_every_world_size(count):
     by_world = {world: schedules(count, 6, world) for world in (1, 2, 3, 6)}
     for step in range(20):
         batches = {world: global_batch(ranks, step) for world, ranks in by_world.items()}
