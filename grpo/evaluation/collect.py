@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.batch import Group, Problem
-from grpo.distributed import Interrupted, World
+from grpo.distributed import World
 from grpo.evaluation.estimate import Estimate, estimates
 from grpo.evaluation.result import CompletionResult
 from grpo.model import Policy
@@ -101,16 +101,11 @@ def evaluate(
     options = dict(stop=stop, tokens_in_flight=tokens_in_flight)
     greedy: dict[int, list[CompletionResult]] = {}
     samples: dict[int, list[CompletionResult]] = {}
-    error: BaseException | None = None
-    try:
-        with world.local_work():
-            greedy = results_of("greedy", Sampling(1, max_completion_length, temperature=0.0, **options))
-            if num_samples > 1:
-                sampling = Sampling(num_samples, max_completion_length, temperature=temperature, **options)
-                samples = results_of("samples", sampling)
-    except (Exception, Interrupted) as caught:  # on one rank only perhaps: voted on, then raised on all
-        error = caught
-    world.raise_together(error)
+    with world.fail_together(), world.interruptible():
+        greedy = results_of("greedy", Sampling(1, max_completion_length, temperature=0.0, **options))
+        if num_samples > 1:
+            sampling = Sampling(num_samples, max_completion_length, temperature=temperature, **options)
+            samples = results_of("samples", sampling)
     gathered: dict[int, ProblemResult] = {}
     own = {index: (greedy[index][0], samples.get(index, [])) for index in own_indices}
     for share in world.gather_objects(own):

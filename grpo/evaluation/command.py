@@ -27,7 +27,7 @@ from tqdm import tqdm
 from grpo.batch import Problem
 from grpo.config import Config, load_config
 from grpo.data import Rows, load_rows, make_problems
-from grpo.distributed import WORLD_KEYS, RanksDisagree, World, start_world
+from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, evaluate
 from grpo.evaluation.estimate import LEVEL, Estimate
 from grpo.evaluation.grading import Grader, check_reward_names
@@ -62,10 +62,10 @@ def main(argv: list[str]) -> int:
     world = None
     try:
         config = load_config(rest)
-        world = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
+        world = start_world(config.runtime)
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
-    except (ValueError, OSError, RanksDisagree) as mistake:  # user errors
+    except (ValueError, OSError, OtherRankFailed) as mistake:  # user errors
         return refuse(mistake, world)
     world.shutdown()
     return 0
@@ -79,8 +79,11 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
         num_workers=config.reward.num_workers,
         device=world.device,
     ) as rewards:
-        rows = world.together(lambda: _checked_rows(config, rewards))
-        world.together(lambda: _check_writable(output) if world.is_main else None)
+        with world.fail_together():
+            rows = _checked_rows(config, rewards)
+        with world.fail_together():
+            if world.is_main:
+                _check_writable(output)
         evaluations = [_evaluate_model(config, model, rows, rewards, world) for model in models]
     if world.is_main:
         for model, evaluation in zip(models, evaluations, strict=True):
@@ -116,7 +119,8 @@ def _check_writable(output: Path) -> None:
 def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World) -> Evaluation:
     with world.main_first():
         path = resolve_model(model, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
-    policy, problems = world.together(lambda: _load(config, path, rows, world))
+    with world.fail_together():
+        policy, problems = _load(config, path, rows, world)
     passes = 1 + (config.eval.num_samples > 1)
     total = len(problems[world.rank :: world.size]) * passes
     show_bar = world.is_main and sys.stderr.isatty()

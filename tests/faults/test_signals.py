@@ -117,7 +117,7 @@ def test_the_second_signal_ends_it_at_once(tmp_path, random_model, uninterrupted
         started.kill(signal.SIGTERM, rank)
     assert started.end() != 0
     assert time.monotonic() - asked < 8
-    assert "SIGTERM for the second time: left at once in phase 'update'" in started.said()
+    assert "second SIGTERM: exiting at once, in phase 'update'" in started.said()
     run(output, tiny(random_model, output, "checkpoint.save_steps=1"), ranks=2)
     assert_same_run(uninterrupted(2), output, STEPS)
 
