@@ -201,12 +201,12 @@ def test_one_sample_a_problem_gives_the_plain_interval():
     assert interval == pytest.approx(wilson(0.3, 10))
 
 
-def test_samples_that_always_agree_are_worth_one():
+def test_identical_samples_of_a_problem_count_as_one():
     """Each problem always right or always wrong: 8 samples of it say what 1 says."""
     assert rate_of([1.0] * 3 + [0.0] * 7, 8) == pytest.approx(rate_of([1.0] * 3 + [0.0] * 7, 1))
 
 
-def test_samples_that_differ_within_a_problem_are_worth_more():
+def test_samples_that_differ_within_a_problem_count_as_more():
     """All problems half right: nothing varies between them, so that all 80 samples count."""
     assert rate_of([0.5] * 10, 8)[1:] == pytest.approx(wilson(0.5, 80))
     half = rate_of([0.25] * 5 + [0.75] * 5, 8)  # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40

@@ -1,5 +1,6 @@
 """The built-in rewards and the helpers under them, with values worked by hand."""
 
+import sys
 import time
 from fractions import Fraction
 
@@ -238,3 +239,19 @@ def test_arguments_are_checked_before_any_row():
     for name, args in [("accuracy", {"mode": "x"}), ("accuracy", {"tag": "<answer>"}), ("format", {"value": "1"})]:
         with pytest.raises(ValueError):
             load_reward(name)([], [], **args)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("math_verify", "math_verify", "math"),
+        ("r1_zero", "math_verify", "math"),
+        ("reasoning_gym", "reasoning_gym", "gym"),
+    ],
+)
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(name, package, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ValueError, match=rf"^reward '{name}' needs the package {package} .*pip install -e '\.\[{extra}\]'$"
+    ):
+        load_reward(name)([], [])

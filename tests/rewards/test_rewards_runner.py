@@ -243,7 +243,7 @@ def test_what_counts_as_numbers(run):
     assert column(run("given", ["a"] * 2, args={"value": "(0, __import__('numpy').float32(0.5))"})) == [0.0, 0.5]
 
 
-def test_megabytes_of_printing_do_no_harm(run, capfd):
+def test_excess_output_of_a_reward_is_dropped(run, capfd):
     assert column(run("loud", ["a", "b"])) == [1.0, 1.0]
     deadline = time.monotonic() + 5
     printed = ""

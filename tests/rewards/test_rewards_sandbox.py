@@ -316,7 +316,7 @@ def test_time_is_shared_by_all_tests(sandboxed):
     assert time.perf_counter() - start < 4
 
 
-def test_nothing_survives_the_one_who_asked(sandboxed):
+def test_the_sandbox_ends_with_the_process_that_started_it(sandboxed):
     code = "from grpo.rewards.sandbox import *; print('go', flush=True); run_python('while True: pass', [{'code': ''}], Limits(60, 60))"
     before = _sandbox_processes()
     asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
@@ -341,7 +341,7 @@ def test_it_leaves_no_folder_behind(sandboxed, tmp_path, monkeypatch):
     assert set(Path("/tmp").glob("grpo-sandbox-*")) <= before
 
 
-def test_without_a_layer_it_refuses_unless_told_otherwise():
+def test_a_missing_layer_is_an_error_unless_allow_unsandboxed():
     with pytest.raises(SandboxUnavailable, match=r"cannot give the sandbox .*a moat, .*allow_unsandboxed: true"):
         run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat")
     (result,) = run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat", allow_unsandboxed=True)

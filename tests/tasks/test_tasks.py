@@ -129,7 +129,7 @@ def test_noisy_demonstrations_have_the_documented_shares(name: str):
     assert 0.4 < sum(_is_right(task, row, text) for row, text in texts) / len(texts) < 0.7
 
 
-def test_habits_of_arithmetic_demonstrations():
+def test_mistakes_of_arithmetic_demonstrations():
     texts = [text for _, text in _demonstrations(load_task("arithmetic"), noisy=True)]
     assert sum("hmm" in text for text in texts) / len(texts) == pytest.approx(arithmetic_module.DOUBT_SHARE, abs=0.03)
     minding = [text for text in texts if re.search(r"=\d+[+-]1=", text)]
@@ -235,7 +235,7 @@ def _build(cache_dir) -> str:
 
 
 @pytest.mark.slow
-def test_processes_that_build_at_once_agree(tmp_path):
+def test_processes_that_build_the_model_at_the_same_time_agree(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         folders = set(pool.map(_build, [tmp_path] * 2, chunksize=1))
     assert len(folders) == 1 and [str(path) for path in tmp_path.iterdir()] == list(folders)
