@@ -15,7 +15,7 @@ from grpo.config import Config, ConfigError, check_world_size
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
-from grpo.evaluation.verdict import check_names
+from grpo.evaluation.grading import check_reward_names
 from grpo.model import check_context, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.run.lock import Lock
@@ -68,7 +68,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     with world.fail_together():
         train_rows, eval_rows = _checked_rows(config, world, rewards)
     data_fingerprint = fingerprint(train_rows)
-    world.check_same(data_fingerprint, f"{train_rows.what} is not the same on all ranks")
+    world.check_same(data_fingerprint, f"{train_rows.source} is not the same on all ranks")
 
     with world.fail_together():
         start = read_start_point(config, checkpoint, origin, data_fingerprint)
@@ -170,13 +170,13 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[
     eval_rows = load_rows(config.data, train=False, seed=config.seed)
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
-    rewards.check({"answer", *train_rows.columns[0]} if config.data.answer_column else set(train_rows.columns[0]))
+    rewards.check(train_rows.columns[0])
     metric, known = config.checkpoint.keep_best, metric_names(config.eval.num_samples, rewards.names)
     if metric and eval_rows is None:
         raise ConfigError(f"checkpoint.keep_best={metric} needs evaluations: set data.eval_split")
     if metric and metric not in known:
         raise ConfigError(f"checkpoint.keep_best={metric} is none of {', '.join(known)}")
-    check_names(config, rewards.names)
+    check_reward_names(config.eval, rewards.names)
     return train_rows, eval_rows
 
 

@@ -14,7 +14,8 @@ from grpo.batch import Batch, Group, Problem, cut
 from grpo.config import Config
 from grpo.data import Schedule
 from grpo.distributed import World
-from grpo.evaluation import evaluate, judge_of
+from grpo.evaluation.collect import evaluate
+from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rewards import RewardResult, RewardRunner
@@ -102,7 +103,7 @@ class Run:
             evaluation = evaluate(
                 self.policy,
                 self.eval_problems,
-                judge_of(self.config, self.rewards),
+                Grader(self.config.eval, self.rewards),
                 self.world,
                 num_samples=settings.num_samples,
                 temperature=settings.temperature,
