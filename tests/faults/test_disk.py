@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 from conftest import load
-from harness import Started, assert_same_run, bits, lines, run, tiny
+from harness import Started, assert_same_run, bits, run, tiny
+from outputs import lines
 
 from grpo.run.checkpoint import Tensors, find_newest_valid
 from train_grpo import main
@@ -53,7 +54,7 @@ def test_disk_full_during_a_save(tmp_path, random_model, straight, ranks, backgr
     arguments = tiny(random_model, output, "checkpoint.save_steps=1", f"checkpoint.background={background}")
     started = Started(output, arguments, ranks=ranks, fault="rank=0 step=2 place=write do=full")
     assert started.end() == 1
-    said = started.said()
+    said = started.text()
     step = 3
     if background == "true" and "checkpoint at step 2 could not" in said:
         step = 2  # step 3 had begun before the thread wrote the state after step 2
@@ -71,9 +72,9 @@ def test_disk_full_in_the_metrics_file(tmp_path, random_model, straight):
     arguments = tiny(random_model, output, "checkpoint.save_steps=2")
     started = Started(output, arguments, fault="step=2 place=line do=full")
     assert started.end() == 1
-    assert f"OSError: {output}/metrics.jsonl cannot be written: " in started.said()
-    assert "File too large" in started.said()
-    assert "note: saved checkpoint-3" in started.said()
+    assert f"OSError: {output}/metrics.jsonl cannot be written: " in started.text()
+    assert "File too large" in started.text()
+    assert "note: saved checkpoint-3" in started.text()
     run(output, arguments)
     assert_same_run(straight, output, STEPS)
 
@@ -85,8 +86,8 @@ def test_the_folder_vanishes(tmp_path, random_model, straight):
     started.wait_for("FAULT")
     shutil.rmtree(output)
     assert started.end() == 1
-    assert "FileNotFoundError: " in started.said() and f"{output}/completions" in started.said()
-    assert "note: saved checkpoint-3" in started.said(), "in a new folder of that name"
+    assert "FileNotFoundError: " in started.text() and f"{output}/completions" in started.text()
+    assert "note: saved checkpoint-3" in started.text(), "in a new folder of that name"
     run(output, tiny(random_model, output))
     assert bits(output, STEPS) == bits(straight, STEPS)
     assert lines(output) == lines(straight)[3:], "the metrics of the first steps went with the folder"

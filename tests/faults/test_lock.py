@@ -73,8 +73,8 @@ def test_two_starts_of_one_command(tmp_path, random_model):
     first.wait_for("FAULT")
     second = Started(output, tiny(random_model, output), ranks=2)
     assert second.end(alone=False) == 1
-    assert second.said().count("error: ") == 1
-    assert f"is in use by another run (process {first.ranks()[0]} on " in second.said()
+    assert second.text().count("error: ") == 1
+    assert f"is in use by another run (process {first.ranks()[0]} on " in second.text()
     for rank in (0, 1):
         first.kill(signal.SIGKILL, rank)
     assert first.end() == 1

@@ -63,8 +63,8 @@ def test_ill_from_the_start(tmp_path, random_model, without, mood):
     output = tmp_path / "run"
     with online(mood, random_model, output, ranks=1) as (_, started):
         assert started.end() == 0
-    assert started.said().count("warning: ") == 1
-    assert "warning: wandb online failed" in started.said() and "going on offline" in started.said()
+    assert started.text().count("warning: ") == 1
+    assert "warning: wandb online failed" in started.text() and "going on offline" in started.text()
     assert_same_run(without(1), output, STEPS)
     assert list(output.glob("wandb/offline-run-*/*.wandb"))
 
@@ -80,7 +80,7 @@ def test_falls_ill_in_the_middle(tmp_path, random_model, without, mood, ranks):
         ill = time.monotonic()
         assert started.end() == 0
         assert time.monotonic() - ill < 75, "two tables of 8 s, the end of 20 s, wandb's own, the rest of the run"
-    said = started.said()
+    said = started.text()
     assert said.count(UNSENT) == 1
     if mood != "refuses":  # is quick, and tells wandb that there is nothing to wait for
         assert said.count("note: wandb kept a table waiting") == 1
@@ -105,7 +105,7 @@ def test_stopped_while_the_server_is_dead(tmp_path, random_model, without):
         started.wait_for(f"\nstep 3/{STEPS}")  # now its tables are waited for
         started.kill(signal.SIGTERM)
         assert started.end() != 0
-    assert started.said().count("preempted at step ") == 1
+    assert started.text().count("preempted at step ") == 1
     run(output, arguments(random_model, output), ranks=2)
     assert_same_run(without(2), output, STEPS)
 
@@ -118,5 +118,5 @@ def test_a_server_that_is_well_gets_every_point(tmp_path, random_model, without)
         assert started.end() == 0
         assert [line["step"] for line in server.lines] == list(range(STEPS + 1))
         assert all("completions" in line for line in server.lines[1:])
-    assert "warning: " not in started.said() and "note: wandb" not in started.said()
+    assert "warning: " not in started.text() and "note: wandb" not in started.text()
     assert_same_run(without(1), output, STEPS)
