@@ -18,6 +18,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def _process_as_it_was():
+    """A run in this process may set the number of threads and wait for signals; the next test must not notice."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    yield
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory) -> Path:
     """A Hugging Face folder with an untrained two-layer Qwen2 and the tiny tokenizer."""
@@ -157,4 +168,5 @@ def small_run(model: Path, output: Path) -> list[str]:
         "optim.learning_rate=1e-3",
         "optim.max_steps=5",
         "runtime.precision=fp32",
+        "runtime.threads_per_rank=1",
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.batch import Problem
-from grpo.distributed import Interrupted, World
+from grpo.distributed import World
 from grpo.evaluation.estimate import Estimate, estimates
 from grpo.evaluation.verdict import Judge, Verdict
 from grpo.rollout import Sampling, generate
@@ -77,29 +77,24 @@ def evaluate(
     passes = [("greedy", Sampling(1, max_completion_length, temperature=0.0, **options))]
     if num_samples > 1:
         passes.append(("samples", Sampling(num_samples, max_completion_length, temperature=temperature, **options)))
-    error: BaseException | None = None
-    try:
-        with world.local_work():
-            for name, sampling in passes:
-                n = max(ROWS_PER_WAVE // sampling.num_generations, 1)
-                # Problems of like prompt length share a wave; the order of counting does not matter.
-                ordered = sorted(places, key=lambda place: len(problems[place].prompt_ids))
-                for start in range(0, len(ordered), n):
-                    part = ordered[start : start + n]
-                    groups = generate(
-                        policy, [problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step)
-                    )
-                    for place, group, verdicts in zip(part, groups, judge(groups), strict=True):
-                        texts = [completion.text for completion in group.completions] if keep_texts else []
-                        if name == "greedy":
-                            mine[place].greedy, mine[place].greedy_texts = verdicts, texts
-                        else:
-                            mine[place].samples, mine[place].sample_texts = verdicts, texts
-                    if on_problems is not None:
-                        on_problems(len(part))
-    except (Exception, Interrupted) as caught:  # on one rank only perhaps: voted on, then raised on all
-        error = caught
-    world.raise_together(error)
+    with world.fail_together(), world.interruptible():
+        for name, sampling in passes:
+            n = max(ROWS_PER_WAVE // sampling.num_generations, 1)
+            # Problems of like prompt length share a wave; the order of counting does not matter.
+            ordered = sorted(places, key=lambda place: len(problems[place].prompt_ids))
+            for start in range(0, len(ordered), n):
+                part = ordered[start : start + n]
+                groups = generate(
+                    policy, [problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step)
+                )
+                for place, group, verdicts in zip(part, groups, judge(groups), strict=True):
+                    texts = [completion.text for completion in group.completions] if keep_texts else []
+                    if name == "greedy":
+                        mine[place].greedy, mine[place].greedy_texts = verdicts, texts
+                    else:
+                        mine[place].samples, mine[place].sample_texts = verdicts, texts
+                if on_problems is not None:
+                    on_problems(len(part))
     found = [(p, a.greedy, a.samples, a.greedy_texts, a.sample_texts) for p, a in mine.items()]
     everything = {place: rest for share in world.gather_objects(found) for place, *rest in share}
     answers = [Answers(problem, *everything[place]) for place, problem in enumerate(problems)]

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from grpo.batch import Problem
 from grpo.config import Config, load_config
 from grpo.data import Rows, load_rows, make_problems
-from grpo.distributed import WORLD_KEYS, RanksDisagree, World, start_world
+from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Answers, Evaluation, evaluate
 from grpo.evaluation.estimate import LEVEL, Estimate
 from grpo.evaluation.verdict import Verdict, check_names, judge_of
@@ -58,10 +58,10 @@ def main(argv: list[str]) -> int:
     world = None
     try:
         config = load_config(rest)
-        world = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
+        world = start_world(config.runtime)
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
-    except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend
+    except (ValueError, OSError, OtherRankFailed) as mistake:  # what a user can mend
         return refuse(mistake, world)
     world.shutdown()
     return 0
@@ -75,8 +75,11 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
         num_workers=config.reward.num_workers,
         device=world.device,
     ) as rewards:
-        rows = world.together(lambda: _checked_rows(config, rewards))
-        world.together(lambda: _check_writable(output) if world.is_main else None)
+        with world.fail_together():
+            rows = _checked_rows(config, rewards)
+        with world.fail_together():
+            if world.is_main:
+                _check_writable(output)
         evaluations = [_evaluate(config, model, rows, rewards, world) for model in models]
     if world.is_main:
         for model, evaluation in zip(models, evaluations, strict=True):
@@ -112,7 +115,8 @@ def _check_writable(output: Path) -> None:
 def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World) -> Evaluation:
     with world.main_first():
         path = resolve_model(model, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
-    policy, problems = world.together(lambda: _loaded(config, path, rows, world))
+    with world.fail_together():
+        policy, problems = _loaded(config, path, rows, world)
     passes = 1 + (config.eval.num_samples > 1)
     total = len(problems[world.rank :: world.size]) * passes
     shown = world.is_main and sys.stderr.isatty()

@@ -24,11 +24,12 @@ from grpo.rollout.cuda_graphs import KEPT_SHARE
 from grpo.rollout.draw import draw
 from grpo.rollout.prefill import prefill
 from grpo.run.memory import GIB
+from grpo.run.state import Run
 
 DOES_NOT_FIT = "a largest step does not fit in memory: "
 
 
-def rehearse(run: Any, problems: Sequence[Problem]) -> str:
+def rehearse(run: Run, problems: Sequence[Problem]) -> str:
     """Try the largest step that a run (``grpo.run.state.Run``) can make of these problems; sampling by the plain loop, not by captured steps.
 
     Returns:
@@ -52,7 +53,7 @@ def rehearse(run: Any, problems: Sequence[Problem]) -> str:
     return line
 
 
-def _rehearse_sampling(run: Any, longest_first: Sequence[Problem]) -> int:
+def _rehearse_sampling(run: Run, longest_first: Sequence[Problem]) -> int:
     """Completions of the largest wave."""
     r = run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
@@ -74,7 +75,7 @@ def _rehearse_sampling(run: Any, longest_first: Sequence[Problem]) -> int:
     return max(map(len, heaviest))
 
 
-def _heaviest_waves(run: Any, longest_first: Sequence[Problem], bound: int) -> list[list[tuple[int, ...]]]:
+def _heaviest_waves(run: Run, longest_first: Sequence[Problem], bound: int) -> list[list[tuple[int, ...]]]:
     """Prompts of each row, of one wave or two that take the most memory.
 
     The longest prompts take most while they are computed. Under a bound, shorter ones can take more after that: the bound counts a
@@ -99,7 +100,7 @@ def _heaviest_waves(run: Any, longest_first: Sequence[Problem], bound: int) -> l
     return found
 
 
-def _sample(run: Any, prompts: Sequence[tuple[int, ...]]) -> None:
+def _sample(run: Run, prompts: Sequence[tuple[int, ...]]) -> None:
     sampling, device = run.sampling, run.world.device
     T = sampling.max_completion_length
     averages = _averages(run)
@@ -115,7 +116,7 @@ def _sample(run: Any, prompts: Sequence[tuple[int, ...]]) -> None:
     del averages
 
 
-def _rehearse_update(run: Any, longest_first: Sequence[Problem]) -> int:
+def _rehearse_update(run: Run, longest_first: Sequence[Problem]) -> int:
     """Tokens of the largest micro-batch."""
     config, world, r = run.config, run.world, run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
@@ -154,7 +155,7 @@ def _tokens(part: Batch, packed: bool) -> int:
     return sum(prompts.values()) + int(part.completion_mask_BT.sum())
 
 
-def _update(run: Any, micro: Batch, *, is_one_of_several: bool) -> None:
+def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
     """Forward and backward, with as much beside them as in a real update.
 
     Gradients are there from the first micro-batch on, under DDP always: then they have their place, and new ones are added to it
@@ -187,7 +188,7 @@ def _let_go(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.new_zeros(()).expand_as(gradient)
 
 
-def _averages(run: Any) -> list[torch.Tensor]:
+def _averages(run: Run) -> list[torch.Tensor]:
     """As much as Adam's two averages take, if they are not there yet."""
     if run.optimizer.state:
         return []
@@ -196,16 +197,17 @@ def _averages(run: Any) -> list[torch.Tensor]:
 
 def _fits(world: World, attempt: Callable[[], None]) -> bool:
     """Whether it runs on all ranks within their memory; the same answer on all. What it held is free again."""
-    ran_out, error = False, None
-    try:
-        attempt()
-    except Exception as caught:  # voted on
-        ran_out = is_out_of_memory(caught)
-        error = None if ran_out else caught
+    ran_out = False
+    with world.fail_together():
+        try:
+            attempt()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    world.raise_together(error)
     return world.all_true(not ran_out)
 
 

@@ -506,7 +506,7 @@ def test_config_mistakes_do_not_wait_for_torch():
 
 
 @pytest.mark.parametrize(
-    "where", ["train_grpo.load_config", "grpo.run.prepare.resolve_model", "grpo.run.prepare.load_policy"]
+    "where", ["train_grpo.load_config", "grpo.run.prepare.resolve_model", "grpo.run.models.load_policy"]
 )
 def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model, where):
     """A file that one machine lacks: before the ranks have met, while one goes first, while all work."""

@@ -50,7 +50,7 @@ class Started:
         environment, script = environment_of_runs(env), ROOT / "train_grpo.py"
         if fault or "GRPO_TRACE" in environment:
             script, environment["GRPO_FAULT"] = FAULTY, fault
-        arguments = [*map(str, arguments), "runtime.threads_per_rank=1"]
+        arguments = [*map(str, arguments)]
         self.began = time.monotonic()
         self.start = self.log.stat().st_size if self.log.exists() else 0
         if torchrun is None:

@@ -117,8 +117,8 @@ def without(item: str, folder) -> None:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     elif item == "number of steps":
         state["step"] -= 1
-    elif item == "unreported":
-        state["unreported"] = None
+    elif item == "unwritten_line":
+        state["unwritten_line"] = None
     else:
         state[item] = None if item in ("before", "best", "wandb_run_id") else 0
     torch.save(saved, trainer / "optimizer.pt")

@@ -80,7 +80,8 @@ def test_two_ranks_agree(tmp_path, random_model, uninterrupted, place, to):
     said = started.text()
     assert said.count(f"preempted at step {step} of {STEPS}") == 1
     if to != "torchrun":
-        assert started.process.codes == [128 + signal.SIGTERM] * 2
+        # A rank that has finished may get the launcher's SIGTERM as well, while it exits.
+        assert {128 + signal.SIGTERM} <= set(started.process.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}
     assert "forcefully exiting" not in said
     continued(uninterrupted, random_model, output, ranks=2, from_step=step)
 
@@ -120,7 +121,7 @@ def test_the_second_signal_ends_it_at_once(tmp_path, random_model, uninterrupted
         started.kill(signal.SIGTERM, rank)
     assert started.end() != 0
     assert time.monotonic() - asked < 8
-    assert "SIGTERM for the second time: left at once in phase 'update'" in started.text()
+    assert "second SIGTERM: exiting at once, in phase 'update'" in started.text()
     run(output, tiny(random_model, output, "checkpoint.save_steps=1"), ranks=2)
     assert_same_run(uninterrupted(2), output, STEPS)
 

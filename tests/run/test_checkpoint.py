@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from grpo.model import make_reference
 from grpo.run.checkpoint import (
     BrokenCheckpoint,
+    dry_run_save,
     find_newest_valid,
     list_checkpoints,
     read_state,
     recover,
-    rehearse_save,
     restore,
     save_checkpoint,
     verify,
@@ -157,11 +157,11 @@ def test_an_odd_generation_config_does_not_stop_a_save(random_model, tmp_path):
 
 
 def test_rehearsal_leaves_nothing(random_model, tmp_path):
-    rehearse_save(tmp_path, **trained(random_model))
+    dry_run_save(tmp_path, **trained(random_model))
     assert os.listdir(tmp_path) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        rehearse_save(tmp_path / "file", **trained(random_model))
+        dry_run_save(tmp_path / "file", **trained(random_model))
 
 
 def test_a_pickle_in_a_checkpoint_is_not_run(random_model, tmp_path):

@@ -58,7 +58,7 @@ def test_it_leaves_everything_as_it_was(tmp_path):
     """Dropout takes the global generator's numbers: they are put back."""
     model = save_random_model(tmp_path / "model", attention_dropout=0.1)
     config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false", "runtime.packed=false"])
-    run = prepare(config, start_world(device="cpu", threads_per_rank=1))
+    run = prepare(config, start_world(config.runtime))
     try:
         state, weights = torch.get_rng_state(), [p.clone() for p in run.policy.model.parameters()]
         rehearse(run, run.problems.problems)
