@@ -21,7 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def _process_as_it_was():
     """A run in this process may set the number of threads and wait for signals; the next test must not notice."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     yield
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)

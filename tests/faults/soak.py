@@ -134,23 +134,23 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
             code = started.end(timeout=900, patience=300)
             while processes_of(output):  # torchrun was killed, its ranks are leaving
                 time.sleep(0.05)
-            said = started.text()
-            if "resuming " in said:
-                at = int(said.split(" at step ")[1].split()[0])
+            printed = started.text()
+            if "resuming " in printed:
+                at = int(printed.split(" at step ")[1].split()[0])
                 if at < least:
                     count["lost"] += 1
                     print(f"LOST: resumed at {at}, expected {least} or later ({output})", flush=True)
             if attempt:
                 count["restarts"] += 1
-            if code == 0 and not (happened and "preempted" in said):
+            if code == 0 and not (happened and "preempted" in printed):
                 break
             if not happened:
-                print(f"FAILED by itself with code {code} ({output}):\n{said[-3000:]}", flush=True)
+                print(f"FAILED by itself with code {code} ({output}):\n{printed[-3000:]}", flush=True)
                 count["differences"] += 1
                 break
             count["kills"] += 1
             count[how] += 1
-            if "resuming " in said:
+            if "resuming " in printed:
                 torn = 0
             tear_how, last = "", newest(output)
             if (

@@ -142,7 +142,7 @@ ITEMS = [
 
 
 @pytest.mark.parametrize("item", [*ITEMS, "nothing"])
-def test_leaving_out_any_saved_item_would_be_seen(tmp_path, random_model, whole, item):
+def test_removing_any_saved_item_changes_the_run(tmp_path, random_model, whole, item):
     """Else the tests above could not see that it is saved."""
     output = back_to(5, whole, tmp_path / "run")
     if item != "nothing":
@@ -157,7 +157,7 @@ def test_leaving_out_any_saved_item_would_be_seen(tmp_path, random_model, whole,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("item", ["before", "best", "skipped_in_a_row", "wandb_run_id", "nothing"])
-def test_leaving_out_what_is_no_tensor_would_be_seen(capsys, tmp_path, random_model, item):
+def test_removing_any_saved_counter_changes_the_run(capsys, tmp_path, random_model, item):
     """By the table at the end, the best checkpoint, the step that stops the run, wandb's folder."""
     (tmp_path / "huge.py").write_text(
         "def huge(prompts, completions, **c):\n    return [3e38 * (len(t) % 2) for t in completions]\n"
@@ -175,8 +175,8 @@ def test_leaving_out_what_is_no_tensor_would_be_seen(capsys, tmp_path, random_mo
             code = main([*tiny(random_model, output, *EVERYTHING, *options), "runtime.threads_per_rank=1"])
         except SystemExit as stopped:  # by the tenth update left out
             code = stopped.code
-        said = capsys.readouterr().out
-        table = said[said.find("before     after") :].splitlines()[:3] if "before     after" in said else []
+        printed = capsys.readouterr().out
+        table = printed[printed.find("before     after") :].splitlines()[:3] if "before     after" in printed else []
         newest = max(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
         state = json.loads((output / f"checkpoint-{newest}" / "trainer" / "state.json").read_text())
         assert code == (item == "skipped_in_a_row") or output.name == "run"

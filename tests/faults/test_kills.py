@@ -20,21 +20,26 @@ def straight(tmp_path_factory, random_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "rank=1 step=3 place=rollout do=kill",
-        "rank=0 step=3 place=backward do=kill",
-        "rank=0 step=3 place=save do=kill",
-    ],
-)
-def test_killed_torchrun_brings_it_back(tmp_path, random_model, straight, fault):
-    """``kill -9`` mid-rollout, mid-backward, mid-save: one command, the same bits."""
+def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
+    """``kill -9`` during a save: one command, the same bits."""
+    output, fault = tmp_path / "run", f"rank=0 step=3 place=save do=kill once={tmp_path}/once"
+    arguments = tiny(random_model, output, *SAVES)
+    done = run(output, arguments, ranks=2, torchrun=["--max-restarts=1"], fault=fault)
+    printed = done.text()
+    assert printed.count("FAULT kill") == 1 and "resuming " in printed
+    assert_same_run(straight, output, STEPS)
+    assert not list(output.glob(".partial*")) and not (output / ".lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["rank=1 step=3 place=rollout do=kill", "rank=0 step=3 place=backward do=kill"])
+def test_a_killed_rank_ends_the_run_and_the_same_command_continues(tmp_path, random_model, straight, fault):
     output = tmp_path / "run"
     arguments = tiny(random_model, output, *SAVES)
-    done = run(output, arguments, ranks=2, torchrun=["--max-restarts=1"], fault=f"{fault} once={tmp_path}/once")
-    said = done.text()
-    assert said.count("FAULT kill") == 1 and "resuming " in said
+    started = Started(output, arguments, ranks=2, fault=f"{fault} once={tmp_path}/once")
+    assert started.end() == 1
+    assert started.text().count("FAULT kill") == 1
+    assert "resuming " in run(output, arguments, ranks=2).text()
     assert_same_run(straight, output, STEPS)
     assert not list(output.glob(".partial*")) and not (output / ".lock").exists()
 
@@ -53,11 +58,11 @@ def test_out_of_memory_on_one_rank(tmp_path, random_model, straight, place):
     began = time.monotonic()
     assert started.end() == 1
     assert time.monotonic() - began < 60
-    said = started.text()
+    printed = started.text()
     phase = {"rollout": "rollout", "forward": "update"}[place]
-    assert f"error: [rank 1] in phase {phase!r}: RuntimeError: " in said
-    assert "can't allocate memory" in said
-    assert "note: saved checkpoint-3: the same command continues from there" in said
+    assert f"error: [rank 1] in phase {phase!r}: RuntimeError: " in printed
+    assert "can't allocate memory" in printed
+    assert "note: saved checkpoint-3: the same command continues from there" in printed
     done = run(output, tiny(random_model, output, *SAVES), ranks=2)
     assert "checkpoint-3 at step 3" in done.text()
     assert_same_run(straight, output, STEPS)
@@ -75,14 +80,14 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     hung = time.monotonic()
     assert started.end() == 1
     assert 11 < time.monotonic() - hung < 12 + 30 + 15, "the limit, then torchrun's patience with the rank that hangs"
-    said = started.text()
+    printed = started.text()
     if place == "rollout":  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
-        assert "[rank 1] gave up while in phase 'rollout'" in said
-        assert "[rank 0] gave up while in phase 'start'" in said, "between phases, at the vote"
+        assert "[rank 1] gave up while in phase 'rollout'" in printed
+        assert "[rank 0] gave up while in phase 'start'" in printed, "between phases, at the vote"
     else:
-        assert "error: [rank 0] in phase 'update': RuntimeError: " in said and "Timed out waiting 12000ms" in said
-        assert "[rank 1] was asked to stop 10 s ago and is still in phase 'update'" in said
-    assert "saved checkpoint-3" in said
+        assert "error: [rank 0] in phase 'update': RuntimeError: " in printed and "Timed out waiting 12000ms" in printed
+        assert "[rank 1] was asked to stop 10 s ago and is still in phase 'update'" in printed
+    assert "saved checkpoint-3" in printed
     run(output, tiny(random_model, output, *SAVES), ranks=2)
     assert_same_run(straight, output, STEPS)
 

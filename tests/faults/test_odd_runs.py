@@ -22,7 +22,7 @@ def inside(arguments) -> int:
 
 
 def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_path, random_model):
-    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay; it is said once."""
+    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay; it is printed once."""
     steps, lr, decay = 12, 1e-3, 0.1
     options = [
         f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0", f"optim.max_steps={steps}",

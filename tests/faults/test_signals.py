@@ -31,7 +31,7 @@ def continued(uninterrupted, model, output, *, ranks: int, from_step: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_process_leaves_a_rollout_at_once(tmp_path, random_model, uninterrupted, number):
+def test_one_process_stops_during_a_rollout(tmp_path, random_model, uninterrupted, number):
     output = tmp_path / "run"
     started = Started(output, tiny(random_model, output), fault="place=rollout step=2 do=sleep:60")
     started.wait_for("FAULT")
@@ -65,7 +65,7 @@ PLACES = {
         ("evaluation", "rank 0"),
     ],
 )
-def test_two_ranks_agree(tmp_path, random_model, uninterrupted, place, to):
+def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, to):
     """Also where one alone is told, and it is not the one that takes long."""
     fault, step = PLACES[place]
     output = tmp_path / "run"
@@ -77,12 +77,12 @@ def test_two_ranks_agree(tmp_path, random_model, uninterrupted, place, to):
     started.kill(signal.SIGTERM, None if to == "torchrun" else int(to[-1]))
     assert started.end() != 0
     assert time.monotonic() - asked < 20, "within torchrun's 30 seconds of grace"
-    said = started.text()
-    assert said.count(f"preempted at step {step} of {STEPS}") == 1
+    printed = started.text()
+    assert printed.count(f"preempted at step {step} of {STEPS}") == 1
     if to != "torchrun":
         # A rank that has finished may get the launcher's SIGTERM as well, while it exits.
         assert {128 + signal.SIGTERM} <= set(started.process.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}
-    assert "forcefully exiting" not in said
+    assert "forcefully exiting" not in printed
     continued(uninterrupted, random_model, output, ranks=2, from_step=step)
 
 
@@ -102,7 +102,7 @@ def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, unin
 
 
 @pytest.mark.slow
-def test_the_second_signal_ends_it_at_once(tmp_path, random_model, uninterrupted):
+def test_a_second_signal_ends_the_run_at_once(tmp_path, random_model, uninterrupted):
     """The first cannot be followed (one rank sleeps inside the update, the other waits for it in a collective)."""
     output = tmp_path / "run"
     started = Started(
@@ -127,7 +127,7 @@ def test_the_second_signal_ends_it_at_once(tmp_path, random_model, uninterrupted
 
 
 @pytest.mark.slow
-def test_sigusr1_saves_and_goes_on(tmp_path, random_model, uninterrupted):
+def test_sigusr1_saves_and_training_continues(tmp_path, random_model, uninterrupted):
     """To a rank that does not write."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, "checkpoint.keep=9")
