@@ -142,11 +142,15 @@ def run_trainer(
     return done
 
 
-def run_forked(script: Path, arguments, *, ranks: int = 1, timeout: float, env: dict) -> subprocess.CompletedProcess:
+def run_forked(
+    script: Path, arguments, *, ranks: int = 1, timeout: float, env: dict, stdin: str = ""
+) -> subprocess.CompletedProcess:
     """Like ``subprocess.run`` with captured output, in forks of a process that has imported the trainer."""
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        started = Forked(script, arguments, ranks=ranks if ranks > 1 else None, env=env, stdout=out, stderr=err)
+        typed, out, err = (Path(folder) / name for name in ("in", "out", "err"))
+        typed.write_text(stdin)
+        size = ranks if ranks > 1 else None
+        started = Forked(script, arguments, ranks=size, env=env, stdin=typed, stdout=out, stderr=err)
         try:
             code = started.wait(timeout)
         finally:

@@ -50,12 +50,12 @@ def _server():
     return _context
 
 
-def _run(script: str, arguments: list[str], environment: dict[str, str], stdout: str, stderr: str) -> None:
+def _run(script: str, arguments: list[str], environment: dict[str, str], stdin: str, stdout: str, stderr: str) -> None:
     """In the new process: become what ``python script arguments`` would be."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
-    for number, path in ((0, os.devnull), (1, stdout), (2, stderr)):
+    for number, path in ((0, stdin), (1, stdout), (2, stderr)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, number)
         os.close(opened)
@@ -89,7 +89,9 @@ class Forked:
     one failed (the others then get SIGTERM).
     """
 
-    def __init__(self, script, arguments, *, ranks: int | None, env: dict[str, str], stdout, stderr) -> None:
+    def __init__(
+        self, script, arguments, *, ranks: int | None, env: dict[str, str], stdout, stderr, stdin=os.devnull
+    ) -> None:
         context = _server()
         self._single, self.returncode = ranks is None, None
         self._told: float | None = None
@@ -106,7 +108,7 @@ class Forked:
         self.processes = []
         for rank in range(ranks or 1):
             own = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks is not None else {})
-            words = (str(script), list(map(str, arguments)), own | env, str(stdout), str(stderr))
+            words = (str(script), list(map(str, arguments)), own | env, str(stdin), str(stdout), str(stderr))
             process = context.Process(target=_run, args=words, daemon=False)
             process.start()
             self.processes.append(process)

@@ -423,6 +423,7 @@ def test_a_broken_checkpoint_named_explicitly(capsys, tmp_path, no_model, manife
     assert "use auto, never, or a whole checkpoint-<step> folder" in line
 
 
+@pytest.mark.slow
 def test_nothing_else_is_written_where_libraries_log(tmp_path, random_model):
     """In a process of its own: what datasets and transformers log must not bury the line."""
     folder = tmp_path / "model"
@@ -441,7 +442,7 @@ def test_nothing_else_is_written_where_libraries_log(tmp_path, random_model):
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("key", ["data.dataset", "model.name_or_path"])
+@pytest.mark.parametrize("key", ["data.dataset", pytest.param("model.name_or_path", marks=pytest.mark.slow)])
 def test_a_hub_that_does_not_answer_is_quick_and_clear(tmp_path, key):
     """Nothing listens on port 9 of this machine: the Hub's own client would try for 23 seconds."""
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*", "NO_PROXY": "*"}
@@ -457,6 +458,7 @@ def test_a_hub_that_does_not_answer_is_quick_and_clear(tmp_path, key):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_hub_name_without_a_hub_is_quick_and_clear(tmp_path):
     start = time.monotonic()
     done = run_trainer(
