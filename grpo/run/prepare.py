@@ -19,10 +19,10 @@ from grpo.evaluation.verdict import check_names
 from grpo.model import check_context, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.run.lock import Lock
+from grpo.run.memory import memory_line
 from grpo.run.models import any_forward, build_models
 from grpo.run.output_folder import start_output
 from grpo.run.progress import Progress
-from grpo.run.rehearsal import rehearse
 from grpo.run.resume import find_checkpoint, print_differences, read_start_point
 from grpo.run.saver import Saver, versions
 from grpo.run.signals import Signals, ignore_save_signal
@@ -160,9 +160,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         progress=progress,
     )
     print_summary(run, data.train, data.evaluation, models.why_padded, checkpoint)
-    dry_run = config.runtime.rehearse
-    if not config.debug and (world.device.type == "cuda" if dry_run is None else dry_run):
-        reporter.say(rehearse(run, data.train.problems))
+    reporter.say(memory_line(run, data.train.problems, data.evaluation.problems))
     return run
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from grpo.config import Config
+from grpo.batch import Problem
+from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
-from grpo.model import Policy, num_parameters
-from grpo.run import memory
+from grpo.model import num_parameters
 from grpo.run.state import Run
 
 
@@ -23,10 +21,8 @@ def print_summary(
         why_padded: the reason why scoring computes prompts once per completion; None if it does not.
         checkpoint: the one that the run continues from.
     """
-    config, world = run.config, run.world
-    longest = max(len(problem.prompt_ids) for problem in [*train.problems, *evaluation.problems])
-    lines = [*_facts(run, train, evaluation), *_warnings(run, train)]
-    lines.append(memory_line(config, run.policy, run.ref_scorer and run.ref_scorer.model, world.size, longest))
+    config = run.config
+    lines = [*_facts(run, train, evaluation), *warnings_of(config, train.problems, run.eval_problems)]
     if why_padded:
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     if checkpoint:
@@ -37,22 +33,11 @@ def print_summary(
 
 def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]:
     config, a, r = run.config, run.config.algorithm, run.config.rollout
-    longest = config.data.max_prompt_length
     yield (
         f"model     {config.model.name_or_path}, {num_parameters(run.policy.model) / 1e6:.2f}M parameters, "
         f"{config.runtime.precision} on {run.world.device.type}"
     )
-    data = f"data      {config.data.dataset}: {len(train.problems)} problems to train on"
-    if train.num_too_long:
-        data += f", {train.num_too_long} left out as longer than {longest} tokens"
-    if train.num_empty:
-        data += f", {train.num_empty} left out as empty"
-    if train.num_without_answer:
-        data += f", {train.num_without_answer} without an answer"
-    data += f"; {len(run.eval_problems)} to evaluate on"
-    if left_out := evaluation.num_too_long + evaluation.num_empty:
-        data += f", {left_out} left out as longer than {longest} tokens or empty"
-    yield data
+    yield data_line(config.data, train, evaluation, len(run.eval_problems))
     yield (
         f"step      {r.prompts_per_step} problems x {r.num_generations} completions = {r.prompts_per_step * r.num_generations}, "
         f"over {run.world.size} rank(s); {a.updates_per_step} update(s) from them; {run.max_steps} steps, "
@@ -63,11 +48,28 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
     yield f"output    {config.output_dir}; the same command {restart}"
 
 
-def _warnings(run: Run, train: ProblemSet) -> Iterator[str]:
-    a, r = run.config.algorithm, run.config.rollout
-    if shared := count_shared(train.problems, run.eval_problems):
+def data_line(data: DataConfig, train: ProblemSet, evaluation: ProblemSet, num_evaluated: int) -> str:
+    """The numbers of problems to train on, to evaluate on, and left out."""
+    longest = data.max_prompt_length
+    line = f"data      {data.dataset}: {len(train.problems)} problems to train on"
+    if train.num_too_long:
+        line += f", {train.num_too_long} left out as longer than {longest} tokens"
+    if train.num_empty:
+        line += f", {train.num_empty} left out as empty"
+    if train.num_without_answer:
+        line += f", {train.num_without_answer} without an answer"
+    line += f"; {num_evaluated} to evaluate on"
+    if left_out := evaluation.num_too_long + evaluation.num_empty:
+        line += f", {left_out} left out as longer than {longest} tokens or empty"
+    return line
+
+
+def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterator[str]:
+    """Notes on settings and data that could surprise the user."""
+    a, r = config.algorithm, config.rollout
+    if shared := count_shared(train, evaluation):
         yield f"warning: {shared} evaluation problems are also in the training data"
-    if not run.eval_problems:
+    if not evaluation:
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
     if a.updates_per_step == 1:
         yield "note: with one update per rollout the loss stays near 0 while its gradient does not: watch reward, not loss"
@@ -85,24 +87,3 @@ def _warnings(run: Run, train: ProblemSet) -> Iterator[str]:
                 f"warning: rollout.{key}={value} samples from a truncated distribution, but the log-probs are those of the whole "
                 "distribution: the gradient estimate is biased"
             )
-
-
-def memory_line(
-    config: Config, policy: Policy, reference: torch.nn.Module | None, world_size: int, longest_prompt: int
-) -> str:
-    """An estimate of the memory that a rank needs."""
-    r, budget = config.rollout, config.optim.tokens_per_microbatch
-    rows = r.prompts_per_step * r.num_generations // world_size
-    most = rows * (longest_prompt + r.max_completion_length)
-    return memory.line(
-        memory.estimate(
-            policy.model.config.get_text_config(),
-            num_parameters(policy.model),
-            precision=config.runtime.precision,
-            reference_bytes=sum(p.numel() * p.element_size() for p in reference.parameters()) if reference else 0.0,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            is_on_cpu=policy.device.type == "cpu",
-            tokens_in_flight=min(r.tokens_in_flight or most, most),
-            tokens_per_microbatch=min(budget, most),
-        )
-    )

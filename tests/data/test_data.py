@@ -16,9 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from grpo.batch import Problem
-from grpo.config import Config, DataConfig
-from grpo.data import ProblemSet, Schedule, check_enough, count_shared, load_rows, make_problems, render
-from grpo.run.summary import summary
+from grpo.config import DataConfig
+from grpo.data import Schedule, check_enough, load_rows, make_problems, render
 from grpo.tasks.tiny import build_tokenizer
 
 ROWS = [{"prompt": f"{i}+1=", "answer": f"so #### {i + 1}", "level": i % 3} for i in range(20)]
@@ -451,38 +450,6 @@ def test_fewer_problems_than_a_step_names_what_works():
     with pytest.raises(ValueError, match=r"1 training problems .*: at least 2 are needed"):
         schedules(1, 6, 2)
     assert len(schedules(6, 6, 2)[0].at(0)) == 3
-
-
-# --- training on what is evaluated
-
-
-def test_evaluation_problems_that_are_trained_on_are_counted_and_said(tmp_path, tokenizer):
-    source = save(tmp_path, "jsonl")
-    config = Config(data=DataConfig(dataset=source, train_split="train[:15]", eval_split="train[10:]"))
-    sets = [make_problems(load_rows(config.data, train=t, seed=0), config.data, tokenizer) for t in (True, False)]
-    assert count_shared(sets[0].problems, sets[1].problems) == 5
-    facts = {"num_parameters": 1, "device": "cpu", "world_size": 1, "steps_per_epoch": 1, "max_steps": 1}
-    lines = summary(config, train=sets[0], evaluation=sets[1].problems, **facts)
-    assert "warning: 5 evaluation problems are also in the training data" in lines
-    apart = summary(config, train=sets[0], evaluation=sets[1].problems[5:], eval_left_out=3, **facts)
-    assert not any("also in the training data" in line for line in apart)
-    assert any(line.endswith("to evaluate on, 3 left out as longer than 512 tokens or empty") for line in apart)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"delta": 3.0, "name": "cispo", "epsilon_high": 1.0}, "algorithm.delta has no effect with objective cispo"),
-        ({"name": "rloo", "importance_level": "sequence"}, "algorithm.importance_level=sequence has no effect"),
-        ({"beta": 0.0, "ref_sync_steps": 4}, "algorithm.ref_sync_steps has no effect with objective clip and beta 0"),
-        ({"beta": 0.1, "ref_sync_steps": 4}, None),
-    ],
-)
-def test_settings_without_effect_are_said(changes, said):
-    facts = {"num_parameters": 1, "device": "cpu", "world_size": 1, "steps_per_epoch": 1, "max_steps": 1}
-    config = Config.model_validate({"algorithm": changes})
-    lines = [line for line in summary(config, train=ProblemSet([]), evaluation=[], **facts) if "no effect" in line]
-    assert (len(lines) == 1 and said in lines[0]) if said else not lines
 
 
 def test_a_built_in_tasks_instructions_are_for_models_that_do_not_know_it(tokenizer):

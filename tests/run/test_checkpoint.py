@@ -23,14 +23,14 @@ from grpo.run.checkpoint import (
     save_checkpoint,
     verify,
 )
-from grpo.run.optimizer import make_optimizer, make_schedule
+from grpo.run.optimizer import make_lr_schedule, make_optimizer
 
 
 def trained(folder, updates: int = 3):
     """A policy with an optimizer that has moments and a schedule that has moved."""
     policy = load(folder)
     optimizer = make_optimizer(policy.model, learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    schedule = make_schedule(optimizer, name="linear", num_updates=10, warmup_steps=0, min_lr=None)
+    schedule = make_lr_schedule(optimizer, name="linear", num_updates=10, warmup_steps=0, min_lr=None)
     for _ in range(updates):
         policy.model(torch.tensor([[5, 6, 7]])).logits.logsumexp(-1).sum().backward()
         optimizer.step()
