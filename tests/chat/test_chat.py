@@ -48,7 +48,7 @@ def test_a_conversation_goes_on_until_it_is_too_long_or_ended(checkpoint, chat):
     assert code == 0 and "a new one starts with this turn" in shown
 
 
-def test_mistakes_are_one_line(checkpoint, random_model, chat):
+def test_user_errors_are_one_line(checkpoint, random_model, chat):
     cases = {
         ("--model", "/nowhere"): "model.name_or_path=/nowhere does not exist",
         ("--model", random_model, "--prompt", "2+2="): "256 completion tokens leave no space",
@@ -68,7 +68,7 @@ def test_mistakes_are_one_line(checkpoint, random_model, chat):
         assert complaint.startswith("error: ") and words in complaint and complaint.count("\n") == 1
 
 
-def test_what_a_model_says_cannot_steer_the_terminal():
+def test_control_characters_of_a_model_are_escaped():
     assert printable("a\x1b[2Jb\u202e\r\n\t1") == "a\\u001b[2Jb\\u202e\\u000d\n\t1"
 
 
