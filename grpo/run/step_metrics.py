@@ -13,12 +13,14 @@ import torch
 
 from grpo.advantages import has_equal_rewards
 from grpo.batch import Batch, Group
-from grpo.loss import RATIO_EDGES
 from grpo.telemetry.metrics import Accumulator
 from grpo.telemetry.samples import sample_records
 
 if TYPE_CHECKING:
     from grpo.run.state import Run
+
+RATIO_EDGES = tuple(-0.01 + 0.02 * i for i in range(102))
+"""Bin edges of the importance ratio's histogram: 1 is the middle of one bin, and the last bin holds 2 and more."""
 
 
 def step_line(
@@ -120,7 +122,7 @@ def log_completions(
             run.reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
     if not run.config.logging.log_completions or not run.reporter.is_logged(step):
         return
-    kept = replace(batch, old_logprobs_BT=old_BT).rows(slice(0, run.config.logging.log_completions))
+    kept = replace(batch, old_logprobs_BT=old_BT).select(slice(0, run.config.logging.log_completions))
     records = sample_records(
         groups,
         values_PGF,
