@@ -178,7 +178,7 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: t
     for micro, is_last in microbatches(minibatch, config.optim.tokens_per_microbatch, packed=run.packed):
         with gradient_sync(run.scorer, enabled=is_last):
             with run.policy.autocast():
-                new_BT, entropy_BT = run.scorer(*micro.to_score)
+                new_BT, entropy_BT = run.scorer(*micro.scorer_inputs)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
             loss_sum, stats = policy_loss(
                 new_BT,

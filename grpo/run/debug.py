@@ -70,8 +70,8 @@ def check_batch(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> N
     kl_must_be_0 = batch.ref_logprobs_BT is not None and step == 0 and run.config.model.disable_dropout
     if kl_must_be_0:
         with torch.no_grad(), run.policy.autocast():
-            new_BT, _ = run.bare_scorer(*batch.to_score)
-            ref_BT, _ = run.ref_scorer(*batch.to_score)
+            new_BT, _ = run.bare_scorer(*batch.scorer_inputs)
+            ref_BT, _ = run.ref_scorer(*batch.scorer_inputs)
         assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference have the same weights"
     run.reporter.say("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * kl_must_be_0)
 

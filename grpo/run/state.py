@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from grpo.batch import Batch, Group, Problem, cut
+from grpo.batch import Batch, Group, Problem, microbatch_rows
 from grpo.config import Config
 from grpo.data import Schedule
 from grpo.distributed import World
@@ -77,8 +77,8 @@ class Run:
         """Log-probs of a whole batch without gradient, ``[B, T]`` fp32 nats, in passes of ``tokens_per_microbatch`` tokens."""
         logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=self.world.device)
         with self.policy.autocast(), self.reporter.bar("log-probs", len(batch), "row") as bar:
-            for rows in cut(batch, self.config.optim.tokens_per_microbatch, packed=scorer.packed):
-                scored_bt, _ = scorer(*batch.rows(rows).to_score)
+            for rows in microbatch_rows(batch, self.config.optim.tokens_per_microbatch, packed=scorer.packed):
+                scored_bt, _ = scorer(*batch.select(rows).scorer_inputs)
                 logprobs_BT[rows.to(scored_bt.device), : scored_bt.shape[1]] = scored_bt
                 bar.update(len(rows))
         return logprobs_BT

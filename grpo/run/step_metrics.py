@@ -12,7 +12,7 @@ import torch
 
 from grpo.advantages import has_equal_rewards
 from grpo.batch import Batch, Group
-from grpo.loss import RATIO_EDGES, Stats
+from grpo.loss import Stats
 from grpo.run.state import Run
 from grpo.telemetry.metrics import Accumulator
 from grpo.telemetry.samples import sample_records
@@ -115,7 +115,6 @@ def report_histograms(
         run.reporter.histogram("reward", all_rewards_PG)
         run.reporter.histogram("advantage", all_advantages_PG)
         run.reporter.histogram("length", lengths_PG)
-        run.reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
 
 
 def kept_completions(
@@ -136,7 +135,7 @@ def kept_completions(
     count = run.config.logging.log_completions
     if not count or not run.reporter.is_logged(step):
         return []
-    kept = batch.rows(slice(0, count))
+    kept = batch.select(slice(0, count))
     return sample_records(
         groups,
         values_PGF,

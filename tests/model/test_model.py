@@ -210,7 +210,7 @@ def sampled_and_scored(policy, packed: bool):
     assert scorer.plain_head, "as a pass of its own, before the hook sees the states"
     hook = head.register_forward_hook(lambda module, inputs, logits: seen.append(inputs[0]))
     with torch.no_grad(), policy.autocast():
-        scored_BT, _ = scorer(*batch.to_score)
+        scored_BT, _ = scorer(*batch.scorer_inputs)
     hook.remove()
     (hidden_NH,) = seen
     mask_BT = batch.completion_mask_BT

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from grpo.batch import Batch, Completion, Group, Problem, collate, cut
+from grpo.batch import Batch, Completion, Group, Problem, collate, microbatch_rows
 from grpo.distributed import World
 from grpo.rollout import waves
 from grpo.rollout.cuda_graphs import KEPT_SHARE
@@ -137,8 +137,8 @@ def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
     batch = collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id)
     bound = config.optim.tokens_per_microbatch
     while True:
-        parts = cut(batch, bound, packed=run.packed)
-        micro = max((batch.rows(rows) for rows in parts), key=lambda part: _tokens(part, run.packed))
+        parts = microbatch_rows(batch, bound, packed=run.packed)
+        micro = max((batch.select(rows) for rows in parts), key=lambda part: _tokens(part, run.packed))
         tokens = _tokens(micro, run.packed)
         if _fits(world, lambda micro=micro, parts=parts: _update(run, micro, is_one_of_several=len(parts) > 1)):
             break
@@ -184,7 +184,7 @@ def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
     hooks = [p.register_hook(_without_memory) for p in parameters] if buffers_exist else []
     try:
         with run.policy.autocast():
-            logprobs_BT, _ = run.bare_scorer(*(tensor.to(world.device) for tensor in micro.to_score))
+            logprobs_BT, _ = run.bare_scorer(*(tensor.to(world.device) for tensor in micro.scorer_inputs))
         held += torch.autograd.grad(logprobs_BT.sum(), parameters, allow_unused=True)
         del logprobs_BT
         if world.device.type == "cuda":  # AdamW on CUDA takes the square root of all second averages at once
