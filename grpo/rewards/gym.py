@@ -24,7 +24,7 @@ def reasoning_gym(
     try:
         from reasoning_gym import get_score_answer_fn
     except ImportError as error:
-        raise ValueError(f"this reward needs the library reasoning-gym ({error}): pip install reasoning-gym") from None
+        raise ValueError(f"this reward needs the library reasoning-gym ({error}): pip install -e '.[gym]'") from None
     require_number(value=value)
     require_tag(tag)
     rewards: list[float | None] = []

@@ -19,9 +19,7 @@ def _library() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise ValueError(
-            f"this reward needs the library math-verify ({error}): pip install -r requirements-extras.txt"
-        ) from None
+        raise ValueError(f"this reward needs the library math-verify ({error}): pip install -e '.[math]'") from None
     return math_verify
 
 

@@ -41,7 +41,7 @@ def rows(what: str, split: str, seed: int, limit: int | None) -> list[dict[str, 
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"{what} needs the library reasoning-gym ({error}): pip install reasoning-gym") from None
+        raise ValueError(f"{what} needs the library reasoning-gym ({error}): pip install -e '.[gym]'") from None
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)[:5]
         raise ValueError(f"{what}: reasoning-gym has no such task; it has {len(DATASETS)}, such as {', '.join(near)}")

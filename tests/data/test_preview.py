@@ -110,7 +110,7 @@ def test_answers_with_separators_signs_decimals_currency_and_percent(tmp_path, s
 
 def test_without_the_library_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"needs the library reasoning-gym .*pip install reasoning-gym"):
+    with pytest.raises(ValueError, match=r"needs the library reasoning-gym .*pip install -e '\.\[gym\]'"):
         load_rows(DataConfig(dataset="reasoning_gym:chain_sum"), train=True, seed=0)
 
 
@@ -127,7 +127,7 @@ def test_a_gym_task_brings_its_scorer_unless_another_is_named():
 
 
 def test_gym_rows_are_seeded_different_and_never_in_both_splits():
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (requirements-gym.txt)")
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (pip install -e '.[gym]')")
     config = DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=60, max_eval_samples=30)
     train, evaluation = (load_rows(config, train=train, seed=3) for train in (True, False))
     assert (len(set(train.prompts)), len(set(evaluation.prompts))) == (60, 30)
@@ -141,7 +141,7 @@ def test_gym_rows_are_seeded_different_and_never_in_both_splits():
 
 
 def test_gym_answers_are_scored_by_the_tasks_own_scorer():
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (requirements-gym.txt)")
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (pip install -e '.[gym]')")
     config = DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=2)
     rows = load_rows(config, train=True, seed=0)
     columns = {name: [row[name] for row in rows.columns for _ in range(4)] for name in ("answer", "metadata")}
