@@ -1,4 +1,4 @@
-"""The main curves as PNG files for a paper. Needs matplotlib (``pip install -r requirements-extras.txt``)."""
+"""The main curves as PNG files for a paper. Needs matplotlib (``pip install -e ".[plots]"``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--figures needs matplotlib: pip install -r requirements-extras.txt") from None
+        raise ValueError("--figures needs matplotlib: pip install -e '.[plots]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
