@@ -59,8 +59,8 @@ while (($#)); do
 done
 command=(train_grpo.py --config "${config:-configs/tiny_arithmetic.yaml}" ${trainer_options[@]+"${trainer_options[@]}"})
 
-# One process per GPU; on CPU one process with all cores. Two ranks of one thread each are 6 to 16% faster per step on two cores
-# (docs/scaling.md), but take longer to start.
+# One process per GPU; on CPU one process with all cores. On two cores, two ranks of one thread each are a little faster per step but
+# take longer to start (docs/scaling.md).
 gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)"
 if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
   gpus="$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c . || true)"
