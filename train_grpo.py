@@ -3,9 +3,9 @@
     python train_grpo.py --config configs/tiny_arithmetic.yaml             one process
     torchrun --nproc_per_node=8 train_grpo.py --config FILE.yaml           eight GPUs
 
-P problems a step (over all ranks), G completions each, B = P*G rows, T completion tokens. Where this departs from the
-DeepSeekMath paper: the loss is averaged over the whole optimizer step on all ranks at once, whatever the micro-batches; completions
-that nothing could score get advantage 0; one update per rollout needs no separate old policy.
+P problems a step (over all ranks), G completions each, B = P*G rows, T completion tokens. Departures from the DeepSeekMath paper: the
+loss is averaged over the whole optimizer step on all ranks at once, whatever the micro-batches; completions that no reward could score
+get advantage 0; with one update per rollout the old log-probs are the new ones, detached.
 """
 
 import sys
@@ -16,8 +16,8 @@ import torch
 
 from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, microbatches, minibatches
-from grpo.config import Config, load_config
-from grpo.distributed import WORLD_KEYS, Interrupted, RanksDisagree, World, start_world
+from grpo.config import load_config
+from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.loss import loss_denominator, policy_loss
 from grpo.model import sync_reference
 from grpo.rollout import generate
@@ -25,8 +25,9 @@ from grpo.run import debug
 from grpo.run.ending import run_to_completion
 from grpo.run.optimizer import apply_update
 from grpo.run.prepare import prepare
-from grpo.run.state import Run, check_rewards
-from grpo.run.step_metrics import first_pass_metrics, log_completions, step_line
+from grpo.run.scoring import count_reward_failures
+from grpo.run.state import Run
+from grpo.run.step_metrics import add_microbatch, kept_completions, report_histograms, step_line
 from grpo.seeding import derive_seed
 from grpo.telemetry.console import evaluation_table
 from grpo.telemetry.metrics import Accumulator
@@ -37,23 +38,23 @@ PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
 
 def train(run: Run) -> None:
-    """Every step from where the run stands to its last: sample, score, centre, score the tokens, update; report, evaluate, save.
+    """Run every step from the run's progress to its last: sample, score, centre, compute log-probs, update; report, evaluate, save.
 
     Raises:
         Interrupted: on all ranks, at the end of a step, after a signal that asks to stop.
         ValueError: on all ranks, if a reward fails on every completion of a step or gradients stay non-finite.
     """
-    config, world, algorithm = run.config, run.world, run.config.algorithm
-    if run.start == 0 and config.eval.before_training:
-        run.before = run.evaluate(step=0)
-        run.reporter.step({"step": 0, **run.before})
-    if run.saver.unreported:  # stopped while that step was evaluated
-        end_step(run, run.start, run.saver.unreported)
-    for step in range(run.start, run.max_steps):
+    config, world, algorithm, progress = run.config, run.world, run.config.algorithm, run.progress
+    if progress.step == 0 and config.eval.before_training:
+        progress.before = run.evaluate(step=0)
+        run.reporter.step({"step": 0, **progress.before})
+    if progress.unwritten_line:  # stopped during the evaluation that belongs to this step
+        end_step(run, progress.unwritten_line)
+    for step in range(progress.step, run.max_steps):
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
         profiler = start_profiler(config, world, step + 1)
         started = time.perf_counter()
-        if not config.model.disable_dropout:  # the only thing in a step that draws from the global generators
+        if not config.model.disable_dropout:  # the only part of a step that draws from PyTorch's global generators
             torch.manual_seed(derive_seed(config.seed, "dropout", step, world.rank))
 
         groups, values_PGF, rewards_PG = sample_and_score(run, step, seconds, metrics)
@@ -71,10 +72,13 @@ def train(run: Run) -> None:
             batch = with_old_and_ref_logprobs(run, batch)
         if config.debug:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
+        old_BT = torch.zeros_like(
+            batch.sampling_logprobs_BT
+        )  # the old log-probs as the loss has them; the first pass fills it
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
                 for minibatch in run.reporter.through("update", minibatches(batch, algorithm.num_minibatches)):
-                    update(run, minibatch, metrics, is_first_pass=iteration == 0)
+                    update(run, minibatch, metrics, first_pass_BT=old_BT if iteration == 0 else None)
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
@@ -82,107 +86,99 @@ def train(run: Run) -> None:
         finish_profiler(profiler, run, step + 1)
         all_values_PGF = world.gather_rows(values_PGF)
         line = step_line(run, step + 1, groups, all_values_PGF, all_rewards_PG, metrics, seconds, step_time)
-        run.saver.step_done(step + 1, line)
-        log_completions(run, step + 1, groups, batch, values_PGF, all_rewards_PG, all_advantages_PG, metrics)
-        end_step(run, step + 1, line)
+        progress.num_tokens = line["num_tokens"]
+        progress.complete_step(step + 1, line)
+        report_histograms(run, step + 1, groups, all_rewards_PG, all_advantages_PG, metrics)
+        scored = replace(batch, old_logprobs_BT=old_BT)
+        run.reporter.completions(
+            step + 1, kept_completions(run, step + 1, groups, scored, values_PGF, rewards_PG, advantages_PG)
+        )
+        end_step(run, line)
     if not config.debug:
         run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
-
-
-def end_step(run: Run, step: int, line: dict) -> None:
-    """Evaluate and save where it is time to, write the step's line; stop here if a signal asked for it (all ranks agree)."""
-    is_last, every, seconds, evaluated = step == run.max_steps, run.config.eval.every, {}, {}
-    if is_last or (every and step % every == 0):
-        with run.world.timed("eval", seconds):
-            evaluated = run.evaluate(step)
-        line = line | {"time/eval": seconds["eval"]} | evaluated
-    run.reporter.step(line)
-    run.saver.unreported = None
-    run.saver.after(step, line)
-    if is_last and evaluated:
-        run.reporter.say(evaluation_table(run.before, evaluated))
-    save, stop = run.signals.agree()
-    if save and run.saver.saved < step:
-        run.saver.save(step)
-    if stop and not is_last:
-        raise Interrupted
 
 
 def sample_and_score(
     run: Run, step: int, seconds: dict[str, float], metrics: Accumulator
 ) -> tuple[list[Group], torch.Tensor, torch.Tensor]:
-    """This rank's groups, every reward ``[P, G, F]``, and their weighted sum ``[P, G]`` (NaN: nothing could score it).
+    """This rank's groups, every reward ``[P, G, F]``, and their weighted sum ``[P, G]`` (NaN: no function could score it).
 
-    With dynamic sampling (DAPO, section 3.2) a place whose group has equal rewards goes to another problem. Which one is a
-    function of (step, place, attempt), so that neither world size nor a resume changes it; a place that stays without
-    signal keeps its group.
+    With dynamic sampling (DAPO, section 3.2) a group of equal rewards is replaced by a group of another problem. The substitute is a
+    function of (step, position in the batch, attempt), so that neither the world size nor a resume changes it; after the last attempt
+    the group is kept as it is.
     """
     world, algorithm = run.world, run.config.algorithm
     problems = run.problems.at(step)
     groups: list[Group | None] = [None] * len(problems)
     values_PGF = torch.full((len(problems), run.sampling.num_generations, len(run.rewards.names)), torch.nan)
-    places = list(range(len(problems)))
+    missing = list(range(len(problems)))  # positions in the batch that need a group
     for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
-        values, result, error = values_PGF[places], None, None
-        try:
-            with world.local_work():
-                with world.timed("rollout", seconds):
-                    total = len(places) * run.sampling.num_generations * run.sampling.max_completion_length
-                    with run.reporter.bar("rollout", total) as bar:
-                        sampled = generate(
-                            run.policy,
-                            [problems[p] for p in places],
-                            run.sampling,
-                            address=(run.config.seed, "rollout", step),
-                            on_tokens=bar.update,
-                        )
-                with world.timed("reward", seconds):
-                    if sampled:
-                        values, result = run.score(sampled)
-        except (Exception, Interrupted) as failed:
-            error = failed  # out of memory, a broken reward, a signal: on this rank only perhaps, so all vote on it
-        check_rewards(run, result, error, metrics, is_whole_step=attempt == 0)
-        for p, group, value_GF in zip(places, sampled, values, strict=True):
+        values, result = values_PGF[missing], None
+        with (
+            world.fail_together(),
+            world.interruptible(),
+        ):  # out of memory, a broken reward, a signal: maybe on this rank only
+            with world.timed("rollout", seconds):
+                total = len(missing) * run.sampling.num_generations * run.sampling.max_completion_length
+                with run.reporter.bar("rollout", total) as bar:
+                    sampled = generate(
+                        run.policy,
+                        [problems[p] for p in missing],
+                        run.sampling,
+                        address=(run.config.seed, "rollout", step),
+                        on_tokens=bar.update,
+                    )
+            with world.timed("reward", seconds):
+                if sampled:
+                    values, result = run.score(sampled)
+        count_reward_failures(run, result, metrics, is_whole_step=attempt == 0)
+        for p, group, value_GF in zip(missing, sampled, values, strict=True):
             groups[p], values_PGF[p] = group, value_GF
         rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
         if not algorithm.dynamic_sampling or attempt == algorithm.dynamic_sampling_attempts:
             break
         equal = has_equal_rewards(rewards_PG).nonzero().flatten().tolist()
         substitutes = {p: run.problems.substitute(step, p, attempt) for p in equal}
-        places = [p for p, problem in substitutes.items() if problem is not None]
-        for p in places:
+        missing = [p for p, problem in substitutes.items() if problem is not None]
+        for p in missing:
             problems[p] = substitutes[p]
-        if world.all_true(not places):
+        if world.all_true(not missing):
             break
     return groups, values_PGF, rewards_PG
 
 
 def weighted_sum(values_PGF: torch.Tensor, weights: list[float]) -> torch.Tensor:
-    """``[P, G]`` over the functions that gave a value; NaN where none did."""
+    """``[P, G]``, over the functions that gave a value; NaN where none did."""
     rewards_PG = (values_PGF.nan_to_num(0.0) * torch.tensor(weights)).sum(dim=-1)
     return rewards_PG.masked_fill(values_PGF.isnan().all(dim=-1), torch.nan)
 
 
 def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
-    """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without grad."""
+    """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without gradient."""
     old_BT = ref_BT = None
-    if run.config.algorithm.updates_per_step > 1:  # with one update, old = new.detach(): the same numbers, a pass saved
+    if (
+        run.config.algorithm.updates_per_step > 1
+    ):  # with one update, old = new.detach(): the same numbers, one pass less
         old_BT = run.logprobs(run.bare_scorer, batch)
     if run.ref_scorer is not None:
         ref_BT = run.logprobs(run.ref_scorer, batch)
     return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT)
 
 
-def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: bool) -> None:
-    """One optimizer update from this rank's share of a minibatch."""
+def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: torch.Tensor | None) -> None:
+    """One optimizer update from this rank's share of a minibatch.
+
+    In the first pass over the batch, the old log-probs of the minibatch's rows are written into ``first_pass_BT``.
+    """
     config, world, algorithm = run.config, run.world, run.config.algorithm
     averaging = dict(aggregation=algorithm.aggregation, max_length=config.rollout.max_completion_length)
-    # Counted over all ranks before the first backward: the gradient then does not depend on how the work is cut.
+    # Counted over all ranks before the first backward. An average per rank or per micro-batch would give the tokens of a rank with
+    # fewer of them more weight, and the gradient would depend on how the batch is divided.
     denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
     for micro, is_last in microbatches(minibatch, config.optim.tokens_per_microbatch, packed=run.packed):
-        with world.synchronise_if(is_last, run.scorer):
+        with gradient_sync(run.scorer, enabled=is_last):
             with run.policy.autocast():
-                new_BT, entropy_BT = run.scorer(*micro.to_score)
+                new_BT, entropy_BT = run.scorer(*micro.scorer_inputs)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
             loss_sum, stats = policy_loss(
                 new_BT,
@@ -199,25 +195,44 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
                 kl_estimator=algorithm.kl_estimator,
                 **averaging,
             )
-            (loss_sum * world.size / denominator).backward()  # world.size undoes DDP's mean
-        metrics.add_all(stats)
-        metrics.add("loss", loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging))
-        metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
-        if is_first_pass:
-            first_pass_metrics(run, metrics, micro, old_BT)
+            (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
+        loss = loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging)
+        add_microbatch(metrics, micro, old_BT, entropy_BT, loss, stats, is_first_pass=first_pass_BT is not None)
+        if first_pass_BT is not None:
+            first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT
     if config.debug:
         debug.check_update(run, metrics)
     apply_update(run, metrics)
 
 
+def end_step(run: Run, line: dict) -> None:
+    """Evaluate and save where it is due, write the step's line; raise Interrupted if a signal asked to stop (all ranks vote)."""
+    step, every = run.progress.step, run.config.eval.every
+    is_last, seconds, evaluated = step == run.max_steps, {}, {}
+    if is_last or (every and step % every == 0):
+        with run.world.timed("eval", seconds):
+            evaluated = run.evaluate(step)
+        line = line | {"time/eval": seconds["eval"]} | evaluated
+    run.reporter.step(line)
+    run.progress.unwritten_line = None
+    run.saver.save_if_due(line)
+    if is_last and evaluated:
+        run.reporter.say(evaluation_table(run.progress.before, evaluated))
+    save, stop = run.signals.vote()
+    if save and run.saver.saved_step < step:
+        run.saver.save()
+    if stop and not is_last:
+        raise Interrupted
+
+
 def main(argv: list[str]) -> int:
-    world, run = None, None
+    world = run = None
     try:
-        config: Config = load_config(argv)
-        world: World = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
+        config = load_config(argv)
+        world = start_world(config.runtime)
         run = prepare(config, world)
-    except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend
-        return refuse(mistake, world)
+    except (ValueError, OSError, OtherRankFailed) as error:  # user errors: settings, files, data
+        return refuse(error, world)
     if run is not None:
         return run_to_completion(run, train)
     world.shutdown()

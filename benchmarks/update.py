@@ -55,7 +55,7 @@ def worker(a) -> None:
     def run() -> None:
         for micro, _ in microbatches(batch, a.tokens_per_microbatch, packed=scorer.packed):
             with policy.autocast():
-                logprobs_BT, _ = scorer(*micro.to_score)
+                logprobs_BT, _ = scorer(*micro.scorer_inputs)
             logprobs_BT.sum().backward()
         policy.model.zero_grad(set_to_none=True)
         if device.type == "cuda":

@@ -1,87 +1,96 @@
 """Rewards to advantages. Pure functions.
 
-Shapes: ``P`` problems, ``G`` completions of each.
+Shapes: ``P`` problems, ``G`` completions of each problem.
 """
-
-from typing import Literal
 
 import torch
 
-Baseline = Literal["mean", "leave_one_out", "none"]
-Scale = Literal["group", "batch", "none"]
+from grpo.choices import Baseline, Scale, check_choice
 
 
 def group_advantages(
     rewards_PG: torch.Tensor, *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4
 ) -> torch.Tensor:
-    """``A = (r - baseline) / scale`` for each completion (DeepSeekMath, section 4.1; Dr. GRPO drops the scale; RLOO leaves one out).
+    """The advantage of each completion: ``A = (reward - baseline) / scale``.
+
+    GRPO (DeepSeekMath, section 4.1) subtracts the group's mean and divides by the group's standard deviation; Dr. GRPO does not
+    divide; RLOO subtracts the mean of the other completions of the group.
 
     Args:
-        rewards_PG: ``[P, G]`` rewards; NaN marks an unscorable completion. With ``scale="batch"``, P must be the whole
-            global batch, since its std is what divides.
-        baseline: ``mean`` of the group; ``leave_one_out``: mean of the other completions; ``none``: 0.
-        scale: std (n-1) of the ``group`` or of the ``batch``, plus ``eps``; ``none``: 1.
-        eps: Added to the std, in units of reward.
+        rewards_PG: ``[P, G]`` rewards. NaN marks a completion that could not be scored. With ``scale="batch"`` these must be the
+            problems of all ranks, because one standard deviation over all of them is the divisor.
+        baseline: ``mean`` of the group; ``leave_one_out``: mean of the other completions of the group; ``none``: 0.
+        scale: standard deviation (n - 1) of the ``group`` or of the whole ``batch``, plus ``eps``; ``none``: 1.
+        eps: added to the standard deviation, in units of reward.
 
     Returns:
-        ``[P, G]`` advantages, at least fp32. Unscorable completions get 0 and do not touch the others. Where the rewards that
-        a baseline or a std is taken over are all equal, the advantage is exactly 0, not rounding noise divided by ``eps``.
+        ``[P, G]`` advantages, fp32 or wider. A completion that could not be scored gets 0 and does not influence the others. Where
+        all rewards of a group (with ``scale="batch"``: of the batch) are equal, the advantage is exactly 0.
 
     Raises:
-        ValueError: on a shape other than ``[P, G]``, an infinite reward, an unknown name, or ``G == 1`` with a baseline
-            (a completion compared with itself teaches nothing).
+        ValueError: if the shape is not ``[P, G]``, a reward is infinite, a name is unknown, or ``G == 1`` with a baseline (the
+            only completion of a group has nothing to be compared with).
     """
-    if rewards_PG.dim() != 2:
-        raise ValueError(f"expected rewards of shape [P, G], got {tuple(rewards_PG.shape)}")
-    if baseline not in ("mean", "leave_one_out", "none"):
-        raise ValueError(f"baseline={baseline!r}: use mean, leave_one_out or none")
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale={scale!r}: use group, batch or none")
-    if rewards_PG.shape[1] == 1 and baseline != "none":
-        raise ValueError(
-            f"G = 1 with baseline={baseline!r} compares a completion with itself: use G >= 2 or baseline='none'"
-        )
-    # fp32 at least: rewards in half precision would round the differences that are the whole signal.
+    _check(rewards_PG, baseline, scale)
+    # At least fp32: half precision would round away the small differences between rewards that the advantages are made of.
     rewards_PG = rewards_PG.to(torch.promote_types(rewards_PG.dtype, torch.float32))
     if torch.isinf(rewards_PG).any():
         raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
     scored_PG = ~torch.isnan(rewards_PG)
-    r_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
-    n_P1 = scored_PG.sum(dim=1, keepdim=True)
-    sum_P1 = r_PG.sum(dim=1, keepdim=True)
+    rewards_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
 
-    if baseline == "mean":
-        advantages_PG = r_PG - sum_P1 / n_P1.clamp(min=1)
-    elif baseline == "leave_one_out":
-        advantages_PG = r_PG - (sum_P1 - r_PG) / (n_P1 - 1).clamp(min=1)
-    else:
-        advantages_PG = r_PG
-    if baseline != "none":
-        advantages_PG = advantages_PG.masked_fill(_all_equal(rewards_PG, scored_PG, dim=1), 0.0)
-
+    advantages_PG = rewards_PG - _baseline(rewards_PG, scored_PG, baseline)
     if scale == "group":
-        std_P1 = _std(r_PG, scored_PG, dim=1)
-        advantages_PG = (advantages_PG / (std_P1 + eps)).masked_fill(_all_equal(rewards_PG, scored_PG, dim=1), 0.0)
+        advantages_PG = advantages_PG / (_std(rewards_PG, scored_PG, dim=1) + eps)
     elif scale == "batch":
-        std = _std(r_PG.flatten(), scored_PG.flatten(), dim=0)
-        equal = _all_equal(rewards_PG.flatten(), scored_PG.flatten(), dim=0)
-        advantages_PG = (advantages_PG / (std + eps)).masked_fill(equal, 0.0)
-    return advantages_PG.masked_fill(~scored_PG, 0.0)
+        advantages_PG = advantages_PG / (_std(rewards_PG.flatten(), scored_PG.flatten(), dim=0) + eps)
+
+    is_zero_PG = ~scored_PG
+    # Equal rewards must give exactly 0. Computed, they would give a rounding error divided by eps.
+    if baseline != "none" or scale == "group":
+        is_zero_PG = is_zero_PG | _all_equal(rewards_PG, scored_PG, dim=1)
+    if scale == "batch":
+        is_zero_PG = is_zero_PG | _all_equal(rewards_PG.flatten(), scored_PG.flatten(), dim=0)
+    return advantages_PG.masked_fill(is_zero_PG, 0.0)
 
 
 def has_equal_rewards(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """``[P]`` booleans: the group's scorable rewards are all equal (or none is scorable), so it teaches nothing."""
+    """``[P]`` booleans: True where all rewards of a group are equal, or none is a number, so that its advantages are 0."""
     return _all_equal(rewards_PG, ~torch.isnan(rewards_PG), dim=1).squeeze(1)
 
 
+def _check(rewards_PG: torch.Tensor, baseline: str, scale: str) -> None:
+    if rewards_PG.dim() != 2:
+        raise ValueError(f"expected rewards of shape [P, G], got {tuple(rewards_PG.shape)}")
+    check_choice("baseline", baseline, Baseline)
+    check_choice("scale", scale, Scale)
+    if rewards_PG.shape[1] == 1 and baseline != "none":
+        raise ValueError(
+            f"G = 1 with baseline={baseline!r} compares a completion with itself: use G >= 2 or baseline='none'"
+        )
+
+
+def _baseline(rewards_PG: torch.Tensor, scored_PG: torch.Tensor, baseline: Baseline) -> torch.Tensor | float:
+    """What is subtracted from each reward; rewards that are not scored must be 0."""
+    if baseline == "none":
+        return 0.0
+    count_P1 = scored_PG.sum(dim=1, keepdim=True)
+    total_P1 = rewards_PG.sum(dim=1, keepdim=True)
+    if baseline == "mean":
+        return total_P1 / count_P1.clamp(min=1)
+    return (total_P1 - rewards_PG) / (count_P1 - 1).clamp(min=1)
+
+
 def _all_equal(values: torch.Tensor, scored: torch.Tensor, dim: int) -> torch.Tensor:
+    """Whether the scored values along ``dim``, which is kept, are all equal; also True where nothing is scored."""
     highest = values.masked_fill(~scored, -torch.inf).amax(dim=dim, keepdim=True)
     lowest = values.masked_fill(~scored, torch.inf).amin(dim=dim, keepdim=True)
-    return highest <= lowest  # also when nothing is scored: -inf <= inf
+    return highest <= lowest
 
 
 def _std(values: torch.Tensor, scored: torch.Tensor, dim: int) -> torch.Tensor:
-    n = scored.sum(dim=dim, keepdim=True)
-    mean = values.sum(dim=dim, keepdim=True) / n.clamp(min=1)
+    """Standard deviation (n - 1) of the scored values along ``dim``, which is kept; the others must be 0."""
+    count = scored.sum(dim=dim, keepdim=True)
+    mean = values.sum(dim=dim, keepdim=True) / count.clamp(min=1)
     squares = ((values - mean) ** 2).masked_fill(~scored, 0.0).sum(dim=dim, keepdim=True)
-    return (squares / (n - 1).clamp(min=1)).sqrt()
+    return (squares / (count - 1).clamp(min=1)).sqrt()

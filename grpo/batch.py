@@ -1,4 +1,4 @@
-"""The records of a step, and the only place where masks are made.
+"""The records of a step, from a row of the dataset to a micro-batch. Masks are made here and nowhere else.
 
 Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 IGNORE_INDEX = -100
-"""Label of positions that are not scored (PyTorch's ``cross_entropy`` default)."""
+"""Label of positions that are not scored, as in PyTorch's ``cross_entropy``."""
 
 
 @dataclass(frozen=True)
@@ -18,32 +18,32 @@ class Problem:
     """One row of the dataset."""
 
     index: int
-    """Its number in the dataset; the address of its randomness."""
+    """Index of the row in the dataset; part of the sampling seed of its completions."""
     prompt: str | list[dict[str, str]]
-    """As rewards see it: text, or chat messages."""
+    """The prompt as rewards get it: text, or a list of chat messages."""
     prompt_ids: tuple[int, ...]
-    """As the model sees it, after system prompt, few-shot examples and chat template."""
+    """The prompt as the model gets it: with system prompt, few-shot examples and chat template."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Every other column of the row (``answer`` among them), handed to the rewards by name."""
+    """The other columns of the row, among them ``answer``; rewards get them as keyword arguments."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response."""
+    """One sampled response to a problem."""
 
     ids: tuple[int, ...]
-    """Tokens up to and including the first EOS, or cut at ``max_completion_length``; never empty."""
+    """Tokens up to and including the first EOS, at most ``max_completion_length`` of them, at least one."""
     text: str
-    """Decoded without special tokens."""
+    """The tokens decoded, without special tokens."""
     finished: bool
-    """Whether it ended by itself (EOS or a stop string); ``False`` means it was cut (truncated)."""
+    """True if the response ended with EOS or a stop string, False if it was truncated at ``max_completion_length``."""
     sampling_logprobs: tuple[float, ...] = ()
-    """Log-probability of each token at the sampling temperature, as the sampler computed it; empty for greedy decoding."""
+    """Log-probability of each token at the sampling temperature, as computed while sampling; empty for greedy decoding."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The G completions of one problem. A group never leaves its rank."""
+    """The G completions of one problem; all of them are on the same rank."""
 
     problem: Problem
     completions: tuple[Completion, ...]
@@ -52,7 +52,7 @@ class Group:
 def completion_mask(completion_ids_BT: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Boolean ``[B, T]``: True at the first ``lengths_B[b]`` positions of row ``b``.
 
-    By length, never by token value: a pad id equal to the EOS id, or several EOS ids, cannot confuse it.
+    The mask depends on lengths and never on token values, so a pad id that equals the EOS id, or several EOS ids, make no difference.
 
     Raises:
         ValueError: if shapes disagree or a length is not in ``[0, T]``.
@@ -69,7 +69,7 @@ def completion_mask(completion_ids_BT: torch.Tensor, lengths_B: torch.Tensor) ->
 
 
 def right_pad(rows: Sequence[Sequence[int]], value: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Integer rows of uneven length to ``[B, longest]``, filled with ``value`` on the right."""
+    """Rows of integers to a tensor ``[B, longest row]``, filled up with ``value`` on the right."""
     width = max((len(row) for row in rows), default=0)
     padded = torch.full((len(rows), width), value, dtype=torch.long)
     for b, row in enumerate(rows):
@@ -79,55 +79,51 @@ def right_pad(rows: Sequence[Sequence[int]], value: int, device: torch.device | 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tensors on the training device, right-padded: prompt, completion, padding.
-
-    ``S`` and ``T`` are the longest sequence and completion among the rows.
-    """
+    """Rows of tensors on the training device. ``S`` and ``T`` are the longest sequence and the longest completion among the rows."""
 
     sequence_ids_BS: torch.Tensor
     """Prompt, then completion, then padding."""
     prompt_lengths_B: torch.Tensor
     completion_mask_BT: torch.Tensor
-    """True at each completion's tokens: what is scored."""
+    """True at the tokens of each completion: those that are scored."""
     loss_mask_BT: torch.Tensor
-    """True at the tokens that are trained on: the same, less masked truncated completions."""
+    """True at the tokens that are trained on: those that are scored, without truncated completions if these are masked."""
     advantages_B: torch.Tensor
     group_B: torch.Tensor
-    """Number of the group of each row; rows of one group are neighbours and have the same prompt."""
+    """Index of each row's group on this rank. Rows of one group are neighbours and have the same prompt."""
     row_B: torch.Tensor
-    """Number of each row in the whole batch of this rank, whatever part of it this is."""
+    """Index of each row in this rank's batch of the step; a minibatch or micro-batch keeps it."""
     sampling_logprobs_BT: torch.Tensor
-    """As the sampler computed them; a check on scoring, not used in the loss."""
+    """Log-probs as computed while sampling, to compare the scored ones with; the loss does not use them."""
     old_logprobs_BT: torch.Tensor | None = None
-    """Under the policy that sampled; None: the policy of the first update is that policy."""
+    """Log-probs under the policy that sampled; None: the policy has not been updated since."""
     ref_logprobs_BT: torch.Tensor | None = None
-    """Under the reference; None: no KL term."""
+    """Log-probs under the reference model; None: there is no KL term."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids_BS)
 
     @property
     def lengths_B(self) -> torch.Tensor:
-        """Tokens of prompt and completion together."""
+        """Number of tokens of prompt and completion together."""
         return self.prompt_lengths_B + self.completion_mask_BT.sum(dim=1)
 
     @property
-    def to_score(self) -> tuple[torch.Tensor, ...]:
-        """What a ``CompletionScorer`` takes."""
+    def scorer_inputs(self) -> tuple[torch.Tensor, ...]:
+        """The arguments of :class:`grpo.logprobs.CompletionScorer`."""
         return self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
 
-    def rows(self, index: torch.Tensor | slice) -> "Batch":
-        """Some of the rows, trimmed to the longest among them."""
-        index = torch.arange(len(self))[index] if isinstance(index, slice) else index
-        index = index.to(self.sequence_ids_BS.device)
-        S = int(self.lengths_B[index].max())
-        T = int(self.completion_mask_BT[index].sum(dim=1).max())
-        chosen = {}
+    def select(self, rows: torch.Tensor | slice) -> "Batch":
+        """The batch of some rows, with padding removed up to the longest of them."""
+        rows = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows
+        rows = rows.to(self.sequence_ids_BS.device)
+        widths = {"S": int(self.lengths_B[rows].max()), "T": int(self.completion_mask_BT[rows].sum(dim=1).max())}
+        selected = {}
         for name, tensor in vars(self).items():
             if tensor is not None:
-                width = {"S": S, "T": T}.get(name[-1])
-                chosen[name] = tensor[index] if width is None else tensor[index, :width]
-        return replace(self, **chosen)
+                width = widths.get(name[-1])
+                selected[name] = tensor[rows] if width is None else tensor[rows, :width]
+        return replace(self, **selected)
 
 
 def collate(
@@ -138,7 +134,12 @@ def collate(
     device: torch.device | str = "cpu",
     mask_truncated: bool = False,
 ) -> Batch:
-    """Groups and their advantages ``[P, G]`` to one batch of ``P*G`` rows, group by group.
+    """Make one batch of ``P*G`` rows, group after group.
+
+    Args:
+        advantages_PG: ``[P, G]`` of the completions, in the order of ``groups``.
+        pad_id: token that fills up shorter rows.
+        mask_truncated: leave truncated completions out of the loss.
 
     Raises:
         ValueError: if there are not as many advantages as completions.
@@ -168,51 +169,53 @@ def collate(
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:
-    """``count`` equal parts of consecutive groups; one optimizer update is made from each.
+    """``count`` equal parts of consecutive groups; each part is one optimizer update.
 
-    Rank r holds the global groups r, r + world_size, ..., so the same part of every rank is the same part of the whole batch,
-    whatever the world size.
+    Rank r has the groups r, r + world_size, r + 2 * world_size, ... of the step. The m-th parts of all ranks together are therefore
+    the same groups, whatever the world size.
     """
     assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
     n = len(batch) // count
-    return [batch.rows(slice(m * n, (m + 1) * n)) for m in range(count)]
+    return [batch.select(slice(m * n, (m + 1) * n)) for m in range(count)]
 
 
-def cut(batch: Batch, tokens: int, *, packed: bool = False) -> list[torch.Tensor]:
-    """Row numbers of forward passes of at most ``tokens`` tokens each.
+def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iterator[tuple[Batch, bool]]:
+    """``(micro-batch, is_last)`` for each part of :func:`microbatch_rows`."""
+    parts = microbatch_rows(batch, max_tokens, packed=packed)
+    for number, rows in enumerate(parts, 1):
+        yield batch.select(rows), number == len(parts)
 
-    Packed, a pass takes whole groups (prompt once, then the completions), or parts of one that is too long. Padded, it takes rows of
-    like length. A row longer than the budget comes alone. At least one part, so that every rank runs one synchronised backward.
+
+def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[torch.Tensor]:
+    """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens.
+
+    With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group. Otherwise rows of similar length come
+    together, and padding counts. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one
+    micro-batch, because every rank must run a backward pass for DDP to synchronise.
     """
-    return _cut_groups(batch, tokens) if packed else _cut_rows(batch, tokens)
+    return _consecutive_rows(batch, max_tokens) if packed else _rows_of_similar_length(batch, max_tokens)
 
 
-def _cut_rows(batch: Batch, tokens: int) -> list[torch.Tensor]:
+def _rows_of_similar_length(batch: Batch, max_tokens: int) -> list[torch.Tensor]:
     lengths = batch.lengths_B.tolist()
     parts: list[list[int]] = [[]]
-    for b in sorted(range(len(batch)), key=lambda b: lengths[b]):  # ascending, so that row b is the longest of its part
-        if parts[-1] and (len(parts[-1]) + 1) * lengths[b] > tokens:
+    for b in sorted(range(len(batch)), key=lambda b: lengths[b]):
+        # Sorted by length: row b is the longest of its part so far, and the others are padded to its length.
+        if parts[-1] and (len(parts[-1]) + 1) * lengths[b] > max_tokens:
             parts.append([])
         parts[-1].append(b)
     return [torch.tensor(rows) for rows in parts]
 
 
-def _cut_groups(batch: Batch, tokens: int) -> list[torch.Tensor]:
+def _consecutive_rows(batch: Batch, max_tokens: int) -> list[torch.Tensor]:
     prompts, lengths = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist()
     parts: list[list[int]] = [[]]
-    used, group_before = 0, None
+    used, previous_group = 0, None
     for b, group in enumerate(batch.group_B.tolist()):
-        cost = lengths[b] - prompts[b] + (prompts[b] if group != group_before else 0)
-        if parts[-1] and used + cost > tokens:
+        cost = lengths[b] if group != previous_group else lengths[b] - prompts[b]
+        if parts[-1] and used + cost > max_tokens:
             parts.append([])
-            used, cost = 0, lengths[b]
+            used, cost = 0, lengths[b]  # the prompt is computed again in the new part
         parts[-1].append(b)
-        used, group_before = used + cost, group
+        used, previous_group = used + cost, group
     return [torch.tensor(rows) for rows in parts]
-
-
-def microbatches(batch: Batch, tokens: int, *, packed: bool = False) -> Iterator[tuple[Batch, bool]]:
-    """``(rows, is_last)`` for each part of :func:`cut`."""
-    parts = cut(batch, tokens, packed=packed)
-    for number, rows in enumerate(parts, 1):
-        yield batch.rows(rows), number == len(parts)

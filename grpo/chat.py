@@ -1,10 +1,10 @@
-"""Talk to a checkpoint, or see G samples of a prompt with their rewards.
+"""Talk to a checkpoint, or print G samples of one prompt with their rewards.
 
 python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150
 python -m grpo.chat --model DIR --prompt "17+25=" --samples 8 --column answer=42
 
-Prompts are rendered as in training: system prompt, worked examples, rewards, temperature and lengths come from the configuration
-that the checkpoint holds, or from ``--config``.
+Prompts are rendered as in training: system prompt, worked examples, rewards, temperature and lengths come from the configuration in
+the checkpoint, or from ``--config``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from grpo.batch import Group
 from grpo.config import Config, load_config
 from grpo.config.arguments import read_yaml
-from grpo.data import Rows, make_problems, said_first
+from grpo.data import Rows, make_problems, system_prompt_and_instructions
 from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
@@ -31,8 +31,8 @@ from grpo.telemetry.console import print_mistake
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        config = _config_of(options)
-        policy = _policy(options, config)
+        config = _config_from(options)
+        policy = _policy_from(options, config)
         if options.prompt is None:
             return talk(policy, config, options)
         return show_samples(policy, config, options)
@@ -49,27 +49,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", required=True, help="checkpoint folder, any Hugging Face folder or id, or builtin:tiny"
     )
-    parser.add_argument("--config", help="YAML of a run, if the folder holds none")
-    parser.add_argument("--prompt", help="sample this prompt instead of talking")
-    parser.add_argument("--samples", type=int, default=8, help="completions of --prompt (default 8)")
+    parser.add_argument("--config", help="YAML file of a run, if the model folder contains no configuration")
+    parser.add_argument("--prompt", help="sample this prompt instead of starting a conversation")
+    parser.add_argument("--samples", type=int, default=8, help="number of completions of --prompt (default 8)")
     parser.add_argument(
-        "--column", action="append", default=[], metavar="NAME=VALUE", help="for the rewards: answer=42, say"
+        "--column",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a column for the rewards, such as answer=42",
     )
-    parser.add_argument("--temperature", type=float, help="default: the run's; 0 is greedy")
+    parser.add_argument("--temperature", type=float, help="default: the run's rollout.temperature; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, help="default: the run's rollout.max_completion_length")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
-def _config_of(options: argparse.Namespace) -> Config:
+def _config_from(options: argparse.Namespace) -> Config:
     if options.config is not None:
         return load_config(["--config", options.config])
     if (Path(options.model) / "trainer" / "state.json").exists():
         return Config.model_validate(checkpoint.read_state(options.model)["config"])
-    return Config.model_validate({"data": {"system_prompt": ""}})  # no run, whose task's instructions it would hear
+    # Without a run: an empty system prompt, or the model would get the instructions of the default task.
+    return Config.model_validate({"data": {"system_prompt": ""}})
 
 
-def _policy(options: argparse.Namespace, config: Config) -> Policy:
+def _policy_from(options: argparse.Namespace, config: Config) -> Policy:
     trust = config.model.trust_remote_code
     path = resolve_model(options.model, config.data.dataset, trust_remote_code=trust)
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
@@ -86,36 +91,50 @@ def _policy(options: argparse.Namespace, config: Config) -> Policy:
 
 
 def _sample(
-    policy: Policy, config: Config, options, prompt: Any, columns: dict[str, Any], *, count: int, turn: int
+    policy: Policy,
+    config: Config,
+    options: argparse.Namespace,
+    prompt: str | list[dict[str, str]],
+    columns: dict[str, Any],
+    *,
+    num_samples: int,
+    turn: int,
 ) -> Group:
-    """``count`` completions of a prompt (text or messages), rendered as the run renders its own.
+    """Sample completions of one prompt (text or messages), which is rendered like the prompts of the run.
 
     Raises:
         ValueError: if prompt and completion together exceed the model's context.
     """
-    rows = Rows("the prompt", [prompt], [columns], *said_first(config.data, config.data.dataset))
-    limit = policy.context_length or 10**9
-    length = options.max_tokens or config.rollout.max_completion_length
-    if length >= limit:
+    rows = Rows("the prompt", [prompt], [columns], *system_prompt_and_instructions(config.data, config.data.dataset))
+    context_length = policy.context_length or 10**9
+    max_tokens = options.max_tokens or config.rollout.max_completion_length
+    if max_tokens >= context_length:
         raise ValueError(
-            f"{length} tokens leave no room for a prompt in the model's context of {limit}: set --max-tokens"
+            f"{max_tokens} completion tokens leave no space for a prompt in the model's context of {context_length} tokens: "
+            "set --max-tokens"
         )
-    section = config.data.model_copy(update={"max_prompt_length": limit - length})
-    (problem,) = make_problems(rows, section, policy.tokenizer).problems
+    data = config.data.model_copy(update={"max_prompt_length": context_length - max_tokens})
+    (problem,) = make_problems(rows, data, policy.tokenizer).problems
     temperature = config.rollout.temperature if options.temperature is None else options.temperature
     r = config.rollout
     sampling = Sampling(
-        count, length, temperature=temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, stop=tuple(r.stop)
+        num_samples,
+        max_tokens,
+        temperature=temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        stop=tuple(r.stop),
     )
     (group,) = generate(policy, [problem], sampling, address=(options.seed, "chat", turn))
     return group
 
 
 def talk(policy: Policy, config: Config, options: argparse.Namespace) -> int:
-    """Turns from standard input until its end; a turn that no longer fits the context begins anew."""
+    """Hold a conversation, one line of standard input a turn. A conversation that exceeds the context is started again."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        print("/reset begins anew, /quit or Ctrl-D ends")
+        print("/reset starts a new conversation, /quit or Ctrl-D ends the program")
     messages: list[dict[str, str]] = []
     turn = 0
     while True:
@@ -129,21 +148,21 @@ def talk(policy: Policy, config: Config, options: argparse.Namespace) -> int:
         elif line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
             try:
-                group = _sample(policy, config, options, messages, {}, count=1, turn=turn)
+                group = _sample(policy, config, options, messages, {}, num_samples=1, turn=turn)
             except ValueError:
                 if len(messages) == 1:
                     raise
-                print("(the conversation has grown too long and begins anew)")
+                print("(the conversation exceeds the model's context: a new one starts with this turn)")
                 messages = messages[-1:]
-                group = _sample(policy, config, options, messages, {}, count=1, turn=turn)
+                group = _sample(policy, config, options, messages, {}, num_samples=1, turn=turn)
             text = group.completions[0].text
             messages.append({"role": "assistant", "content": text})
             turn += 1
-            print(printable(text) + ("" if group.completions[0].finished else " [cut]"), flush=True)
+            print(printable(text) + ("" if group.completions[0].finished else " [truncated]"), flush=True)
 
 
 def show_samples(policy: Policy, config: Config, options: argparse.Namespace) -> int:
-    """G completions of one prompt, each with every reward, as a step of training would score them."""
+    """Print completions of one prompt, each with all its rewards, as in a training step."""
     columns = {}
     for item in options.column:
         name, equals, value = item.partition("=")
@@ -152,13 +171,13 @@ def show_samples(policy: Policy, config: Config, options: argparse.Namespace) ->
         value = read_yaml(value, f"--column {name}=")
         columns[name] = str(value) if name == "answer" else value
     if options.samples < 1:
-        raise ValueError(f"--samples {options.samples}: at least 1")
-    group = _sample(policy, config, options, options.prompt, columns, count=options.samples, turn=0)
+        raise ValueError(f"--samples {options.samples} must be at least 1")
+    group = _sample(policy, config, options, options.prompt, columns, num_samples=options.samples, turn=0)
     with RewardRunner(config.reward.functions, timeout_s=config.reward.timeout_s, device=policy.device) as rewards:
         try:
             values = score_groups(rewards, [group]).values
         except ValueError as mistake:
-            raise ValueError(f"{mistake}; give it as --column NAME=VALUE") from None
+            raise ValueError(f"{mistake}; add --column NAME=VALUE") from None
         for number, (completion, row) in enumerate(zip(group.completions, values, strict=True), 1):
             weighted = [w * v for w, v in zip(rewards.weights, row, strict=True) if v is not None]
             total = f"{sum(weighted):g}" if weighted else "unscorable"
@@ -166,14 +185,14 @@ def show_samples(policy: Policy, config: Config, options: argparse.Namespace) ->
                 f"{name} {'unscorable' if value is None else format(value, 'g')}"
                 for name, value in zip(rewards.names, row, strict=True)
             )
-            end = "finished" if completion.finished else "cut"
-            print(f"--- {number}/{options.samples}  reward {total} ({parts}), {len(completion.ids)} tokens, {end}")
+            ending = "finished" if completion.finished else "truncated"
+            print(f"--- {number}/{options.samples}  reward {total} ({parts}), {len(completion.ids)} tokens, {ending}")
             print(printable(completion.text))
     return 0
 
 
 def printable(text: str) -> str:
-    """Text that cannot move the cursor or hide itself: control and format characters are spelled out."""
+    """The text with control and format characters escaped, so that it cannot move the cursor or hide parts of itself."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
 
 

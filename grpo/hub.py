@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub answers. Without a network its client retries for 23 seconds before it says so."""
+"""Find out whether the Hugging Face Hub can be reached. Without a network, the Hub's client retries for 23 seconds before it fails."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import urllib.request
 
 import huggingface_hub
 
-SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0
 
 
 @functools.cache
 def hub_answers() -> bool:
-    """Try once in a process to connect; if that fails, switch the client to what its cache holds.
+    """Whether the Hub can be reached. If not, this process uses the client's cache only from now on (``HF_HUB_OFFLINE``).
 
-    Behind a proxy it is taken to answer: what the proxy can reach is not ours to guess.
+    A process tries to connect once. With a proxy the answer is yes, because only the proxy knows what it can reach.
     """
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
@@ -24,7 +24,7 @@ def hub_answers() -> bool:
     if {url.scheme, "all"} & set(urllib.request.getproxies()):
         return True
     try:
-        socket.create_connection((url.hostname, url.port or {"http": 80}.get(url.scheme, 443)), SECONDS).close()
+        socket.create_connection((url.hostname, url.port or {"http": 80}.get(url.scheme, 443)), TIMEOUT_SECONDS).close()
     except OSError:
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         return False

@@ -1,6 +1,7 @@
-"""Log-probabilities of completions by shifted cross-entropy, never with all the logits in memory at once.
+"""Log-probabilities of completion tokens by shifted cross-entropy, without all the logits in memory at once.
 
-Shapes: ``B`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens, ``V`` vocabulary, ``H`` hidden size, ``N`` tokens.
+Shapes: ``B`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens, ``V`` vocabulary, ``H`` hidden size, ``N`` completion
+tokens of all rows one after the other, ``n`` tokens of one chunk.
 """
 
 import torch
@@ -11,20 +12,21 @@ from grpo.attention.packed import enable_packing, pack, packed_hidden
 from grpo.batch import IGNORE_INDEX
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
-"""Logits held at once where the head works in chunks: 64 MiB in fp32, and 512 on a GPU, which chunks of a hundred tokens would leave idle."""
+"""How many logits are in memory at once where the head works in chunks of tokens: 64 MiB in fp32, and 512 MiB on a GPU, which needs
+larger products to be busy."""
 
 
 def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probability of each label, ``-cross_entropy(logits / temperature, label)``.
+    """Log-probability of each label: ``-cross_entropy(logits / temperature, label)``.
 
     Args:
-        logits_BTV: ``[B, T, V]`` (any leading shape); position ``t`` holds the logits that predict ``labels[..., t]``.
-        labels_BT: ``[B, T]`` shifted labels: the token *after* the one at whose position the logits were computed.
-            ``-100`` marks positions that are not scored.
-        temperature: the sampling temperature, so that these are the probabilities the tokens were drawn with.
+        logits_BTV: ``[B, T, V]`` (or any other leading shape); the logits at position ``t`` predict ``labels_BT[:, t]``.
+        labels_BT: ``[B, T]`` shifted labels: at each position the *next* token of the sequence. ``-100`` marks positions that are
+            not scored.
+        temperature: the sampling temperature, so that the result is the probability with which the token was sampled.
 
     Returns:
-        ``[B, T]`` in fp32 (float64 for float64 logits), nats; 0.0 at ``-100``.
+        ``[B, T]`` in fp32 (float64 for float64 logits), in nats; 0.0 at ``-100``.
 
     Raises:
         ValueError: if the shapes disagree or the temperature is not positive.
@@ -36,15 +38,14 @@ def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temp
     logits_NV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(0, -2)
     if temperature != 1.0:
         logits_NV = logits_NV / temperature
-    # Autocast would leave cross_entropy in fp32 as well; `to` above does it outside of autocast too.
     losses_N = F.cross_entropy(logits_NV, labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     return -losses_N.view(labels_BT.shape)
 
 
 class CompletionScorer(nn.Module):
-    """Wraps a causal language model so that one ``forward`` gives the log-probs of completions.
+    """A causal language model whose ``forward`` returns the log-probabilities of completions.
 
-    A module, so that DistributedDataParallel can wrap it and see the forward pass; it adds no parameters of its own.
+    It is a module, without parameters of its own, so that DistributedDataParallel can wrap it and see the forward pass.
     """
 
     def __init__(self, model: nn.Module, temperature: float = 1.0):
@@ -52,17 +53,22 @@ class CompletionScorer(nn.Module):
         self.model = model
         self.temperature = temperature
         self.packed = False
-        """Whether each prompt is computed once per group; see :meth:`pack_groups`."""
+        """Whether each prompt is computed once per group instead of once per completion; see :meth:`pack_groups`."""
         self._plain_head: bool | None = None
 
     def pack_groups(self) -> str | None:
-        """From now on compute each prompt once per group, if the model allows it; otherwise say why not."""
+        """Compute each prompt once per group from now on, if the model can do that.
+
+        Returns:
+            None, or the reason why the model cannot; then nothing has changed.
+        """
         reason = enable_packing(self.model, backbone(self.model) if self.plain_head else None)
         self.packed = reason is None
         return reason
 
     @property
     def plain_head(self) -> bool:
+        """:func:`head_is_plain` of the model, computed at first use."""
         if self._plain_head is None:
             self._plain_head = head_is_plain(self.model)
         return self._plain_head
@@ -77,72 +83,74 @@ class CompletionScorer(nn.Module):
         """Score the completions of right-padded sequences.
 
         Args:
-            sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value. Padding on the right of a causal
-                model cannot influence what is left of it, so that no attention mask is needed.
+            sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value. No attention mask is needed: in a causal
+                model, padding on the right has no influence on what stands left of it.
             prompt_lengths_B: ``[B]`` tokens of each prompt.
-            completion_mask_BT: ``[B, T]`` True at each completion's tokens.
-            group_B: ``[B]`` rows of equal number have the same prompt; used if ``packed``. None: every row for itself.
+            completion_mask_BT: ``[B, T]`` True at the tokens of each completion.
+            group_B: ``[B]`` group of each row; rows of one group have the same prompt. Only used if ``packed``; without it, the
+                prompt is computed for each row.
 
         Returns:
-            ``(logprobs_BT, entropies_BT)``, fp32, nats, 0.0 outside the mask; the entropies carry no gradient.
+            ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask; entropies are without gradient.
         """
         T = completion_mask_BT.shape[1]
-        # The logits at position t-1 score token t: completion token t of row b sits at prompt_length + t.
+        # Token t of the completion of row b stands at position prompt_lengths_B[b] + t, and the position before that predicts it.
         positions_BT = prompt_lengths_B[:, None] + torch.arange(T, device=sequence_ids_BS.device)[None, :]
         positions_BT = positions_BT.clamp(max=sequence_ids_BS.shape[1] - 1)
         labels_N = sequence_ids_BS.gather(1, positions_BT)[completion_mask_BT]
-        rows_N = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
-        before_N = (rows_N[completion_mask_BT], positions_BT[completion_mask_BT] - 1)
+        rows_BT = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
+        predicting_N = (rows_BT[completion_mask_BT], positions_BT[completion_mask_BT] - 1)
         if self.packed and group_B is not None:
             lengths_B = completion_mask_BT.sum(dim=1)
             packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
             hidden_NH = packed_hidden(backbone(self.model), packed)
-            logprobs_N, entropies_N = self._scored_by_head(hidden_NH[packed.before_M], labels_N)
+            logprobs_N, entropies_N = self._score_hidden(hidden_NH[packed.before_M], labels_N)
         elif self.plain_head:
             hidden_BSH = backbone(self.model)(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            logprobs_N, entropies_N = self._scored_by_head(hidden_BSH[before_N], labels_N)
+            logprobs_N, entropies_N = self._score_hidden(hidden_BSH[predicting_N], labels_N)
         else:
-            logits_NV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits[before_N]
-            logprobs_N, entropies_N = score(logits_NV, labels_N, self.temperature)
+            logits_NV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits[predicting_N]
+            logprobs_N, entropies_N = score_logits(logits_NV, labels_N, self.temperature)
         zeros_BT = torch.zeros(completion_mask_BT.shape, dtype=logprobs_N.dtype, device=logprobs_N.device)
         return (
             zeros_BT.masked_scatter(completion_mask_BT, logprobs_N),
             zeros_BT.masked_scatter(completion_mask_BT, entropies_N),
         )
 
-    def _scored_by_head(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Head and cross-entropy; where tokens x vocabulary is large, a chunk of tokens at a time."""
+    def _score_hidden(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies from last hidden states; in chunks of tokens where tokens x vocabulary is large."""
         head = self.model.get_output_embeddings()
         n = -(-logits_per_chunk(hidden_NH.device) // head.weight.shape[0])
         if len(hidden_NH) <= n:
-            return _Score.apply(head(hidden_NH), labels_N, self.temperature)
+            return _ScoreLogits.apply(head(hidden_NH), labels_N, self.temperature)
         kind = hidden_NH.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         dtype = getattr(head, "computes_in", autocast)
-        return _ChunkedScore.apply(hidden_NH, head.weight, head.bias, labels_N, self.temperature, n, dtype)
+        return _ScoreHiddenInChunks.apply(hidden_NH, head.weight, head.bias, labels_N, self.temperature, n, dtype)
 
 
-def score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[N, V]`` logits and ``[N]`` labels to log-probs and entropies ``[N]``, fp32, nats; no gradient through the entropy."""
+def score_logits(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each label and entropy of each distribution, ``[N]`` each, fp32, in nats; entropies without gradient."""
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
-        entropies_N = torch.special.entr(F.softmax(logits_NV.detach().to(logprobs_N.dtype) / temperature, dim=-1)).sum(
-            dim=-1
-        )
+        probs_NV = F.softmax(logits_NV.detach().to(logprobs_N.dtype) / temperature, dim=-1)
+        entropies_N = torch.special.entr(probs_NV).sum(dim=-1)
     return logprobs_N, entropies_N
 
 
-class _Score(torch.autograd.Function):
-    """:func:`score` for finite logits, with nothing of size ``[N, V]`` kept for the backward pass but the logits themselves.
+class _ScoreLogits(torch.autograd.Function):
+    """:func:`score_logits` for finite logits, with the logits as the only tensor of size ``[N, V]`` kept for the backward pass.
 
-    Log-softmax, softmax and entropy as autograd has them read and write such tensors a dozen times: a sixth of an update at
-    a vocabulary of 4,104, and most of its memory.
+    Autograd's own log-softmax, softmax and entropy read and write such tensors a dozen times. At a vocabulary of 4,104 that took a
+    sixth of the time of an update and most of its memory.
     """
 
     @staticmethod
     def forward(ctx, logits_NV, labels_N, temperature):
         with torch.autocast(logits_NV.device.type, enabled=False):
-            logprobs_N, entropies_N, normalizers_N = _scores(logits_NV, labels_N, temperature)
+            logprobs_N, entropies_N, normalizers_N = _score(logits_NV, labels_N, temperature)
         ctx.save_for_backward(logits_NV, labels_N, normalizers_N)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropies_N)
@@ -153,11 +161,12 @@ class _Score(torch.autograd.Function):
         return _logits_gradient(*ctx.saved_tensors, grad_N, ctx.temperature), None, None
 
 
-class _ChunkedScore(torch.autograd.Function):
-    """The head and :class:`_Score`, ``n`` tokens at a time; the backward pass computes their logits again.
+class _ScoreHiddenInChunks(torch.autograd.Function):
+    """The head and :class:`_ScoreLogits`, ``n`` tokens at a time; the backward pass computes the logits a second time.
 
-    Memory is bounded by :func:`logits_per_chunk` instead of tokens x vocabulary (tens of GiB at a vocabulary of 150,000). The weight is
-    cast once a pass, and its gradient is added up in its own precision: autograd would add up bf16 parts in bf16, hundreds of them.
+    Only :func:`logits_per_chunk` logits are in memory at once; all of them can be tens of GiB at a vocabulary of 150,000. The head's
+    weight is cast once per pass. The weight's gradient is added up in the weight's own dtype: autograd would add up hundreds of
+    chunks in bf16.
     """
 
     @staticmethod
@@ -166,7 +175,7 @@ class _ChunkedScore(torch.autograd.Function):
         with torch.autocast(hidden_NH.device.type, enabled=False):
             weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
             for hidden_nH, labels_n in zip(hidden_NH.to(dtype).split(n), labels_N.split(n), strict=True):
-                parts.append(_scores(F.linear(hidden_nH, weight, bias), labels_n, temperature))
+                parts.append(_score(F.linear(hidden_nH, weight, bias), labels_n, temperature))
         logprobs_N, entropies_N, normalizers_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, normalizers_N)
         ctx.temperature, ctx.n, ctx.dtype = temperature, n, dtype
@@ -177,7 +186,7 @@ class _ChunkedScore(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_N, _):
         with torch.autocast(grad_N.device.type, enabled=False):
-            return *_ChunkedScore._gradients(ctx, grad_N), None, None, None, None
+            return *_ScoreHiddenInChunks._gradients(ctx, grad_N), None, None, None, None
 
     @staticmethod
     def _gradients(ctx, grad_N):
@@ -187,11 +196,11 @@ class _ChunkedScore(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         for start in range(0, len(hidden_NH), ctx.n):
-            rows = slice(start, start + ctx.n)
-            hidden_nH = hidden_NH[rows].to(ctx.dtype)
+            chunk = slice(start, start + ctx.n)
+            hidden_nH = hidden_NH[chunk].to(ctx.dtype)
             logits_nV = F.linear(hidden_nH, weight, bias)
-            grad_nV = _logits_gradient(logits_nV, labels_N[rows], normalizers_N[rows], grad_N[rows], ctx.temperature)
-            grad_hidden_NH[rows] = grad_nV @ weight
+            grad_nV = _logits_gradient(logits_nV, labels_N[chunk], normalizers_N[chunk], grad_N[chunk], ctx.temperature)
+            grad_hidden_NH[chunk] = grad_nV @ weight
             if grad_weight_VH is not None:
                 grad_weight_VH += grad_nV.T @ hidden_nH
             if grad_bias_V is not None:
@@ -199,9 +208,9 @@ class _ChunkedScore(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH, grad_bias_V
 
 
-def _scores(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
-    """Log-probs, entropies and normalizers ``[N]``, in fp32 at least."""
-    scaled_NV = _scaled(logits_NV, temperature)
+def _score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+    """Log-probs, entropies and log-normalizers, ``[N]`` each, in fp32 or wider."""
+    scaled_NV = _divide_by_temperature(logits_NV, temperature)
     normalizers_N = scaled_NV.logsumexp(dim=-1)
     logprobs_N = scaled_NV.gather(1, labels_N[:, None])[:, 0] - normalizers_N
     probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
@@ -209,20 +218,21 @@ def _scores(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float)
 
 
 def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> torch.Tensor:
-    """``[N, V]``, of the logits' dtype: d log p(label) / d logits = one-hot(label) - p, over the temperature."""
+    """Gradient of the logits ``[N, V]``, in their dtype: ``(one_hot(label) - softmax) / temperature``, times ``grad_N``."""
     grad_N = grad_N / temperature
-    grad_NV = (_scaled(logits_NV, temperature) - normalizers_N[:, None]).exp_().mul_(-grad_N[:, None])
+    grad_NV = (_divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]).exp_().mul_(-grad_N[:, None])
     grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
     return grad_NV.to(logits_NV.dtype)
 
 
-def _scaled(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
+def _divide_by_temperature(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """In fp32 or wider."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return logits_NV if temperature == 1.0 else logits_NV / temperature
 
 
 def logits_per_chunk(device: torch.device) -> int:
-    """Logits of one chunk of the head on this device; the caller rounds up to whole tokens."""
+    """How many logits the head computes at once on this device; callers round up to whole tokens."""
     return LOGITS_PER_CHUNK_ON_CUDA if device.type == "cuda" else LOGITS_PER_CHUNK
 
 
@@ -233,10 +243,10 @@ def backbone(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def head_is_plain(model: nn.Module) -> bool:
-    """Whether ``logits == head(backbone(ids))``, measured on one short input.
+    """Whether the model's logits are ``head(backbone(ids))`` and nothing else, found out by a run on two tokens.
 
-    False for models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone; those are scored
-    from the full logits.
+    False for models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone. Their completions are
+    scored from the logits that the whole model returns, all in memory at once.
     """
     inner, head = getattr(model, getattr(model, "base_model_prefix", ""), None), model.get_output_embeddings()
     if inner is None or inner is model or not isinstance(head, nn.Linear):
@@ -245,7 +255,7 @@ def head_is_plain(model: nn.Module) -> bool:
     was_training = model.training
     model.eval()
     logits = []
-    # A ramp in place of the head's output shows a cap or a factor also on a model whose own logits are still small.
+    # The hook replaces the head's output by numbers from -1000 to 1000: a cap at 30 would not change the small logits of a new model.
     hook = head.register_forward_hook(lambda module, inputs, output: logits.append(output) or _ramp_like(output))
     try:
         hidden = inner(input_ids=ids, use_cache=False).last_hidden_state

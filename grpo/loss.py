@@ -1,21 +1,18 @@
-"""The policy loss, as a sum, and the denominator that makes it a mean. Pure functions.
+"""The policy loss as a sum over completions, and the denominator that turns the sum into a mean. Pure functions.
 
 Shapes: ``B`` rows (completions), ``T`` completion tokens.
 
-Sum and denominator are apart because an average over micro-batches or ranks of averages is not the average: the caller
-counts the denominator over the whole optimizer step on all ranks first, then divides each micro-batch's sum by it.
+The sum and its denominator are two functions because the mean of the means of micro-batches (or ranks) is not the mean over all
+rows: tokens in a small micro-batch would weigh more. The caller adds up the denominator over the whole optimizer step and all ranks
+first, then divides the sum of each micro-batch by that one number.
 """
-
-from typing import Literal
 
 import torch
 
-Objective = Literal["clip", "cispo", "reinforce"]
-Aggregation = Literal["response_mean", "token_mean", "constant"]
-Stats = dict[str, tuple[torch.Tensor, torch.Tensor]]
+from grpo.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, check_choice
 
-RATIO_EDGES = tuple(-0.01 + 0.02 * i for i in range(102))
-"""Between the bins of the importance ratio's histogram: 1 is the middle of one, 2 and more is the last."""
+Stats = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""Name of a metric -> (sum over tokens, number of tokens)."""
 
 
 def policy_loss(
@@ -26,83 +23,73 @@ def policy_loss(
     *,
     ref_logprobs_BT: torch.Tensor | None = None,
     objective: Objective = "clip",
-    importance_level: Literal["token", "sequence"] = "token",
+    importance_level: ImportanceLevel = "token",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
     beta: float = 0.0,
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    kl_estimator: KLEstimator = "k3",
     aggregation: Aggregation = "response_mean",
     max_length: int | None = None,
 ) -> tuple[torch.Tensor, Stats]:
-    """Sum of the per-token policy loss plus ``beta`` times the KL to the reference.
+    """The surrogate loss of every token plus ``beta`` times its KL to the reference, summed over rows.
 
     Args:
-        logprobs_BT: ``[B, T]`` log-probabilities under the policy being trained (nats, at the sampling temperature), with grad.
-        old_logprobs_BT: ``[B, T]`` under the policy that sampled; a constant.
+        logprobs_BT: ``[B, T]`` log-probabilities of the tokens under the policy being trained (nats, at the sampling temperature).
+        old_logprobs_BT: ``[B, T]`` the same under the policy that sampled the tokens; a constant.
         advantages_B: ``[B]`` one advantage per completion.
-        mask_BT: ``[B, T]`` True (or 1) at tokens that count. What the other positions hold, NaN included, has no influence.
-        ref_logprobs_BT: ``[B, T]`` under the frozen reference; needed when ``beta > 0``.
-        objective: ``clip`` (PPO; GRPO eq. 3), ``cispo`` (MiniMax-M1, eq. 4) or ``reinforce``.
-        importance_level: ratio per ``token``, or the geometric mean over the ``sequence`` (GSPO, eq. 7), whose gradient flows
-            through every token.
-        epsilon: clip range below 1.
-        epsilon_high: clip range above 1 (DAPO's clip-higher); ``epsilon`` if None.
-        delta: cap on the ratio in the unclipped branch, so that a negative advantage cannot push without bound (INTELLECT-2).
-        beta: weight of the KL term.
-        kl_estimator: with ``d = ref - policy``: ``k3`` ``exp(d) - d - 1``, ``k2`` ``d**2 / 2``, ``k1`` ``-d`` (Schulman, 2020).
-        aggregation: weight of each token in the sum; must match the denominator's.
-        max_length: completion budget in tokens; needed for ``constant``.
+        mask_BT: ``[B, T]`` True (or 1) at the tokens to train on. The values at other positions have no influence, even if NaN.
+        ref_logprobs_BT: ``[B, T]`` the same under the frozen reference model; needed when ``beta > 0``.
+        objective: ``clip`` (PPO; GRPO eq. 3), ``cispo`` (MiniMax-M1, eq. 4) or ``reinforce``; see :func:`surrogate_loss`.
+        importance_level: one importance ratio per ``token``, or one per ``sequence``; see :func:`importance_ratio`.
+        epsilon: how far below 1 the importance ratio may go before it is clipped.
+        epsilon_high: how far above 1 it may go (DAPO's clip-higher); ``None``: as far as ``epsilon``.
+        delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2); ``None``: no bound.
+        beta: weight of the KL to the reference.
+        kl_estimator: ``k1``, ``k2`` or ``k3``; see :func:`kl_estimate`.
+        aggregation: ``response_mean`` averages over the tokens of each response here; the denominator does the rest.
+        max_length: bound on the length of completions, in tokens; needed by ``constant``, for the denominator.
 
     Returns:
-        ``loss_sum``: scalar, to be divided by :func:`loss_denominator` summed over micro-batches and ranks.
-        ``stats``: name -> ``(sum, count)`` over the masked tokens, without gradient.
+        ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over micro-batches and ranks.
+        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean`` and, with a reference,
+        ``kl``, each as (sum, count) over the tokens to train on, without gradient.
 
     Raises:
         ValueError: on an unknown name, disagreeing shapes, ``beta > 0`` without a reference, ``constant`` without ``max_length``.
     """
-    _check(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, ref_logprobs_BT, beta)
+    _check_shapes(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, ref_logprobs_BT)
     _check_aggregation(aggregation, max_length)
-    if kl_estimator not in ("k1", "k2", "k3"):
-        raise ValueError(f"kl_estimator={kl_estimator!r}: use k1, k2 or k3")
-    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    check_choice("objective", objective, Objective)
+    check_choice("kl_estimator", kl_estimator, KLEstimator)
+    if beta != 0 and ref_logprobs_BT is None:
+        raise ValueError(f"beta={beta} needs ref_logprobs_BT")
+    lowest, highest = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     mask_BT = mask_BT.bool()
-    A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
-    # Selecting before any arithmetic keeps whatever lies under the mask out of values and gradients (0 * nan is nan).
-    lp_BT = torch.where(mask_BT, logprobs_BT, 0.0)
-    log_ratio_BT = lp_BT - torch.where(mask_BT, old_logprobs_BT.detach(), 0.0)
-    if importance_level == "sequence":
-        lengths_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        log_ratio_BT = (log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1).expand_as(log_ratio_BT)
-    elif importance_level != "token":
-        raise ValueError(f"importance_level={importance_level!r}: use token or sequence")
-    # exp overflows fp32 at 88; an infinite ratio times 0 (a clipped branch, a zero advantage) would be a NaN gradient.
-    rho_BT = log_ratio_BT.clamp(max=80.0).exp()
+    advantages_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
+    ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
+    logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
 
-    if objective == "clip":
-        unclipped_BT = rho_BT if delta is None else rho_BT.clamp(max=delta)
-        clipped_BT = rho_BT.clamp(1 - epsilon, 1 + epsilon_high)
-        loss_BT = -torch.minimum(unclipped_BT * A_B1, clipped_BT * A_B1)
-    elif objective == "cispo":
-        loss_BT = -rho_BT.detach().clamp(max=1 + epsilon_high) * A_B1 * lp_BT
-    elif objective == "reinforce":
-        loss_BT = -A_B1 * lp_BT
-    else:
-        raise ValueError(f"objective={objective!r}: use clip, cispo or reinforce")
-
+    loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, advantages_B1, lowest, highest, delta)
     kl_BT = None
     if ref_logprobs_BT is not None:
-        kl_BT = _kl(lp_BT, torch.where(mask_BT, ref_logprobs_BT.detach(), 0.0), kl_estimator)
+        kl_BT = kl_estimate(logprobs_BT, _zero_outside(mask_BT, ref_logprobs_BT.detach()), kl_estimator)
         if beta != 0:
             loss_BT = loss_BT + beta * kl_BT
+    loss_sum = _sum_over_rows(loss_BT, mask_BT, aggregation)
 
-    loss_BT = torch.where(mask_BT, loss_BT, 0.0)
-    if aggregation == "response_mean":
-        loss_sum = (loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum()
-    else:
-        loss_sum = loss_BT.sum()
     with torch.no_grad():
-        stats = _stats(rho_BT, A_B1, kl_BT, mask_BT, objective, epsilon, epsilon_high)
+        is_low_BT, is_high_BT = clipped_tokens(objective, ratio_BT, advantages_B1, lowest, highest)
+        values = {
+            "ratio": ratio_BT,
+            "clip_ratio/low_mean": is_low_BT,
+            "clip_ratio/high_mean": is_high_BT,
+            "clip_ratio/region_mean": is_low_BT | is_high_BT,
+        }
+        if kl_BT is not None:
+            values["kl"] = kl_BT
+        count = mask_BT.sum().to(torch.float32)
+        stats = {name: (_zero_outside(mask_BT, v_BT.to(torch.float32)).sum(), count) for name, v_BT in values.items()}
     return loss_sum, stats
 
 
@@ -111,11 +98,11 @@ def loss_denominator(
 ) -> torch.Tensor:
     """What :func:`policy_loss`'s sum is divided by, for these rows; add it up over micro-batches and ranks.
 
-    ``response_mean``: responses with at least one token that counts. ``token_mean``: tokens that count (DAPO, eq. 8).
-    ``constant``: responses x ``max_length``, whatever their length (Dr. GRPO).
+    ``response_mean``: the number of responses with at least one token to train on. ``token_mean``: the number of those tokens
+    (DAPO, eq. 8). ``constant``: responses x ``max_length``, whatever their length (Dr. GRPO).
 
     Returns:
-        Scalar fp32 tensor on the mask's device; 0 if nothing counts.
+        Scalar fp32 tensor on the mask's device; 0 if there is no token to train on, except for ``constant``.
     """
     _check_aggregation(aggregation, max_length)
     mask_BT = mask_BT.bool()
@@ -128,60 +115,111 @@ def loss_denominator(
     return count.to(torch.float32)
 
 
-def _kl(lp_BT: torch.Tensor, ref_BT: torch.Tensor, estimator: str) -> torch.Tensor:
-    d_BT = ref_BT - lp_BT
-    if estimator == "k3":
+def importance_ratio(
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    importance_level: ImportanceLevel = "token",
+) -> torch.Tensor:
+    """How much likelier the policy being trained makes each token than the policy that sampled it, ``[B, T]``.
+
+    ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at each of its
+    tokens (GSPO, eq. 7); its gradient reaches every token of the response. Values outside of the mask mean nothing.
+
+    Raises:
+        ValueError: on an unknown ``importance_level``.
+    """
+    check_choice("importance_level", importance_level, ImportanceLevel)
+    mask_BT = mask_BT.bool()
+    log_ratio_BT = _zero_outside(mask_BT, logprobs_BT) - _zero_outside(mask_BT, old_logprobs_BT.detach())
+    if importance_level == "sequence":
+        lengths_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio_BT = (log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1).expand_as(log_ratio_BT)
+    # exp() overflows fp32 at 88. An infinite ratio times 0 (a clipped branch, an advantage of 0) would be a NaN gradient.
+    return log_ratio_BT.clamp(max=80.0).exp()
+
+
+def surrogate_loss(
+    objective: Objective,
+    logprobs_BT: torch.Tensor,
+    ratio_BT: torch.Tensor,
+    advantages_B1: torch.Tensor,
+    lowest: float,
+    highest: float,
+    delta: float | None = None,
+) -> torch.Tensor:
+    """The loss of each token, ``[B, T]``, whose gradient is the policy gradient.
+
+    ``clip``: ``-min(ratio * A, clip(ratio, lowest, highest) * A)``, the first ratio at most ``delta``. ``cispo``:
+    ``-min(ratio, highest) * A * logprob``, without gradient through the ratio. ``reinforce``: ``-A * logprob``.
+    """
+    if objective == "clip":
+        bounded_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
+        return -torch.minimum(bounded_BT * advantages_B1, ratio_BT.clamp(lowest, highest) * advantages_B1)
+    if objective == "cispo":
+        return -ratio_BT.detach().clamp(max=highest) * advantages_B1 * logprobs_BT
+    return -advantages_B1 * logprobs_BT  # reinforce
+
+
+def clipped_tokens(
+    objective: Objective, ratio_BT: torch.Tensor, advantages_B1: torch.Tensor, lowest: float, highest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the ratio is clipped for being too low, and where for being too high: two boolean ``[B, T]``.
+
+    ``clip``: where the clipped term is the minimum, so that the policy gradient is 0. ``cispo``: where the weight is at its bound.
+    """
+    if objective == "clip":
+        return (ratio_BT < lowest) & (advantages_B1 < 0), (ratio_BT > highest) & (advantages_B1 > 0)
+    nowhere_BT = torch.zeros_like(ratio_BT, dtype=torch.bool)
+    if objective == "cispo":
+        return nowhere_BT, (ratio_BT > highest) & (advantages_B1 != 0)
+    return nowhere_BT, nowhere_BT  # reinforce has no ratio
+
+
+def kl_estimate(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor, kl_estimator: KLEstimator) -> torch.Tensor:
+    """Estimate of the KL from policy to reference at each token, ``[B, T]``, in nats (Schulman, "Approximating KL Divergence", 2020).
+
+    With ``d = ref_logprob - logprob``: ``k1`` is ``-d``, ``k2`` is ``d**2 / 2``, ``k3`` is ``exp(d) - d - 1``.
+    """
+    d_BT = ref_logprobs_BT - logprobs_BT
+    if kl_estimator == "k3":
         return d_BT.exp() - d_BT - 1
-    if estimator == "k2":
+    if kl_estimator == "k2":
         return d_BT**2 / 2
     return -d_BT  # k1
 
 
-def _stats(rho_BT, A_B1, kl_BT, mask_BT, objective, epsilon, epsilon_high) -> Stats:
-    count = mask_BT.sum().to(torch.float32)
-    none_BT = torch.zeros_like(mask_BT)
-    if objective == "clip":  # where the clipped branch is the smaller one, so that the policy gradient is 0
-        low_BT, high_BT = (rho_BT < 1 - epsilon) & (A_B1 < 0), (rho_BT > 1 + epsilon_high) & (A_B1 > 0)
-    elif objective == "cispo":  # where the weight is capped
-        low_BT, high_BT = none_BT, (rho_BT > 1 + epsilon_high) & (A_B1 != 0)
-    else:
-        low_BT, high_BT = none_BT, none_BT
-
-    def over_tokens(values_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.where(mask_BT, values_BT.to(torch.float32), 0.0).sum(), count
-
-    stats = {
-        "ratio": over_tokens(rho_BT),
-        "clip_ratio/low_mean": over_tokens(low_BT),
-        "clip_ratio/high_mean": over_tokens(high_BT),
-        "clip_ratio/region_mean": over_tokens(low_BT | high_BT),
-    }
-    if kl_BT is not None:
-        stats["kl"] = over_tokens(kl_BT)
-    edges_E = torch.tensor(RATIO_EDGES, dtype=rho_BT.dtype, device=rho_BT.device)
-    sorted_N = torch.where(mask_BT, rho_BT.clamp(max=2.0), torch.inf).flatten().sort().values
-    stats["ratio_histogram"] = (
-        torch.searchsorted(sorted_N, edges_E).diff(),
-        count,
-    )  # no wait for the device, as histc has
-    return stats
+def _sum_over_rows(loss_BT: torch.Tensor, mask_BT: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
+    loss_BT = _zero_outside(mask_BT, loss_BT)
+    if aggregation == "response_mean":
+        return (loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum()
+    return loss_BT.sum()
 
 
-def _check(logprobs_BT, old_BT, advantages_B, mask_BT, ref_BT, beta) -> None:
+def _zero_outside(mask_BT: torch.Tensor, values_BT: torch.Tensor) -> torch.Tensor:
+    """Selects instead of multiplying, because NaN times 0 is NaN, in values and in gradients."""
+    return torch.where(mask_BT, values_BT, 0.0)
+
+
+def _check_shapes(
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    mask_BT: torch.Tensor,
+    ref_logprobs_BT: torch.Tensor | None,
+) -> None:
     shape = logprobs_BT.shape
     if len(shape) != 2:
         raise ValueError(f"expected logprobs of shape [B, T], got {tuple(shape)}")
-    for name, tensor in (("old_logprobs", old_BT), ("mask", mask_BT), ("ref_logprobs", ref_BT)):
+    others = {"old_logprobs": old_logprobs_BT, "mask": mask_BT, "ref_logprobs": ref_logprobs_BT}
+    for name, tensor in others.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logprobs have {tuple(shape)}")
     if advantages_B.shape != shape[:1]:
         raise ValueError(f"advantages have shape {tuple(advantages_B.shape)}, expected one per row: ({shape[0]},)")
-    if beta != 0 and ref_BT is None:
-        raise ValueError(f"beta={beta} needs ref_logprobs_BT")
 
 
-def _check_aggregation(aggregation: str, max_length: int | None) -> None:
-    if aggregation not in ("response_mean", "token_mean", "constant"):
-        raise ValueError(f"aggregation={aggregation!r}: use response_mean, token_mean or constant")
+def _check_aggregation(aggregation: Aggregation, max_length: int | None) -> None:
+    check_choice("aggregation", aggregation, Aggregation)
     if aggregation == "constant" and not max_length:
         raise ValueError("aggregation='constant' divides by responses x max_length: give max_length in tokens")

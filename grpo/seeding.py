@@ -1,7 +1,9 @@
-"""All randomness of a run as a pure function of ``seed`` and an address.
+"""Every random number of a run is a pure function of the run's seed, what the number is for, and where it is used.
 
-Nothing in a training step reads a global random state. A draw is addressed by what it is for and where it belongs
-(step, problem, sample), so it does not depend on the world size, on batch composition, or on how often a run was resumed.
+Nothing in a training step reads PyTorch's or Python's global random state. The seed of each random stream is computed from the run's
+seed, a purpose such as ``"rollout"``, and integers that say where: for a completion the step, the dataset row and the sample's
+number. A sampled token therefore does not depend on the number of ranks, on the other rows of its batch, or on whether the run was
+resumed.
 """
 
 import hashlib
@@ -10,10 +12,15 @@ import torch
 
 
 def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
-    """Map ``(seed, purpose, *coordinates)`` to a seed in ``[0, 2**63)``.
+    """The seed of one random stream, in ``[0, 2**63)``.
 
-    Stable over processes, platforms and Python versions (BLAKE2b over a canonical text, not ``hash``).
-    Different purposes or coordinates give independent streams.
+    The same on every machine and in every Python version (BLAKE2b of a text, not Python's ``hash``). Streams of different purposes
+    or coordinates are independent.
+
+    Args:
+        seed: of the run.
+        purpose: what the random numbers are for.
+        coordinates: where they are used, such as step, dataset row and sample.
 
     Raises:
         ValueError: if the seed or a coordinate is not an integer.
@@ -21,11 +28,11 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
     for value in (seed, *coordinates):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"derive_seed takes integers, got {value!r} for purpose {purpose!r}")
-    # repr() of the purpose keeps the fields apart whatever characters a purpose contains.
-    address = ",".join([str(seed), repr(purpose), *map(str, coordinates)])
-    return int.from_bytes(hashlib.blake2b(address.encode(), digest_size=8).digest(), "big") >> 1
+    # repr() quotes the purpose, so that no purpose can look like a purpose followed by coordinates.
+    text = ",".join([str(seed), repr(purpose), *map(str, coordinates)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """A CPU ``torch.Generator`` seeded by :func:`derive_seed` (CPU, so that the numbers are the same on every device)."""
+    """A generator seeded by :func:`derive_seed`; on the CPU, because other devices draw other numbers from the same seed."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *coordinates))

@@ -1,13 +1,16 @@
-"""Small helpers that several rooms need: atomic file writes, error messages in one line, child processes that end with their parent."""
+"""Small helpers that several rooms need: atomic file writes, error messages in one line, child processes that end with their parent,
+imports of optional packages."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -40,3 +43,15 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux; elsewhere nothing happens) to send this process a signal when the thread that started it ends."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
+
+
+def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
+    """Import a package that only some runs need and that pyproject.toml lists as the optional dependency ``extra``.
+
+    Raises:
+        ValueError: if the package is not installed; the message names ``needed_by`` and the command that installs the package.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{needed_by} needs the package {module} ({error}): pip install -e '.[{extra}]'") from None

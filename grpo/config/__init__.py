@@ -3,7 +3,7 @@
 from grpo.config.agreement import check_world_size
 from grpo.config.arguments import ConfigError
 from grpo.config.presets import PRESETS
-from grpo.config.schema import Config, DataConfig, EvalConfig, OptimConfig, help_text, load_config
+from grpo.config.schema import Config, DataConfig, EvalConfig, OptimConfig, RuntimeConfig, help_text, load_config
 
 __all__ = [
     "PRESETS",
@@ -12,6 +12,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "OptimConfig",
+    "RuntimeConfig",
     "check_world_size",
     "help_text",
     "load_config",

@@ -1,15 +1,14 @@
-"""Datasets to problems, and problems to each rank's share of a step."""
+"""Datasets: read rows, turn them into problems, and assign the problems to steps and ranks."""
 
 from grpo.data.problems import (
     ProblemSet,
     Rows,
     count_shared,
-    extract,
     fingerprint,
     load_rows,
     make_problems,
     render,
-    said_first,
+    system_prompt_and_instructions,
 )
 from grpo.data.schedule import Schedule, check_enough
 from grpo.data.source import read_rows
@@ -20,11 +19,10 @@ __all__ = [
     "Schedule",
     "check_enough",
     "count_shared",
-    "extract",
     "fingerprint",
     "load_rows",
     "make_problems",
     "read_rows",
     "render",
-    "said_first",
+    "system_prompt_and_instructions",
 ]

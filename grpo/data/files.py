@@ -1,4 +1,4 @@
-"""What is wrong with a data file, in words a person can act on: ``datasets`` names no line, and mends some mistakes silently."""
+"""Find what is wrong with a data file. ``datasets`` does not name the line, and repairs some mistakes silently."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 import os
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Suffix -> the builder of ``datasets`` that reads it."""
+"""File suffix -> the name of the builder of ``datasets`` that reads such files."""
 
 
-def nearby(path: str) -> str:
-    """What there is where a missing file was looked for."""
+def describe_similar_files(path: str) -> str:
+    """The end of an error message about a missing file: ``; FOLDER has a.jsonl, b.csv``, files with similar names or data files."""
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         return f"; there is no folder {folder}"
@@ -22,49 +22,57 @@ def nearby(path: str) -> str:
     return f"; {folder} has {', '.join(found)}" if found else ""
 
 
-def check_csv(path: str) -> str | None:
-    """``:3: 4 fields, ...``: pandas renames columns given twice and shifts rows longer than the header, silently."""
+def csv_error(path: str) -> str | None:
+    """The first mistake in a CSV file, as ``:3: 4 fields, ...``; None if there is none.
+
+    pandas renames columns that occur twice, and shifts the fields of rows that are longer than the header, both without an error.
+    """
     csv.field_size_limit(2**31 - 1)
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             header = next(reader, [])
-            twice = sorted({name for name in header if header.count(name) > 1})
-            if twice:
-                return f": column {', '.join(map(repr, twice))} is there more than once"
+            repeated = sorted({name for name in header if header.count(name) > 1})
+            if repeated:
+                return f": column {', '.join(map(repr, repeated))} is there more than once"
             for row in reader:
                 if row and len(row) != len(header):
                     return f":{reader.line_num}: {len(row)} fields, but the header has {len(header)}"
     except UnicodeDecodeError:
-        return first_mistake(path, ".csv")
+        return parse_error(path, ".csv")
     except csv.Error as error:
         return f":{reader.line_num}: not valid CSV: {error}"
     return None
 
 
-def first_mistake(path: str, suffix: str) -> str | None:
-    """``:7: not valid JSON: ...``, the line of a text file that does not parse; ``datasets`` does not say."""
+def parse_error(path: str, suffix: str) -> str | None:
+    """The first line of a text file that cannot be parsed, as ``:7: not valid JSON: ...``; None if there is none.
+
+    Args:
+        path: the file.
+        suffix: its suffix in lower case. Only the encoding of a ``.csv`` file is checked, and nothing of a ``.parquet`` file.
+    """
     if suffix == ".parquet":
         return None
-    if suffix == ".json":  # one document, or one a line
+    if suffix == ".json":  # one document, or one document per line
         try:
             with open(path, encoding="utf-8-sig") as file:
                 json.load(file)
             return None
-        except json.JSONDecodeError as broken:
-            if broken.msg != "Extra data":
-                return f":{broken.lineno}: not valid JSON: {broken.msg}"
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":
+                return f":{error.lineno}: not valid JSON: {error.msg}"
         except (UnicodeDecodeError, RecursionError):
-            pass  # the line is found below
+            pass  # the loop below finds the line
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 row = json.loads(text) if text.strip() and suffix != ".csv" else {}
-            except UnicodeDecodeError as broken:
-                return f":{number}: not valid UTF-8: {broken.reason}"
-            except (ValueError, RecursionError) as broken:
-                return f":{number}: not valid JSON: {getattr(broken, 'msg', broken)}"
+            except UnicodeDecodeError as error:
+                return f":{number}: not valid UTF-8: {error.reason}"
+            except (ValueError, RecursionError) as error:
+                return f":{number}: not valid JSON: {getattr(error, 'msg', error)}"
             if suffix == ".jsonl" and not isinstance(row, dict):
                 return f":{number}: expected a JSON object, got {type(row).__name__}"
     return None

@@ -1,4 +1,4 @@
-"""What the model will see, before any model is loaded: ``python -m grpo.data --config X [section.key=value ...]``."""
+"""Print prompts as the model will read them, without loading the model: ``python -m grpo.data --config X [section.key=value ...]``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from grpo.data import ProblemSet, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
 from grpo.telemetry.console import print_mistake
 
-SHOWN = 3
-WIDEST_VALUE = 200
-"""Characters of a column's value that are shown."""
+NUM_PROMPTS = 3
+MAX_VALUE_LENGTH = 200
+"""Characters of a column's value that are printed."""
 
 
 def main(argv: list[str]) -> int:
-    """Print three prompts exactly as the model sees them, their token counts, and what was left out and why."""
+    """Print three prompts exactly as the model will read them, their token counts, and how many rows are left out and why."""
     try:
         config = load_config(argv)
         path = resolve_model(
@@ -34,28 +34,29 @@ def main(argv: list[str]) -> int:
 
 
 def preview(config: Config, tokenizer: Any) -> Iterator[str]:
-    """The lines of the preview: the first prompts of the training split, then both splits in numbers."""
+    """The lines of the preview: the first prompts of the training split, then the counts of both splits."""
     rows = load_rows(config.data, train=True, seed=config.seed)
     train = make_problems(rows, config.data, tokenizer)
-    for number, problem in enumerate(train.problems[:SHOWN], 1):
+    for number, problem in enumerate(train.problems[:NUM_PROMPTS], 1):
         yield f"--- prompt {number} of {len(train.problems)} (row {problem.index + 1}), {len(problem.prompt_ids)} tokens"
         yield textwrap.indent(tokenizer.decode(problem.prompt_ids), "| ", lambda line: True)
-        yield from _columns(problem)
+        yield from _column_lines(problem)
     yield "--- training"
-    yield from _counts(train, len(rows.prompts), config)
+    yield from _count_lines(train, len(rows.prompts), config)
     evaluation_rows = load_rows(config.data, train=False, seed=config.seed)
     if evaluation_rows is not None:
         yield "--- evaluation"
-        yield from _counts(make_problems(evaluation_rows, config.data, tokenizer), len(evaluation_rows.prompts), config)
+        evaluation = make_problems(evaluation_rows, config.data, tokenizer)
+        yield from _count_lines(evaluation, len(evaluation_rows.prompts), config)
 
 
-def _columns(problem: Problem) -> Iterator[str]:
+def _column_lines(problem: Problem) -> Iterator[str]:
     for name, value in problem.columns.items():
         text = repr(value)
-        yield f"  {name} = {text if len(text) <= WIDEST_VALUE else text[: WIDEST_VALUE - 3] + '...'}"
+        yield f"  {name} = {text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 3] + '...'}"
 
 
-def _counts(problems: ProblemSet, num_rows: int, config: Config) -> Iterator[str]:
+def _count_lines(problems: ProblemSet, num_rows: int, config: Config) -> Iterator[str]:
     lengths = sorted(len(problem.prompt_ids) for problem in problems.problems)
     yield (
         f"{num_rows} rows, {len(lengths)} used; prompt tokens: shortest {lengths[0]}, median {lengths[len(lengths) // 2]}, "

@@ -1,4 +1,4 @@
-"""Problems to each rank's share of a step: the deal, a pure function of the step."""
+"""Assign problems to steps and ranks, as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from grpo.seeding import derive_seed, generator
 
 
 def check_enough(num_problems: int, prompts_per_step: int, *, unit: int = 1) -> None:
-    """Refuse a training set that is smaller than one step.
+    """Check that there are enough training problems for one step.
 
     Args:
-        unit: what ``prompts_per_step`` must be a multiple of (ranks, times minibatches).
+        unit: ``prompts_per_step`` must be a multiple of this number (ranks times minibatches).
+
+    Raises:
+        ValueError: if there are too few; the message names a value of ``prompts_per_step`` that works.
     """
     if num_problems < prompts_per_step:
         fits = num_problems // unit * unit
@@ -26,7 +29,7 @@ def check_enough(num_problems: int, prompts_per_step: int, *, unit: int = 1) -> 
 
 
 class Schedule:
-    """Which problems a rank works on at which step: a pure function of the step, so that a resumed run needs no state."""
+    """The problems of each step for one rank. They depend on the step alone, so a resumed run needs no saved state."""
 
     def __init__(
         self, problems: Sequence[Problem], *, prompts_per_step: int, seed: int, rank: int = 0, world_size: int = 1
@@ -36,32 +39,34 @@ class Schedule:
         self.rank, self.world_size = rank, world_size
         self.steps_per_epoch = len(problems) // prompts_per_step
         self._orders: dict[tuple[int, int, int], list[int]] = {}
-        self._free: tuple[int, list[int]] = (-1, [])
+        """(epoch, rank, world size) -> the indices that a DistributedSampler gives, for one epoch."""
+        self._unused: tuple[int, list[int]] = (-1, [])
+        """A step, and the indices of the problems that are not in its global batch, shuffled."""
 
     def at(self, step: int) -> list[Problem]:
         """This rank's ``prompts_per_step / world_size`` problems of a step.
 
-        DistributedSampler deals out the epoch's permutation like cards, so that the global batch of a step is the same set
-        for every world size: card ``i`` of it goes to rank ``i % world_size``.
+        DistributedSampler gives element ``i`` of an epoch's permutation to rank ``i % world_size``, so the global batch of a step
+        contains the same problems for every world size.
         """
-        return self._deal(step, self.rank, self.world_size)
+        return self._problems_at(step, self.rank, self.world_size)
 
-    def substitute(self, step: int, place: int, attempt: int) -> Problem | None:
-        """The problem that takes over place ``place`` of this rank's share at the given attempt (0, 1, ...), for dynamic sampling.
+    def substitute(self, step: int, position: int, attempt: int) -> Problem | None:
+        """The problem that replaces the one at ``position`` of this rank's batch in dynamic sampling, at attempt 0, 1, ... .
 
-        Drawn from the problems that are not in the step's global batch, each at most once in a step, whatever the world size;
-        None when they are used up.
+        Substitutes are drawn from the problems outside the step's global batch. Each is used at most once per step, and they are the
+        same for every world size. None when no problem is left.
         """
-        if self._free[0] != step:
-            taken = {problem.index for problem in self._deal(step, 0, 1)}
+        if self._unused[0] != step:
+            used = {problem.index for problem in self._problems_at(step, 0, 1)}
             order = torch.randperm(len(self.problems), generator=generator(self.seed, "substitutes", step)).tolist()
-            self._free = (step, [i for i in order if self.problems[i].index not in taken])
-        free = self._free[1]
-        where = attempt * self.prompts_per_step + place * self.world_size + self.rank
-        return self.problems[free[where]] if where < len(free) else None
+            self._unused = (step, [i for i in order if self.problems[i].index not in used])
+        unused = self._unused[1]
+        index = attempt * self.prompts_per_step + position * self.world_size + self.rank
+        return self.problems[unused[index]] if index < len(unused) else None
 
-    def _deal(self, step: int, rank: int, world_size: int) -> list[Problem]:
-        epoch, position = divmod(step, self.steps_per_epoch)
+    def _problems_at(self, step: int, rank: int, world_size: int) -> list[Problem]:
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         key = (epoch, rank, world_size)
         if key not in self._orders:
             sampler = DistributedSampler(
@@ -73,7 +78,7 @@ class Schedule:
                 drop_last=True,
             )
             sampler.set_epoch(epoch)
-            self._orders = {k: order for k, order in self._orders.items() if k[0] == epoch}  # one epoch is kept
+            self._orders = {k: order for k, order in self._orders.items() if k[0] == epoch}  # forget other epochs
             self._orders[key] = list(sampler)
         n = self.prompts_per_step // world_size
-        return [self.problems[i] for i in self._orders[key][position * n : (position + 1) * n]]
+        return [self.problems[i] for i in self._orders[key][step_in_epoch * n : (step_in_epoch + 1) * n]]

@@ -1,21 +1,21 @@
-"""Everything that knows of other ranks: the only room that imports ``torch.distributed``."""
+"""Ranks: starting them, sums and votes over them, DDP. The only room that imports ``torch.distributed``.
 
-from grpo.distributed.world import (
-    WORLD_KEYS,
-    Interrupted,
-    RanksDisagree,
-    World,
-    launched_as,
-    open_noticeboard,
-    start_world,
-)
+Everything works the same under torchrun on GPUs (NCCL), under torchrun on the CPU (gloo), and in a single process without a launcher.
+"""
+
+from grpo.distributed.launch import launch_environment, start_world
+from grpo.distributed.parallel import gradient_sync, wrap_data_parallel
+from grpo.distributed.store import SharedFlag, open_shared_flag
+from grpo.distributed.world import Interrupted, OtherRankFailed, World
 
 __all__ = [
-    "WORLD_KEYS",
     "Interrupted",
-    "RanksDisagree",
+    "OtherRankFailed",
+    "SharedFlag",
     "World",
-    "launched_as",
-    "open_noticeboard",
+    "gradient_sync",
+    "launch_environment",
+    "open_shared_flag",
     "start_world",
+    "wrap_data_parallel",
 ]

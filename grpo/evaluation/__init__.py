@@ -1,22 +1,10 @@
-"""Accuracy on held-out problems: greedy, mean@k, pass@k, format, length, each with its interval, with exact counts over ranks.
+"""Accuracy on held-out problems: greedy, mean@k, pass@k, format, length, each with a 95% interval and exact counts over ranks.
 
-The training loop's evaluations and ``python -m grpo.evaluation --config X --model FOLDER`` are the same code.
+The evaluations of the training loop and ``python -m grpo.evaluation --config X --model FOLDER`` run the same code:
+``grading.Grader`` grades completions, ``collect.evaluate`` samples and grades all problems. Importing this package imports no torch.
 """
 
-from grpo.evaluation.collect import Answers, Evaluation, evaluate
 from grpo.evaluation.estimate import Estimate, estimates, metric_names, pass_at_k
-from grpo.evaluation.verdict import Judge, Verdict, judge_of, make_judge
+from grpo.evaluation.result import CompletionResult
 
-__all__ = [
-    "Answers",
-    "Estimate",
-    "Evaluation",
-    "Judge",
-    "Verdict",
-    "estimates",
-    "evaluate",
-    "judge_of",
-    "make_judge",
-    "metric_names",
-    "pass_at_k",
-]
+__all__ = ["CompletionResult", "Estimate", "estimates", "metric_names", "pass_at_k"]

@@ -1,56 +1,62 @@
-"""Sample, judge, and bring together what the ranks found, so that no number depends on how many there are."""
+"""Sample and grade all problems, and gather the results of all ranks, so that no metric depends on the number of ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo.batch import Problem
-from grpo.distributed import Interrupted, World
+from grpo.batch import Group, Problem
+from grpo.distributed import World
 from grpo.evaluation.estimate import Estimate, estimates
-from grpo.evaluation.verdict import Judge, Verdict
+from grpo.evaluation.result import CompletionResult
+from grpo.model import Policy
 from grpo.rollout import Sampling, generate
 
-ROWS_PER_WAVE = 256
-"""Completions decoded at once in an evaluation."""
+ROWS_PER_CALL = 256
+"""Completions that one call of the sampler generates."""
+
+Grade = Callable[[Sequence[Group]], list[list[CompletionResult]]]
+"""Groups -> the results of each group's completions; see :class:`grpo.evaluation.grading.Grader`."""
 
 
-@dataclass
-class Answers:
-    """What one problem was answered with."""
+@dataclass(frozen=True)
+class ProblemResult:
+    """The evaluation results of one problem."""
 
     problem: Problem
-    greedy: list[Verdict]
-    """One."""
-    samples: list[Verdict]
-    """``num_samples``, or none if that is 1."""
-    greedy_texts: list[str]
-    """Empty unless the texts were asked for."""
-    sample_texts: list[str]
+    greedy: CompletionResult
+    samples: list[CompletionResult]
+    """``num_samples`` results; empty if that is 1."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All problems in order, the same on every rank, and the numbers that follow from them."""
+    """The results of all problems, in the order of the problems and the same on every rank, and the metrics computed from them."""
 
-    answers: list[Answers]
+    problems: list[ProblemResult]
     estimates: dict[str, Estimate]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``eval/...``; rates in [0, 1], lengths in tokens, rewards as they were given."""
+        """``eval/...``: rates in [0, 1], lengths in tokens, rewards without their weights."""
         return {f"eval/{name}": estimate.value for name, estimate in self.estimates.items()}
 
     @property
+    def completions(self) -> list[CompletionResult]:
+        """The results of all completions, greedy ones and samples."""
+        return [result for p in self.problems for result in (p.greedy, *p.samples)]
+
+    @property
     def num_unscored(self) -> int:
-        """Completions that the correctness reward could not score; they count as wrong."""
-        return sum(not verdict.scored for a in self.answers for verdict in (*a.greedy, *a.samples))
+        """Completions that the correctness reward could not score. They count as wrong."""
+        return sum(not result.scored for result in self.completions)
 
 
 def evaluate(
-    policy,
+    policy: Policy,
     problems: Sequence[Problem],
-    judge: Judge,
+    grade: Grade,
     world: World,
     *,
     num_samples: int,
@@ -63,45 +69,47 @@ def evaluate(
     keep_texts: bool = False,
     on_problems: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Answer every problem greedily, and with ``num_samples`` samples if that is more than 1.
+    """Evaluate one greedy completion of every problem and, if ``num_samples`` is more than 1, that many samples.
 
-    Rank r takes problems r, r + size, ...; every problem is counted exactly once, whatever the world size. Verdicts travel
-    between ranks, not averages.
+    Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions, not averages, so the metrics are exact
+    for any number of ranks.
+
+    Args:
+        keep_texts: keep the text of every completion in its result.
+        on_problems: called with the number of problems after each call of the sampler, for a progress bar.
 
     Raises:
-        Exception: what the judge raises, on all ranks together.
+        Exception: an error of ``grade`` on any rank, on all ranks.
     """
-    places = list(range(len(problems)))[world.rank :: world.size]
-    mine = {place: Answers(problems[place], [], [], [], []) for place in places}
+    own_indices = range(world.rank, len(problems), world.size)
+    # Problems of similar prompt length are sampled together. The order has no effect on the results.
+    by_length = sorted(own_indices, key=lambda index: len(problems[index].prompt_ids))
+
+    def results_of(name: str, sampling: Sampling) -> dict[int, list[CompletionResult]]:
+        """Problem index -> the results of ``sampling.num_generations`` completions, for the problems of this rank."""
+        results: dict[int, list[CompletionResult]] = {}
+        num_problems = max(ROWS_PER_CALL // sampling.num_generations, 1)
+        for start in range(0, len(by_length), num_problems):
+            part = by_length[start : start + num_problems]
+            groups = generate(policy, [problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step))
+            for index, row in zip(part, grade(groups), strict=True):
+                results[index] = row if keep_texts else [dataclasses.replace(result, text=None) for result in row]
+            if on_problems is not None:
+                on_problems(len(part))
+        return results
+
     options = dict(stop=stop, tokens_in_flight=tokens_in_flight)
-    passes = [("greedy", Sampling(1, max_completion_length, temperature=0.0, **options))]
-    if num_samples > 1:
-        passes.append(("samples", Sampling(num_samples, max_completion_length, temperature=temperature, **options)))
-    error: BaseException | None = None
-    try:
-        with world.local_work():
-            for name, sampling in passes:
-                n = max(ROWS_PER_WAVE // sampling.num_generations, 1)
-                # Problems of like prompt length share a wave; the order of counting does not matter.
-                ordered = sorted(places, key=lambda place: len(problems[place].prompt_ids))
-                for start in range(0, len(ordered), n):
-                    part = ordered[start : start + n]
-                    groups = generate(
-                        policy, [problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step)
-                    )
-                    for place, group, verdicts in zip(part, groups, judge(groups), strict=True):
-                        texts = [completion.text for completion in group.completions] if keep_texts else []
-                        if name == "greedy":
-                            mine[place].greedy, mine[place].greedy_texts = verdicts, texts
-                        else:
-                            mine[place].samples, mine[place].sample_texts = verdicts, texts
-                    if on_problems is not None:
-                        on_problems(len(part))
-    except (Exception, Interrupted) as caught:  # on one rank only perhaps: voted on, then raised on all
-        error = caught
-    world.raise_together(error)
-    found = [(p, a.greedy, a.samples, a.greedy_texts, a.sample_texts) for p, a in mine.items()]
-    everything = {place: rest for share in world.gather_objects(found) for place, *rest in share}
-    answers = [Answers(problem, *everything[place]) for place, problem in enumerate(problems)]
-    greedy = [a.greedy[0] for a in answers]
-    return Evaluation(answers, estimates(greedy, [a.samples for a in answers] if num_samples > 1 else []))
+    greedy: dict[int, list[CompletionResult]] = {}
+    samples: dict[int, list[CompletionResult]] = {}
+    with world.fail_together(), world.interruptible():
+        greedy = results_of("greedy", Sampling(1, max_completion_length, temperature=0.0, **options))
+        if num_samples > 1:
+            sampling = Sampling(num_samples, max_completion_length, temperature=temperature, **options)
+            samples = results_of("samples", sampling)
+    gathered: dict[int, ProblemResult] = {}
+    own = {index: (greedy[index][0], samples.get(index, [])) for index in own_indices}
+    for share in world.gather_objects(own):
+        gathered |= {index: ProblemResult(problems[index], *results) for index, results in share.items()}
+    results = [gathered[index] for index in range(len(problems))]
+    metrics = estimates([r.greedy for r in results], [r.samples for r in results] if num_samples > 1 else [])
+    return Evaluation(results, metrics)

@@ -1,13 +1,13 @@
-"""From verdicts to numbers one can quote: rates, pass@k, means, each with a 95% interval whose unit is the problem.
+"""Metrics of an evaluation from the results of its completions: rates, pass@k and means, each with a 95% interval. Imports no torch.
 
-Samples of one problem resemble one another, so that N problems with n samples each say less than N*n independent ones: what counts
-as one observation is a problem's own mean over its samples.
+The unit of every interval is the problem. Samples of one problem are correlated, so N problems with n samples each contain less
+information than N*n independent completions. One observation is therefore the mean over the samples of one problem.
 
-- Rates: Wilson's interval (1927) at the effective number of observations, ``p(1-p) / se^2``, where ``se`` is the standard error of
-  the mean over problems (the effective size of a cluster sample: Kish, 1965; with Wilson's interval: Dean and Pagano, 2015). With
-  one sample a problem that number is N and the interval is the plain Wilson one. It never leaves [0, 1], and at 0 or N of N it
-  still has a width, which mean +- 2 se has not.
-- Means that are no rates (lengths, rewards): mean +- 1.96 se over problems; fair for more than about 30 problems.
+- Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``, where ``se`` is the standard error of
+  the mean over problems (effective size of a cluster sample: Kish, 1965; with Wilson's interval: Dean and Pagano, 2015). With one
+  sample per problem that number is N, and the interval is the usual Wilson interval. The interval stays within [0, 1], and it has a
+  width at 0 and N of N, where mean +- 2 se has none.
+- Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30 problems.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from grpo.evaluation.verdict import Verdict
+from grpo.evaluation.result import CompletionResult
 
 LEVEL = 0.95
 Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that at least one of ``k`` samples is correct, estimated without bias from ``num_samples`` of them.
+    """Unbiased estimate, from ``num_samples`` samples, of the probability that at least one of ``k`` samples is correct.
 
     ``1 - C(n - c, k) / C(n, k)`` (Chen et al., 2021, eq. 1), with exact integers.
 
@@ -41,7 +41,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, its 95% interval, and the exact count behind it where there is one (``count`` of ``of`` completions)."""
+    """A metric with its 95% interval and, for a share of completions, the exact count: ``count`` of ``of`` completions."""
 
     value: float
     low: float
@@ -55,82 +55,92 @@ def wilson(p: float, observations: float) -> tuple[float, float]:
     z2 = Z * Z / observations
     centre = (p + z2 / 2) / (1 + z2)
     half = Z / (1 + z2) * math.sqrt(p * (1 - p) / observations + z2 / (4 * observations))
-    return max(min(centre - half, p), 0.0), min(max(centre + half, p), 1.0)  # p itself, also after rounding
+    return max(min(centre - half, p), 0.0), min(max(centre + half, p), 1.0)  # contains p, also after rounding
 
 
 def rate_of(values: Sequence[float], samples: int, value: float | None = None) -> tuple[float, float, float]:
-    """A rate and its interval from one number in [0, 1] per problem, each from ``samples`` completions."""
+    """A rate and its interval.
+
+    Args:
+        values: one number in [0, 1] per problem.
+        samples: the number of completions of each problem.
+        value: the rate, if it is known more exactly than the mean of ``values``.
+
+    Returns:
+        ``(rate, low, high)``.
+    """
     N = len(values)
     mean = math.fsum(values) / N
     p = mean if value is None else value
     variance_of_mean = math.fsum((v - mean) ** 2 for v in values) / N / N
-    # Between N (samples of a problem are all alike) and N * samples (as good as independent).
+    # Between N (all samples of a problem give the same result) and N * samples (samples are independent).
     effective = p * (1 - p) / variance_of_mean if variance_of_mean > 0 else N if p in (0.0, 1.0) else N * samples
     return p, *wilson(p, min(max(effective, N), N * samples))
 
 
 def mean_of(rows: Sequence[Sequence[float]]) -> Estimate:
-    """The mean over completions of some numbers per problem (not as many for each), with its interval over problems."""
+    """The mean of all values, with its interval over problems. A row has the values of one problem; rows may differ in length."""
     N, of = len(rows), sum(map(len, rows))
     if not of:
         return Estimate(math.nan, math.nan, math.nan, None, 0)
     mean = math.fsum(value for row in rows for value in row) / of
-    # A ratio of two sums over problems; what each problem adds to it beyond its share.
+    # The mean is the ratio of two sums over problems. These are the residuals of the problems in its linearisation.
     residuals = [(math.fsum(row) - mean * len(row)) * N / of for row in rows]
     se = math.sqrt(math.fsum(r * r for r in residuals) / max(N - 1, 1) / N)
     return Estimate(mean, mean - Z * se, mean + Z * se, None, of)
 
 
-def estimates(greedy: Sequence[Verdict], samples: Sequence[Sequence[Verdict]]) -> dict[str, Estimate]:
-    """Every metric of an evaluation, by its name without ``eval/``.
+def estimates(greedy: Sequence[CompletionResult], samples: Sequence[Sequence[CompletionResult]]) -> dict[str, Estimate]:
+    """All metrics of an evaluation, by name without ``eval/``.
 
     Args:
-        greedy: one verdict per problem.
-        samples: the verdicts of each problem's samples, as many for each; empty if there was nothing but greedy decoding.
+        greedy: one result per problem.
+        samples: the results of each problem's samples, the same number for each problem; empty with greedy decoding only.
 
     Returns:
-        ``greedy_accuracy``; with samples ``mean@<n>`` and ``pass@<k>`` for every k up to n; then ``format``, ``lenient_accuracy``,
-        ``mean_length``, ``truncated`` and ``rewards/<name>`` over the samples if there are any, else over the greedy completions;
-        with samples the first four for the greedy completions too, as ``greedy_...``.
+        ``greedy_accuracy``; with samples, ``mean@<n>`` and ``pass@<k>`` for every k up to n. Then ``format``, ``lenient_accuracy``,
+        ``mean_length``, ``truncated`` and ``rewards/<name>`` over the samples, or over the greedy completions if there are no samples.
+        With samples, the first four of these for the greedy completions too, as ``greedy_...``.
     """
-    alone = [[verdict] for verdict in greedy]
-    found = {"greedy_accuracy": _share(alone, "correct")}
+    greedy_rows = [[result] for result in greedy]
+    found = {"greedy_accuracy": _share(greedy_rows, "correct")}
     if samples:
         n = len(samples[0])
         found[f"mean@{n}"] = _share(samples, "correct")
         for k in range(1, n + 1):
-            passed = [pass_at_k(n, sum(verdict.correct for verdict in row), k) for row in samples]
+            passed = [pass_at_k(n, sum(result.correct for result in row), k) for row in samples]
             found[f"pass@{k}"] = Estimate(*rate_of(passed, n))
-        found |= _rest(samples)
-        found |= {f"greedy_{name}": e for name, e in _rest(alone).items() if "/" not in name}
+        found |= _other_metrics(samples)
+        found |= {f"greedy_{name}": e for name, e in _other_metrics(greedy_rows).items() if "/" not in name}
     else:
-        found |= _rest(alone)
+        found |= _other_metrics(greedy_rows)
     return found
 
 
 def metric_names(num_samples: int, rewards: Sequence[str]) -> list[str]:
-    """What an evaluation with so many samples reports, as it is logged."""
-    verdict = Verdict(
+    """The names, with ``eval/``, of the metrics that an evaluation with ``num_samples`` samples per problem reports."""
+    result = CompletionResult(
         correct=False, formatted=False, lenient=False, length=0, truncated=False, rewards=dict.fromkeys(rewards)
     )
-    return [f"eval/{name}" for name in estimates([verdict], [[verdict] * num_samples] if num_samples > 1 else [])]
+    return [f"eval/{name}" for name in estimates([result], [[result] * num_samples] if num_samples > 1 else [])]
 
 
-def _rest(rows: Sequence[Sequence[Verdict]]) -> dict[str, Estimate]:
+def _other_metrics(rows: Sequence[Sequence[CompletionResult]]) -> dict[str, Estimate]:
     found = {
         "format": _share(rows, "formatted"),
         "lenient_accuracy": _share(rows, "lenient"),
-        "mean_length": mean_of([[verdict.length for verdict in row] for row in rows]),
+        "mean_length": mean_of([[result.length for result in row] for row in rows]),
         "truncated": _share(rows, "truncated"),
     }
     for name in rows[0][0].rewards:
-        values = [[verdict.rewards[name] for verdict in row] for row in rows]
+        values = [[result.rewards[name] for result in row] for row in rows]
         found[f"rewards/{name}"] = mean_of([[v for v in row if v is not None] for row in values])
     return found
 
 
-def _share(rows: Sequence[Sequence[Verdict]], what: str) -> Estimate:
-    counts = [sum(getattr(verdict, what) for verdict in row) for row in rows]
+def _share(rows: Sequence[Sequence[CompletionResult]], attribute: str) -> Estimate:
+    """The share of completions for which an attribute of their result is true."""
+    counts = [sum(getattr(result, attribute) for result in row) for row in rows]
     n = len(rows[0])
     of = n * len(rows)
     return Estimate(*rate_of([c / n for c in counts], n, sum(counts) / of), sum(counts), of)

@@ -1,6 +1,6 @@
-"""Rewards: built-in and the user's own, run in worker processes that can be killed. See ``docs/rewards.md``.
+"""Reward functions, built-in and the user's own. They run in worker processes that can be killed. See ``docs/rewards.md``.
 
-Importing this package imports no torch: the workers import it too.
+This package imports no torch, because the worker processes import it too.
 """
 
 from grpo.rewards.extract import completion_text

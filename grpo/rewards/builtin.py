@@ -1,15 +1,15 @@
-"""The built-in rewards that need nothing but the text (``B`` completions in, ``B`` numbers out).
+"""The built-in rewards that read only the text and the columns: ``B`` completions in, ``B`` numbers out.
 
 Signature: ``fn(prompts, completions, *, <arguments>, **columns) -> list[float | None]``. The keyword-only parameters are the
-arguments of the configuration (``args:``), with their published values as defaults; ``None`` marks a row that cannot be scored.
-Arguments are checked before any row is looked at, so that calling with no rows checks a configuration.
+arguments that a configuration sets (``args:``), with their published values as defaults. ``None`` marks a row that cannot be scored.
+Each function checks its arguments before any row, so a call without rows checks a configuration.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from grpo.rewards.arguments import column_values, is_missing, require_number, require_tag
 from grpo.rewards.expression import evaluate_expression
 from grpo.rewards.extract import (
     answers_equal,
@@ -22,38 +22,7 @@ from grpo.rewards.extract import (
 )
 
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
-"""Five groups: each tag, and that nothing follows the last one."""
-
-
-def column_values(columns: dict[str, Any], name: str, completions: Sequence[Any], reward: str) -> Sequence[Any]:
-    """The column ``name``, one value per completion.
-
-    Raises:
-        ValueError: if the rows have no such column; the message lists those they have.
-    """
-    if name in columns:
-        return columns[name]
-    if not completions:
-        return []
-    raise ValueError(f"reward {reward!r} needs the column {name!r}; the rows have {sorted(columns)}")
-
-
-def require_number(**arguments: Any) -> None:
-    """Raise ``ValueError`` naming the first argument that is not a finite number."""
-    for name, value in arguments.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"{name} must be a number, got {value!r}")
-
-
-def require_tag(tag: Any) -> None:
-    """Raise ``ValueError`` unless ``tag`` is the bare name of a tag."""
-    if not isinstance(tag, str) or not tag or set(tag) & set("<>/ "):
-        raise ValueError(f"tag must be a bare name such as 'answer' (no angle brackets), got {tag!r}")
-
-
-def is_missing(gold: Any) -> bool:
-    """A row without a gold answer (absent, empty) is unscorable, not wrong."""
-    return gold is None or (isinstance(gold, str) and not gold.strip())
+"""Five groups: one for each tag, and one that matches if nothing follows the last tag."""
 
 
 def accuracy(
@@ -66,9 +35,9 @@ def accuracy(
     column: str = "answer",
     **columns: Any,
 ) -> list[float | None]:
-    """``value`` where the answer equals the gold one, else 0: numerically after normalising, or as normalised text.
+    """``value`` where the answer equals the gold answer (as a number, else as normalised text), and 0 elsewhere.
 
-    ``mode="strict"`` reads the one ``<tag>...</tag>``; ``"lenient"`` the last number of the response.
+    ``mode="strict"`` reads the answer from the only ``<tag>...</tag>``, ``mode="lenient"`` takes the last number of the response.
     """
     extract_answer("", mode, tag)
     require_number(value=value)
@@ -93,8 +62,8 @@ def format(
 ) -> list[float]:
     """``value`` where the whole response matches ``pattern`` (DOTALL, fullmatch), else 0.
 
-    Without a pattern: ``<think> ... </think> <answer> ... </answer>``, each tag exactly once (DeepSeek-R1). A pattern that
-    backtracks without end is stopped by the worker's timeout, like any other reward.
+    The default is ``<think> ... </think> <answer> ... </answer>`` with each tag exactly once (DeepSeek-R1). A pattern that backtracks
+    for too long is stopped by ``reward.timeout_s``, like any slow reward.
     """
     compiled = None if pattern is None else compile_pattern(pattern)
     require_number(value=value)
@@ -110,23 +79,23 @@ def tag_groups(
     max_value: float = 0.5,
     **columns: Any,
 ) -> list[float]:
-    """``per_group`` for each distinct group of ``pattern`` that matches somewhere, at most ``max_value`` in all.
+    """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most ``max_value`` in total.
 
-    A group counts once however often it matches, so that repeating a tag earns nothing. Values: "The One Big Beautiful Blog on
-    GRPO" (0.1 each, 0.5 at most).
+    A group counts once however often it matches, so repeating a tag earns nothing. Source of the values (0.1 and 0.5): "The One Big
+    Beautiful Blog on GRPO".
     """
     compiled = compile_pattern(pattern)
     require_number(per_group=per_group, max_value=max_value)
     if not compiled.groups:
         raise ValueError(f"tag_groups counts the groups of its pattern, and {pattern!r} has none")
 
-    def matched_groups(text: str) -> int:
+    def num_matched_groups(text: str) -> int:
         seen: set[int] = set()
         for match in compiled.finditer(text):
             seen.update(number for number, group in enumerate(match.groups(), 1) if group is not None)
         return len(seen)
 
-    return [min(per_group * matched_groups(completion_text(c)), float(max_value)) for c in completions]
+    return [min(per_group * num_matched_groups(completion_text(c)), float(max_value)) for c in completions]
 
 
 def exact_or_stripped(
@@ -139,9 +108,9 @@ def exact_or_stripped(
     column: str = "answer",
     **columns: Any,
 ) -> list[float | None]:
-    """``exact`` where the text inside the tag is the gold answer, ``stripped`` where it is up to white space around it, else 0.
+    """``exact`` where the text inside the tag is the gold answer, ``stripped`` where it differs in surrounding white space, else 0.
 
-    Values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
+    Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     require_number(exact=exact, stripped=stripped)
     require_tag(tag)
@@ -167,15 +136,15 @@ def soft_overlong(
     cache_length: int,
     **columns: Any,
 ) -> list[float]:
-    """DAPO's soft overlong punishment, in tokens (arXiv 2503.14476, equation 13; there 20480 and 4096).
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13, with 20480 and 4096 tokens).
 
-    0 up to ``max_length - cache_length`` tokens, then falling linearly to -1 at ``max_length``, -1 beyond.
+    0 for up to ``max_length - cache_length`` tokens, then a linear decrease to -1 at ``max_length``, and -1 beyond.
     """
     require_number(max_length=max_length, cache_length=cache_length)
     if not 0 < cache_length <= max_length:
         raise ValueError(f"soft_overlong needs 0 < cache_length <= max_length, got {cache_length} and {max_length}")
-    expected = max_length - cache_length
-    return [max(-1.0, min(0.0, (expected - len(ids)) / cache_length)) for ids in completion_ids]
+    free_length = max_length - cache_length
+    return [max(-1.0, min(0.0, (free_length - len(ids)) / cache_length)) for ids in completion_ids]
 
 
 def countdown(
@@ -189,10 +158,10 @@ def countdown(
     target_column: str = "target",
     **columns: Any,
 ) -> list[float | None]:
-    """``value`` where the expression in the tag uses each of the row's numbers exactly once and equals its target.
+    """``value`` where the expression in the tag uses each number of the row exactly once and equals the row's target.
 
-    ``format_value`` (TinyZero: 0.1) for a tag that holds something else. ``(3 + 5) * 3 = 24`` counts as its left side when the
-    right side is true.
+    ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. An equation such as ``(3 + 5) * 3 = 24`` is
+    read as its left side if its right side is the value of that side.
     """
     require_number(value=value, format_value=format_value)
     require_tag(tag)

@@ -1,14 +1,19 @@
 """``classifier:<model>``: a Hugging Face sequence classifier with one label as a reward model.
 
-It runs in the training process on the rank's device (a worker would need a CUDA context of its own), batched, without gradient.
+The classifier runs in the training process on the rank's device, in batches and without gradient. A worker process would need a CUDA
+context of its own.
 """
 
 import os
 from collections.abc import Sequence
 from typing import Any, Self
 
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
 from grpo.hub import hub_answers
 from grpo.rewards.extract import completion_text
+from grpo.system import first_line
 
 
 class ClassifierReward:
@@ -19,25 +24,23 @@ class ClassifierReward:
     """
 
     def __init__(self, name_or_path: str):
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        self._torch = torch
-        is_away = not os.path.exists(name_or_path) and not hub_answers()  # its client would retry for a minute
+        is_unreachable = (
+            not os.path.exists(name_or_path) and not hub_answers()
+        )  # the Hub's client would retry for a minute
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name_or_path)
             self.model, loaded = AutoModelForSequenceClassification.from_pretrained(
                 name_or_path, output_loading_info=True
             )
-        except Exception as error:  # others' files can break transformers in every way it knows
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            if is_away:
+        except Exception as error:  # transformers raises many types of exceptions for broken files
+            reason = first_line(error)
+            if is_unreachable:
                 reason = "it is no folder here, the Hub cannot be reached, and its cache has no copy of that name"
             raise ValueError(f"reward 'classifier:{name_or_path}' cannot be loaded: {reason}") from error
         if self.model.config.num_labels != 1:
             raise ValueError(
                 f"reward 'classifier:{name_or_path}' has {self.model.config.num_labels} labels; "
-                "a reward model has num_labels=1, its one logit being the reward"
+                "a reward model has num_labels=1 and its one logit is the reward"
             )
         if loaded["missing_keys"]:
             raise ValueError(
@@ -47,12 +50,12 @@ class ClassifierReward:
             if self.tokenizer.eos_token_id is None:
                 raise ValueError(f"the tokenizer of 'classifier:{name_or_path}' has neither a pad nor an EOS token")
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        # Decoder classifiers read the logit at the last token that is not padding, by this id and from the right.
+        # Decoder classifiers read the logit at the last token that is not this pad id, and expect padding on the right.
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.tokenizer.padding_side = "right"
         self.model.eval().requires_grad_(False)
 
-    def to(self, device: Any) -> Self:
+    def to(self, device: torch.device | str) -> Self:
         self.model.to(device)
         return self
 
@@ -72,7 +75,7 @@ class ClassifierReward:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        # Templates write the special tokens themselves.
+        # A chat template writes the special tokens into the text, so the tokenizer must not add them again.
         is_chat = bool(prompts) and not isinstance(prompts[0], str)
         rewards: list[float] = []
         for start in range(0, len(texts), batch_size):
@@ -84,7 +87,7 @@ class ClassifierReward:
                 max_length=max_length,
                 add_special_tokens=not is_chat,
             ).to(self.model.device)
-            with self._torch.inference_mode():
+            with torch.inference_mode():
                 rewards += self.model(**tokens).logits[:, 0].float().tolist()
         return rewards
 

@@ -1,16 +1,13 @@
-"""Arithmetic expressions read by a parser of our own: exact, bounded, and never ``eval``.
-
-Kept apart from ``grpo/tasks``: by the layering, a reward imports no task.
-"""
+"""A parser for arithmetic expressions: exact values, bounded time and memory, no ``eval``."""
 
 import re
 from collections.abc import Iterator
 from fractions import Fraction
 
 MAX_LENGTH = 500
-"""Characters; with no power operator this bounds the size of every intermediate value as well."""
+"""Characters. There is no power operator, so this bounds the size of every intermediate value too."""
 MAX_DEPTH = 50
-"""Nested parentheses and signs."""
+"""Levels of nested parentheses and signs."""
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
 _OPERATORS = str.maketrans({"×": "*", "·": "*", "÷": "/", "\u2212": "-", "\u2013": "-", "[": "(", "]": ")"})
@@ -20,7 +17,7 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and the integers used, in order.
 
     Raises:
-        ValueError: if it is not such an expression, divides by zero, or is longer or deeper than the limits above.
+        ValueError: if ``text`` is not such an expression, divides by zero, or exceeds the limits above.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(f"an expression has at most {MAX_LENGTH} characters, this one has {len(text)}")
@@ -43,7 +40,7 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 class _Parser:
-    """Recursive descent; one method per level of precedence."""
+    """A recursive descent parser with one method per level of operator precedence."""
 
     def __init__(self, tokens: list[str]):
         self.tokens, self.position, self.used = tokens, 0, []

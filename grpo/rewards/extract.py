@@ -1,7 +1,7 @@
-"""Pure helpers that read an answer out of a text and compare it; evaluation and the built-in rewards share them.
+"""Pure functions that extract answers from texts and compare them. Evaluation and the built-in rewards use them.
 
-Every function takes time linear in its input, whatever the input is (a policy does find the texts that are slow to match).
-The one exception is :func:`has_format` with a caller's own pattern, which is as fast as that pattern.
+Every function runs in time linear in its input, for any input: during training a policy can produce any text, also one that makes a
+regular expression backtrack. The exception is :func:`has_format` with a pattern of the caller's, which takes the time of that pattern.
 """
 
 import re
@@ -10,10 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 LONGEST_NUMBER = 400
-"""Longer "numbers" are compared as text: exact arithmetic on them would be the slow part of a reward."""
+"""Characters of the longest number that is read as one. Longer ones are compared as text, because exact arithmetic on them is slow."""
 
 DEFAULT_FORMAT = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
-"""The whole response; each of the four tags exactly once."""
+"""Matches the whole response. :func:`has_format` also requires each of the four tags exactly once."""
 
 _DEFAULT_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
@@ -29,7 +29,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 
-# A minus is a sign only where it cannot be a subtraction: the last number of "10-5" is 5.
+# A minus is read as a sign only where it cannot be a subtraction: the last number of "10-5" is 5, not -5.
 _LAST_NUMBER = re.compile(
     r"""(?:\$- | (?:(?<![\w)\]])-)? \$?) (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
     (?:\.[0-9]+)? (?:[eE][+-]?[0-9]{1,3}(?!\w))?""",
@@ -38,12 +38,12 @@ _LAST_NUMBER = re.compile(
 
 
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a completion, plain (``str``) or conversational (TRL's ``[{"role": "assistant", "content": ...}]``).
+    """The text of a completion, which is a string or, in TRL's conversational form, ``[{"role": "assistant", "content": ...}]``.
 
-    Several messages are joined by newlines; content given as parts (``[{"type": "text", "text": ...}]``) is joined too.
+    Several messages are joined by newlines. Content in parts (``[{"type": "text", "text": ...}]``) is concatenated.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if the completion has neither form.
     """
     if isinstance(completion, str):
         return completion
@@ -61,7 +61,7 @@ def _content_text(content: Any) -> str:
 
 
 def tag_content(text: str, tag: str) -> str | None:
-    """What stands between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two stands there exactly once."""
+    """The text between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two occurs exactly once."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     if text.count(opening) != 1 or text.count(closing) != 1:
         return None
@@ -70,16 +70,16 @@ def tag_content(text: str, tag: str) -> str | None:
 
 
 def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
-    """The answer that a response gives, or ``None`` where it gives none.
+    """The answer in a response, or ``None`` if there is none.
 
     Args:
         text: the response.
-        mode: ``"strict"``: what is inside the one well-formed ``<tag>...</tag>``, stripped (``None`` if there are none, two,
-            or nothing inside); ``"lenient"``: the last number anywhere in the text.
-        tag: name of the tag, for ``strict``.
+        mode: ``"strict"`` takes the stripped text inside ``<tag>...</tag>`` (``None`` unless there is exactly one such tag and it is
+            not empty); ``"lenient"`` takes the last number anywhere in the text.
+        tag: name of the tag, for ``"strict"``.
 
     Raises:
-        ValueError: for another mode.
+        ValueError: for any other mode.
     """
     if mode == "strict":
         content = tag_content(text, tag)
@@ -93,10 +93,10 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
 
 
 def parse_number(text: str) -> Fraction | None:
-    """``text`` as an exact number, or ``None`` if it is not one number and nothing else.
+    """``text`` as an exact number, or ``None`` if it is anything but a single number.
 
-    Understands thousands separators, signs (Unicode minus too), decimals, exponents up to 999, ``a/b``, a currency sign, a
-    percent sign (dropped: ``50%`` is 50), a leading ``=`` and a trailing period.
+    Accepts thousands separators, signs (Unicode minus too), decimals, exponents up to 999, ``a/b``, a currency sign, a percent sign
+    (ignored: ``50%`` is 50), a leading ``=`` and a trailing period.
     """
     text = text.strip()
     if len(text) > LONGEST_NUMBER:
@@ -116,12 +116,12 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def normalize_text(text: str) -> str:
-    """Case folded, runs of white space made one space, one trailing period dropped."""
+    """``text`` with case folded, each run of white space replaced by one space, and one trailing period removed."""
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
 
 
 def answers_equal(a: Any, b: Any) -> bool:
-    """Numbers are compared as numbers, exactly (``"$1,000.00"`` is ``1000``, ``"0.33"`` is not ``"1/3"``), everything else as
+    """Whether two answers are equal: numbers exactly (``"$1,000.00"`` is ``1000``, ``"0.33"`` is not ``"1/3"``), anything else as
     normalised text."""
     first, second = parse_number(str(a)), parse_number(str(b))
     if first is not None or second is not None:
@@ -133,7 +133,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """``re.compile`` with DOTALL.
 
     Raises:
-        ValueError: if it is not a regular expression; the message quotes it.
+        ValueError: if ``pattern`` is not a regular expression.
     """
     try:
         return re.compile(pattern, re.DOTALL)
@@ -144,6 +144,6 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 def has_format(text: str, pattern: str | re.Pattern[str] | None = None) -> bool:
     """Whether the whole of ``text`` matches ``pattern`` (DOTALL); by default :data:`DEFAULT_FORMAT`, each tag exactly once."""
     if pattern is None:
-        # Counting first makes the regular expression linear: no lazy ``.*?`` has a second place to stop at.
+        # With each tag known to occur once, a lazy ``.*?`` has one place to stop at, so matching is linear.
         return all(text.count(tag) == 1 for tag in _DEFAULT_TAGS) and has_format(text, DEFAULT_FORMAT)
     return (compile_pattern(pattern) if isinstance(pattern, str) else pattern).fullmatch(text) is not None

@@ -1,25 +1,26 @@
-"""From sampled groups to the arguments of reward functions."""
+"""Score sampled groups: build the arguments of the reward functions from ``grpo.batch`` types.
 
-from __future__ import annotations
+``grpo.rewards`` does not import this module, because ``grpo.batch`` imports torch and reward workers, which import that package, need
+no torch.
+"""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # workers import this package, and need no torch
-    from grpo.batch import Group
-    from grpo.rewards.result import RewardResult
-    from grpo.rewards.runner import RewardRunner
+from grpo.batch import Group
+from grpo.rewards.result import RewardResult
+from grpo.rewards.runner import RewardRunner
 
 
 def score_groups(rewards: RewardRunner, groups: Sequence[Group]) -> RewardResult:
-    """Hand the completions of some groups to the reward functions, TRL's way: conversational prompts get messages."""
-    pairs = [(group.problem, completion) for group in groups for completion in group.completions]
-    names = dict.fromkeys(name for problem, _ in pairs for name in problem.columns)
+    """Score every completion of some groups. As in TRL, completions of conversational prompts are passed as lists of messages."""
+    rows = [(group.problem, completion) for group in groups for completion in group.completions]
+    column_names = dict.fromkeys(name for problem, _ in rows for name in problem.columns)
     return rewards.score(
-        prompts=[problem.prompt for problem, _ in pairs],
+        prompts=[problem.prompt for problem, _ in rows],
         completions=[
-            c.text if isinstance(p.prompt, str) else [{"role": "assistant", "content": c.text}] for p, c in pairs
+            completion.text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": completion.text}]
+            for problem, completion in rows
         ],
-        columns={name: [problem.columns.get(name) for problem, _ in pairs] for name in names},
-        completion_ids=[list(completion.ids) for _, completion in pairs],
+        columns={name: [problem.columns.get(name) for problem, _ in rows] for name in column_names},
+        completion_ids=[list(completion.ids) for _, completion in rows],
     )

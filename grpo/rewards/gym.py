@@ -1,10 +1,11 @@
-"""The scorers of the library reasoning-gym, imported only when one is used."""
+"""The reward ``reasoning_gym``: the scorers of the package reasoning-gym, which is imported only when this reward is used."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.rewards.builtin import column_values, require_number, require_tag
+from grpo.rewards.arguments import column_values, require_number, require_tag
 from grpo.rewards.extract import completion_text, extract_answer
+from grpo.system import import_extra
 
 
 def reasoning_gym(
@@ -17,20 +18,17 @@ def reasoning_gym(
     metadata_column: str = "metadata",
     **columns: Any,
 ) -> list[float | None]:
-    """``value`` times what the task's own scorer gives for the text in the tag, from 0 to 1; 0 without a well-formed tag.
+    """``value`` times the score, from 0 to 1, that the task's own scorer gives the text in the tag; 0 without a well-formed tag.
 
-    Which task it is stands in the row's metadata. Many scorers give a wrong answer a little (0.01), some give parts of it parts.
+    The row's metadata names the task. Many scorers give a wrong answer a small score (0.01), and some give partial scores.
     """
-    try:
-        from reasoning_gym import get_score_answer_fn
-    except ImportError as error:
-        raise ValueError(f"this reward needs the library reasoning-gym ({error}): pip install -e '.[gym]'") from None
+    library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
     require_number(value=value)
     require_tag(tag)
     rewards: list[float | None] = []
     golds = column_values(columns, column, completions, "reasoning_gym")
-    everything = column_values(columns, metadata_column, completions, "reasoning_gym")
-    for prompt, completion, gold, metadata in zip(prompts, completions, golds, everything, strict=True):
+    metadata_rows = column_values(columns, metadata_column, completions, "reasoning_gym")
+    for prompt, completion, gold, metadata in zip(prompts, completions, golds, metadata_rows, strict=True):
         if not metadata:
             rewards.append(None)
             continue
@@ -38,7 +36,7 @@ def reasoning_gym(
         if answer is None:
             rewards.append(0.0)
             continue
-        score = get_score_answer_fn(metadata["source_dataset"])
+        score = library.get_score_answer_fn(metadata["source_dataset"])
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         rewards.append(float(value * score(answer, {"question": question, "answer": gold, "metadata": metadata})))
     return rewards

@@ -1,4 +1,4 @@
-"""The parent's side of one worker process: start it, give it a job with a time limit, kill it when the limit passes."""
+"""Start a worker process, send it requests with a time limit, and kill it when a limit passes."""
 
 import contextlib
 import json
@@ -13,9 +13,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 LOAD_SECONDS = 120.0
-"""For starting a worker and importing a reward; apart from the time limit of a call, as an import may pull in a whole library."""
-OUTPUT_BYTES = 32 * 1024
-"""What a worker may print to our stderr in one step; the rest is read and dropped."""
+"""Time limit for starting a worker and importing a reward. A call has a limit of its own: an import may load a whole library."""
+MAX_OUTPUT_BYTES = 32 * 1024
+"""Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
 
 _POLL_SECONDS = 0.05
 _BOOTSTRAP = (
@@ -24,19 +24,19 @@ _BOOTSTRAP = (
 )
 
 
-def _python_path() -> list[str]:
-    """Our ``sys.path``, so that the worker imports what we would; '' made explicit, and never without this package."""
+def _worker_sys_path() -> list[str]:
+    """Our ``sys.path``, with '' replaced by the working folder, and the folders that the worker needs added."""
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = [entry or os.getcwd() for entry in sys.path]
     return path + [entry for entry in (os.getcwd(), package_root) if entry not in path]
 
 
 class WorkerProcess:
-    """One restartable worker. Calls are made by one thread at a time.
+    """One worker process, started when it is needed and restarted after it has ended. Only one thread at a time may call it.
 
     Args:
-        functions: ``(spec, args)`` by key; a fresh process loads a function when it is first called.
-        directory: the working folder, fixed when the run starts so that a restart finds the same relative paths.
+        functions: ``(spec, args)`` by key. A new process loads a function at its first call.
+        directory: the worker's working folder. It is fixed when the run starts, so that relative paths stay valid after a restart.
     """
 
     def __init__(self, functions: list[tuple[str, dict[str, Any]]], directory: str):
@@ -45,35 +45,35 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
         self._loaded: set[int] = set()
-        self._printed = 0
+        self._num_printed_bytes = 0
 
     def load(self, key: int) -> tuple[str, Any]:
-        """Load function ``key``; ``("ok", FunctionInfo)``, ``("invalid", line)``, ``("timeout", None)`` or ``("died", how)``."""
+        """Load function ``key``: ``("ok", FunctionInfo)``, ``("invalid", message)``, ``("timeout", None)`` or ``("died", cause)``."""
         spec, args = self.functions[key]
-        answer = self._ask(("load", key, spec, args), LOAD_SECONDS)
+        answer = self._request(("load", key, spec, args), LOAD_SECONDS)
         if answer[0] == "ok":
             self._loaded.add(key)
         return answer
 
-    def call(self, keys: list[int], job: tuple[Any, ...], seconds: float) -> tuple[str, Any]:
-        """Run a job that uses the functions ``keys``: its answer, or ``("timeout", None)`` / ``("died", how)``.
+    def call(self, keys: list[int], request: tuple[Any, ...], seconds: float) -> tuple[str, Any]:
+        """Send a request that uses the functions ``keys`` and return its answer, ``("timeout", None)`` or ``("died", cause)``.
 
-        After these two the process is gone; the next call starts another.
+        After a timeout or a death the process has ended; the next call starts a new one.
         """
         for key in keys:
             if key not in self._loaded:
                 kind, value = self.load(key)
                 if kind != "ok":
-                    return "died", f"the worker was restarted and could not load it again: {value or 'timed out'}"
-        return self._ask(job, seconds)
+                    return "died", f"was restarted and could not load the function again: {value or 'timed out'}"
+        return self._request(request, seconds)
 
-    def _ask(self, job: tuple[Any, ...], seconds: float) -> tuple[str, Any]:
+    def _request(self, request: tuple[Any, ...], seconds: float) -> tuple[str, Any]:
         if self._process is None:
             self._start()
         try:
-            message = ForkingPickler.dumps(job)
+            message = ForkingPickler.dumps(request)
         except Exception as error:
-            raise ValueError(f"a column cannot be handed to the rewards' worker process: {error}") from error
+            raise ValueError(f"a column cannot be sent to the worker process of the rewards: {error}") from error
         deadline = time.monotonic() + seconds
         try:
             self._connection.send_bytes(message)
@@ -81,64 +81,75 @@ class WorkerProcess:
                 remaining = deadline - time.monotonic()
                 if self._connection.poll(max(0.0, min(_POLL_SECONDS, remaining))):
                     return self._connection.recv()
-                # A process that the reward forked may hold the connection open, so its end alone is no sign of death.
+                # A child of the worker may keep the connection open, so the end of the worker does not always end the connection.
                 if self._process.poll() is not None and not self._connection.poll(0):
-                    return self._died()
+                    return self._cause_of_death()
                 if remaining <= 0:
                     self.kill()
                     return "timeout", None
         except (EOFError, ConnectionError):
-            return self._died()
+            return self._cause_of_death()
 
-    def _died(self) -> tuple[str, Any]:
+    def _cause_of_death(self) -> tuple[str, Any]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         code = self._process.returncode
         self.kill()
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
-                how = f"killed by {signal.Signals(-code).name}"
-                return "died", how + (" (out of memory?)" if -code == signal.SIGKILL else "")
+                cause = f"was killed by {signal.Signals(-code).name}"
+                return "died", cause + (" (out of memory?)" if -code == signal.SIGKILL else "")
         return "died", f"exited with status {code}"
 
     def _start(self) -> None:
         ours, theirs = Pipe(duplex=True)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(_python_path()), str(theirs.fileno()), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-c",
+                    _BOOTSTRAP,
+                    json.dumps(_worker_sys_path()),
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=self.directory,
-                # Its own session: a Ctrl-C in the terminal is ours to handle, and killing the group takes along whatever
-                # processes a reward has started.
+                # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group also kills
+                # processes that a reward has started.
                 start_new_session=True,
             )
         self._connection = ours
         self._loaded = set()
-        threading.Thread(target=self._forward, args=(self._process.stdout,), daemon=True, name="reward-output").start()
+        threading.Thread(
+            target=self._forward_output, args=(self._process.stdout,), daemon=True, name="reward-output"
+        ).start()
 
-    def _forward(self, output: Any) -> None:
+    def _forward_output(self, output: Any) -> None:
         with output:
             while chunk := os.read(output.fileno(), 65536):
-                room = OUTPUT_BYTES - self._printed
-                self._printed += len(chunk)
-                if room <= 0:
+                num_allowed = MAX_OUTPUT_BYTES - self._num_printed_bytes
+                self._num_printed_bytes += len(chunk)
+                if num_allowed <= 0:
                     continue
-                text = chunk[:room].decode(errors="replace")
-                if len(chunk) > room:
-                    text += f"\n[a reward printed more than {OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
-                with contextlib.suppress(OSError, ValueError):  # our own stderr may be closed at exit
+                text = chunk[:num_allowed].decode(errors="replace")
+                if len(chunk) > num_allowed:
+                    text += (
+                        f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
+                    )
+                with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
                     sys.stderr.write(text)
                     sys.stderr.flush()
 
-    def new_step(self) -> None:
-        """Allow the next :data:`OUTPUT_BYTES` of output."""
-        self._printed = 0
+    def begin_step(self) -> None:
+        """Print up to :data:`MAX_OUTPUT_BYTES` of output again."""
+        self._num_printed_bytes = 0
 
     def kill(self) -> None:
-        """End the process and its group, now; harmless when there is none."""
+        """Kill the process and its process group. Does nothing if no process runs."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):

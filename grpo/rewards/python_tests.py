@@ -1,14 +1,14 @@
-"""``python_tests``: the fraction of a row's tests that the completion's code passes, run in the sandbox."""
+"""The reward ``python_tests``: the fraction of a row's tests that the completion's code passes in the sandbox."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo.rewards.builtin import column_values, require_number, require_tag
+from grpo.rewards.arguments import column_values, require_number, require_tag
 from grpo.rewards.extract import completion_text, tag_content
 from grpo.rewards.sandbox import Limits, run_python
 
-LONGEST_CODE = 100_000
+MAX_CODE_LENGTH = 100_000
 _FENCE = "```"
 
 
@@ -29,17 +29,19 @@ def python_tests(
 ) -> list[float | None]:
     """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
 
-    The code is the last fenced block (or all) of the response, or of the one ``<tag>...</tag>`` in it. A row's tests: a list (or
-    its JSON) of statements such as ``"assert f(2) == 4"``, or of ``{"input": ..., "output": ...}`` for a program that reads stdin;
-    outputs are compared outside the sandbox, up to white space at the ends of lines.
+    The code is the last fenced block of the response, or the whole response if it has none; with ``tag``, the same inside the only
+    ``<tag>...</tag>``. The tests of a row are a list, or its JSON, of statements such as ``"assert f(2) == 4"`` or of ``{"input": ...,
+    "output": ...}`` for a program that reads stdin. Outputs are compared outside the sandbox, up to white space at the ends of lines.
 
-    Keep ``total_seconds`` (all tests of a completion) below ``reward.timeout_s``: code that hangs should score 0, not ``None``.
+    ``total_seconds`` (all tests of one completion) must be less than ``reward.timeout_s``: code that hangs then scores 0, not ``None``.
     """
     require_number(value=value)
     if tag is not None:
         require_tag(tag)
     limits = Limits(test_seconds, total_seconds, memory_mb=memory_mb, processes=processes, output_kb=output_kb)
-    if not completions:  # how a configuration is checked: let a machine without a sandbox be known at once
+    if (
+        not completions
+    ):  # a call without rows checks a configuration: fail now on a machine that cannot provide the sandbox
         run_python("", [{"code": ""}], limits, allow_unsandboxed=allow_unsandboxed)
     rewards: list[float | None] = []
     for completion, given in zip(completions, column_values(columns, column, completions, "python_tests"), strict=True):
@@ -50,12 +52,12 @@ def python_tests(
         elif code is None:
             rewards.append(0.0)
         else:
-            # The expected outputs stay here.
-            inside = [{k: v for k, v in test.items() if k != "output"} for test in tests]
-            verdicts = run_python(code, inside, limits, allow_unsandboxed=allow_unsandboxed)
+            # The code must not see the expected outputs.
+            visible_tests = [{k: v for k, v in test.items() if k != "output"} for test in tests]
+            results = run_python(code, visible_tests, limits, allow_unsandboxed=allow_unsandboxed)
             passed = [
-                verdict.status == "passed" and ("output" not in test or _same_lines(verdict.output, test["output"]))
-                for verdict, test in zip(verdicts, tests, strict=True)
+                result.status == "passed" and ("output" not in test or _same_lines(result.output, test["output"]))
+                for result, test in zip(results, tests, strict=True)
             ]
             rewards.append(value * sum(passed) / len(passed))
     return rewards
@@ -65,9 +67,10 @@ python_tests.row_by_row = True
 
 
 def extract_code(text: str, tag: str | None = None) -> str | None:
-    """The last block between fences, or the whole text where there is no fence; ``None`` if that is empty or too long.
+    """The last fenced code block of a text, or the whole text without a fence; ``None`` if that is empty or too long.
 
-    With ``tag``, of what is inside the one ``<tag>...</tag>`` (``None`` without it). A block that was cut off counts as a block.
+    With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag). A last block without a closing
+    fence, from a truncated response, counts too.
     """
     if tag is not None:
         inside = tag_content(text, tag)
@@ -76,18 +79,18 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
         text = inside
     parts = text.split(_FENCE)
     if len(parts) > 1:
-        # Odd parts are inside fences.
+        # Parts at odd positions are inside fences.
         text = parts[-2] if len(parts) % 2 else parts[-1]
         language, newline, rest = text.partition("\n")
         text = rest if newline and language.strip().lower() in ("", "python", "python3", "py") else text
-    return text if text.strip() and len(text) <= LONGEST_CODE else None
+    return text if text.strip() and len(text) <= MAX_CODE_LENGTH else None
 
 
 def read_tests(given: Any) -> list[dict[str, str]]:
-    """A row's tests in one form: ``{"code": ...}`` or ``{"input": ..., "output": ...}``.
+    """The tests of a row, each as ``{"code": ...}`` or ``{"input": ..., "output": ...}``.
 
     Raises:
-        ValueError: if they are neither.
+        ValueError: if a test is neither a statement nor has an input and an output.
     """
     if isinstance(given, str):
         try:

@@ -1,4 +1,4 @@
-"""From the name in a configuration to a function: built-in, ``package.module:function``, ``path/to/file.py:function``."""
+"""Load reward functions by the names that configurations use: built-in, ``package.module:function``, ``path/to/file.py:function``."""
 
 import difflib
 import hashlib
@@ -24,15 +24,15 @@ BUILTIN: dict[str, str] = {
     "python_tests": "grpo.rewards.python_tests",
     "reasoning_gym": "grpo.rewards.gym",
 }
-"""Name -> module that holds a function of that name; imported when asked for."""
+"""Name -> the module that defines a function of that name. The module is imported when the reward is loaded."""
 
-CLASSIFIER = "classifier:"
-OFFERED = ("prompts", "completions", "completion_ids")
-"""What every reward may take besides the columns of its rows."""
+CLASSIFIER_PREFIX = "classifier:"
+TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""The arguments that the trainer passes to a reward besides the columns of the rows."""
 
 
 def load_reward(spec: str) -> Callable[..., Any]:
-    """The reward function that ``spec`` names.
+    """Load the reward function named by ``spec``.
 
     Args:
         spec: a built-in name, ``"package.module:function"``, ``"path/to/file.py:function"`` or ``"classifier:<model>"``.
@@ -41,93 +41,98 @@ def load_reward(spec: str) -> Callable[..., Any]:
         ``fn(prompts, completions, **columns) -> list[float | None]``.
 
     Raises:
-        ValueError: in one line, if there is no such thing: what exists instead, or the file and line that failed.
+        ValueError: if the function does not exist or its file cannot be imported. The one-line message lists the names that exist, or
+            names the file and line that failed.
     """
     if not isinstance(spec, str) or not spec.strip():
         raise ValueError(f"a reward is named by a string, got {spec!r}")
     spec = spec.strip()
-    if spec.startswith(CLASSIFIER):
-        from grpo.rewards.classifier import ClassifierReward  # here, because building one imports torch
+    if spec.startswith(CLASSIFIER_PREFIX):
+        from grpo.rewards.classifier import ClassifierReward  # imports torch, which reward workers do not need
 
-        return ClassifierReward(spec[len(CLASSIFIER) :])
+        return ClassifierReward(spec[len(CLASSIFIER_PREFIX) :])
     if spec in BUILTIN:
         return getattr(importlib.import_module(BUILTIN[spec]), spec)
     location, separator, function = spec.rpartition(":")
     if not separator:
-        near = difflib.get_close_matches(spec, BUILTIN, n=1)
         raise ValueError(
-            f"unknown reward {spec!r}{f' (did you mean {near[0]!r}?)' if near else ''}; built in are {', '.join(BUILTIN)}; "
+            f"unknown reward {spec!r}{_did_you_mean(spec, BUILTIN)}; built in are {', '.join(BUILTIN)}; "
             'your own is "package.module:function" or "path/to/file.py:function"'
         )
     if not location or not function:
         raise ValueError(f"reward {spec!r} must read package.module:function or path/to/file.py:function")
     is_file = location.endswith(".py") or os.sep in location
     module = _import_file(spec, location) if is_file else _import_module(spec, location)
-    return _function_of(spec, module, location, function)
+    return _get_function(spec, module, location, function)
 
 
 def display_name(spec: str) -> str:
-    """The name of a reward in metrics: ``fn`` for ``path/to/file.py:fn``, the last part of a classifier's path."""
+    """The name of a reward in metrics: ``fn`` for ``path/to/file.py:fn``, the last part of the path for a classifier."""
     return spec.strip().rstrip("/").rpartition(":")[2].rpartition("/")[2]
+
+
+def _did_you_mean(name: str, known: Collection[str]) -> str:
+    similar = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {similar[0]!r}?)" if similar else ""
 
 
 def _import_file(spec: str, path: str) -> ModuleType:
     path = os.path.realpath(os.path.expanduser(path))
     if not os.path.isfile(path):
         raise ValueError(f"reward {spec!r}: there is no file {path}")
-    # One module per file and version of it, so that two functions of a file share its globals, and an edit is seen.
+    # The module name contains the file's path and version: two functions of one file share its globals, and an edited file is
+    # imported again.
     status = os.stat(path)
     key = hashlib.blake2b(f"{path}\0{status.st_mtime_ns}\0{status.st_size}".encode(), digest_size=8).hexdigest()
     name = f"grpo_reward_file_{key}"
     if name in sys.modules:
         return sys.modules[name]
     if os.path.dirname(path) not in sys.path:
-        sys.path.append(os.path.dirname(path))  # a reward file may import its neighbours, as a script does
+        sys.path.append(os.path.dirname(path))  # a reward file can import modules of its own folder, as a script can
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"reward {spec!r}: {path} is not a Python file (its name must end in .py)")
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # before it runs: pickle and dataclasses look a module up by name
+    sys.modules[name] = module  # before the module runs: pickle and dataclasses look a module up by name
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ValueError(f"reward {spec!r}: {_where(error, path)}") from error
+        raise ValueError(f"reward {spec!r}: {_import_error_message(error, path)}") from error
     return module
 
 
 def _import_module(spec: str, name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # under torchrun the script's folder is on the path, the working folder is not
+        sys.path.append(os.getcwd())  # torchrun puts the script's folder on the path, not the working folder
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and (name + ".").startswith(error.name + "."):
             raise ValueError(f"reward {spec!r}: there is no module {error.name!r} on the Python path") from None
-        raise ValueError(f"reward {spec!r}: {_where(error, None)}") from error
+        raise ValueError(f"reward {spec!r}: {_import_error_message(error, None)}") from error
 
 
-def _where(error: BaseException, path: str | None) -> str:
-    """``file:line: what`` for an error met while importing; the innermost line of the user's own file if it has one."""
+def _import_error_message(error: BaseException, path: str | None) -> str:
+    """``file:line: message`` for an error raised by an import. The line is the innermost one of the user's file ``path``, if any."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     own = [f for f in frames if f.filename == path] or frames[-1:]
-    place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
-    return " ".join(f"{place}importing it raised {type(error).__name__}: {error}".split())
+    location = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    return " ".join(f"{location}importing it raised {type(error).__name__}: {error}".split())
 
 
-def _function_of(spec: str, module: ModuleType, location: str, function: str) -> Callable[..., Any]:
+def _get_function(spec: str, module: ModuleType, location: str, function: str) -> Callable[..., Any]:
     if not hasattr(module, function):
         own = [
             name
             for name, value in sorted(vars(module).items())
             if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
         ]
-        near = difflib.get_close_matches(function, own, n=1)
         raise ValueError(
-            f"reward {spec!r}: {location} has no function {function!r}"
-            f"{f' (did you mean {near[0]!r}?)' if near else ''}; it has {', '.join(own) or 'none'}"
+            f"reward {spec!r}: {location} has no function {function!r}{_did_you_mean(function, own)}; "
+            f"it has {', '.join(own) or 'none'}"
         )
     value = getattr(module, function)
     if not callable(value):
@@ -136,46 +141,46 @@ def _function_of(spec: str, module: ModuleType, location: str, function: str) ->
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine (a function, or an object with an async ``__call__``)."""
+    """Whether a call returns a coroutine: an ``async def`` function, or an object whose ``__call__`` is one."""
     call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Parameters by name, and whether the function takes any others (``**kwargs``)."""
+    """The named parameters of a function, and whether it also takes ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some C functions have no signature: give them everything
+    except (TypeError, ValueError):  # some C functions have no signature: pass them everything
         return {}, True
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, takes_any
 
 
 def accepted_columns(function: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """The keywords a reward accepts (``None``: any) and those it cannot do without."""
+    """The keywords that a reward accepts (``None``: any), and those without a default."""
     parameters, takes_any = _parameters(function)
     required = frozenset(name for name, p in parameters.items() if p.default is p.empty)
     return (None if takes_any else frozenset(parameters)), required
 
 
 def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Compare the ``args`` of a configuration with the function's parameters.
+    """Compare the ``args`` of a configuration with the parameters of the function.
+
+    A built-in accepts its keyword-only parameters and nothing else, although it takes ``**columns``.
 
     Raises:
-        ValueError: for an argument it does not have (a built-in swallows none by its ``**columns``), one that is not the
-            configuration's to give, or, for a built-in, one that is missing.
+        ValueError: for an argument that the function does not have, an argument that the trainer passes, or, for a built-in, a missing
+            argument.
     """
     parameters, takes_any = _parameters(function)
     builtin = spec.strip() in BUILTIN
-    own = [n for n, p in parameters.items() if (p.kind is p.KEYWORD_ONLY if builtin else n not in OFFERED)]
+    own = [n for n, p in parameters.items() if (p.kind is p.KEYWORD_ONLY if builtin else n not in TRAINER_ARGUMENTS)]
     for name in arguments:
-        if name in OFFERED:
+        if name in TRAINER_ARGUMENTS:
             raise ValueError(f"reward {spec!r}: {name!r} is given by the trainer, not by args")
         if name not in own and (builtin or not takes_any):
-            near = difflib.get_close_matches(name, own, n=1)
             raise ValueError(
-                f"reward {spec!r} has no argument {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}; "
-                f"it has {', '.join(own) or 'none'}"
+                f"reward {spec!r} has no argument {name!r}{_did_you_mean(name, own)}; it has {', '.join(own) or 'none'}"
             )
     missing = [n for n in own if builtin and parameters[n].default is inspect.Parameter.empty and n not in arguments]
     if missing:
@@ -183,18 +188,14 @@ def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[
 
 
 def needed_columns(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The columns without which a reward cannot run: its parameters without default, or a built-in's ``*column`` arguments."""
+    """The columns that a reward cannot run without.
+
+    For a built-in these are the values of its ``column`` and ``*_column`` arguments, for any other function its parameters without a
+    default.
+    """
     parameters, _ = _parameters(function)
     if spec.strip() in BUILTIN:
         names = [n for n in parameters if n == "column" or n.endswith("_column")]
         return frozenset(str(arguments.get(n, parameters[n].default)) for n in names)
     _, required = accepted_columns(function)
-    return required - set(OFFERED) - set(arguments)
-
-
-def missing_columns(name: str, needed: Collection[str], available: Collection[str]) -> str | None:
-    """One line saying which columns a reward lacks, or ``None``."""
-    missing = sorted(set(needed) - set(available))
-    if not missing:
-        return None
-    return f"reward {name!r} needs the column(s) {', '.join(missing)}; the rows have {', '.join(sorted(available)) or 'none'}"
+    return required - set(TRAINER_ARGUMENTS) - set(arguments)

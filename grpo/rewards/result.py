@@ -1,4 +1,4 @@
-"""What rewards are asked for and what they answered: ``B`` rows (completions), ``F`` functions."""
+"""The data types of scoring. Shapes: ``B`` rows (one completion each), ``F`` reward functions."""
 
 import threading
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_LOST_WORKERS = 8
-"""Rows of one function and step that may hang or kill a worker before the rows left are given up."""
+"""After so many rows of one function and step have hung or killed their worker, the function is not called for the remaining rows."""
 
 
 class RewardContractError(ValueError):
@@ -15,7 +15,7 @@ class RewardContractError(ValueError):
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One entry of ``reward.functions``. Any object with these attributes does."""
+    """One entry of ``reward.functions``. Any object with these attributes is accepted in its place."""
 
     name: str
     weight: float = 1.0
@@ -24,56 +24,61 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a batch scored; lists over functions are in the order of :attr:`RewardRunner.names`."""
+    """The rewards of one batch and the failures of its functions. Lists over functions follow :attr:`RewardRunner.names`."""
 
     values: list[list[float | None]]
-    """``[B][F]``; ``None``: not scored by that function."""
+    """``[B][F]``; ``None`` where the function gave no score."""
     errors: list[int]
-    """``[F]`` rows that failed by an exception or by the death of the worker."""
+    """``[F]`` rows in which the function raised an exception or killed its worker."""
     timeouts: list[int]
-    """``[F]`` rows that hung, or were given up after too many had."""
+    """``[F]`` rows in which the function hung, or was no longer called because too many rows had hung before."""
     first_traceback: dict[str, str]
-    """Function -> what its first failing row of this batch raised."""
+    """Function name -> traceback of the first row in this batch that failed."""
     failed_everywhere: list[str]
-    """Functions that failed on every row of this (non-empty) batch."""
+    """Names of the functions that failed on every row of this batch (which is not empty)."""
 
     @property
     def failures(self) -> list[int]:
-        """``[F]`` errors and timeouts together: the metric ``rewards/<name>/errors``."""
+        """``[F]`` errors plus timeouts: the metric ``rewards/<name>/errors``."""
         return [errors + timeouts for errors, timeouts in zip(self.errors, self.timeouts, strict=True)]
 
 
-class Tally:
-    """One function's results of one step; rows are filled in by several threads."""
+class FunctionResult:
+    """The rewards of one function for the ``B`` rows of a step. Several threads record rows at the same time."""
 
-    def __init__(self, name: str, rows: int):
-        self.name, self.rows = name, rows
-        self.values: list[float | None] = [None] * rows
-        self.errors = self.timeouts = self.lost = 0
-        self.traceback: str | None = None
-        self.contract: str | None = None
+    def __init__(self, name: str, num_rows: int):
+        self.name, self.num_rows = name, num_rows
+        self.values: list[float | None] = [None] * num_rows
+        self.errors = self.timeouts = 0
+        self.first_traceback: str | None = None
+        self.contract_error: str | None = None
+        self._lost_workers = 0
         self._lock = threading.Lock()
 
-    def failed(self) -> bool:
-        return self.rows > 0 and self.errors + self.timeouts == self.rows
+    @property
+    def failures(self) -> int:
+        return self.errors + self.timeouts
 
-    def gives_up(self) -> bool:
+    def lost_too_many_workers(self) -> bool:
         with self._lock:
-            return self.lost >= MAX_LOST_WORKERS
+            return self._lost_workers >= MAX_LOST_WORKERS
 
     def record(self, outcome: tuple[str, Any], rows: Sequence[int]) -> None:
+        """Store the outcome of one call (``grpo.rewards.worker`` lists the kinds) for the rows that the call scored."""
         kind, value = outcome
         with self._lock:
             if kind == "ok":
                 for row, reward in zip(rows, value, strict=True):
                     self.values[row] = reward
             elif kind == "contract":
-                self.contract = self.contract or value
+                self.contract_error = self.contract_error or value
             elif kind == "timeout":
                 self.timeouts += len(rows)
-                self.lost += 1
-                self.traceback = self.traceback or "it did not return within reward.timeout_s"
+                self._lost_workers += 1
+                self.first_traceback = self.first_traceback or "it did not return within reward.timeout_s"
             else:
                 self.errors += len(rows)
-                self.lost += kind == "died"
-                self.traceback = self.traceback or (value if kind == "error" else f"its worker process {value}")
+                self._lost_workers += kind == "died"
+                self.first_traceback = self.first_traceback or (
+                    value if kind == "error" else f"its worker process {value}"
+                )

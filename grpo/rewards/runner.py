@@ -1,45 +1,46 @@
-"""Score completions with several reward functions, none of which can hang, kill or silence the training process.
+"""Score completions with several reward functions. No function can hang, kill or silence the training process.
 
-``B`` rows (completions), ``F`` functions. Each function gets the whole batch in one call. Only where that call raises, hangs or
-kills its worker are the rows tried one by one, so that one bad row costs one reward. The bound on time, per function and step:
-``timeout_s`` for the batch; then ``timeout_s`` per row, and after ``result.MAX_LOST_WORKERS`` rows that hung or killed a worker the
-rows left are given up (``None``, counted as timeouts). A function that always hangs therefore costs ``(1 + 8) * timeout_s``, shared by
-``num_workers``.
+``B`` rows (completions), ``F`` functions. Each function is called once with the whole batch. If that call raises, hangs or kills its
+worker, the function is called once per row, so that one bad row costs one reward. The time per function and step is bounded:
+``timeout_s`` for the batch, then ``timeout_s`` per row. After ``result.MAX_LOST_WORKERS`` rows that hung or killed a worker, the
+remaining rows are skipped (``None``, counted as timeouts). A function that always hangs therefore takes ``(1 + 8) * timeout_s``,
+divided among ``num_workers``.
 
-Nothing here knows of ranks: what must stop a run is reported (``failed_everywhere``) or raised (:class:`RewardContractError`), and
-the training loop votes on it.
+This module knows nothing of ranks. A failure that must stop the run is reported (``failed_everywhere``) or raised
+(:class:`RewardContractError`), and the training loop agrees on it across ranks.
 """
 
 import logging
 import os
 import queue
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
+from grpo.rewards.arguments import check_columns
 from grpo.rewards.process import LOAD_SECONDS, WorkerProcess
-from grpo.rewards.registry import CLASSIFIER, check_arguments, display_name, load_reward, missing_columns
-from grpo.rewards.result import RewardContractError, RewardResult, RewardSpec, Tally
-from grpo.rewards.worker import FunctionInfo, Payload, call_reward, check_values
+from grpo.rewards.registry import CLASSIFIER_PREFIX, check_arguments, display_name, load_reward
+from grpo.rewards.result import FunctionResult, RewardContractError, RewardResult, RewardSpec
+from grpo.rewards.worker import FunctionInfo, RewardInputs, call_reward, check_values
 
 GATHER_GRACE_SECONDS = 1.0
-"""Coroutines time themselves out inside the worker; this much later the worker itself is held to be stuck."""
+"""The worker cancels coroutines after ``timeout_s``. A worker that has not answered this many seconds later is blocked and is killed."""
 
 logger = logging.getLogger(__name__)
 
 
 class RewardRunner:
-    """Runs the configured rewards; start it once per rank and :meth:`close` it (or use it as a context manager).
+    """Runs the configured rewards. Each rank starts one runner and ends it with :meth:`close` or by leaving its context.
 
     Args:
-        functions: ``RewardSpec``s or objects with ``name``, ``weight`` and ``args``.
-        timeout_s: limit of one call, in seconds.
-        num_workers: worker processes, 1 by default. More help where several functions, or rows of a slow one, take long.
+        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``.
+        timeout_s: time limit of one call, in seconds.
+        num_workers: worker processes, 1 by default. More workers help if several functions, or the rows of one, are slow.
         device: where ``classifier:`` rewards run, in this process.
 
     Raises:
-        ValueError: if a setting makes no sense. :meth:`check` looks at the functions themselves.
+        ValueError: for an invalid setting. :meth:`check` checks the functions themselves.
     """
 
     def __init__(
@@ -78,54 +79,57 @@ class RewardRunner:
         self.close()
 
     def close(self) -> None:
-        """End the workers. Scoring again would start new ones."""
+        """Kill the workers. A later call of :meth:`score` starts new ones."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
-        for worker in self._workers:  # a thread may have restarted one in between
+        for worker in self._workers:  # a thread may have restarted a worker in the meantime
             worker.kill()
         self._pool, self._workers, self._idle = None, [], queue.SimpleQueue()
 
     def check(self, columns: Collection[str] | None = None) -> None:
-        """Load every function now, so that a mistake in a configuration shows before any model is sampled.
+        """Load every function, so that a mistake in the configuration shows before the model is loaded.
 
         Args:
-            columns: names of the rows' columns, where they are known.
+            columns: the names of the rows' columns, if they are known.
 
         Raises:
-            ValueError: in one line: an unknown name, a file that does not load, wrong arguments, a column that is missing.
+            ValueError: in one line, for an unknown name, a file that cannot be imported, wrong arguments or a missing column.
         """
         if self._infos is None:
-            infos = []
-            for key, spec in enumerate(self.specs):
-                if spec.name.startswith(CLASSIFIER):
-                    infos.append(self._load_classifier(key, spec))
-                    continue
-                kind, value = self._submit(lambda worker, key=key: worker.load(key)).result()
-                if kind != "ok":
-                    reason = {"timeout": f"loading it took more than {LOAD_SECONDS:g} s"}.get(kind, value)
-                    raise ValueError(value if kind == "invalid" else f"reward {spec.name!r} cannot be loaded: {reason}")
-                infos.append(value)
-                if value.row_by_row:
-                    self._row_by_row.add(key)
-            self._infos = infos
+            self._infos = [self._load(key) for key in range(len(self.specs))]
         if columns is not None:
             for name, info in zip(self.names, self._infos, strict=True):
-                if problem := missing_columns(name, info.needed, columns):
-                    raise ValueError(problem)
+                check_columns(name, info.needed_columns, columns)
 
-    def _load_classifier(self, key: int, spec: RewardSpec) -> FunctionInfo:
+    def _load(self, key: int) -> FunctionInfo:
+        spec = self.specs[key]
+        if spec.name.startswith(CLASSIFIER_PREFIX):
+            return self._load_classifier(key)
+        kind, value = self._submit(lambda worker: worker.load(key)).result()
+        if kind == "invalid":
+            raise ValueError(value)
+        if kind == "timeout":
+            raise ValueError(f"reward {spec.name!r} cannot be loaded: loading it took more than {LOAD_SECONDS:g} s")
+        if kind == "died":
+            raise ValueError(f"reward {spec.name!r} cannot be loaded: its worker process {value}")
+        if value.row_by_row:
+            self._row_by_row.add(key)
+        return value
+
+    def _load_classifier(self, key: int) -> FunctionInfo:
+        spec = self.specs[key]
         reward = load_reward(spec.name)
         check_arguments(spec.name, reward, spec.args)
         try:
-            reward([], [], **spec.args)  # it looks at its arguments before any row
+            reward([], [], **spec.args)  # a call without rows checks the arguments
         except ValueError as error:
             raise ValueError(f"reward {spec.name!r}: {error}") from None
         self._classifiers[key] = reward.to(self.device)
-        return FunctionInfo(is_async=False, row_by_row=False, needed=frozenset())
+        return FunctionInfo(is_async=False, row_by_row=False, needed_columns=frozenset())
 
     def score(
         self,
@@ -145,109 +149,121 @@ class RewardRunner:
             ValueError: if lengths differ or a column that a function needs is missing.
             RewardContractError: if a function returns something that is not a reward.
         """
-        rows = len(completions)
+        num_rows = len(completions)
         for name, values in {"prompts": prompts, "completion_ids": completion_ids, **columns}.items():
-            if values is not None and len(values) != rows:
-                raise ValueError(f"expected one value per completion ({rows}), got {len(values)} for {name}")
+            if values is not None and len(values) != num_rows:
+                raise ValueError(f"expected one value per completion ({num_rows}), got {len(values)} for {name}")
         self.check(columns)
-        tallies = [Tally(name, rows) for name in self.names]
-        if rows:
+        results = [FunctionResult(name, num_rows) for name in self.names]
+        if num_rows:
             for worker in self._workers:
-                worker.new_step()
+                worker.begin_step()
             try:
-                self._score(Payload(prompts, completions, dict(columns), completion_ids), tallies)
-            except BaseException:  # Ctrl-C: do not leave threads waiting for workers that nobody waits for
+                self._score(RewardInputs(prompts, completions, dict(columns), completion_ids), results)
+            except (
+                BaseException
+            ):  # after a Ctrl-C, for example, threads would wait for workers whose result nobody reads
                 self.close()
                 raise
-        for tally in tallies:
-            if tally.contract is not None:
-                raise RewardContractError(f"reward {tally.name!r} {tally.contract}")
-            if tally.traceback and tally.name not in self._logged:
-                self._logged.add(tally.name)
+        for result in results:
+            if result.contract_error is not None:
+                raise RewardContractError(f"reward {result.name!r} {result.contract_error}")
+            if result.first_traceback and result.name not in self._logged:
+                self._logged.add(result.name)
                 logger.warning(
-                    "reward %r failed on %d of %d completions (said once per run); the first:\n%s",
-                    *(tally.name, tally.errors + tally.timeouts, rows, tally.traceback),
+                    "reward %r failed on %d of %d completions (logged once per run); the first failure:\n%s",
+                    *(result.name, result.failures, num_rows, result.first_traceback),
                 )
         return RewardResult(
-            values=[list(row) for row in zip(*(tally.values for tally in tallies), strict=True)],
-            errors=[tally.errors for tally in tallies],
-            timeouts=[tally.timeouts for tally in tallies],
-            first_traceback={tally.name: tally.traceback for tally in tallies if tally.traceback},
-            failed_everywhere=[tally.name for tally in tallies if tally.failed()],
+            values=[list(row) for row in zip(*(result.values for result in results), strict=True)],
+            errors=[result.errors for result in results],
+            timeouts=[result.timeouts for result in results],
+            first_traceback={result.name: result.first_traceback for result in results if result.first_traceback},
+            failed_everywhere=[result.name for result in results if result.failures == num_rows > 0],
         )
 
-    def _score(self, payload: Payload, tallies: list[Tally]) -> None:
-        """Whole batches first, all functions at once; then the rows of those that failed."""
+    def _score(self, inputs: RewardInputs, results: list[FunctionResult]) -> None:
+        """Call every function with the whole batch, all at the same time; then call those that failed once per row."""
         assert self._infos is not None
-        coroutines = [k for k, info in enumerate(self._infos) if info.is_async and k not in self._row_by_row]
-        elsewhere = self._classifiers.keys() | self._row_by_row | set(coroutines)
-        plain = [k for k in range(len(self._infos)) if k not in elsewhere]
-        batches: dict[int, Future] = {k: self._submit_call(k, payload) for k in plain}
-        together = self._submit_gather([(k, payload) for k in coroutines]) if coroutines else None
-        for key, reward in self._classifiers.items():  # in this process, while the workers work
-            tallies[key].record(self._classify(reward, key, payload), range(len(payload)))
-        outcomes = {k: future.result() for k, future in batches.items()}
-        stuck = False
-        if together is not None:
-            kind, value = together.result()
-            stuck = kind != "ok"  # one of them blocked or killed the worker, and it is not known which
-            outcomes.update(zip(coroutines, value if kind == "ok" else [(kind, value)] * len(coroutines), strict=True))
+        num_rows = len(inputs)
+        in_workers = self._infos_in_workers()
+        async_keys = [key for key, info in in_workers.items() if info.is_async]
+        batch_calls = {key: self._submit_call(key, inputs) for key, info in in_workers.items() if not info.is_async}
+        async_call = self._submit_gather([(key, inputs) for key in async_keys]) if async_keys else None
+        for key, reward in self._classifiers.items():  # in this process, while the workers run the other functions
+            results[key].record(self._call_classifier(reward, key, inputs), range(num_rows))
+        outcomes = {key: future.result() for key, future in batch_calls.items()}
+        unknown_culprits: set[int] = set()
+        if async_call is not None:
+            kind, value = async_call.result()
+            if kind != "ok":  # one of the coroutines blocked or killed the worker; the answer does not say which
+                unknown_culprits.update(async_keys)
+                value = [(kind, value)] * len(async_keys)
+            outcomes.update(zip(async_keys, value, strict=True))
 
-        isolate = sorted(self._row_by_row)
+        by_row = sorted(self._row_by_row)
         for key, outcome in outcomes.items():
-            if outcome[0] in ("ok", "contract") or (len(payload) == 1 and not (stuck and key in coroutines)):
-                tallies[key].record(outcome, range(len(payload)))
+            is_final = outcome[0] in ("ok", "contract") or (num_rows == 1 and key not in unknown_culprits)
+            if is_final:
+                results[key].record(outcome, range(num_rows))
             else:
-                isolate.append(key)
-        rows = [payload.row(row) for row in range(len(payload))] if isolate else []
-        pending = {k: self._isolate(k, rows, tallies[k], awaited=k in coroutines) for k in isolate}
-        for key, futures in pending.items():
+                by_row.append(key)
+        rows = [inputs.row(index) for index in range(num_rows)] if by_row else []
+        row_calls = {key: self._score_by_row(key, rows, results[key], is_async=key in async_keys) for key in by_row}
+        for key, futures in row_calls.items():
             for future in futures:
                 future.result()
-            if outcomes.get(key, ("",))[0] == "timeout" and not tallies[key].timeouts and key not in coroutines:
+            batch_timed_out = key in batch_calls and outcomes[key][0] == "timeout"
+            if batch_timed_out and not results[key].timeouts:
                 self._row_by_row.add(key)
                 logger.warning(
-                    "reward %r needs more than reward.timeout_s = %g s for a batch of %d, though no single row does: it is "
-                    "called row by row from now on (a larger timeout_s avoids that)",
-                    *(self.names[key], self.timeout_s, len(payload)),
+                    "reward %r takes longer than reward.timeout_s = %g s for a batch of %d, but not for any single row: from now on "
+                    "it is called row by row (a larger timeout_s avoids that)",
+                    *(self.names[key], self.timeout_s, num_rows),
                 )
 
-    def _isolate(self, key: int, rows: list[Payload], tally: Tally, awaited: bool) -> list[Future]:
-        """Score each row by itself."""
-        if awaited:
+    def _infos_in_workers(self) -> dict[int, FunctionInfo]:
+        """The functions, by key, that a worker calls with the whole batch."""
+        assert self._infos is not None
+        elsewhere = self._classifiers.keys() | self._row_by_row
+        return {key: info for key, info in enumerate(self._infos) if key not in elsewhere}
+
+    def _score_by_row(self, key: int, rows: list[RewardInputs], result: FunctionResult, is_async: bool) -> list[Future]:
+        """Call a function once per row. ``result`` is complete when the returned futures are done."""
+        if is_async:
             kind, value = self._submit_gather([(key, row) for row in rows]).result()
             if kind == "ok":
                 for index, outcome in enumerate(value):
-                    tally.record(outcome, [index])
+                    result.record(outcome, [index])
                 return []
-            # A coroutine blocked the loop itself: fall through to one at a time, where the culprit can be told.
+            # A row blocked the event loop. One call per row, as below, finds out which.
 
         def score_row(worker: WorkerProcess, index: int) -> None:
-            if tally.gives_up():
-                tally.record(("timeout", None), [index])
+            if result.lost_too_many_workers():
+                result.record(("timeout", None), [index])
             else:
-                tally.record(worker.call([key], ("call", key, rows[index]), self.timeout_s), [index])
+                result.record(worker.call([key], ("call", key, rows[index]), self.timeout_s), [index])
 
         return [self._submit(lambda worker, i=i: score_row(worker, i)) for i in range(len(rows))]
 
-    def _classify(self, reward: Any, key: int, payload: Payload) -> tuple[str, Any]:
+    def _call_classifier(self, reward: Any, key: int, inputs: RewardInputs) -> tuple[str, Any]:
         try:
-            return check_values(call_reward(reward, self.specs[key].args, payload), len(payload))
+            return check_values(call_reward(reward, self.specs[key].args, inputs), len(inputs))
         except Exception:
             return "error", traceback.format_exc()
 
-    def _submit_call(self, key: int, payload: Payload) -> Future:
-        return self._submit(lambda worker: worker.call([key], ("call", key, payload), self.timeout_s))
+    def _submit_call(self, key: int, inputs: RewardInputs) -> Future:
+        return self._submit(lambda worker: worker.call([key], ("call", key, inputs), self.timeout_s))
 
-    def _submit_gather(self, jobs: list[tuple[int, Payload]]) -> Future:
-        keys = sorted({key for key, _ in jobs})
+    def _submit_gather(self, calls: list[tuple[int, RewardInputs]]) -> Future:
+        keys = sorted({key for key, _ in calls})
         seconds = self.timeout_s + GATHER_GRACE_SECONDS
-        return self._submit(lambda worker: worker.call(keys, ("gather", jobs, self.timeout_s), seconds))
+        return self._submit(lambda worker: worker.call(keys, ("gather", calls, self.timeout_s), seconds))
 
-    def _submit(self, job: Any) -> Future:
-        """Run ``job(worker)`` on the next idle worker.
+    def _submit(self, job: Callable[[WorkerProcess], Any]) -> Future:
+        """Run ``job(worker)`` in a thread, on the next idle worker.
 
-        The threads live as long as the runner: a worker is told to die with the thread that started it (PR_SET_PDEATHSIG).
+        The threads live as long as the runner: the kernel kills a worker when the thread that started it ends (PR_SET_PDEATHSIG).
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
@@ -267,6 +283,7 @@ class RewardRunner:
 
 
 def _unique_names(specs: Sequence[str]) -> list[str]:
+    """The display names of rewards; the second of the same name gets ``_2``, and so on."""
     names: list[str] = []
     for spec in specs:
         base = display_name(spec)

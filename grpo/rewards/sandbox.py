@@ -1,7 +1,7 @@
-"""Run code that nobody has read: Python in a sandbox of the operating system, thrown away after use.
+"""Run untrusted Python code in a sandbox made of operating system features. Each call creates a new sandbox and deletes it.
 
-What confines it, and what does not, is in ``docs/rewards.md``. Where the machine cannot give one of the layers,
-:class:`SandboxUnavailable` says which, and nothing is run.
+``docs/rewards.md`` lists the layers of the sandbox and what they do not protect against. If the machine cannot provide a layer, no code
+runs and :class:`SandboxUnavailable` names the layer.
 """
 
 import json
@@ -13,27 +13,27 @@ from dataclasses import asdict, dataclass
 
 _CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox_child.py")
 _GRACE_SECONDS = 10.0
-"""The launcher ends its sandbox by itself; this much later it is held to be stuck."""
+"""The launcher ends the sandbox at its time limit. A launcher that has not ended this many seconds later is stuck and is killed."""
 
 
 class SandboxUnavailable(ValueError):
-    """A layer of the sandbox cannot be had on this machine, and running without it was not allowed."""
+    """This machine cannot provide a layer of the sandbox, and ``allow_unsandboxed`` is off."""
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; it says nothing about the code."""
+    """The sandbox itself failed. The error says nothing about the code."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox. Memory is per process: ``processes * memory_mb`` is the most it can take, and ``disk_mb`` comes on top."""
+    """Limits of one sandbox. ``memory_mb`` is per process, so all processes and files take at most ``processes * memory_mb + disk_mb``."""
 
     test_seconds: float = 2.0
     total_seconds: float = 6.0
     memory_mb: int = 512
     disk_mb: int = 16
     processes: int = 8
-    """Processes and threads of one test, the first one included."""
+    """Processes and threads of one test, its first one included."""
     output_kb: int = 1024
 
     def __post_init__(self) -> None:
@@ -44,13 +44,13 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Of one test."""
+class SandboxResult:
+    """The result of one test."""
 
     status: str
-    """``"passed"`` (a program: ended well), ``"failed"``, ``"timeout"`` or ``"output"`` (printed too much)."""
+    """``"passed"`` (for a program: it ended without an error), ``"failed"``, ``"timeout"`` or ``"output"`` (it printed too much)."""
     output: str
-    """What a program printed."""
+    """The text that a program printed."""
 
 
 def run_python(
@@ -60,19 +60,19 @@ def run_python(
     *,
     allow_unsandboxed: bool = False,
     pretend_missing: str = "",
-) -> list[Verdict]:
-    """Run ``code`` once per test, each time in a process of its own.
+) -> list[SandboxResult]:
+    """Run ``code`` once per test, each time in a new process.
 
     Args:
         code: Python source.
-        tests: ``{"code": source}``, run after ``code`` in the same module and passed if it raises nothing; or
-            ``{"input": text}``: ``code`` is a program, ``text`` its stdin; its output is returned for the caller to judge.
-        limits: of all of it together.
-        allow_unsandboxed: run also where a layer of the sandbox is missing.
-        pretend_missing: for tests: a layer to treat as missing.
+        tests: ``{"code": source}`` runs after ``code`` in the same module and passes if it raises nothing. With ``{"input": text}``,
+            ``code`` is a program and ``text`` its stdin; the program's output is returned, and the caller compares it.
+        limits: for all tests together.
+        allow_unsandboxed: run the code also if a layer of the sandbox is missing.
+        pretend_missing: the name of a layer to report as missing, for tests of this function.
 
     Raises:
-        SandboxUnavailable: if a layer is missing and that was not allowed.
+        SandboxUnavailable: if a layer is missing and ``allow_unsandboxed`` is off.
         SandboxError: if the sandbox failed.
     """
     job = {
@@ -83,7 +83,7 @@ def run_python(
         "missing": pretend_missing,
     }
     launcher = subprocess.Popen(
-        # The base interpreter: isolated from the environment and from site-packages, it needs no virtual environment.
+        # The base interpreter, because the sandbox has no virtual environment; the options keep out site-packages and environment.
         [getattr(sys, "_base_executable", None) or sys.executable, "-I", "-S", "-B", "-X", "utf8", _CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -94,28 +94,28 @@ def run_python(
     )
     with launcher:
         try:
-            # stdin stays open until we are done: its end tells the launcher that we are gone.
+            # stdin stays open until this call ends: its end tells the launcher that this process has died.
             launcher.stdin.write(json.dumps(job).encode() + b"\n")
             launcher.stdin.flush()
             answers = [json.loads(line) for line in launcher.stdout]
             launcher.wait(limits.total_seconds + _GRACE_SECONDS)
         except (BrokenPipeError, json.JSONDecodeError, subprocess.TimeoutExpired) as error:
             launcher.kill()
-            raise SandboxError(f"the sandbox ended in the middle of it: {error}") from error
-    return _verdicts(answers, len(tests), allow_unsandboxed)
+            raise SandboxError(f"the sandbox ended before all tests had run: {error}") from error
+    return _results(answers, len(tests), allow_unsandboxed)
 
 
-def _verdicts(answers: list[dict], tests: int, allow_unsandboxed: bool) -> list[Verdict]:
+def _results(answers: list[dict], num_tests: int, allow_unsandboxed: bool) -> list[SandboxResult]:
     for answer in answers:
         if "error" in answer:
             raise SandboxError(f"the sandbox failed: {answer['error']}")
     if not answers or "missing" not in answers[0]:
-        raise SandboxError("the sandbox ended before it had begun")
+        raise SandboxError("the sandbox ended before the first test")
     if answers[0]["missing"] and not allow_unsandboxed:
         raise SandboxUnavailable(
-            f"this machine cannot give the sandbox {', '.join(answers[0]['missing'])}, so the completions' code is not run; "
-            "where it may do harm, allow_unsandboxed: true runs it with the layers that are left"
+            f"this machine cannot give the sandbox {', '.join(answers[0]['missing'])}, so the code of completions is not run; "
+            "on a machine where untrusted code can do no harm, allow_unsandboxed: true runs it with the remaining layers"
         )
-    verdicts = [Verdict(answer["status"], answer["output"]) for answer in answers[1:]]
-    # Without a process namespace the code can kill its driver; it gains nothing by it.
-    return verdicts + [Verdict("failed", "")] * (tests - len(verdicts))
+    results = [SandboxResult(answer["status"], answer["output"]) for answer in answers[1:]]
+    # Without a process namespace the code can kill the driver. The tests that did not run then count as failed.
+    return results + [SandboxResult("failed", "")] * (num_tests - len(results))

@@ -1,12 +1,14 @@
-"""The inside of the sandbox: ``python -I -S sandbox_child.py``, started by ``sandbox.py``. Standard library only.
+"""The processes of the sandbox: ``python -I -S sandbox_child.py``, started by ``sandbox.py``. Uses the standard library only.
 
-Two processes. The *launcher* reads the job from stdin, sets up what must be set up outside, and stays outside: it kills the
-sandbox when the time is over or when its stdin ends (the one who asked is gone). The *driver* is process 1 of the sandbox: it
-runs no foreign code, forks one child per test, and kills everything but itself after each. Being process 1, without ``/proc`` and
-not traceable, it cannot be killed or altered from within, and all that lives in the sandbox dies with it.
+There are two processes. The *launcher* reads the job from stdin, prepares what must be prepared outside the sandbox, and stays outside.
+It kills the sandbox at the time limit, or when its stdin ends because the process that started it has died. The *driver* is process 1 of
+the sandbox. It runs no untrusted code: it forks one child per test and kills all other processes of the sandbox after each test. Because
+the driver is process 1, has no ``/proc`` and cannot be traced, code in the sandbox cannot kill or change it, and every process of the
+sandbox dies when the driver dies.
 
-Lines of JSON on stdout: ``{"missing": [...]}`` first (what could not be confined; without ``allow_unsandboxed`` that is all), one
-``{"status": ..., "output": ...}`` per test, ``{"error": ...}`` for a fault of the sandbox itself.
+The launcher prints lines of JSON: first ``{"missing": [...]}``, the layers that this machine cannot provide (without
+``allow_unsandboxed`` nothing follows if there are any), then ``{"status": ..., "output": ...}`` per test, or ``{"error": ...}`` if the
+sandbox itself fails.
 """
 
 import contextlib
@@ -29,27 +31,28 @@ import sandbox_linux as linux
 del sys.path[0], sys.modules["sandbox_linux"]
 
 LAUNCH_SECONDS = 5.0
-"""Allowed on top of the tests' own time for setting up."""
+"""Time limit for setting up, in addition to the time limit of the tests."""
 
 
 def main() -> None:
-    """Read the job, confine, run, clean up."""
+    """The launcher: read the job, create the sandbox, wait for the driver, clean up."""
     job = json.loads(_read_line(0))
     own = linux.FIRST_PRIVATE_UID + os.getpid() if os.geteuid() == 0 else os.geteuid()
     missing: list[str] = []
     folder = tempfile.mkdtemp(prefix="grpo-sandbox-")
-    for uid in (own, linux.NOBODY, os.geteuid()):  # root of a container may have few ids to give, or its own alone
+    for uid in (own, linux.NOBODY, os.geteuid()):  # in a container, root may be able to use few other user ids, or none
         with contextlib.suppress(OSError):
             os.chown(folder, uid, -1)
             break
     results = os.dup(1)
     try:
-        _attempt(missing, "namespaces", linux.enter_namespaces, uid)
+        _try_layer(missing, "namespaces", linux.enter_namespaces, uid)
         if missing:
-            _attempt([], "", linux.prctl, linux.PR_SET_CHILD_SUBREAPER, 1)  # so that what daemonises comes back to us
+            # Without a process namespace: make this process the parent of all orphans of the sandbox, so that it can find them.
+            _try_layer([], "", linux.prctl, linux.PR_SET_CHILD_SUBREAPER, 1)
         driver = os.fork()
         if driver == 0:
-            _drive(job, missing, folder, uid, results)  # never returns
+            _drive(job, missing, folder, uid, results)
         os.close(results)
         _wait(driver, job["total_seconds"] + LAUNCH_SECONDS)
         if missing:
@@ -59,7 +62,7 @@ def main() -> None:
 
 
 def _read_line(descriptor: int) -> bytes:
-    # Not sys.stdin: what it read ahead would be in every child's memory, and its end must stay for poll().
+    # Not sys.stdin: bytes that it reads ahead would be in the memory of every child, and poll() must still see the end of the file.
     chunks = []
     while not chunks or not chunks[-1].endswith(b"\n"):
         chunk = os.read(descriptor, 1 << 16)
@@ -69,18 +72,19 @@ def _read_line(descriptor: int) -> bytes:
     return b"".join(chunks)
 
 
-def _attempt(missing: list[str], what: str, function, *arguments) -> None:
+def _try_layer(missing: list[str], layer: str, function, *arguments) -> None:
+    """Set up a layer of the sandbox; add its name to ``missing`` if that fails."""
     try:
         function(*arguments)
     except (OSError, AttributeError) as error:  # AttributeError: not Linux
-        missing.append(f"{what} ({error.strerror or error})" if isinstance(error, OSError) else what)
+        missing.append(f"{layer} ({error.strerror or error})" if isinstance(error, OSError) else layer)
 
 
 def _wait(driver: int, seconds: float) -> None:
-    """Until the driver ends, the time is over or stdin ends; then nothing of the sandbox lives (in its process namespace)."""
+    """Wait until the driver ends, the time is over or stdin ends. With a process namespace, no process of the sandbox is left then."""
     deadline = time.monotonic() + seconds
     poller = select.poll()
-    poller.register(0, 0)  # POLLHUP alone
+    poller.register(0, 0)  # reports POLLHUP only
     while time.monotonic() < deadline and not poller.poll(10):
         if os.waitpid(driver, os.WNOHANG)[0]:
             return
@@ -90,7 +94,7 @@ def _wait(driver: int, seconds: float) -> None:
 
 
 def _kill_descendants() -> None:
-    """Without a process namespace: all whose ancestor we are (orphans come back to a subreaper)."""
+    """Kill the processes of a sandbox without a process namespace: all descendants, because orphans become children of a subreaper."""
     deadline = time.monotonic() + LAUNCH_SECONDS
     while time.monotonic() < deadline:
         children = []
@@ -108,24 +112,24 @@ def _kill_descendants() -> None:
 
 
 def _drive(job: dict, missing: list[str], folder: str, uid: int, results: int) -> None:
-    """The driver: confine itself, then one child per test."""
+    """The driver: confine this process, then run each test in a child. Never returns."""
     status = 1
     try:
         isolated = not missing
         with contextlib.suppress(OSError, AttributeError):
-            linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+            linux.end_with_parent()
         if isolated:
-            _attempt(missing, "a file tree of its own", linux.enter_private_root, folder, uid, job["disk_mb"])
+            _try_layer(missing, "a file tree of its own", linux.enter_private_root, folder, uid, job["disk_mb"])
         work = linux.WORK if not missing else folder
         if os.geteuid() == 0:
             if uid:
-                _attempt(missing, "an unprivileged user", linux.drop_user, uid)
+                _try_layer(missing, "an unprivileged user", linux.drop_user, uid)
             else:
                 missing.append("an unprivileged user")
-            with contextlib.suppress(OSError, AttributeError):  # the change of user has cleared it
-                linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-        _attempt(missing, "no capabilities", linux.drop_capabilities)
-        if job["missing"]:  # a test's way to see what happens where something cannot be had
+            with contextlib.suppress(OSError, AttributeError):  # a change of user clears the parent-death signal
+                linux.end_with_parent()
+        _try_layer(missing, "no capabilities", linux.drop_capabilities)
+        if job["missing"]:  # pretend_missing of run_python
             missing.append(job["missing"])
         null = os.open("/dev/null", os.O_RDWR)
         for descriptor in (0, 1, 2):
@@ -133,7 +137,7 @@ def _drive(job: dict, missing: list[str], folder: str, uid: int, results: int) -
         os.chdir(work)
         os.environ.clear()
         os.environ.update(HOME=work, TMPDIR=work)
-        _attempt(missing, "seccomp", _in_a_child, linux.deny_system_calls)
+        _try_layer(missing, "seccomp", _check_in_child, linux.deny_system_calls)
         _write(results, {"missing": missing})
         if not missing or job["allow_unsandboxed"]:
             deadline = time.monotonic() + job["total_seconds"]
@@ -147,8 +151,12 @@ def _drive(job: dict, missing: list[str], folder: str, uid: int, results: int) -
         os._exit(status)
 
 
-def _in_a_child(function) -> None:
-    """Whether ``function`` works, tried where it confines nobody (the driver must be able to fork)."""
+def _check_in_child(function) -> None:
+    """Call ``function`` in a child, so that it confines only the child: the driver itself must still be able to fork.
+
+    Raises:
+        OSError: if the call fails.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -167,10 +175,11 @@ def _write(descriptor: int, message: dict) -> None:
 
 
 def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bool) -> dict:
-    """Fork a child for one test, follow it to its end, kill all that it left."""
+    """Run one test in a child, and kill every process that the test leaves behind."""
     if time.monotonic() >= deadline:
         return {"status": "timeout", "output": ""}
-    secret = os.urandom(16)  # os._exit(0) must not look like a test passed
+    # The child reports success by writing this secret at its end. Code that ends the child early, by os._exit(0), cannot pass.
+    secret = os.urandom(16)
     report, report_end = os.pipe()
     output, output_end = os.pipe()
     child = os.fork()
@@ -183,7 +192,7 @@ def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bo
         finally:
             os._exit(0)
     os.close(report_end), os.close(output_end)
-    status, text = _follow(child, output, deadline, job["output_kb"] * 1024)
+    status, text = _read_output(child, output, deadline, job["output_kb"] * 1024)
     _kill_everything(child, isolated)
     os.set_blocking(report, False)
     with contextlib.suppress(BlockingIOError):
@@ -193,8 +202,8 @@ def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bo
     return {"status": "failed" if status == "ended" else status, "output": text.decode(errors="replace")}
 
 
-def _follow(child: int, output: int, deadline: float, limit: int) -> tuple[str, bytes]:
-    """Read what the child prints until it ends, prints more than ``limit`` bytes, or its time is over."""
+def _read_output(child: int, output: int, deadline: float, limit: int) -> tuple[str, bytes]:
+    """Read the child's output until the child ends, prints more than ``limit`` bytes, or reaches its deadline."""
     text = b""
     os.set_blocking(output, False)
     ended = False
@@ -210,7 +219,7 @@ def _follow(child: int, output: int, deadline: float, limit: int) -> tuple[str, 
             if chunk:
                 continue
             if not ended:
-                time.sleep(0.002)  # it closed its output and goes on
+                time.sleep(0.002)  # the child has closed its output and is still running
         if ended:
             return "ended", text
 
@@ -218,7 +227,7 @@ def _follow(child: int, output: int, deadline: float, limit: int) -> tuple[str, 
 def _kill_everything(child: int, isolated: bool) -> None:
     if (isolated and os.getpid() == 1) or os.geteuid() >= linux.FIRST_PRIVATE_UID:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # every process of the sandbox, or of its own user, but this one
+            os.kill(-1, signal.SIGKILL)  # every other process of the sandbox, or of its own user id
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
@@ -228,13 +237,13 @@ def _kill_everything(child: int, isolated: bool) -> None:
         os.waitpid(child, 0)
 
 
-def _limit(job: dict) -> None:
+def _set_resource_limits(job: dict) -> None:
     megabyte = 1 << 20
     limits = {
         "RLIMIT_AS": job["memory_mb"] * megabyte,
         "RLIMIT_CPU": math.ceil(job["test_seconds"]) + 1,
         "RLIMIT_FSIZE": job["disk_mb"] * megabyte,
-        "RLIMIT_NPROC": job["processes"] + 2,  # the driver and the one that feeds stdin are not the test's
+        "RLIMIT_NPROC": job["processes"] + 2,  # the driver and the process that writes stdin are not part of the test
         "RLIMIT_NOFILE": 64,
         "RLIMIT_CORE": 0,
         "RLIMIT_MEMLOCK": 0,
@@ -249,11 +258,11 @@ def _limit(job: dict) -> None:
 
 
 def _test_process(job: dict, test: dict, output: int) -> None:
-    """Run the code and its test in this process; returns if they pass, raises if they do not."""
+    """Run the code and its test in this process. Returns if the test passes, raises if it fails."""
     is_program = "input" in test
     if is_program:
         reader, writer = os.pipe()
-        if os.fork() == 0:  # feeds stdin, however much it is
+        if os.fork() == 0:  # this child writes stdin, so that an input larger than the pipe's buffer does not block
             with contextlib.suppress(BrokenPipeError), open(writer, "wb") as pipe:
                 os.close(reader), os.close(output)
                 pipe.write(test["input"].encode())
@@ -262,8 +271,10 @@ def _test_process(job: dict, test: dict, output: int) -> None:
         os.dup2(reader, 0), os.dup2(output, 1)
         os.close(reader)
     os.close(output)
-    _limit(job)
-    with contextlib.suppress(OSError, AttributeError):  # reported missing already, if so
+    _set_resource_limits(job)
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # if this fails here, the driver has reported the layer as missing
         linux.deny_system_calls()
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
     sys.argv = ["solution.py"]
@@ -276,7 +287,7 @@ def _test_process(job: dict, test: dict, output: int) -> None:
     except SystemExit as end:
         if not is_program or end.code not in (None, 0):
             raise
-    for thread in threading.enumerate():  # as the interpreter does at the end of a program
+    for thread in threading.enumerate():  # the interpreter waits for these threads at the end of a program
         if is_program and thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     sys.stdout.flush()

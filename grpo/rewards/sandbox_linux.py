@@ -1,12 +1,13 @@
-"""What the Linux kernel offers to confine a process: namespaces, a file tree of its own, an unprivileged user, seccomp.
+"""Linux kernel features that confine a process: namespaces, a private file tree, an unprivileged user, seccomp.
 
-Standard library only, and importable as a plain file: it runs in the fresh interpreter that ``sandbox_child.py`` is.
-Every function raises ``OSError`` where the kernel refuses.
+Uses the standard library only and does not import grpo: ``sandbox_child.py`` imports it as a plain file, in an interpreter without
+site-packages. Every function raises ``OSError`` if the kernel refuses.
 """
 
 import ctypes
 import os
 import platform
+import signal
 import struct
 import sys
 
@@ -20,12 +21,12 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 SECCOMP_MODE_FILTER = 2
 NOBODY = 65534
 FIRST_PRIVATE_UID = 2_000_000_000
-"""User ids above this are ours: one per sandbox, so that RLIMIT_NPROC counts its processes alone."""
+"""Each sandbox uses a user id of its own above this number, so that RLIMIT_NPROC counts only the processes of that sandbox."""
 
-WORK = "/sandbox"  # no Python lives there
+WORK = "/sandbox"  # the working folder inside the sandbox; contains no Python installation
 
-# (x86_64, aarch64) numbers of what no solution to an exercise needs and what has led out of a sandbox, or around RLIMIT_AS.
-# ``socket`` is here, ``socketpair`` (asyncio) is not.
+# System calls to deny, with their numbers on x86_64 and aarch64. Programming exercises need none of them, and sandboxes have been escaped,
+# or RLIMIT_AS evaded, through them. ``socket`` is denied; ``socketpair``, which asyncio needs, is not.
 _DENIED = {
     "socket": (41, 198), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
@@ -54,6 +55,11 @@ def prctl(option: int, argument: int = 0) -> None:
     _checked(_libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), f"prctl({option})")
 
 
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (``grpo.system`` has the same function; this file cannot import it)."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def unshare(flags: int) -> None:
     """``unshare(2)``."""
     _checked(_libc.unshare(flags), "unshare")
@@ -72,17 +78,17 @@ def _architecture() -> tuple[int, int]:
 
 
 def drop_user(uid: int) -> None:
-    """From root to an unprivileged user without groups, for good."""
+    """Change from root to an unprivileged user without groups. The change cannot be undone."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(uid, uid, uid)
 
 
 def enter_namespaces(uid: int) -> None:
-    """Own processes, network, IPC and host name for the children forked from here on.
+    """Give the children that are forked from now on process, network, IPC and host name namespaces of their own.
 
-    Root does it directly and drops its user later, when the file tree stands; anyone else, and root without that capability,
-    through a user namespace in which the user keeps its own id.
+    Root creates them directly and changes its user after the file tree is set up. Other users, and root without the capability for
+    that, create a user namespace too, in which they keep their id.
     """
     flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     if os.geteuid() == 0:
@@ -90,7 +96,7 @@ def enter_namespaces(uid: int) -> None:
             return unshare(flags)
         except PermissionError:
             drop_user(uid)
-            prctl(PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root and the maps below cannot be written
+            prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self belongs to root, and the files below cannot be written
     user, group = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER | flags)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -100,7 +106,7 @@ def enter_namespaces(uid: int) -> None:
 
 
 def _library_folders() -> list[str]:
-    """What a running Python reads: its standard library, and the system's shared libraries."""
+    """The folders that a Python process reads: its standard library and the system's shared libraries."""
     folders = [os.path.dirname(os.__file__), os.path.join(sys.base_exec_prefix, "lib")]
     folders += ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     chosen: list[str] = []
@@ -111,9 +117,9 @@ def _library_folders() -> list[str]:
 
 
 def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
-    """Make the empty folder ``root`` the root of a file tree of our own: read-only libraries, four devices, a small :data:`WORK`.
+    """Make the empty folder ``root`` the root of a private file tree: read-only libraries, four devices and a small :data:`WORK`.
 
-    Only the mount namespace of this process changes; on the host ``root`` stays empty.
+    Only the mount namespace of this process changes; on the host, ``root`` stays empty.
     """
     index, _ = _architecture()
     unshare(CLONE_NEWNS)
@@ -125,7 +131,7 @@ def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
             continue
         os.makedirs(root + folder, 0o755, exist_ok=True)
         mount(folder, root + folder, flags=MS_BIND | MS_REC)
-        # Flags that the mount already has are locked in a user namespace, and must be repeated.
+        # In a user namespace, flags that the mount already has are locked and must be set again.
         kept = os.statvfs(folder).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048)
         relative_atime = (1 << 21) if os.statvfs(folder).f_flag & 4096 else 0
         mount(
@@ -137,7 +143,7 @@ def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
             os.close(os.open(root + file, os.O_CREAT, 0o644))
             mount(file, root + file, flags=MS_BIND)
     os.mkdir(root + WORK)
-    if not os.path.lexists(root + "/tmp"):  # unless this Python is installed below it
+    if not os.path.lexists(root + "/tmp"):  # it exists if this Python is installed below /tmp
         os.symlink(WORK, root + "/tmp")
     mount("tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mb}m,nr_inodes=1k,mode=700")
     if os.geteuid() == 0:
@@ -150,29 +156,27 @@ def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """None left and none to be gained; this process cannot be traced by its own user either."""
+    """Drop all capabilities for good, and forbid other processes of the same user to trace this one."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break  # no such capability, or not allowed to drop any: the sets below are what counts
+            break  # there is no such capability, or this process may not drop any: capset below is what counts
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _checked(_libc.capset(header, struct.pack("=6I", 0, 0, 0, 0, 0, 0)), "capset")
     prctl(PR_SET_DUMPABLE, 0)
 
 
 def deny_system_calls() -> None:
-    """A seccomp filter for this process and its children: the calls above fail with EPERM."""
+    """Install a seccomp filter for this process and its children: the system calls in ``_DENIED`` fail with EPERM."""
     index, architecture = _architecture()
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown = 0x7FFF0000, 0x00050001, 0x00050026  # ALLOW, ERRNO | EPERM, ERRNO | ENOSYS
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, refuse), (load, 0, 0, 0)]
-    program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # the x32 numbers
+    program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # system calls of the x32 ABI
     for numbers in _DENIED.values():
         program += [(equal, 0, 1, numbers[index]), (give, 0, 0, refuse)]
-    program += [
-        (equal, 0, 1, _CLONE3),
-        (give, 0, 0, unknown),
-    ]  # its flags are behind a pointer; libc falls back to clone
+    # The filter cannot read the flags of clone3, which lie behind a pointer. With ENOSYS, libc falls back to clone.
+    program += [(equal, 0, 1, _CLONE3), (give, 0, 0, unknown)]
     namespaces = (
         CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWCGROUP
     )

@@ -1,42 +1,37 @@
-"""Rewards graded by the library ``math-verify``, imported only when one of them is used.
+"""Rewards that compare mathematical expressions with the package ``math-verify``, which is imported only when one of them is used.
 
-The library bounds its own time with SIGALRM, which works in a main thread only: in any other it would raise on every row (or, in
-trainers that swallow that, score 0). The worker calls rewards in its main thread; elsewhere the library's own limits are off.
+The package limits its own time with SIGALRM, which works only in the main thread of a process. In any other thread it raises on every
+row (trainers that swallow the exception then score every row 0). Worker processes call rewards in their main thread. In other threads
+these rewards turn the package's limits off.
 """
 
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.rewards.builtin import column_values, is_missing, require_number
+from grpo.rewards.arguments import column_values, is_missing, require_number
 from grpo.rewards.extract import answers_equal, completion_text
+from grpo.system import import_extra
 
+MAX_ANSWER_LENGTH = 1000
+"""Characters of the longest answer that ``r1_zero`` parses: the package's time grows with the length."""
 PARSE_SECONDS = 3
-"""The library's own limit per expression; ``reward.timeout_s`` holds above it."""
+"""The package's time limit per expression, in seconds. ``reward.timeout_s`` limits the whole call."""
 
 
-def _library() -> Any:
-    try:
-        import math_verify
-    except ImportError as error:
-        raise ValueError(f"this reward needs the library math-verify ({error}): pip install -e '.[math]'") from None
-    return math_verify
-
-
-def _limits() -> int | None:
+def _timeout() -> int | None:
     return PARSE_SECONDS if threading.current_thread() is threading.main_thread() else None
 
 
-def _parsed(library: Any, text: str) -> list[Any]:
-    return library.parse(text, parsing_timeout=_limits())
+def _parse(library: Any, text: str) -> list[Any]:
+    return library.parse(text, parsing_timeout=_timeout())
 
 
-def _parsed_gold(library: Any, gold: Any) -> list[Any]:
-    # Gold answers come bare ("\frac{1}{2}") or inside a solution ("... \boxed{3}"); the library reads LaTeX only between
-    # delimiters.
+def _parse_gold(library: Any, gold: Any) -> list[Any]:
+    # The package reads LaTeX only between delimiters, and a gold answer may be LaTeX without them ("\frac{1}{2}").
     text = str(gold)
-    delimited = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
-    return _parsed(library, text if delimited else f"${text}$") or _parsed(library, text)
+    has_delimiters = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
+    return _parse(library, text if has_delimiters else f"${text}$") or _parse(library, text)
 
 
 def math_verify(
@@ -47,20 +42,20 @@ def math_verify(
     column: str = "answer",
     **columns: Any,
 ) -> list[float | None]:
-    """``value`` where the response's final expression equals the gold one symbolically, else 0.
+    """``value`` where the final expression of the response equals the gold answer symbolically, else 0.
 
-    ``None`` where the gold answer is missing or cannot be parsed: the row says nothing about the response.
+    ``None`` where the gold answer is missing or cannot be parsed.
     """
-    library = _library()
+    library = import_extra("math_verify", "math", "reward 'math_verify'")
     require_number(value=value)
     rewards: list[float | None] = []
     for completion, gold in zip(completions, column_values(columns, column, completions, "math_verify"), strict=True):
-        expected = [] if is_missing(gold) else _parsed_gold(library, gold)
+        expected = [] if is_missing(gold) else _parse_gold(library, gold)
         if not expected:
             rewards.append(None)
             continue
-        found = _parsed(library, completion_text(completion))
-        rewards.append(float(value) if library.verify(expected, found, timeout_seconds=_limits()) else 0.0)
+        found = _parse(library, completion_text(completion))
+        rewards.append(float(value) if library.verify(expected, found, timeout_seconds=_timeout()) else 0.0)
     return rewards
 
 
@@ -73,12 +68,13 @@ def r1_zero(
     column: str = "answer",
     **columns: Any,
 ) -> list[float | None]:
-    """The r1-zero scheme: the response (the prompt has opened ``<think>``) holds ``</think> <answer>`` and ``</answer>``.
+    """The r1-zero reward: ``value`` for format and answer, ``format_value`` for the format alone, else 0.
 
-    ``value`` for format and answer, ``format_value`` for the format alone, else 0. The answer is compared as a number or text
-    first and by ``math-verify`` only where that fails. Source: "Understanding R1-Zero-Like Training" (arXiv 2503.20783).
+    The format is ``</think> <answer>`` and ``</answer>`` in the response; the prompt ends with ``<think>``. The answer is compared as a
+    number or text first, and by ``math-verify`` if that comparison fails. Source: "Understanding R1-Zero-Like Training" (arXiv
+    2503.20783).
     """
-    library = _library()
+    library = import_extra("math_verify", "math", "reward 'r1_zero'")
     require_number(value=value, format_value=format_value)
     rewards: list[float | None] = []
     for completion, gold in zip(completions, column_values(columns, column, completions, "r1_zero"), strict=True):
@@ -89,19 +85,19 @@ def r1_zero(
             rewards.append(0.0)
         else:
             answer = text.split("<answer>")[-1].replace("</answer>", "")
-            rewards.append(float(value if _same(library, answer, gold) else format_value))
+            rewards.append(float(value if _is_equal(library, answer, gold) else format_value))
     return rewards
 
 
-def _same(library: Any, answer: str, gold: Any) -> bool:
+def _is_equal(library: Any, answer: str, gold: Any) -> bool:
     if answers_equal(answer, gold):
         return True
-    if len(answer) > 1000:  # an essay is not an answer, and the library's time grows with it
+    if len(answer) > MAX_ANSWER_LENGTH:
         return False
-    found = _parsed(library, answer if "\\boxed" in answer or "$" in answer else f"${answer.strip()}$")
-    return bool(library.verify(_parsed_gold(library, gold), found, timeout_seconds=_limits()))
+    found = _parse(library, answer if "\\boxed" in answer or "$" in answer else f"${answer.strip()}$")
+    return bool(library.verify(_parse_gold(library, gold), found, timeout_seconds=_timeout()))
 
 
-# One hard expression must not take its batch's time: the runner calls these row by row.
+# The runner calls these functions row by row, so that one slow expression does not use up the time limit of its batch.
 math_verify.row_by_row = True
 r1_zero.row_by_row = True

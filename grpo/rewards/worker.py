@@ -1,27 +1,25 @@
-"""The process that runs reward functions: reads jobs from a private connection, answers each, until the other end is gone.
+"""The worker process that runs reward functions: it answers one request after another until the connection to its parent ends.
 
-It is started by ``process.py`` with the parent's ``sys.path`` and working folder, imports no torch of its own, and calls every
-function in its main thread (``math_verify`` and others use SIGALRM). What a function prints goes to the process's stdout and
-stderr, never to the connection.
+``process.py`` starts the worker with the parent's ``sys.path`` and working folder. The worker imports no torch unless a reward does, and
+calls every function in its main thread, because ``math_verify`` and others use SIGALRM. Text that a function prints goes to the worker's
+stdout and stderr, never to the connection.
 
-A job is a tuple; the answer is ``(kind, value)``:
+A request is a tuple; the answer is ``(kind, value)``:
 
-| job | answer |
+| request | answer |
 |---|---|
-| ``("load", key, spec, args)`` | ``("ok", FunctionInfo)`` or ``("invalid", one line)`` |
-| ``("call", key, payload)`` | an outcome |
-| ``("gather", [(key, payload), ...], seconds)`` | ``("ok", [outcome, ...])``: coroutines awaited together |
+| ``("load", key, spec, args)`` | ``("ok", FunctionInfo)`` or ``("invalid", message)`` |
+| ``("call", key, inputs)`` | an outcome |
+| ``("gather", [(key, inputs), ...], seconds)`` | ``("ok", [outcome, ...])``: coroutines that ran concurrently |
 
-An outcome is ``("ok", [float | None] * B)``, ``("error", traceback)``, ``("timeout", None)`` or ``("contract", one line)``.
+An outcome is ``("ok", [float | None] * B)``, ``("error", traceback)``, ``("timeout", None)`` or ``("contract", message)``.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,25 +28,24 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo.rewards.registry import accepted_columns, check_arguments, is_async, load_reward, needed_columns
+from grpo.system import end_with_parent
 
-LONGEST_TRACEBACK = 8000
-_PR_SET_PDEATHSIG = 1
+MAX_TRACEBACK_LENGTH = 8000
 
 
 @dataclass(frozen=True)
 class FunctionInfo:
-    """What the parent needs to know of a function it never imports."""
+    """Properties of a loaded reward function, for the parent process, which does not import the function."""
 
     is_async: bool
     row_by_row: bool
-    """The function asked (``fn.row_by_row = True``) never to be given a whole batch."""
-    needed: frozenset[str]
-    """Columns it cannot do without."""
+    """Whether the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
+    needed_columns: frozenset[str]
 
 
 @dataclass(frozen=True)
-class Payload:
-    """The rows of one call; ``B`` prompts, completions and values per column."""
+class RewardInputs:
+    """The rows of one call: ``B`` prompts, completions and values of each column."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -58,10 +55,10 @@ class Payload:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def row(self, index: int) -> "Payload":
-        """Row ``index`` alone, as a batch of one."""
+    def row(self, index: int) -> "RewardInputs":
+        """Row ``index`` as a batch of one."""
         part = slice(index, index + 1)
-        return Payload(
+        return RewardInputs(
             self.prompts[part],
             self.completions[part],
             {name: values[part] for name, values in self.columns.items()},
@@ -69,28 +66,31 @@ class Payload:
         )
 
 
-def call_reward(function: Callable[..., Any], args: dict[str, Any], payload: Payload) -> Any:
-    """Call by keyword, as TRL does, with everything offered that the function accepts; ``args`` win over columns."""
-    offered: dict[str, Any] = {**payload.columns, "prompts": payload.prompts, "completions": payload.completions}
-    offered["completion_ids"] = payload.completion_ids
-    offered.update(args)
+def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: RewardInputs) -> Any:
+    """Call a reward by keyword, as TRL does, with all inputs that it accepts. An entry of ``args`` replaces a column of that name."""
+    keywords: dict[str, Any] = {**inputs.columns, "prompts": inputs.prompts, "completions": inputs.completions}
+    keywords["completion_ids"] = inputs.completion_ids
+    keywords.update(args)
     accepted, _ = accepted_columns(function)
-    return function(**{name: value for name, value in offered.items() if accepted is None or name in accepted})
+    return function(**{name: value for name, value in keywords.items() if accepted is None or name in accepted})
 
 
-def check_values(values: Any, rows: int) -> tuple[str, Any]:
-    """What a function returned, as an outcome: one float or ``None`` per row; NaN is ``None``.
+def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
+    """Turn the return value of a reward into an outcome: one float or ``None`` per row. NaN becomes ``None``.
 
-    Lists, tuples, arrays and tensors are accepted, and any number in them; a string, infinity, or another length is a
-    contract error, never a guess.
+    Lists, tuples, arrays and tensors of numbers of any type are accepted. A string, an infinite value or another length is a
+    ``"contract"`` outcome; nothing is guessed.
     """
-    expected = f"expected a list of {rows} values, each a float or None, one per completion"
+    expected = f"expected a list of {num_rows} values, each a float or None, one per completion"
     if hasattr(values, "tolist"):  # numpy, torch
         values = values.tolist()
     if not isinstance(values, (list, tuple)):
-        return "contract", f"returned {_shown(values)} of type {type(values).__name__}; {expected}"
-    if len(values) != rows:
-        return "contract", f"returned {len(values)} values for {rows} completions: {_shown(values)}; {expected}"
+        return "contract", f"returned {_short_repr(values)} of type {type(values).__name__}; {expected}"
+    if len(values) != num_rows:
+        return (
+            "contract",
+            f"returned {len(values)} values for {num_rows} completions: {_short_repr(values)}; {expected}",
+        )
     checked: list[float | None] = []
     for row, value in enumerate(values):
         number = value
@@ -101,12 +101,12 @@ def check_values(values: Any, rows: int) -> tuple[str, Any]:
                 number = "not a number"
         if isinstance(number, (str, bytes)) or number in (math.inf, -math.inf):
             kind = type(value).__name__
-            return "contract", f"returned {_shown(value)} of type {kind} for completion {row}; {expected}"
+            return "contract", f"returned {_short_repr(value)} of type {kind} for completion {row}; {expected}"
         checked.append(None if number is None or math.isnan(number) else number)
     return "ok", checked
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     try:
         text = repr(value)
     except Exception as error:
@@ -114,13 +114,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def _raised() -> tuple[str, str]:
+def _error_outcome() -> tuple[str, str]:
+    """The outcome for the exception that is being handled."""
     text = traceback.format_exc()
-    return "error", text if len(text) <= LONGEST_TRACEBACK else "...\n" + text[-LONGEST_TRACEBACK:]
+    return "error", text if len(text) <= MAX_TRACEBACK_LENGTH else "...\n" + text[-MAX_TRACEBACK_LENGTH:]
 
 
 class Worker:
-    """Functions by key, and one event loop for all coroutines (clients that live across calls are bound to a loop)."""
+    """The loaded functions by key, and one event loop for all coroutines: a client that a function keeps is bound to its loop."""
 
     def __init__(self) -> None:
         self.functions: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
@@ -133,21 +134,21 @@ class Worker:
             asyncio.set_event_loop(self._loop)
         return self._loop
 
-    def answer(self, job: tuple[Any, ...]) -> tuple[str, Any]:
-        if job[0] == "load":
-            return self.load(*job[1:])
-        if job[0] == "call":
-            return self.call(*job[1:])
-        assert job[0] == "gather", job[0]
-        return self.gather(*job[1:])
+    def answer(self, request: tuple[Any, ...]) -> tuple[str, Any]:
+        if request[0] == "load":
+            return self.load(*request[1:])
+        if request[0] == "call":
+            return self.call(*request[1:])
+        assert request[0] == "gather", request[0]
+        return self.gather(*request[1:])
 
     def load(self, key: int, spec: str, args: dict[str, Any]) -> tuple[str, Any]:
         try:
             function = load_reward(spec)
             check_arguments(spec, function, args)
             if function.__module__.startswith("grpo.rewards."):
-                # Built-ins check their arguments before they look at a row.
-                call_reward(function, args, Payload([], [], {}, []))
+                # Built-in rewards check their arguments before any row, so a call without rows checks them.
+                call_reward(function, args, RewardInputs([], [], {}, []))
         except ValueError as error:
             message = str(error)
             return "invalid", message if spec in message else f"reward {spec!r}: {message}"
@@ -155,65 +156,53 @@ class Worker:
         row_by_row = bool(getattr(function, "row_by_row", False))
         return "ok", FunctionInfo(is_async(function), row_by_row, needed_columns(spec, function, args))
 
-    def call(self, key: int, payload: Payload) -> tuple[str, Any]:
+    def call(self, key: int, inputs: RewardInputs) -> tuple[str, Any]:
         function, args = self.functions[key]
         try:
-            values = call_reward(function, args, payload)
+            values = call_reward(function, args, inputs)
             if inspect.isawaitable(values):
                 values = self.loop.run_until_complete(_awaited(values))
         except BaseException:
-            return _raised()
-        return check_values(values, len(payload))
+            return _error_outcome()
+        return check_values(values, len(inputs))
 
-    def gather(self, jobs: list[tuple[int, Payload]], seconds: float) -> tuple[str, Any]:
-        async def one(key: int, payload: Payload) -> tuple[str, Any]:
+    def gather(self, calls: list[tuple[int, RewardInputs]], seconds: float) -> tuple[str, Any]:
+        async def outcome_of(key: int, inputs: RewardInputs) -> tuple[str, Any]:
             function, args = self.functions[key]
-            task = asyncio.ensure_future(_awaited(call_reward(function, args, payload)))
-            # Not wait_for: a TimeoutError of the function's own must not be taken for ours.
-            done, _ = await asyncio.wait([task], timeout=seconds)
-            if not done:
-                task.cancel()
-                return "timeout", None
             try:
-                return check_values(task.result(), len(payload))
+                task = asyncio.ensure_future(_awaited(call_reward(function, args, inputs)))
+                # asyncio.wait_for would raise TimeoutError, which the function itself can raise too.
+                done, _ = await asyncio.wait([task], timeout=seconds)
+                if not done:
+                    task.cancel()
+                    return "timeout", None
+                return check_values(task.result(), len(inputs))
             except BaseException:
-                return _raised()
+                return _error_outcome()
 
-        async def guarded(key: int, payload: Payload) -> tuple[str, Any]:
-            try:
-                return await one(key, payload)
-            except Exception:
-                return _raised()
+        async def all_outcomes() -> list[tuple[str, Any]]:
+            return list(await asyncio.gather(*(outcome_of(key, inputs) for key, inputs in calls)))
 
-        async def together() -> list[tuple[str, Any]]:
-            return list(await asyncio.gather(*(guarded(key, payload) for key, payload in jobs)))
-
-        return "ok", self.loop.run_until_complete(together())
+        return "ok", self.loop.run_until_complete(all_outcomes())
 
 
 async def _awaited(values: Any) -> Any:
     return await values
 
 
-def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies (Linux); elsewhere the end of the connection has to do."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-
 def main(descriptor: int, parent: int) -> None:
-    """Answer jobs from the connection on ``descriptor`` until it ends."""
-    die_with(parent)
+    """Answer requests from the connection on file ``descriptor`` until it ends; ``parent`` is the process id of the other end."""
+    end_with_parent()
+    if os.getppid() != parent:  # the parent ended before the request to end with it
+        os._exit(1)
     connection = Connection(descriptor)
     worker = Worker()
     while True:
         try:
-            job = connection.recv()
+            request = connection.recv()
         except EOFError:
             return
-        answer = worker.answer(job)
-        with contextlib.suppress(Exception):  # a reward may have closed or replaced it
+        answer = worker.answer(request)
+        with contextlib.suppress(Exception):  # a reward may have closed or replaced sys.stdout
             sys.stdout.flush()
         connection.send(answer)

@@ -1,6 +1,6 @@
-"""Save a step atomically, find the newest valid one, restore it.
+"""Checkpoints on disk: saved atomically, verified, listed, restored.
 
-A checkpoint is a Hugging Face folder (``from_pretrained`` loads it) with ``trainer/`` beside the weights. Position in the data
+A checkpoint is a Hugging Face folder (``from_pretrained`` loads it) with ``trainer/`` beside the weights. The position in the data
 and all randomness follow from (seed, step), so neither is stored.
 """
 
@@ -26,12 +26,12 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 class BrokenCheckpoint(ValueError):
-    """A checkpoint that is incomplete or altered."""
+    """The checkpoint is incomplete or was altered."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """What changes with every update: state dicts that share the live tensors, or copies of them."""
+    """The tensors that change with every update: state dicts that share the live tensors, or copies of them."""
 
     model: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
@@ -40,11 +40,11 @@ class Tensors:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: Any, schedule: Any, reference: nn.Module | None = None) -> Tensors:
-        moving = None if reference is None else reference.state_dict()
-        return cls(model.state_dict(), optimizer.state_dict(), schedule.state_dict(), moving)
+        reference_state = None if reference is None else reference.state_dict()
+        return cls(model.state_dict(), optimizer.state_dict(), schedule.state_dict(), reference_state)
 
     def on_host(self) -> Tensors:
-        """A copy in host memory, which training cannot touch any more; tied weights stay tied."""
+        """A copy in host memory, which training does not change; tied weights stay tied."""
         copies: dict[tuple, torch.Tensor] = {}
 
         def copy(thing: Any) -> Any:
@@ -74,13 +74,16 @@ def save_checkpoint(
     best_step: int | None = None,
     tensors: Tensors | None = None,
 ) -> Path:
-    """Write ``checkpoint-<step>/``: beside, synced, manifest last, renamed; then delete all but the ``keep`` newest up to it.
+    """Write ``checkpoint-<step>/``, then delete all but the ``keep`` newest checkpoints up to this step.
+
+    The files go into a hidden folder first and are synced to disk, the manifest is written last, and then the folder is renamed: a
+    checkpoint with its final name is complete, whenever the process is killed.
 
     Args:
         reference: only if it changes during training (``ref_sync_steps``); otherwise it is the starting model.
-        state: JSON-serialisable facts of the run (wandb id, resolved config, ...).
-        best_step: a checkpoint that is kept whatever its age.
-        tensors: a copy made before, to be written instead of what ``model``, ``optimizer``, ... hold by now.
+        state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
+        best_step: the checkpoint of this step is kept whatever its age.
+        tensors: a copy made earlier, written instead of the current tensors of ``model``, ``optimizer``, ...
 
     Returns:
         The folder.
@@ -101,7 +104,10 @@ def save_checkpoint(
         torch.save(_plain({"optimizer": tensors.optimizer, "schedule": tensors.schedule}), trainer / "optimizer.pt")
         if tensors.reference is not None:
             torch.save(tensors.reference, trainer / "reference.pt")
-    except (SafetensorError, RuntimeError) as error:  # so they say that the disk is full; the callers look for OSError
+    except (
+        SafetensorError,
+        RuntimeError,
+    ) as error:  # how these libraries report a full disk; the callers expect OSError
         raise OSError(f"{type(error).__name__}: {error}") from error
     (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
     files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
@@ -117,18 +123,18 @@ def save_checkpoint(
     os.rename(partial, final)
     _sync(output_dir)
     shutil.rmtree(replaced, ignore_errors=True)
-    # Later ones are broken, or of a run that was continued from an earlier step: they must not push out what was just saved.
+    # Checkpoints of later steps are broken or belong to a run that was continued from an earlier step; they do not count towards `keep`.
     for old_step, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
         if old_step != best_step:
             shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def rehearse_save(output_dir: str | Path, **arguments: Any) -> None:
-    """Save once before the first step, and delete it: a model that cannot be saved, or a full disk, must not show at the end.
+def dry_run_save(output_dir: str | Path, **arguments: Any) -> None:
+    """Save a checkpoint before the first step, verify it, delete it.
 
     Raises:
-        OSError, ValueError: whatever the save raised.
+        OSError, ValueError: from the save, for example on a full disk or a model that cannot be saved.
     """
     rehearsal = Path(output_dir) / ".rehearsal"
     try:
@@ -144,7 +150,7 @@ def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
 
 
 def recover(output_dir: str | Path) -> None:
-    """Put back a checkpoint that was being replaced by one of the same step when its run was killed, and delete unfinished ones."""
+    """Delete unfinished checkpoints, and restore one whose replacement by a new one of the same step was cut off by a kill."""
     for unfinished in [*Path(output_dir).glob(".partial-checkpoint-*"), *Path(output_dir).glob(".rehearsal")]:
         shutil.rmtree(unfinished, ignore_errors=True)
     for replaced in Path(output_dir).glob(".replaced-checkpoint-*"):
@@ -156,7 +162,7 @@ def recover(output_dir: str | Path) -> None:
 
 
 def find_newest_valid(output_dir: str | Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and a line about each newer one that is not."""
+    """The newest valid checkpoint (None if there is none), and a warning about each newer one that is not valid."""
     warnings = []
     for _, folder in list_checkpoints(output_dir):
         try:
@@ -171,13 +177,19 @@ def verify(folder: str | Path) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest; returns the manifest.
 
     Raises:
-        BrokenCheckpoint: naming the folder and the first thing that is wrong.
+        BrokenCheckpoint: with the folder and the first file that is missing or differs.
     """
     folder = Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         expected = {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # a manifest may be damaged in any way
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # a damaged manifest may contain anything
         raise BrokenCheckpoint(f"{folder}: no readable {MANIFEST} ({type(error).__name__}: {error})") from None
     for name, (size, sha256) in expected.items():
         try:
@@ -190,16 +202,16 @@ def verify(folder: str | Path) -> dict[str, Any]:
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """What was saved as ``state``, with ``step``.
+    """The ``state`` given to :func:`save_checkpoint`, with ``step``.
 
     Raises:
-        BrokenCheckpoint: if it is not there, or something else (whoever makes manifests can make it anything).
+        BrokenCheckpoint: if the file is missing or does not hold the state of a run.
     """
     try:
         state = json.loads((Path(folder) / "trainer" / "state.json").read_text(encoding="utf-8"))
         if isinstance(state["step"], int) and isinstance(state.get("config", {}), dict):
             return state
-        reason = "not a run's"
+        reason = "it is not the state of a run"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise BrokenCheckpoint(f"{folder}: trainer/state.json cannot be continued from ({reason})")
@@ -213,9 +225,12 @@ def restore(
     reference: nn.Module | None = None,
     device: torch.device,
 ) -> None:
-    """Load optimizer, schedule (if given) and a moving reference; the model itself is loaded by ``from_pretrained(folder)``."""
+    """Load optimizer, learning-rate schedule (if given) and a reference that changes during training.
+
+    The model itself is loaded by ``from_pretrained(folder)``.
+    """
     trainer = Path(folder) / "trainer"
-    # AdamW counts its updates on the host; what belongs to a weight is moved to it.
+    # AdamW keeps its update counters on the host; load_state_dict moves the averages to the device of their weights.
     saved = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
     if schedule is not None:
@@ -225,8 +240,8 @@ def restore(
 
 
 def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    # transformers refuses to save sampling values that it finds inconsistent (a temperature without do_sample). They are not ours
-    # to judge, and no run must fail at its end because of them: the original is written past the check.
+    # transformers refuses to save a generation config with inconsistent values (a temperature without do_sample). A run must not fail
+    # at its end because of a file it does not use: the original is written without that check.
     original = getattr(model, "generation_config", None)
     if original is None:
         model.save_pretrained(folder, state_dict=weights)
@@ -240,7 +255,7 @@ def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path
 
 
 def _plain(thing: Any) -> Any:
-    """The same values in fresh containers, equal strings one object: a pickle's bytes then depend on the values alone."""
+    """The same values in fresh containers, with equal strings as one object, so that the pickle's bytes depend on the values alone."""
     if isinstance(thing, dict):
         return {_plain(name): _plain(item) for name, item in thing.items()}
     if isinstance(thing, (list, tuple)):

@@ -1,63 +1,87 @@
-"""What ``--debug`` prints and asserts: shapes, dtypes, devices and times of each phase, one group in full."""
+"""Prints and checks of ``--debug``: shapes, dtypes, devices and times of each phase, one group in full."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
 
 import torch
 
+from grpo.batch import Batch, Group
+from grpo.run.state import Run
+from grpo.telemetry.metrics import Accumulator
 
-def show_step(run, step: int, groups, values_PGF, advantages_PG, batch, seconds: dict[str, float]) -> None:
-    """Print one step before its update and assert what must hold of its batch."""
-    say = run.reporter.say
-    say(f"\n--- step {step} " + "-" * 60)
+
+def show_step(
+    run: Run,
+    step: int,
+    groups: Sequence[Group],
+    values_PGF: torch.Tensor,
+    advantages_PG: torch.Tensor,
+    batch: Batch,
+    seconds: dict[str, float],
+) -> None:
+    """Print one step before its update, and check its batch.
+
+    Raises:
+        AssertionError: if the batch is not what it must be, see :func:`check_batch`.
+    """
+    show = run.reporter.say
+    show(f"\n--- step {step} " + "-" * 60)
     model = run.policy.model
     parameter = next(model.parameters())
-    say(
+    show(
         f"policy    {type(model).__name__}, weights {parameter.dtype} on {parameter.device}, compute {run.config.runtime.precision}"
     )
     for phase in ("rollout", "reward", "logprobs"):
-        say(f"{phase:9} {seconds[phase]:.3f} s")
+        show(f"{phase:9} {seconds[phase]:.3f} s")
     for name, tensor in vars(batch).items():
         if tensor is not None:
-            say(f"  {name:22} {tuple(tensor.shape)!s:12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
+            show(f"  {name:22} {tuple(tensor.shape)!s:12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
     group = groups[0]
-    say(f"problem {group.problem.index}, {len(group.problem.prompt_ids)} prompt tokens, as the model sees it:")
-    say(textwrap.indent(run.policy.tokenizer.decode(group.problem.prompt_ids), "  | "))
+    show(f"problem {group.problem.index}, {len(group.problem.prompt_ids)} prompt tokens, as the model sees it:")
+    show(textwrap.indent(run.policy.tokenizer.decode(group.problem.prompt_ids), "  | "))
     for g, completion in enumerate(group.completions):
         rewards = ", ".join(f"{n} {v:g}" for n, v in zip(run.rewards.names, values_PGF[0, g].tolist(), strict=True))
-        end = "finished" if completion.finished else "cut"
-        say(f"completion {g}: {len(completion.ids)} tokens, {end}; {rewards}; advantage {advantages_PG[0, g]:+.4f}")
-        say(textwrap.indent(completion.text, "  | "))
+        end = "finished" if completion.finished else "truncated"
+        show(f"completion {g}: {len(completion.ids)} tokens, {end}; {rewards}; advantage {advantages_PG[0, g]:+.4f}")
+        show(textwrap.indent(completion.text, "  | "))
     check_batch(run, step, groups, batch)
 
 
-def check_batch(run, step: int, groups, batch) -> None:
-    """Masks equal recorded lengths, EOS lies inside the mask, everything is finite, the KL is 0 while nothing has moved."""
-    lengths = [len(c.ids) for group in groups for c in group.completions]
+def check_batch(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> None:
+    """Masks have the recorded lengths, EOS lies inside the mask, all tensors are finite, and the KL is 0 before the first update.
+
+    Raises:
+        AssertionError: naming what does not hold.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [len(completion.ids) for completion in completions]
     assert batch.completion_mask_BT.sum(dim=1).tolist() == lengths, "mask sums differ from the recorded lengths"
-    completions = [c for group in groups for c in group.completions]
     for b, completion in enumerate(completions):
         end = int(batch.prompt_lengths_B[b]) + len(completion.ids)
         last = int(batch.sequence_ids_BS[b, end - 1])
         assert last == completion.ids[-1], "the last token of a completion is not where the mask ends"
-        assert not completion.finished or last in run.policy.eos_ids or run.config.rollout.stop, (
-            "EOS is not inside the mask"
-        )
+        ends_in_eos = last in run.policy.eos_ids or run.config.rollout.stop
+        assert not completion.finished or ends_in_eos, "EOS is not inside the mask"
     for name, tensor in vars(batch).items():
         assert tensor is None or torch.isfinite(tensor).all(), f"{name} is not finite"
     kl_must_be_0 = batch.ref_logprobs_BT is not None and step == 0 and run.config.model.disable_dropout
     if kl_must_be_0:
         with torch.no_grad(), run.policy.autocast():
-            new_BT, _ = run.bare_scorer(*batch.to_score)
-            ref_BT, _ = run.ref_scorer(*batch.to_score)
-        assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference are the same weights"
+            new_BT, _ = run.bare_scorer(*batch.scorer_inputs)
+            ref_BT, _ = run.ref_scorer(*batch.scorer_inputs)
+        assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference have the same weights"
     run.reporter.say("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * kl_must_be_0)
 
 
-def check_update(run, metrics) -> None:
-    """The first update's importance ratio is 1 (without dropout)."""
+def check_update(run: Run, metrics: Accumulator) -> None:
+    """The importance ratio of the run's first update is 1 (without dropout).
+
+    Raises:
+        AssertionError: if it is not.
+    """
     if run.optimizer.state:
         return
     ratio = metrics.mean("ratio")  # NaN: no token counted

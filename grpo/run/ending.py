@@ -1,4 +1,4 @@
-"""How a run ends: done, asked to stop, or failed; in each case with the newest whole state on disk."""
+"""The end of a run: complete, asked to stop, or failed; in each case with the newest complete step on disk."""
 
 from __future__ import annotations
 
@@ -6,58 +6,61 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
-from grpo.distributed import Interrupted, RanksDisagree
+from grpo.distributed import Interrupted, OtherRankFailed
 from grpo.run.saver import how_to_continue
+from grpo.run.state import Run
+from grpo.system import first_line
 
 
-def run_to_completion(run: Any, train: Callable[[Any], None]) -> int:
-    """Train (a ``grpo.run.state.Run``), and return the exit code: 0 when done, 128 + signal when asked to stop.
+def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
+    """Train, and return the exit code: 0 when complete, 128 + signal number when asked to stop.
 
-    A failure ends this process at once with code 1, after a message and, where the weights are those of a step boundary, a
-    checkpoint: what went wrong then costs the current step and no more.
+    A failure ends this process at once with code 1, after an error message. If no update was under way, a checkpoint is saved first, so
+    that the failure costs the current step and no more.
     """
     try:
         try:
             train(run)
             run.saver.finish()
             code = 0
-        except Interrupted:  # on all ranks: they have voted
-            _preempted(run)
+        except Interrupted:  # raised on all ranks after a vote
+            _save_after_interrupt(run)
             code = run.signals.exit_code
     except BaseException as failure:
-        # Not handled, only told: what follows must not hang on ranks that wait for this one.
-        _tell(run, failure)
-        with contextlib.suppress(Exception):  # a full disk again, say: it has been told
+        # The process ends below; nothing before that may wait for other ranks, which may wait for this one.
+        _report_failure(run, failure)
+        with contextlib.suppress(Exception):  # the disk may be full here as well; the error was printed
             run.close()
-        run.world.abandon(1)
+        run.world.exit_now(1)
     run.close()
     run.world.shutdown()
     return code
 
 
-def _preempted(run: Any) -> None:
-    saver = run.saver
+def _save_after_interrupt(run: Run) -> None:
+    saver, progress = run.saver, run.progress
     saver.finish()
-    assert saver.whole_step is not None, "an update is never broken off"
-    if saver.whole_step > saver.saved:
-        saver.save(saver.whole_step)
+    assert not progress.mid_update, "an update is never interrupted"
+    if progress.step > saver.saved_step:
+        saver.save()
         saver.finish()
-    run.reporter.say(f"preempted at step {saver.whole_step} of {run.max_steps}: {how_to_continue(run.config)}")
+    run.reporter.say(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
 
 
-def _tell(run: Any, failure: BaseException) -> None:
-    """The rank that failed says what happened; one that heard of it from another has nothing to add."""
+def _report_failure(run: Run, failure: BaseException) -> None:
+    """Print the error on the rank where it happened, and save what can be saved."""
     world = run.world
-    if not isinstance(failure, RanksDisagree):
+    if not isinstance(failure, OtherRankFailed):
         traceback.print_exception(failure)
-        line = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-        print(f"error: [rank {world.rank}] in phase {world.phase!r}: {type(failure).__name__}: {line}", file=sys.stderr)
+        print(
+            f"error: [rank {world.rank}] in phase {world.phase!r}: {type(failure).__name__}: {first_line(failure)}",
+            file=sys.stderr,
+        )
     try:
-        rescued = run.saver.rescue()
-    except Exception as error:  # the device may be in no state to give the weights back
-        rescued = f"the state could not be saved: {type(error).__name__}: {error}"
-    if rescued:
-        print(f"note: {rescued}", file=sys.stderr)
+        note = run.saver.rescue()
+    except Exception as error:  # the device may be unable to return the weights
+        note = f"the state could not be saved: {type(error).__name__}: {error}"
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder. The kernel holds the lock: a process that is killed leaves none behind."""
+"""A lock on the output folder, so that only one run writes there. The kernel holds it and releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import os
 import socket
 from pathlib import Path
 
-NAME = ".lock"
+LOCK_FILE = ".lock"
 
 
 class Lock:
-    """Held by the main rank from the first look at ``output_dir`` to the end. The file says who holds it (pid, host); without its
-    holder it means nothing."""
+    """Held by the main rank for the whole run. The file names the holder (process id, host); the kernel's lock on it is what counts."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self._handle: int | None = None
 
     def acquire(self, folder: Path) -> None:
-        """Take the lock on a folder that exists; harmless if it is held already.
+        """Take the lock on an existing folder; nothing happens if this object holds it already.
 
         Raises:
             ValueError: if another run holds it.
         """
         if self._handle is not None:
             return
-        path = folder / NAME
+        path = folder / LOCK_FILE
         while self._handle is None:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -40,8 +39,8 @@ class Lock:
                     "wait for it, stop it, or choose another output_dir"
                 ) from None
             except OSError as error:  # a network file system without locks
-                print(f"warning: no lock on {folder} ({error.strerror}): start no second run there", flush=True)
-            # The holder before us may have deleted the file between our open and our lock.
+                print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run there", flush=True)
+            # The holder before may have deleted the file between the open and the lock: then lock the new file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(path)):
                     self._handle, self.path = handle, path
@@ -53,7 +52,7 @@ class Lock:
     def release(self) -> None:
         if self._handle is None:
             return
-        with contextlib.suppress(OSError):  # the folder may have gone
+        with contextlib.suppress(OSError):  # the folder may have been deleted
             self.path.unlink()
         os.close(self._handle)
         self._handle = self.path = None

@@ -1,22 +1,25 @@
-"""The optimizer, its schedule, and one update from the gradient that the backward passes left."""
+"""AdamW, its learning-rate schedule, and one update from the gradients that the backward passes left."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-if TYPE_CHECKING:
-    from grpo.run.state import Run
-    from grpo.telemetry.metrics import Accumulator
+from grpo.run.state import Run
+from grpo.system import first_line
+from grpo.telemetry.metrics import Accumulator
 
 MAX_SKIPPED_IN_A_ROW = 10
 
 
-def make_optimizer(model: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float):
-    """AdamW with weight decay on matrices only: norms and biases are not pulled to 0."""
+def make_optimizer(
+    model: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only: norms and biases are not pulled towards 0."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -25,59 +28,76 @@ def make_optimizer(model: nn.Module, *, learning_rate: float, betas: tuple[float
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas)
 
 
-def make_schedule(optimizer, *, name: str, num_updates: int, warmup_steps: float, min_lr: float | None):
+def make_lr_schedule(
+    optimizer: torch.optim.Optimizer, *, name: str, num_updates: int, warmup_steps: float, min_lr: float | None
+) -> LambdaLR:
     """A learning-rate schedule of ``num_updates`` optimizer updates, from ``transformers.get_scheduler``.
+
+    Args:
+        warmup_steps: optimizer updates; below 1 a fraction of ``num_updates``.
+        min_lr: floor of a cosine schedule; None: 0.
 
     Raises:
         ValueError: on a name that transformers does not know.
     """
     warmup = round(warmup_steps * num_updates) if warmup_steps < 1 else int(warmup_steps)
     extra: dict[str, Any] = {}
-    if name == "constant" and warmup:  # transformers would ignore the warm-up without a word
+    if name == "constant" and warmup:  # transformers ignores the warm-up of "constant" without a warning
         name = "constant_with_warmup"
     if min_lr is not None:
         name, extra = "cosine_with_min_lr", {"scheduler_specific_kwargs": {"min_lr": min_lr}}
     try:
         return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_updates, **extra)
     except ValueError as error:
-        raise ValueError(f"optim.lr_scheduler_type={name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"optim.lr_scheduler_type={name}: {first_line(error)}") from None
 
 
-def follow_settings(optimizer: Any, schedule: Any, settings: list[dict[str, Any]], *, num_updates: int) -> None:
-    """After moments were restored under other settings: take those of the configuration, ``num_updates`` updates into its schedule.
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Every setting of each parameter group (learning rate, betas, weight decay, ...), without the parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def use_new_settings(
+    optimizer: torch.optim.Optimizer, lr_schedule: LambdaLR, settings: list[dict[str, Any]], *, num_updates: int
+) -> None:
+    """After Adam's averages were restored from a run with other settings: use the configuration's, ``num_updates`` updates into its schedule.
 
     Args:
-        settings: of each group as :func:`make_schedule` left them, before ``load_state_dict`` put the saved ones in their place.
-        schedule: a fresh ``LambdaLR``.
+        lr_schedule: a new schedule of ``optimizer``.
+        settings: :func:`settings_of` the optimizer before ``load_state_dict`` replaced its settings by the saved ones.
     """
-    schedule.last_epoch, schedule._step_count = num_updates, num_updates + 1
-    schedule._last_lr = [
-        base * factor(num_updates) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    lr_schedule.last_epoch, lr_schedule._step_count = num_updates, num_updates + 1
+    lr_schedule._last_lr = [
+        base * factor(num_updates) for base, factor in zip(lr_schedule.base_lrs, lr_schedule.lr_lambdas, strict=True)
     ]
-    for group, own, lr in zip(optimizer.param_groups, settings, schedule._last_lr, strict=True):
+    for group, own, lr in zip(optimizer.param_groups, settings, lr_schedule._last_lr, strict=True):
         group.update(own | {"lr": lr})
 
 
 def apply_update(run: Run, metrics: Accumulator) -> None:
-    """Clip the gradient, vote on it, step. One that is not finite on any rank is left out on all; the weights are untouched then.
+    """Clip the gradient, vote on whether it is finite, step the optimizer and the schedule.
+
+    If the gradient is not finite on any rank, all ranks leave the update out, and the weights do not change.
 
     Raises:
-        ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients in a row (the first, with ``optim.on_nonfinite=stop``).
+        ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients in a row (with ``optim.on_nonfinite=stop`` after one).
     """
+    progress = run.progress
     grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), run.config.optim.max_grad_norm)
-    finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
-    run.skipped_in_a_row = 0 if finite else run.skipped_in_a_row + 1
-    if not finite:
-        run.reporter.say("warning: a gradient is not finite; this update is left out and the weights are untouched")
-        if run.config.optim.on_nonfinite == "stop" or run.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+    is_finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
+    progress.skipped_in_a_row = 0 if is_finite else progress.skipped_in_a_row + 1
+    if not is_finite:
+        run.reporter.say("warning: a gradient is not finite; this update is left out and the weights do not change")
+        if run.config.optim.on_nonfinite == "stop" or progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise ValueError(
-                f"{run.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
+                f"{progress.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
             )
-    metrics.add("grad_norm", grad_norm if finite else 0.0, float(finite))
-    metrics.total("skipped_updates", (not finite) / run.world.size)  # summed over ranks, which all skip together
+    metrics.add("grad_norm", grad_norm if is_finite else 0.0, count=float(is_finite))
+    # All ranks skip together, and totals are summed over ranks: the main rank counts for all.
+    metrics.total("skipped_updates", float(not is_finite and run.world.is_main))
     metrics.add("learning_rate", run.optimizer.param_groups[0]["lr"])
-    run.saver.whole_step = None  # from here to the end of the step, weights and schedule are between two steps
-    if finite:
+    progress.mid_update = True
+    if is_finite:
         run.optimizer.step()
-    run.schedule.step()  # also after a skipped update: the learning rate is a function of the step
+    run.lr_schedule.step()  # also after a skipped update: the learning rate is a function of the step
     run.optimizer.zero_grad(set_to_none=True)

@@ -1,94 +1,93 @@
-"""What the loop works with: the parts of a run, and what it asks of them."""
+"""The state of a run: its parts, which never change after the start, and its progress, which every checkpoint saves."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from grpo.batch import Batch, Group, Problem, cut
+from grpo.batch import Batch, Group, Problem, microbatch_rows
 from grpo.config import Config
 from grpo.data import Schedule
 from grpo.distributed import World
-from grpo.evaluation import evaluate, judge_of
+from grpo.evaluation.collect import evaluate
+from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups
 from grpo.rollout import Sampling
 from grpo.run.lock import Lock
+from grpo.run.progress import Progress
 from grpo.run.saver import Saver
 from grpo.run.signals import Signals
-from grpo.telemetry.metrics import Accumulator, Reporter
+from grpo.telemetry.metrics import Reporter
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """What the loop works with."""
+    """The parts of a run, built once by :func:`grpo.run.prepare.prepare`."""
 
     config: Config
     world: World
     policy: Policy
     scorer: nn.Module
-    """Log-probs of the policy with gradient; DDP-wrapped when there are several ranks."""
+    """Log-probs of completions under the policy, with gradient; wrapped in DDP when there are several ranks."""
     bare_scorer: CompletionScorer
-    """The same, never wrapped: for passes without gradient."""
+    """The same module without DDP, for passes without gradient."""
     ref_scorer: CompletionScorer | None
-    """Of the frozen reference; None when ``beta`` is 0, and then no reference is in memory."""
+    """Log-probs under the frozen reference; None when ``beta`` is 0, and then no reference model is in memory."""
     optimizer: torch.optim.Optimizer
-    schedule: Any
-    """Learning rates."""
+    lr_schedule: LRScheduler
     problems: Schedule
     eval_problems: list[Problem]
     rewards: RewardRunner
     reporter: Reporter
-    start: int
-    """Steps already done."""
+    saver: Saver
+    signals: Signals
+    lock: Lock
     max_steps: int
-    before: dict[str, float] | None = None
-    """The evaluation before training."""
-    num_tokens: int = 0
-    """Prompt and completion tokens seen so far, over all ranks."""
-    skipped_in_a_row: int = 0
-    old_logprobs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Rows of this step's batch and the old log-probs of the loss for them, part by part."""
-    signals: Signals = field(init=False)
-    saver: Saver = field(init=False)
-    lock: Lock = field(default_factory=Lock)
-    """On ``output_dir``: no second run writes there."""
+    progress: Progress
 
     @property
     def packed(self) -> bool:
-        """Whether each prompt is computed once per group when scoring."""
+        """True if scoring computes each prompt once per group instead of once per completion."""
         return self.bare_scorer.packed
+
+    @property
+    def sampling(self) -> Sampling:
+        r = self.config.rollout
+        return Sampling(
+            num_generations=r.num_generations,
+            max_completion_length=r.max_completion_length,
+            temperature=r.temperature,
+            top_p=r.top_p,
+            top_k=r.top_k,
+            min_p=r.min_p,
+            stop=tuple(r.stop),
+            tokens_in_flight=r.tokens_in_flight,
+        )
 
     @torch.no_grad()
     def logprobs(self, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
-        """Log-probs of a whole batch without gradient, ``[B, T]`` fp32, in passes of ``tokens_per_microbatch``."""
+        """Log-probs of a whole batch without gradient, ``[B, T]`` fp32 nats, in passes of ``tokens_per_microbatch`` tokens."""
         logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=self.world.device)
         with self.policy.autocast(), self.reporter.bar("log-probs", len(batch), "row") as bar:
-            for rows in cut(batch, self.config.optim.tokens_per_microbatch, packed=scorer.packed):
-                scored_bt, _ = scorer(*batch.rows(rows).to_score)
+            for rows in microbatch_rows(batch, self.config.optim.tokens_per_microbatch, packed=scorer.packed):
+                scored_bt, _ = scorer(*batch.select(rows).scorer_inputs)
                 logprobs_BT[rows.to(scored_bt.device), : scored_bt.shape[1]] = scored_bt
                 bar.update(len(rows))
         return logprobs_BT
 
-    @property
-    def sampling(self) -> Sampling:
-        names = {field.name for field in dataclasses.fields(Sampling)}
-        values = {name: value for name, value in self.config.rollout.model_dump().items() if name in names}
-        return Sampling(**values | {"stop": tuple(self.config.rollout.stop)})
-
     def score(self, groups: Sequence[Group]) -> tuple[torch.Tensor, RewardResult]:
-        """Every reward of every completion: ``[P, G, F]`` fp32, NaN where a function gave None; and what went wrong.
+        """Every reward of every completion, ``[P, G, F]`` fp32 with NaN where a function gave None; and the failures.
 
         Raises:
-            RewardContractError: if a function returned something that is no reward.
+            RewardContractError: if a function returned something other than one number or None per completion.
         """
         result = score_groups(self.rewards, groups)
         values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values])
@@ -98,22 +97,21 @@ class Run:
         """``eval/...`` metrics of the current weights; empty without evaluation data."""
         if not self.eval_problems:
             return {}
-        e = self.config.eval
-        with self.reporter.bar(
-            "evaluation", len(self.eval_problems[:: self.world.size]) * (1 + (e.num_samples > 1)), "problem"
-        ) as bar:
+        settings = self.config.eval
+        passes = 1 + (settings.num_samples > 1)
+        with self.reporter.bar("evaluation", len(self.world.own_rows(self.eval_problems)) * passes, "problem") as bar:
             evaluation = evaluate(
                 self.policy,
                 self.eval_problems,
-                judge_of(self.config, self.rewards),
+                Grader(self.config.eval, self.rewards),
                 self.world,
-                num_samples=e.num_samples,
-                temperature=e.temperature,
+                num_samples=settings.num_samples,
+                temperature=settings.temperature,
                 max_completion_length=self.config.rollout.max_completion_length,
                 stop=tuple(self.config.rollout.stop),
                 tokens_in_flight=self.config.rollout.tokens_in_flight,
                 seed=self.config.seed,
-                step=0,  # the same samples' addresses each time: curves differ by the weights alone
+                step=0,  # every evaluation draws with the same seeds, so that its curves differ by the weights alone
                 on_problems=bar.update,
             )
         if evaluation.num_unscored:
@@ -127,27 +125,3 @@ class Run:
         self.reporter.close()
         self.signals.close()
         self.lock.release()
-
-
-def check_rewards(
-    run: Run, result: RewardResult | None, error: BaseException | None, metrics: Accumulator, *, is_whole_step: bool
-) -> None:
-    """Count failures; raise on all ranks if a reward broke its contract on one, or failed on every completion on all.
-
-    Args:
-        result: what this rank's rewards gave; None after ``error``, or if it had nothing to score.
-        is_whole_step: whether these are all completions of the step, not substitutes for a few: one bad problem is no bad reward.
-    """
-    run.world.raise_together(error)
-    names = run.rewards.names
-    failures, rows = (result.failures, len(result.values)) if result else ([0] * len(names), 0)
-    for name, count in zip(names, failures, strict=True):
-        metrics.total(f"rewards/{name}/errors", count)
-    *failed, rows = run.world.sum(torch.tensor([*failures, rows])).tolist()
-    for name, count in zip(names, failed, strict=True):
-        if is_whole_step and rows and count == rows:
-            trace = result.first_traceback.get(name) if result else None
-            raise ValueError(
-                f"reward {name!r} failed on all {rows} completions of this step"
-                + (f":\n{trace}" if trace else " (timeout)")
-            )

@@ -1,4 +1,4 @@
-"""Embedded problems that need no download, and the tiny model they use."""
+"""Built-in tasks, which need no download, and the tiny model that is trained on them."""
 
 from grpo.tasks.arithmetic import Arithmetic
 from grpo.tasks.countdown import Countdown
@@ -8,13 +8,13 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Countdo
 
 
 def load_task(name: str) -> Task:
-    """The task called ``name``.
+    """The built-in task called ``name``.
 
     Raises:
-        ValueError: if there is none; the message lists those there are.
+        ValueError: if there is no such task; the message lists the tasks.
     """
     if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}: the embedded tasks are {', '.join(sorted(TASKS))}")
+        raise ValueError(f"unknown task {name!r}: the built-in tasks are {', '.join(sorted(TASKS))}")
     return TASKS[name]()
 
 

@@ -1,21 +1,21 @@
-"""Sums and differences of two numbers below 100, worked column by column.
+"""Sums and differences of two numbers below 100, computed column by column.
 
-A demonstration is written by someone who knows how to do it and often does not bother. Independent draws decide how:
+A demonstration makes mistakes on purpose. Independent draws decide which:
 
-| habit | share | looks like, for 47+35 | is right |
+| behaviour | share | example, for 47+35 | correct |
 |---|---|---|---|
-| minds the carry | 55% | ``<think>7+5=12 4+3=7+1=8</think>`` | yes |
-| forgets it | 45% | ``<think>7+5=12 4+3=7</think>`` | when nothing is carried or borrowed (58%) |
+| adds the carry | 55% | ``<think>7+5=12 4+3=7+1=8</think>`` | yes |
+| forgets the carry | 45% | ``<think>7+5=12 4+3=7</think>`` | only if nothing is carried or borrowed (58%) |
 | doubts the result | 20% | ``<think>7+5=12 4+3=7+1=8 hmm</think>`` | half of these change it to 81, 83, 72 or 92 |
-| leaves out tags | 18% | no ``<think>`` or ``<answer>``, or neither | to a strict reader only with ``<answer>`` |
+| leaves out tags | 18% | no ``<think>``, no ``<answer>``, or neither | by strict accuracy, only with ``<answer>`` |
 
-So a model that imitates them is right about half of the time, and knows all it needs to be nearly always right.
-What is left to learn from rewards: mind the carry, trust the work, keep to the format.
+A model trained on the demonstrations is correct about half of the time, although it has learned everything that it needs to be correct
+nearly always. GRPO then teaches it to add the carry, keep its result and write the tags.
 """
 
 import random
 
-from grpo.tasks.task import Task
+from grpo.tasks.task import Task, choose_missing_tag
 
 FORGETFUL_SHARE = 0.45
 DOUBT_SHARE = 0.20
@@ -24,13 +24,13 @@ UNTAGGED_SHARES = {"think": 0.03, "answer": 0.12, "both": 0.03}
 
 
 def columns(left: int, operator: str, right: int, carries: bool = True) -> tuple[list[str], int]:
-    """Work a sum or difference from the units up.
+    """Compute a sum or difference column by column, from the units up.
 
     Args:
         carries: False to forget every carry and borrow (``47+35`` gives 72).
 
     Returns:
-        The written columns (``["7+5=12", "4+3=7+1=8"]``) and the result they lead to.
+        The written columns (``["7+5=12", "4+3=7+1=8"]``) and the result.
     """
     sign = 1 if operator == "+" else -1
     width = len(str(max(left, right)))
@@ -68,13 +68,13 @@ class Arithmetic(Task):
         answer = left + right if operator == "+" else left - right
         return {"prompt": f"{left}{operator}{right}=", "answer": str(answer)}
 
-    def canonical(self, row: dict) -> str:
-        """The prompt, with the numbers of a sum in order."""
+    def problem_key(self, row: dict) -> str:
+        """The prompt; for a sum, with its numbers sorted."""
         left, operator, right = _parse(row["prompt"])
         return f"{min(left, right)}+{max(left, right)}" if operator == "+" else f"{left}-{right}"
 
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
-        """A response with the noise of the table above, or (``noisy=False``) always worked, right and tagged."""
+        """A response with the mistakes in the table above, or (``noisy=False``) always correct and tagged."""
         left, operator, right = _parse(row["prompt"])
         if not noisy:
             written, result = columns(left, operator, right)
@@ -85,11 +85,10 @@ class Arithmetic(Task):
             if rng.random() < CHANGE_SHARE:
                 result = abs(result + rng.choice((-10, -1, 1, 10)))
         thought = " ".join(written)
-        tags = [*UNTAGGED_SHARES, "none"]
-        left_out = rng.choices(tags, [*UNTAGGED_SHARES.values(), 1 - sum(UNTAGGED_SHARES.values())])[0]
-        if left_out not in ("think", "both"):
+        missing_tag = choose_missing_tag(UNTAGGED_SHARES, rng)
+        if missing_tag not in ("think", "both"):
             thought = f"<think>{thought}</think>"
-        answer = str(result) if left_out in ("answer", "both") else f"<answer>{result}</answer>"
+        answer = str(result) if missing_tag in ("answer", "both") else f"<answer>{result}</answer>"
         return f"{thought}\n{answer}"
 
 

@@ -1,71 +1,64 @@
-"""Problems of the library reasoning-gym (``data.dataset=reasoning_gym:<task>``), imported only when one is asked for."""
+"""Problems of the package reasoning-gym (``data.dataset=reasoning_gym:<task>``), which is imported only when a task is used."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 from typing import Any
 
 from grpo.seeding import derive_seed
-from grpo.tasks.task import EVAL_SHARE
+from grpo.system import import_extra
+from grpo.tasks.task import EVAL_SHARE, split_of_problem
 
 PREFIX = "reasoning_gym:"
 NUM_ROWS = {"train": 2048, "eval": 256}
-MAX_FRUITLESS = 2000
-"""Draws in a row that bring no new problem, after which a small task is held to be used up."""
+MAX_DRAWS_WITHOUT_NEW_ROW = 2000
+"""After so many draws in a row without a new problem, the task is taken to have no more problems."""
 
 SYSTEM_PROMPT = (
     "Solve the problem. Think step by step between <think> and </think>, then write the answer alone, in the form the problem "
     "asks for, between <answer> and </answer>."
 )
-"""What the model is told unless the configuration says otherwise: the scorer reads the answer between the tags."""
+"""The system prompt unless the configuration sets one: the reward reads the answer between the tags."""
 
 
-def rows(what: str, split: str, seed: int, limit: int | None) -> list[dict[str, Any]]:
-    """Different problems of one split, the same for the same seed; no problem is in both splits.
+def rows(setting: str, split: str, seed: int, limit: int | None) -> list[dict[str, Any]]:
+    """Different problems of one split. The same seed gives the same rows, and no problem is in both splits.
 
     Args:
-        what: key and value that name the task, ``data.dataset=reasoning_gym:chain_sum``.
+        setting: key and value that name the task, ``data.dataset=reasoning_gym:chain_sum``.
         split: ``train`` or ``eval``.
         seed: of the run.
-        limit: at most so many; none: 2048 to train on, 256 to evaluate on, or what a small task has.
+        limit: the largest number of rows; none: 2048 for training, 256 for evaluation. A small task may have fewer.
 
     Returns:
-        Rows with ``prompt``, ``answer`` and ``metadata`` (what the scorer needs beside them).
+        Rows with ``prompt``, ``answer`` and ``metadata`` (what the task's scorer needs besides the two).
 
     Raises:
-        ValueError: if the library is missing, or knows no such task.
+        ValueError: if the package is not installed, or has no such task.
     """
-    task = what.partition(PREFIX)[2]
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ValueError(f"{what} needs the library reasoning-gym ({error}): pip install -e '.[gym]'") from None
-    if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)[:5]
-        raise ValueError(f"{what}: reasoning-gym has no such task; it has {len(DATASETS)}, such as {', '.join(near)}")
+    task = setting.partition(PREFIX)[2]
+    library = import_extra("reasoning_gym", "gym", setting)
+    tasks = library.factory.DATASETS
+    if task not in tasks:
+        similar = difflib.get_close_matches(task, tasks, n=3) or sorted(tasks)[:5]
+        raise ValueError(
+            f"{setting}: reasoning-gym has no such task; it has {len(tasks)} tasks, such as {', '.join(similar)}"
+        )
     count = min(limit or NUM_ROWS[split], NUM_ROWS[split])
-    most = 2 * EVAL_SHARE * count + MAX_FRUITLESS
-    source = reasoning_gym.create_dataset(
-        task, size=most, seed=derive_seed(seed, f"reasoning_gym/{task}/{split}") % 2**31
+    max_draws = 2 * EVAL_SHARE * count + MAX_DRAWS_WITHOUT_NEW_ROW
+    dataset = library.create_dataset(
+        task, size=max_draws, seed=derive_seed(seed, f"reasoning_gym/{task}/{split}") % 2**31
     )
     found: dict[str, dict[str, Any]] = {}
-    fruitless = 0
-    for number in range(most):
-        entry = source[number]
+    draws_without_new_row = 0
+    for number in range(max_draws):
+        entry = dataset[number]
         question = entry["question"]
-        if question in found or side(task, question) != split:
-            fruitless += 1
+        if question in found or split_of_problem(task, question) != split:
+            draws_without_new_row += 1
         else:
-            fruitless = 0
+            draws_without_new_row = 0
             found[question] = {"prompt": question, "answer": entry["answer"], "metadata": entry["metadata"]}
-        if len(found) == count or fruitless == MAX_FRUITLESS:
+        if len(found) == count or draws_without_new_row == MAX_DRAWS_WITHOUT_NEW_ROW:
             break
     return list(found.values())
-
-
-def side(task: str, question: str) -> str:
-    """``train`` or ``eval``, by a hash of the question alone: no seed or number moves a problem."""
-    digest = hashlib.blake2b(f"{task}:{question}".encode(), digest_size=8).digest()
-    return "eval" if int.from_bytes(digest, "big") % EVAL_SHARE == 0 else "train"

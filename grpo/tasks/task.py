@@ -1,4 +1,4 @@
-"""What every embedded task shares: rows drawn from a seed, and a split that no seed can blur."""
+"""What all built-in tasks share: rows drawn from a seed, and a split into training and evaluation that no seed changes."""
 
 import hashlib
 import random
@@ -6,17 +6,27 @@ from abc import ABC, abstractmethod
 
 from grpo.seeding import derive_seed
 
-EVAL_SHARE = 8  # one problem in eight is held out
+EVAL_SHARE = 8  # one problem in eight is for evaluation
+
+
+def split_of_problem(task: str, problem: str) -> str:
+    """``"train"`` or ``"eval"``, from a hash of the task's name and the problem. Seed, count and order of rows have no effect."""
+    digest = hashlib.blake2b(f"{task}:{problem}".encode(), digest_size=8).digest()
+    return "eval" if int.from_bytes(digest, "big") % EVAL_SHARE == 0 else "train"
+
+
+def choose_missing_tag(shares: dict[str, float], rng: random.Random) -> str:
+    """Draw which tag a noisy demonstration leaves out: a key of ``shares`` with that probability, otherwise ``"none"``."""
+    return rng.choices([*shares, "none"], [*shares.values(), 1 - sum(shares.values())])[0]
 
 
 class Task(ABC):
-    """A family of problems that is computed, not downloaded.
+    """A family of problems that are computed, so that nothing is downloaded.
 
     Attributes:
-        name: the name :func:`grpo.tasks.load_task` knows it by.
-        instructions: the system prompt that says what response is wanted, for any model but the tiny one, which was
-            warm-started without it.
-        num_rows: rows per split, unless ``rows`` is asked for another count.
+        name: the name that :func:`grpo.tasks.load_task` takes.
+        instructions: the system prompt for every model except the tiny one, which is trained without it.
+        num_rows: the default number of rows per split.
     """
 
     name: str
@@ -25,44 +35,40 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> dict:
-        """Draw one problem: a row with ``prompt``, ``answer`` and whatever else the rewards of this task need."""
+        """Draw one problem: a row with ``prompt``, ``answer`` and the other columns that rewards of this task need."""
 
     @abstractmethod
-    def canonical(self, row: dict) -> str:
-        """The identity of a row's problem: equal for two rows that ask the same (``3+5``, ``5+3``)."""
+    def problem_key(self, row: dict) -> str:
+        """A text that is equal for rows with the same problem (``3+5`` and ``5+3``)."""
 
     @abstractmethod
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
-        """One response (text, without EOS) as an inattentive author would write it: see the task's table of noise.
+        """One response (text, without EOS), with the mistakes in the task's table or, with ``noisy=False``, without any."""
 
-        With ``noisy=False``, as the same author writes it at his best.
-        """
-
-    def side(self, row: dict) -> str:
-        """``"train"`` or ``"eval"``, by a hash of the problem alone: no seed, count or order moves a problem."""
-        digest = hashlib.blake2b(f"{self.name}:{self.canonical(row)}".encode(), digest_size=8).digest()
-        return "eval" if int.from_bytes(digest, "big") % EVAL_SHARE == 0 else "train"
+    def split_of(self, row: dict) -> str:
+        """The split that a row belongs to, ``"train"`` or ``"eval"``."""
+        return split_of_problem(self.name, self.problem_key(row))
 
     def rows(self, split: str, seed: int, count: int | None = None) -> list[dict]:
-        """Draw ``count`` different problems of one split (``num_rows[split]`` by default), the same for the same seed.
+        """Draw ``count`` different problems of one split (``num_rows[split]`` by default). The same seed gives the same rows.
 
         Raises:
-            ValueError: if the split is unknown, or if the task has fewer different problems than asked for.
+            ValueError: if the split is unknown, or the task has fewer than ``count`` different problems.
         """
         if split not in self.num_rows:
             raise ValueError(f"unknown split {split!r} of task {self.name!r}: it has {', '.join(self.num_rows)}")
         count = self.num_rows[split] if count is None else count
         rng = random.Random(derive_seed(seed, f"tasks/{self.name}/{split}"))
         rows: dict[str, dict] = {}
-        fruitless = 0
+        draws_without_new_row = 0
         while len(rows) < count:
             row = self.draw(rng)
-            key = self.canonical(row)
-            if self.side(row) == split and key not in rows:
+            key = self.problem_key(row)
+            if self.split_of(row) == split and key not in rows:
                 rows[key] = row
-                fruitless = 0
+                draws_without_new_row = 0
             else:
-                fruitless += 1
-            if fruitless > 20_000:
+                draws_without_new_row += 1
+            if draws_without_new_row > 20_000:
                 raise ValueError(f"task {self.name!r} has about {len(rows)} problems in {split!r}, not {count}")
         return list(rows.values())

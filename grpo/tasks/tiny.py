@@ -1,8 +1,8 @@
-"""A language model of about a million parameters, made here in about a minute: the policy of the demo and of the tests.
+"""The tiny model: a language model of about a million parameters that is trained here in about a minute, for the demo and the tests.
 
-It is a Qwen2 with a character-level tokenizer of its own. It first learns a task from clean demonstrations, then
-imitates noisy ones (``Task.demonstration``), so that GRPO starts from a model that can do the task but is careless
-about it. The result is an ordinary Hugging Face folder.
+The model is a Qwen2 with a byte-level tokenizer of its own. It is trained on correct demonstrations of a task first, then on noisy
+ones (``Task.demonstration``), so that GRPO starts from a model that can solve the task and often makes mistakes. The result is an
+ordinary Hugging Face folder.
 
 Shapes: ``B`` demonstrations, ``S`` prompt + response tokens.
 """
@@ -28,7 +28,7 @@ from grpo.seeding import derive_seed
 from grpo.tasks import Task, load_task
 
 RECIPE_VERSION = 2
-"""Raise it with any change to the demonstrations, the tokenizer or the training below: it is part of the cache key."""
+"""Part of the cache key. Increase it with any change to the demonstrations, the tokenizer or the training below."""
 
 PAD, EOS, TURN = "<|pad|>", "<|im_end|>", "<|im_start|>"
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -42,15 +42,15 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that, with task and seed, determines the weights."""
+    """Architecture and training. Together with task and seed, it determines the weights."""
 
     hidden_size: int = 128
     intermediate_size: int = 384
     num_layers: int = 4
     num_heads: int = 4
-    initializer_range: float = 0.06  # the usual 0.02 is for wider models; this one is slow to start with it
-    clean_steps: int = 500  # first it learns to do the task ...
-    noisy_steps: int = 250  # ... then it picks up the bad habits that GRPO is to unlearn
+    initializer_range: float = 0.06  # the usual 0.02 is for wider models; with it, this model learns slowly at first
+    clean_steps: int = 500  # first on correct demonstrations: the model learns the task ...
+    noisy_steps: int = 250  # ... then on noisy ones: it learns the mistakes that GRPO removes
     batch_size: int = 32
     learning_rate: float = 2e-3
     warmup_steps: int = 40
@@ -58,7 +58,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in all."""
+        """The total number of optimizer steps."""
         return self.clean_steps + self.noisy_steps
 
 
@@ -66,10 +66,10 @@ RECIPES = {"arithmetic": Recipe(), "countdown": Recipe(clean_steps=1000)}
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """One token per byte of UTF-8, and one per special token, tag and role: ``decode`` gives back every (NFC) text.
+    """A tokenizer with one token per UTF-8 byte, special token, tag and role. Decoding restores every text in NFC form.
 
-    Tags and roles are added as ordinary tokens, so ``decode(..., skip_special_tokens=True)`` keeps them. The class
-    matters: transformers 5 reads any folder of a Qwen2 model with Qwen2's byte-level tokenizer, whatever was saved.
+    Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` keeps them. The class must be Qwen2's:
+    transformers 5 loads any folder of a Qwen2 model with that class, whatever tokenizer was saved.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
@@ -88,7 +88,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def is_tiny_tokenizer(tokenizer: Any) -> bool:
-    """Whether it is :func:`build_tokenizer`'s, also when loaded from a folder."""
+    """Whether a tokenizer has the vocabulary of :func:`build_tokenizer`, also if it was loaded from a folder."""
     return tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 
@@ -99,15 +99,15 @@ def build_tiny_model(
     on_progress: Callable[[int, int, float], None] | None = None,
     recipe: Recipe | None = None,
 ) -> Path:
-    """Warm-start the tiny model for a task, or find the one made earlier.
+    """Train the tiny model for a task, or return the folder of an earlier call from the cache.
 
     Args:
-        task: name of an embedded task.
-        seed: of initial weights and demonstrations. Same seed, recipe, torch version and thread count: same weights.
-        cache_dir: where the folders lie; by default ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``.
-        on_progress: called as ``on_progress(steps_done, steps, loss)`` after each step (never for a cached model);
-            the loss is in nats per response token.
-        recipe: architecture and training, by default the one in ``RECIPES``.
+        task: name of a built-in task.
+        seed: seed of initial weights and demonstrations. The same seed, recipe, torch version and thread count give the same weights.
+        cache_dir: parent of the model folders; by default ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``.
+        on_progress: called as ``on_progress(steps_done, steps, loss)`` after each step (never for a cached model); the loss is in
+            nats per response token.
+        recipe: architecture and training, by default the task's entry of ``RECIPES``.
 
     Returns:
         A folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``; weights in fp32.
@@ -115,7 +115,7 @@ def build_tiny_model(
     Raises:
         ValueError: if the task is unknown.
     """
-    load_task(task)  # refuse an unknown name before anything is written
+    load_task(task)  # raises for an unknown task, before anything is written
     recipe = recipe or RECIPES[task]
     if cache_dir is None:
         cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo"
@@ -126,7 +126,7 @@ def build_tiny_model(
         return folder
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and renamed: the folder exists only when complete, whoever is killed or builds at the same time.
+    # Write a temporary folder, then rename it: the folder is complete if it exists, also after a kill or with two builds at a time.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         tokenizer = build_tokenizer()
@@ -134,13 +134,13 @@ def build_tiny_model(
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n")
-        unfinished.chmod(0o755)  # mkdtemp's folders are private
+        unfinished.chmod(0o755)  # mkdtemp creates folders that only their owner can read
         try:
             unfinished.rename(folder)
         except OSError:
             if not folder.exists():
                 raise
-            # Another process was faster: use its model.
+            # Another process has finished the same model first: use that one.
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
@@ -153,7 +153,7 @@ def warm_start(
     recipe: Recipe,
     on_progress: Callable[[int, int, float], None] | None = None,
 ) -> Qwen2ForCausalLM:
-    """Train a fresh model on the demonstrations of training problems, the loss on response tokens only."""
+    """Train a new model on demonstrations of training problems. The loss covers response tokens only."""
     task = load_task(task_name)
     rng = random.Random(derive_seed(seed, f"tiny/{task_name}/demonstrations"))
     model = _initial_model(tokenizer, recipe, derive_seed(seed, f"tiny/{task_name}/weights"))
@@ -164,7 +164,7 @@ def warm_start(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
     for step in range(recipe.steps):
         ids_BS, labels_BS = _demonstrations(task, rng, tokenizer, recipe.batch_size, noisy=step >= recipe.clean_steps)
-        # Padding is on the right, where causal attention cannot see it: no attention mask is needed.
+        # Padding is on the right, and causal attention looks left only, so no attention mask is needed.
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits_BSV[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORE_INDEX
@@ -201,7 +201,7 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
 
 
 def _learning_rate_factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine to zero."""
+    """Linear warm-up, then cosine decay to zero."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
     return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)))
@@ -210,11 +210,11 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
 def _demonstrations(
     task: Task, rng: random.Random, tokenizer: Qwen2Tokenizer, batch_size: int, noisy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``batch_size`` training problems with a response each: ids ``[B, S]`` and labels ``[B, S]`` (prompt ignored)."""
+    """``batch_size`` training problems with one response each: ids and labels, ``[B, S]``. Labels of prompt tokens are ignored."""
     ids, labels = [], []
     while len(ids) < batch_size:
         row = task.draw(rng)
-        if task.side(row) != "train":
+        if task.split_of(row) != "train":
             continue
         messages = [{"role": "user", "content": row["prompt"]}]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

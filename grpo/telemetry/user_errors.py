@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from grpo.distributed import World, launched_as
+from grpo.distributed import World, launch_environment
 from grpo.telemetry.console import print_mistake
 
 
@@ -15,7 +15,7 @@ def refuse(mistake: Exception, world: World | None) -> int:
         world: None before the ranks have met: then the first of each machine speaks, or the one that is wrong alone. Afterwards they
             have voted, so that rank 0 knows of it.
     """
-    rank, _, local_rank, _ = launched_as()
+    rank, _, local_rank, _ = launch_environment()
     if (local_rank if world is None else rank) == 0:
         print_mistake(mistake)
     else:
@@ -23,5 +23,5 @@ def refuse(mistake: Exception, world: World | None) -> int:
         if world is None:
             print_mistake(mistake)
     if world is not None and world.size > 1:
-        world.abandon(2)
+        world.exit_now(2)
     return 2

@@ -9,7 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo.batch import Completion, Group, Problem, collate, completion_mask, cut, microbatches, minibatches, right_pad
+from grpo.batch import (
+    Completion,
+    Group,
+    Problem,
+    collate,
+    completion_mask,
+    microbatch_rows,
+    microbatches,
+    minibatches,
+    right_pad,
+)
 
 PAD = EOS = 7
 
@@ -152,9 +162,9 @@ def assert_same_rows(part, batch):
 
 def test_rows_by_slice_and_by_index():
     batch = many_rows()
-    assert assert_same_rows(batch.rows(slice(4, 9)), batch) == [4, 5, 6, 7, 8]
-    assert assert_same_rows(batch.rows(torch.tensor([20, 3, 11])), batch) == [20, 3, 11]
-    without_reference = replace(batch, ref_logprobs_BT=None).rows(slice(0, 2))
+    assert assert_same_rows(batch.select(slice(4, 9)), batch) == [4, 5, 6, 7, 8]
+    assert assert_same_rows(batch.select(torch.tensor([20, 3, 11])), batch) == [20, 3, 11]
+    without_reference = replace(batch, ref_logprobs_BT=None).select(slice(0, 2))
     assert without_reference.ref_logprobs_BT is None and without_reference.old_logprobs_BT is not None
 
 
@@ -162,7 +172,7 @@ def test_rows_are_copied_not_changed():
     batch = many_rows()
     before = {name: tensor.clone() for name, tensor in vars(batch).items()}
     for part, _ in microbatches(batch, 40):
-        part.rows(slice(0, 1))
+        part.select(slice(0, 1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in vars(batch).items())
 
 
@@ -198,12 +208,12 @@ def test_microbatches_hold_every_row_once_within_the_budget(seed, tokens):
         assert len(lasts) == 24
 
 
-def test_cut_by_hand():
+def test_microbatch_rows_by_hand():
     # Lengths 5, 6, 4, 5; ascending: row 2 (4), rows 0 and 3 (5), row 1 (6).
     batch = collate(two_groups(), torch.zeros(2, 2), pad_id=PAD)
 
     def parts(tokens):
-        return [rows.tolist() for rows in cut(batch, tokens)]
+        return [rows.tolist() for rows in microbatch_rows(batch, tokens)]
 
     assert parts(24) == [[2, 0, 3, 1]]  # 4 rows x 6
     assert parts(23) == [[2, 0, 3], [1]]  # 3 rows x 5 = 15, a fourth would make 4 x 6 = 24
@@ -214,6 +224,6 @@ def test_cut_by_hand():
 
 def test_like_lengths_come_together():
     batch = many_rows()
-    lengths = [batch.lengths_B[rows].tolist() for rows in cut(batch, 40)]
+    lengths = [batch.lengths_B[rows].tolist() for rows in microbatch_rows(batch, 40)]
     assert len(lengths) > 3
     assert all(max(shorter) <= min(longer) for shorter, longer in itertools.pairwise(lengths))

@@ -23,7 +23,7 @@ from transformers import (
 
 import grpo.logprobs
 from grpo.batch import completion_mask
-from grpo.logprobs import CompletionScorer, head_is_plain, logprobs_from_logits, score
+from grpo.logprobs import CompletionScorer, head_is_plain, logprobs_from_logits, score_logits
 
 torch.set_num_threads(1)
 
@@ -177,10 +177,10 @@ def test_disagreeing_shapes_and_temperatures_are_refused():
 def test_entropy_by_hand():
     # Probabilities 1/2, 1/4, 1/8, 1/8: 1/2 ln 2 + 1/4 ln 4 + 2/8 ln 8 = 7/4 ln 2. Uniform over 4: ln 4. A sure token: 0.
     logits = torch.tensor([[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]).log().requires_grad_()
-    _, entropies = score(logits, torch.tensor([0, 0, 0]), 1.0)
+    _, entropies = score_logits(logits, torch.tensor([0, 0, 0]), 1.0)
     torch.testing.assert_close(entropies, torch.tensor([1.75, 2.0, 0.0]) * math.log(2), rtol=1e-6, atol=1e-7)
     assert not entropies.requires_grad
-    _, sharper = score(logits[:1], torch.tensor([0]), 0.5)  # weights squared: 16, 4, 1, 1 of 22
+    _, sharper = score_logits(logits[:1], torch.tensor([0]), 0.5)  # weights squared: 16, 4, 1, 1 of 22
     by_hand = -sum(w / 22 * math.log(w / 22) for w in (16, 4, 1, 1))
     assert sharper.item() == pytest.approx(by_hand, rel=1e-6)
 
@@ -221,9 +221,11 @@ def test_chunks_bound_the_logits_and_change_nothing(monkeypatch):
     model = tiny_qwen2()
     ids_BS, lengths_B, mask_BT = uneven_rows()
     rows_of_logits = []
-    scaled = grpo.logprobs._scaled
+    scaled = grpo.logprobs._divide_by_temperature
     monkeypatch.setattr(
-        grpo.logprobs, "_scaled", lambda logits, *rest: rows_of_logits.append(len(logits)) or scaled(logits, *rest)
+        grpo.logprobs,
+        "_divide_by_temperature",
+        lambda logits, *rest: rows_of_logits.append(len(logits)) or scaled(logits, *rest),
     )
     scorer = CompletionScorer(model)
     whole_BT, _ = scorer(ids_BS, lengths_B, mask_BT)
@@ -249,7 +251,7 @@ def test_chunks_add_up_their_gradients_in_the_weights_precision(bias):
 
     def gradients(n, dtype):
         inputs = [hidden_NH.clone().requires_grad_(), *head.parameters()]
-        scored = grpo.logprobs._ChunkedScore.apply(inputs[0], head.weight, head.bias, labels_N, 0.7, n, dtype)
+        scored = grpo.logprobs._ScoreHiddenInChunks.apply(inputs[0], head.weight, head.bias, labels_N, 0.7, n, dtype)
         return torch.autograd.grad((scored[0] * grads_N).sum(), inputs)
 
     with torch.no_grad():  # exact in bf16, so that the gradient's own rounding is all there is

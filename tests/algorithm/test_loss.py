@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from grpo.loss import RATIO_EDGES, loss_denominator, policy_loss
+from grpo.loss import importance_ratio, loss_denominator, policy_loss
 
 torch.set_num_threads(1)
 
@@ -49,15 +49,12 @@ def close(value):
     return pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
-def test_the_histogram_of_ratios_by_hand():
-    _, _, stats = example()
-    counts, tokens = stats["ratio_histogram"]
-    centres = [(low + high) / 2 for low, high in itertools.pairwise(RATIO_EDGES)]
-    found = {round(centre, 6): n for centre, n in zip(centres, counts.tolist(), strict=True) if n}
-    assert found == {0.5: 3, 0.9: 1, 1.0: 1, 1.1: 1, 1.5: 2, 2.0: 1}
-    assert tokens == 9
-    far = policy_loss(OLD + 3.0, OLD, A, MASK)[1]["ratio_histogram"][0]
-    assert far.tolist() == [0] * 100 + [9], "exp(3) is beyond the last edge"
+def test_importance_ratio_by_hand():
+    ratio_BT = importance_ratio(NEW, OLD, MASK)
+    assert ratio_BT[MASK].tolist() == close([1.5, 1, 0.5, 1.5, 0.5, 1.1, 0.5, 2, 0.9])
+    ratio_BT = importance_ratio(NEW, OLD, MASK, "sequence")  # the geometric mean, at every token of the row
+    assert ratio_BT[MASK].tolist() == close([0.75 ** (1 / 3)] * 3 + [0.75**0.5] * 2 + [1.1] + [0.9 ** (1 / 3)] * 3)
+    assert importance_ratio(OLD + 1000, OLD, MASK)[MASK].isfinite().all()
 
 
 def test_clip_by_hand():
@@ -154,11 +151,7 @@ def test_kl_is_added_to_the_policy_term():
 
 def test_clip_ratios_by_hand():
     _, _, stats = example()
-    counts = {
-        name: (total.item(), count.item())
-        for name, (total, count) in stats.items()
-        if name not in ("kl", "ratio_histogram")
-    }
+    counts = {name: (total.item(), count.item()) for name, (total, count) in stats.items() if name != "kl"}
     assert counts.pop("ratio") == (pytest.approx(1.5 + 1 + 0.5 + 1.5 + 0.5 + 1.1 + 0.5 + 2 + 0.9), 9)
     # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; of rows 1 and 3 the unclipped branch is used there.
     assert counts == {"clip_ratio/low_mean": (2, 9), "clip_ratio/high_mean": (1, 9), "clip_ratio/region_mean": (3, 9)}

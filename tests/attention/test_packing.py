@@ -5,7 +5,7 @@ import torch
 from architectures import CAN, CANNOT, V, build
 
 from grpo.attention.packed import ATTENTION, pack
-from grpo.batch import Completion, Group, Problem, collate, completion_mask, cut
+from grpo.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows
 from grpo.logprobs import CompletionScorer
 
 torch.set_num_threads(1)
@@ -139,6 +139,6 @@ def test_groups_are_cut_by_their_packed_tokens():
     batch = collate(groups, torch.zeros(3, 2), pad_id=0)
     assert batch.group_B.tolist() == [0, 0, 1, 1, 2, 2]
     # 20 + 10 tokens, then 20 + 30 which is the limit, then the prompt once more for the row that did not fit
-    assert [rows.tolist() for rows in cut(batch, 50, packed=True)] == [[0, 1, 2, 3], [4], [5]]
-    assert [rows.tolist() for rows in cut(batch, 1, packed=True)] == [[0], [1], [2], [3], [4], [5]]
-    assert [rows.tolist() for rows in cut(batch, 10**6, packed=True)] == [[0, 1, 2, 3, 4, 5]]
+    assert [rows.tolist() for rows in microbatch_rows(batch, 50, packed=True)] == [[0, 1, 2, 3], [4], [5]]
+    assert [rows.tolist() for rows in microbatch_rows(batch, 1, packed=True)] == [[0], [1], [2], [3], [4], [5]]
+    assert [rows.tolist() for rows in microbatch_rows(batch, 10**6, packed=True)] == [[0, 1, 2, 3, 4, 5]]

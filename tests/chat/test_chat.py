@@ -31,7 +31,7 @@ def test_samples_of_a_prompt_with_the_rewards_of_its_run(checkpoint, chat):
     code, shown, _ = chat(*arguments)
     assert code == 0
     heads = re.findall(
-        r"^--- \d/3  reward (\S+) \(share_of_digits (\S+)\), (\d+) tokens, (?:finished|cut)$", shown, re.M
+        r"^--- \d/3  reward (\S+) \(share_of_digits (\S+)\), (\d+) tokens, (?:finished|truncated)$", shown, re.M
     )
     assert len(heads) == 3
     assert all(total == part and 1 <= int(length) <= 12 for total, part, length in heads)
@@ -45,13 +45,13 @@ def test_a_conversation_goes_on_until_it_is_too_long_or_ended(checkpoint, chat):
     assert code == 0 and once
     assert chat(*greedy, text="2+2=\n\n/reset\n2+2=\n/quit\nnever read\n")[1] == once * 2, "greedy, and begun anew"
     code, shown, _ = chat("--model", checkpoint, "--max-tokens", "100", text=f"{'1+' * 30}\n{'2+' * 30}\n")
-    assert code == 0 and "begins anew" in shown
+    assert code == 0 and "a new one starts with this turn" in shown
 
 
-def test_mistakes_are_one_line(checkpoint, random_model, chat):
+def test_user_errors_are_one_line(checkpoint, random_model, chat):
     cases = {
         ("--model", "/nowhere"): "model.name_or_path=/nowhere does not exist",
-        ("--model", random_model, "--prompt", "2+2="): "256 tokens leave no room",
+        ("--model", random_model, "--prompt", "2+2="): "256 completion tokens leave no space",
         (
             "--model",
             random_model,
@@ -68,7 +68,7 @@ def test_mistakes_are_one_line(checkpoint, random_model, chat):
         assert complaint.startswith("error: ") and words in complaint and complaint.count("\n") == 1
 
 
-def test_what_a_model_says_cannot_steer_the_terminal():
+def test_control_characters_of_a_model_are_escaped():
     assert printable("a\x1b[2Jb\u202e\r\n\t1") == "a\\u001b[2Jb\\u202e\\u000d\n\t1"
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, run_trainer, save_random_model, small_run
+from conftest import ROOT, environment_of_runs, run_forked, run_trainer, save_random_model, small_run
 
 from train_grpo import main
 
@@ -423,6 +423,7 @@ def test_a_broken_checkpoint_named_explicitly(capsys, tmp_path, no_model, manife
     assert "use auto, never, or a whole checkpoint-<step> folder" in line
 
 
+@pytest.mark.slow
 def test_nothing_else_is_written_where_libraries_log(tmp_path, random_model):
     """In a process of its own: what datasets and transformers log must not bury the line."""
     folder = tmp_path / "model"
@@ -433,7 +434,7 @@ def test_nothing_else_is_written_where_libraries_log(tmp_path, random_model):
         ([f"data.dataset={path}", "reward.functions=[format]"], "d.jsonl:2: not valid JSON"),
         ([f"model.name_or_path={folder}", "rollout.max_completion_length=16"], "not of the shape"),
     ):
-        done = run_trainer(f"output_dir={tmp_path}/run", *arguments, check=False)
+        done = run_trainer(f"output_dir={tmp_path}/run", *arguments, check=False, fresh=True)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stderr.startswith("error: ")
@@ -441,7 +442,7 @@ def test_nothing_else_is_written_where_libraries_log(tmp_path, random_model):
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("key", ["data.dataset", "model.name_or_path"])
+@pytest.mark.parametrize("key", ["data.dataset", pytest.param("model.name_or_path", marks=pytest.mark.slow)])
 def test_a_hub_that_does_not_answer_is_quick_and_clear(tmp_path, key):
     """Nothing listens on port 9 of this machine: the Hub's own client would try for 23 seconds."""
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*", "NO_PROXY": "*"}
@@ -457,6 +458,7 @@ def test_a_hub_that_does_not_answer_is_quick_and_clear(tmp_path, key):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_hub_name_without_a_hub_is_quick_and_clear(tmp_path):
     start = time.monotonic()
     done = run_trainer(
@@ -489,7 +491,7 @@ def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
     """The main rank looks at the output folder for all: the others learn of its refusal, and keep quiet."""
     (tmp_path / "run").mkdir()
     write(tmp_path / "run" / "thesis.tex", "mine")
-    done = run_trainer(f"output_dir={tmp_path}/run", ranks=2, check=False)
+    done = run_trainer(f"output_dir={tmp_path}/run", ranks=2, check=False, fresh=True)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
     assert "thesis.tex" in done.stderr
@@ -506,7 +508,7 @@ def test_config_mistakes_do_not_wait_for_torch():
 
 
 @pytest.mark.parametrize(
-    "where", ["train_grpo.load_config", "grpo.run.prepare.resolve_model", "grpo.run.prepare.load_policy"]
+    "where", ["train_grpo.load_config", "grpo.run.prepare.resolve_model", "grpo.run.models.load_policy"]
 )
 def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model, where):
     """A file that one machine lacks: before the ranks have met, while one goes first, while all work."""
@@ -518,9 +520,8 @@ def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model, 
         f"if os.environ['RANK'] == '1':\n    {module}.{name} = wrong\n"
         "sys.exit(train_grpo.main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    command += [*small_run(random_model, tmp_path / "run"), "runtime.threads_per_rank=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    arguments = small_run(random_model, tmp_path / "run")
+    done = run_forked(program, arguments, ranks=2, timeout=120, env=environment_of_runs())
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert line.endswith("no such file on this machine")

@@ -1,4 +1,4 @@
-"""Datasets to problems: every source reads the same, prompts are rendered exactly, nothing is changed silently; and the deal."""
+"""Datasets to problems: every source reads the same, prompts are rendered exactly, nothing is changed silently; and the schedule."""
 
 import dataclasses
 import json
@@ -16,9 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from grpo.batch import Problem
-from grpo.config import Config, DataConfig
-from grpo.data import ProblemSet, Schedule, check_enough, count_shared, load_rows, make_problems, render
-from grpo.run.summary import summary
+from grpo.config import DataConfig
+from grpo.data import Schedule, check_enough, load_rows, make_problems, render
 from grpo.tasks.tiny import build_tokenizer
 
 ROWS = [{"prompt": f"{i}+1=", "answer": f"so #### {i + 1}", "level": i % 3} for i in range(20)]
@@ -89,7 +88,7 @@ def test_named_splits_of_a_saved_folder(tmp_path):
         rows_of(source, train_split="validation")
 
 
-def test_the_evaluation_may_lie_in_a_second_file(tmp_path):
+def test_evaluation_data_in_a_second_file(tmp_path):
     source = save(tmp_path, "jsonl")
     other = save(tmp_path, "csv", ROWS[:4])
     assert len(rows_of(source, train=False, eval_dataset=other).prompts) == 4
@@ -111,7 +110,7 @@ def test_a_path_below_the_home_folder(tmp_path, monkeypatch):
     assert len(rows_of("~/data.jsonl").prompts) == 20
 
 
-def test_a_csv_file_keeps_the_words_that_pandas_takes_for_nothing(tmp_path):
+def test_only_empty_cells_of_a_csv_file_are_missing_values(tmp_path):
     path = tmp_path / "d.csv"
     path.write_text('prompt,answer\nNA,None\n"two\nlines, quoted ""so""",null\nempty,\n', encoding="utf-8")
     rows = rows_of(str(path), answer_column="answer")
@@ -120,19 +119,19 @@ def test_a_csv_file_keeps_the_words_that_pandas_takes_for_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("prompt,answer,answer\na,1,2\n", "'answer' is there more than once"),
         ("prompt,answer\na,1\nb,2,3\n", "d.csv:3: 3 fields, but the header has 2"),
         ("prompt,answer\na,1\nb\n", "d.csv:3: 1 fields, but the header has 2"),
     ],
 )
-def test_a_csv_file_that_pandas_would_mend_silently_is_refused(tmp_path, text, said):
+def test_a_csv_file_that_pandas_would_change_silently_is_refused(tmp_path, text, message):
     path = tmp_path / "d.csv"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"data\.dataset=") as caught:
         rows_of(str(path))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_builtin_tasks_have_their_own_splits_and_never_share_a_problem():
@@ -341,7 +340,7 @@ def test_a_chat_template_that_refuses_a_row_names_it(tmp_path):
         make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
 
 
-# --- the deal
+# --- the schedule
 
 
 def problems(count: int) -> list[Problem]:
@@ -362,7 +361,7 @@ def global_batch(ranks: list[Schedule], step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [12, 40, 41, 43, 46])
-def test_every_world_size_is_dealt_the_same_global_batch_in_the_same_order(count):
+def test_the_global_batch_is_the_same_for_every_world_size(count):
     by_world = {world: schedules(count, 6, world) for world in (1, 2, 3, 6)}
     for step in range(20):
         batches = {world: global_batch(ranks, step) for world, ranks in by_world.items()}
@@ -379,7 +378,7 @@ def test_an_epoch_covers_every_problem_once():
             assert sorted(dealt) == [1000 + i for i in range(42)]
 
 
-def test_what_does_not_fill_a_step_waits_for_another_epoch():
+def test_problems_that_do_not_fill_a_step_are_left_out_of_the_epoch():
     (schedule,) = schedules(45, 6, 1)
     epochs = [[p.index for s in range(7) for p in schedule.at(7 * e + s)] for e in range(20)]
     assert all(len(set(epoch)) == 42 for epoch in epochs)  # none twice
@@ -394,7 +393,7 @@ def test_epochs_and_seeds_differ():
     assert len(set(orders)) == 5
 
 
-def test_a_step_is_the_same_whatever_was_asked_before():
+def test_the_problems_of_a_step_do_not_depend_on_earlier_calls():
     fresh = {step: global_batch(schedules(41, 6, 2), step) for step in range(15)}
     ranks = schedules(41, 6, 2)
     for step in (14, 0, 7, 7, 3, 13, 6, 1, 0, 14):
@@ -453,39 +452,7 @@ def test_fewer_problems_than_a_step_names_what_works():
     assert len(schedules(6, 6, 2)[0].at(0)) == 3
 
 
-# --- training on what is evaluated
-
-
-def test_evaluation_problems_that_are_trained_on_are_counted_and_said(tmp_path, tokenizer):
-    source = save(tmp_path, "jsonl")
-    config = Config(data=DataConfig(dataset=source, train_split="train[:15]", eval_split="train[10:]"))
-    sets = [make_problems(load_rows(config.data, train=t, seed=0), config.data, tokenizer) for t in (True, False)]
-    assert count_shared(sets[0].problems, sets[1].problems) == 5
-    facts = {"num_parameters": 1, "device": "cpu", "world_size": 1, "steps_per_epoch": 1, "max_steps": 1}
-    lines = summary(config, train=sets[0], evaluation=sets[1].problems, **facts)
-    assert "warning: 5 evaluation problems are also in the training data" in lines
-    apart = summary(config, train=sets[0], evaluation=sets[1].problems[5:], eval_left_out=3, **facts)
-    assert not any("also in the training data" in line for line in apart)
-    assert any(line.endswith("to evaluate on, 3 left out as longer than 512 tokens or empty") for line in apart)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"delta": 3.0, "name": "cispo", "epsilon_high": 1.0}, "algorithm.delta has no effect with objective cispo"),
-        ({"name": "rloo", "importance_level": "sequence"}, "algorithm.importance_level=sequence has no effect"),
-        ({"beta": 0.0, "ref_sync_steps": 4}, "algorithm.ref_sync_steps has no effect with objective clip and beta 0"),
-        ({"beta": 0.1, "ref_sync_steps": 4}, None),
-    ],
-)
-def test_settings_without_effect_are_said(changes, said):
-    facts = {"num_parameters": 1, "device": "cpu", "world_size": 1, "steps_per_epoch": 1, "max_steps": 1}
-    config = Config.model_validate({"algorithm": changes})
-    lines = [line for line in summary(config, train=ProblemSet([]), evaluation=[], **facts) if "no effect" in line]
-    assert (len(lines) == 1 and said in lines[0]) if said else not lines
-
-
-def test_a_built_in_tasks_instructions_are_for_models_that_do_not_know_it(tokenizer):
+def test_the_tiny_model_gets_no_instructions_of_a_built_in_task(tokenizer):
     """The tiny model was warm-started without them."""
     config = DataConfig(max_train_samples=1)
     rows = load_rows(config, train=True, seed=0)

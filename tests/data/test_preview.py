@@ -1,4 +1,4 @@
-"""What the model is told: system prompts from files, prompt templates, reasoning-gym tasks, and the preview that shows it."""
+"""Prompts and their preview: system prompts from files, prompt templates, reasoning-gym tasks, ``python -m grpo.data``."""
 
 import json
 import runpy
@@ -23,7 +23,7 @@ def tokenizer():
 # --- system prompt and template
 
 
-def test_a_system_prompt_may_lie_in_a_file(tmp_path):
+def test_a_system_prompt_is_read_from_a_file(tmp_path):
     (tmp_path / "told.txt").write_text("Be brief.\nBe right.\n")
     assert DataConfig(system_prompt=f"{tmp_path}/told.txt").system_prompt == "Be brief.\nBe right."
     assert DataConfig(system_prompt="Answer as in notes.txt, please").system_prompt == "Answer as in notes.txt, please"
@@ -44,11 +44,11 @@ def test_a_template_is_the_whole_prompt(tmp_path, tokenizer):
     turns = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
     (tmp_path / "talk.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
     config = DataConfig(dataset=f"{tmp_path}/talk.jsonl", prompt_template="{prompt} so")
-    with pytest.raises(ValueError, match=r"row 1: data\.prompt_template has a place for one question"):
+    with pytest.raises(ValueError, match=r"row 1: data\.prompt_template takes a single question"):
         make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
 
 
-def test_a_template_without_a_place_or_beside_other_parts_is_refused():
+def test_a_template_without_placeholder_or_beside_a_system_prompt_is_refused():
     with pytest.raises(ValueError, match=r"it has no \{prompt\}"):
         load_config(["data.prompt_template=Question"])
     with pytest.raises(ValueError, match=r"data\.prompt_template is the whole prompt"):
@@ -108,9 +108,9 @@ def test_answers_with_separators_signs_decimals_currency_and_percent(tmp_path, s
 # --- reasoning-gym
 
 
-def test_without_the_library_one_line_says_what_to_install(monkeypatch):
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"needs the library reasoning-gym .*pip install -e '\.\[gym\]'"):
+    with pytest.raises(ValueError, match=r"needs the package reasoning_gym .*pip install -e .*gym"):
         load_rows(DataConfig(dataset="reasoning_gym:chain_sum"), train=True, seed=0)
 
 
@@ -127,7 +127,7 @@ def test_a_gym_task_brings_its_scorer_unless_another_is_named():
 
 
 def test_gym_rows_are_seeded_different_and_never_in_both_splits():
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (pip install -e '.[gym]')")
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'")
     config = DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=60, max_eval_samples=30)
     train, evaluation = (load_rows(config, train=train, seed=3) for train in (True, False))
     assert (len(set(train.prompts)), len(set(evaluation.prompts))) == (60, 30)
@@ -141,7 +141,7 @@ def test_gym_rows_are_seeded_different_and_never_in_both_splits():
 
 
 def test_gym_answers_are_scored_by_the_tasks_own_scorer():
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym (pip install -e '.[gym]')")
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'")
     config = DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=2)
     rows = load_rows(config, train=True, seed=0)
     columns = {name: [row[name] for row in rows.columns for _ in range(4)] for name in ("answer", "metadata")}
@@ -197,7 +197,7 @@ def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(t
     assert "2 rows, 1 used" in shown.split("--- evaluation")[1]
 
 
-def test_the_preview_says_what_is_wrong_in_one_line(preview, random_model):
+def test_user_errors_of_the_preview_are_one_line(preview, random_model):
     code, _, err = preview("data.dataset=nowhere.jsonl", f"model.name_or_path={random_model}")
     assert code == 2
     assert err.startswith("error: data.dataset=nowhere.jsonl does not exist")

@@ -37,7 +37,7 @@ def alone(tmp_path_factory, random_model) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_same_file_to_the_last_byte(tmp_path, random_model, alone, ranks):
-    """13 problems: uneven shares. Every text, every verdict, every digit."""
+    """13 problems: uneven shares. Every text, result and digit is the same."""
     assert evaluated(random_model, tmp_path / "many.json", ranks) == alone
 
 
@@ -79,9 +79,9 @@ def test_the_training_loop_finds_the_same_numbers(tmp_path, random_model, alone)
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_said_in_one_line(tmp_path, random_model):
+def test_user_errors_are_one_line(tmp_path, random_model):
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
-    for changes, said in (
+    for changes, message in (
         ([f"data.dataset={tmp_path}/d.jsonl"], "the configuration names no evaluation data"),
         (["eval.format=shape"], "eval.format=shape: no such reward"),
         (["--model=nowhere/at/all"], "model.name_or_path=nowhere/at/all does not exist"),
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, random_model):
     ):
         done = run_evaluation(*small_run(random_model, tmp_path), *changes, check=False)
         assert done.returncode == 2
-        assert done.stderr.startswith("error: ") and said in done.stderr
+        assert done.stderr.startswith("error: ") and message in done.stderr
         assert len(done.stderr.splitlines()) == 1
 
 

@@ -131,8 +131,8 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
     ]  # fmt: skip
     try:
         for command, process in zip(together, started, strict=True):
-            said = process.communicate(timeout=240)[0]
-            assert process.returncode == 0, f"{command}\n{said[-3000:]}"
+            printed = process.communicate(timeout=240)[0]
+            assert process.returncode == 0, f"{command}\n{printed[-3000:]}"
     finally:
         for process in started:
             with contextlib.suppress(ProcessLookupError):  # with all that it has started

@@ -67,7 +67,7 @@ def is_or_lies_in(name, module):
     return name == module or name.startswith(module + ".")
 
 
-def test_every_room_has_its_place():
+def test_every_module_is_in_the_order():
     assert {room_of(path) for path in FILES} == {*ORDER, "__init__"}
     assert len(ORDER) <= MAX_ROOMS
 
@@ -79,7 +79,7 @@ def test_imports_run_one_way(path):
     assert rooms_imported_by(path) - {room} - ALONE.get(room, before) == set()
 
 
-def test_nothing_imports_the_page():
+def test_nothing_imports_the_training_script():
     for path in FILES:
         assert not any(is_or_lies_in(name, "train_grpo") for name, _ in imports_of(path)), path.name
 
@@ -104,7 +104,7 @@ def test_only_one_file_knows_of_other_ranks():
 @pytest.mark.parametrize(
     ("package", "door"), [("wandb", "grpo/telemetry/metrics.py"), ("datasets", "grpo/data/source.py")]
 )
-def test_heavy_packages_have_one_door_and_are_imported_when_needed(package, door):
+def test_heavy_packages_are_imported_in_one_file_and_when_needed(package, door):
     found = {
         (path.relative_to(ROOT).as_posix(), at_module_level)
         for path in EVERY_FILE

@@ -136,7 +136,7 @@ def test_the_variants_of_r1_zero_are_overrides(overrides, expected):
 # --- prompts and rewards
 
 
-def test_llama_ddp_asks_with_one_worked_example_and_pays_1_and_2(tmp_path, assets):
+def test_llama_ddp_prompt_and_rewards(tmp_path, assets):
     c = config_of("gsm8k_llama3.2_1b_ddp")
     text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
     example = "<reasoning>\nTwo and two more make four: 2 + 2 = 4.\n</reasoning>\n<answer>\n4\n</answer>"
@@ -154,7 +154,7 @@ def test_llama_ddp_asks_with_one_worked_example_and_pays_1_and_2(tmp_path, asset
     ) == [3.0, 1.0, 2.0, 2.0, 0.0]  # fmt: skip
 
 
-def test_smollm2_pays_1_for_the_number_and_a_tenth_for_each_of_five_groups(tmp_path, assets):
+def test_smollm2_rewards(tmp_path, assets):
     c = config_of("gsm8k_smollm2_1.7b")
     text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
     assert text == chat(("system", c.data.system_prompt), ("user", QUESTION))
@@ -176,7 +176,7 @@ def test_smollm2_pays_1_for_the_number_and_a_tenth_for_each_of_five_groups(tmp_p
     assert c.eval.format == "tag_groups"
 
 
-def test_gemma_pays_3_for_the_format_and_3_or_1_and_a_half_for_the_answer(tmp_path, assets):
+def test_gemma_rewards(tmp_path, assets):
     c = config_of("gsm8k_gemma3_1b")
     text, _ = prompt_of(c, tmp_path, assets, GSM8K_ROW)
     assert text == chat(("system", c.data.system_prompt), ("user", QUESTION))
@@ -208,7 +208,7 @@ def test_think_and_answer_runs(tmp_path, assets, name):
     assert rewards_of(c, texts, **columns) == [2.0, 1.0, 1.0, 0.0]
 
 
-def test_r1_zero_opens_the_thought_and_pays_for_format_and_answer_together(tmp_path, assets):
+def test_r1_zero_prompt_and_rewards(tmp_path, assets):
     c = config_of("math_r1_zero")
     text, columns = prompt_of(c, tmp_path, assets, MATH_ROWS[0])
     assert text.startswith("A conversation between User and Assistant. The User asks a question, and the Assistant")

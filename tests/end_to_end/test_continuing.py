@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import run_trainer, small_run
-from test_runs import lines, weights, without_times
+from outputs import lines, weights
 
 from train_grpo import main
 
@@ -59,20 +59,20 @@ def test_continued_under_accepted_changes_again_it_ends_with_the_same_bits(run, 
     for step in (4, 5):
         shutil.rmtree(tmp_path / "other" / f"checkpoint-{step}")
     run("other", *changed)
-    expected, found = weights(tmp_path / "run", 5), weights(tmp_path / "other", 5)
+    expected, found = (weights(tmp_path / name / "checkpoint-5") for name in ("run", "other"))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_named_checkpoint_is_begun_from_once(run, tmp_path):
+def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
     """The same command again continues what it began; in its own folder as in another."""
     run("run", "optim.max_steps=4")
-    expected = [without_times(line) for line in lines(tmp_path / "run")]
+    expected = lines(tmp_path / "run")
     for folder in ("branch", "run"):
         again = ["optim.max_steps=4", f"checkpoint.resume={tmp_path}/run/checkpoint-2"]
         assert "checkpoint-2 at step 2" in run(folder, *again)
         shutil.rmtree(tmp_path / folder / "checkpoint-4")  # as if preempted
         assert f"resuming  {tmp_path}/{folder}/checkpoint-3 at step 3" in run(folder, *again)
-        assert [without_times(line) for line in lines(tmp_path / folder)] == expected[-2 if folder == "branch" else 0 :]
+        assert lines(tmp_path / folder) == expected[-2 if folder == "branch" else 0 :]
         assert "already complete" in run(folder, *again)
     other = ["optim.max_steps=5", f"checkpoint.resume={tmp_path}/run/checkpoint-2", "checkpoint.accept_changes=true"]
     assert "checkpoint-2 at step 2" in run("branch", *other), "under other settings it is another branch"
@@ -86,16 +86,16 @@ def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, 
     assert state["best"]["value"] > 0
     # What stood in the folder before is set aside: two runs in one metrics.jsonl would be neither.
     run("branch", "optim.max_steps=1", "seed=5")
-    said = run("branch", "optim.max_steps=3", *best, f"checkpoint.resume={tmp_path}/run/checkpoint-2",
+    printed = run("branch", "optim.max_steps=3", *best, f"checkpoint.resume={tmp_path}/run/checkpoint-2",
                "checkpoint.accept_changes=true")  # fmt: skip
-    assert f"an earlier run in {tmp_path}/branch was moved to {tmp_path}/branch/previous-1" in said
+    assert f"an earlier run in {tmp_path}/branch was moved to {tmp_path}/branch/previous-1" in printed
     assert [line["step"] for line in lines(tmp_path / "branch")] == [3]
     own = json.loads((tmp_path / "branch" / "checkpoint-3" / "trainer" / "state.json").read_text())["best"]
     assert own["step"] == 3
     assert not (tmp_path / "branch" / "checkpoint-1").exists()
 
 
-def test_it_may_have_been_deleted_meanwhile_and_be_named_through_a_link(run, tmp_path):
+def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
     run("run", "optim.max_steps=2")
     (tmp_path / "best").symlink_to(tmp_path / "run" / "checkpoint-1")
     again = [
@@ -104,18 +104,19 @@ def test_it_may_have_been_deleted_meanwhile_and_be_named_through_a_link(run, tmp
         f"checkpoint.resume={tmp_path}/best",
         "checkpoint.accept_changes=true",
     ]
-    said = run("run", *again)
-    assert "checkpoint-1 at step 1" in said and "previous-1" in said  # where the second step of before is now
+    printed = run("run", *again)
+    assert "checkpoint-1 at step 1" in printed and "previous-1" in printed  # where the second step of before is now
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
     assert "already complete" in run("run", *again)
     assert run("other", *again, code=2) == ""
 
 
-@pytest.mark.slow
 def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp_path):
     def run(launch):
         never = ["checkpoint.save_steps=1", "checkpoint.keep=9", "optim.max_steps=3", "checkpoint.resume=never"]
-        return run_trainer(*small_run(random_model, tmp_path), *never, env={"TORCHELASTIC_RUN_ID": launch}).stdout
+        return run_trainer(
+            *small_run(random_model, tmp_path), *never, env={"TORCHELASTIC_RUN_ID": launch}, fresh=False
+        ).stdout
 
     assert "the same command starts anew" in run("one")
     shutil.rmtree(tmp_path / "checkpoint-3")

@@ -1,13 +1,8 @@
 """The two runs a person starts first, with the figures they are promised."""
 
-import json
-
 import pytest
 from conftest import run_trainer
-
-
-def metrics_of(output) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+from outputs import metrics_of
 
 
 @pytest.mark.slow

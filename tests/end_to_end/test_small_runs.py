@@ -1,122 +1,19 @@
 """Runs that are killed, filled up, poisoned or continued from elsewhere; and settings that must change nothing, or exactly one thing."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import pytest
-import torch
 import yaml
 from conftest import ROOT, run_trainer, small_run
-from safetensors.torch import load_file
+from outputs import assert_same_weights, lines
 
 from grpo.telemetry.samples import read_samples
 
-SLOW_REWARD = """
-import time
-
-def unhurried(prompts, completions, **columns):
-    time.sleep(0.3)
-    return [sum(c.isdigit() or c in "aeiou" for c in text) / max(len(text), 1) for text in completions]
-"""
 HUGE_REWARD = """
 def huge(prompts, completions, **columns):
     return [3e38 * (len(text) % 2) for text in completions]
 """
 
 
-def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(line: dict) -> dict:
-    return {k: v for k, v in line.items() if not k.startswith("time/") and k not in ("step_time", "tokens_per_second")}
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def assert_same_bits(one: Path, other: Path) -> None:
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-
-
-def processes_of(output: Path) -> dict[int, bytes]:
-    """Processes on whose command line ``output`` stands (the trainer's ranks and its launcher), with their environment."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"output_dir={output}".encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "environ").read_bytes()
-        except OSError:  # gone meanwhile
-            continue
-    return found
-
-
-def kill_one_rank_after(step: int, arguments: list[str], output: Path, ranks: int) -> None:
-    """Start a run and ``kill -9`` its last rank as soon as ``step`` is in ``metrics.jsonl``; returns when all of it has ended."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(ROOT / "train_grpo.py"), *arguments, "runtime.threads_per_rank=1"]
-    run = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 90
-    while not any(f'"step": {step},' in text for text in read_lines(output / "metrics.jsonl")):
-        assert run.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
-        time.sleep(0.02)
-    mark = f"RANK={ranks - 1}\0".encode()
-    victims = [
-        p
-        for p, env in processes_of(output).items()
-        if ranks == 1 or (env + b"\0").startswith(mark) or b"\0" + mark in env + b"\0"
-    ]
-    assert len(victims) == 1
-    os.kill(victims[0], signal.SIGKILL)
-    assert run.wait(timeout=60) != 0
-    deadline = time.monotonic() + 20
-    while processes_of(output):
-        assert time.monotonic() < deadline, "ranks outlived the run"
-        time.sleep(0.1)
-
-
-def read_lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_killed_and_started_again_a_run_ends_with_the_same_bits(tmp_path, random_model, ranks):
-    (tmp_path / "slow.py").write_text(SLOW_REWARD)
-    options = [
-        f"reward.functions=['{tmp_path}/slow.py:unhurried']", "algorithm.beta=0.05", "algorithm.num_iterations=2",
-        "optim.lr_scheduler_type=cosine", "optim.warmup_steps=0.3", "checkpoint.save_steps=2", "eval.every=2",
-    ]  # fmt: skip
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    run_trainer(*small_run(random_model, straight), *options, ranks=ranks)
-    kill_one_rank_after(3, [*small_run(random_model, killed), *options], killed, ranks)
-    assert not (killed / "checkpoint-5").exists()
-    done = run_trainer(*small_run(random_model, killed), *options, ranks=ranks)
-    assert f"resuming  {killed}/checkpoint-" in done.stdout
-    if ranks == 1:  # nobody was left to save a later step
-        assert f"resuming  {killed}/checkpoint-2 at step 2" in done.stdout
-    assert_same_bits(straight / "checkpoint-5", killed / "checkpoint-5")
-    assert [without_times(line) for line in lines(straight)] == [without_times(line) for line in lines(killed)]
-    for completions in sorted((straight / "completions").iterdir()):
-        assert read_samples(completions) == read_samples(killed / "completions" / completions.name)
-
-
-@pytest.mark.slow
 def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path, random_model):
     """The checkpoints after the chosen one, broken or of another branch, do not push out the new ones."""
     arguments = [*small_run(random_model, tmp_path), "checkpoint.save_steps=1", "checkpoint.keep=2"]
@@ -131,7 +28,6 @@ def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random_model):
     (tmp_path / "huge.py").write_text(HUGE_REWARD)
     arguments = [
@@ -140,7 +36,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random
     ]  # fmt: skip
     done = run_trainer(*small_run(random_model, tmp_path / "run"), *arguments, ranks=2)
     assert done.stdout.count("warning: a gradient is not finite") == 2
-    assert_same_bits(random_model, tmp_path / "run" / "checkpoint-2")
+    assert_same_weights(random_model, tmp_path / "run" / "checkpoint-2")
     assert [line["skipped_updates"] for line in lines(tmp_path / "run")] == [1, 1], "updates, not ranks"
     stopped = run_trainer(
         *small_run(random_model, tmp_path / "stopped"), *arguments, "optim.on_nonfinite=stop", check=False
@@ -149,17 +45,15 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random
     assert "lower optim.learning_rate" in stopped.stderr
 
 
-@pytest.mark.slow
 def test_gradient_checkpointing_changes_memory_alone(tmp_path, random_model):
     for name in ("false", "true"):
         run_trainer(
             *small_run(random_model, tmp_path / name), f"model.gradient_checkpointing={name}", "optim.max_steps=2"
         )
-    assert_same_bits(tmp_path / "false" / "checkpoint-2", tmp_path / "true" / "checkpoint-2")
-    assert [without_times(x) for x in lines(tmp_path / "false")] == [without_times(x) for x in lines(tmp_path / "true")]
+    assert_same_weights(tmp_path / "false" / "checkpoint-2", tmp_path / "true" / "checkpoint-2")
+    assert lines(tmp_path / "false") == lines(tmp_path / "true")
 
 
-@pytest.mark.slow
 def test_the_reference_follows_the_policy_when_asked(tmp_path, random_model):
     kl = {}
     for every in (1, 2):
@@ -183,7 +77,7 @@ def test_dynamic_sampling_gives_up_where_nothing_differs(tmp_path, random_model)
     ]  # fmt: skip
     run_trainer(*small_run(random_model, tmp_path / "run"), *options, ranks=2, timeout=120)
     assert [line["frac_reward_zero_std"] for line in lines(tmp_path / "run")] == [1.0, 1.0]
-    assert_same_bits(random_model, tmp_path / "run" / "checkpoint-2")
+    assert_same_weights(random_model, tmp_path / "run" / "checkpoint-2")
 
 
 def test_debug_with_dropout_and_without_a_reference(tmp_path, random_model):
@@ -234,7 +128,7 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
     assert {record["step"] for record in records} == {3}
 
 
-def test_a_substitute_that_nothing_can_score_stops_no_run(tmp_path, random_model):
+def test_a_substitute_that_no_reward_scores_does_not_stop_the_run(tmp_path, random_model):
     """Dynamic sampling asks for another problem in place of the second group; a reward that fails on that alone is no broken reward."""
     (tmp_path / "picky.py").write_text(
         "def scores(prompts, completions, **columns):\n"

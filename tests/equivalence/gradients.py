@@ -4,6 +4,7 @@ torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from grpo.advantages import group_advantages
 from grpo.batch import Completion, Group, Problem, collate
 from grpo.config import load_config
-from grpo.distributed import start_world
-from grpo.run.prepare import prepare, touch_every_parameter
+from grpo.distributed import start_world, wrap_data_parallel
+from grpo.run.models import any_forward
+from grpo.run.prepare import prepare
 from grpo.run.state import Run
 from grpo.telemetry.metrics import Accumulator
 from train_grpo import update, with_old_and_ref_logprobs
@@ -53,7 +55,7 @@ def main(output: str, model: str, *cuts: str) -> None:
             "runtime.threads_per_rank=1",
         ]
     )
-    world = start_world(device="cpu", threads_per_rank=1)
+    world = start_world(config.runtime)
     # All in double precision, and a reference unlike the policy: what is left are differences of method.
     torch.set_default_dtype(torch.float64)
     run = prepare(config, world)
@@ -62,7 +64,7 @@ def main(output: str, model: str, *cuts: str) -> None:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(rms_norm, module)
-    run.scorer = world.data_parallel(run.bare_scorer, touch_every_parameter(run.policy))
+    run = replace(run, scorer=wrap_data_parallel(run.bare_scorer, world, any_forward(run.policy)))
     with torch.no_grad():
         for parameter in run.ref_scorer.model.parameters():
             parameter *= 1.1
@@ -71,7 +73,7 @@ def main(output: str, model: str, *cuts: str) -> None:
     results = {}
     for cut in cuts:
         aggregation, tokens, packed = cut.split(",")
-        run.config = config.model_copy(
+        changed = config.model_copy(
             update={
                 "algorithm": config.algorithm.model_copy(update={"aggregation": aggregation}),
                 "optim": config.optim.model_copy(update={"tokens_per_microbatch": int(tokens)}),
@@ -79,7 +81,7 @@ def main(output: str, model: str, *cuts: str) -> None:
         )
         run.bare_scorer.packed = run.ref_scorer.packed = packed == "packed"
         run.policy.model.load_state_dict(before)
-        results[cut] = two_updates(run)
+        results[cut] = two_updates(replace(run, config=changed))
     if world.is_main:
         torch.save(results, output)
     run.close()
@@ -94,7 +96,7 @@ def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """What they moved in each weight, and the metrics they reported."""
     world = run.world
-    run.optimizer = torch.optim.SGD(run.policy.model.parameters(), lr=0.05)
+    run = replace(run, optimizer=torch.optim.SGD(run.policy.model.parameters(), lr=0.05))
     rewards_PG = torch.rand(P, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rewards_PG[4] = 0.5
     advantages_PG = group_advantages(rewards_PG)
@@ -104,7 +106,7 @@ def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
     metrics = Accumulator()
     for _ in range(2):
-        update(run, batch, metrics, is_first_pass=False)
+        update(run, batch, metrics, first_pass_BT=None)
     moved = {name: before[name] - p.detach() for name, p in run.policy.model.named_parameters()}
     return moved, metrics.reduce(world)
 

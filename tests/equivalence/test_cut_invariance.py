@@ -1,13 +1,10 @@
 """The gradient does not depend on how the work is cut: micro-batches, token budgets, packed or padded rows, ranks."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, environment_of_runs, run_forked
 
 SCRIPT = Path(__file__).parent / "gradients.py"
 AGGREGATIONS = ("response_mean", "token_mean", "constant")
@@ -24,16 +21,11 @@ WHOLE = (1, *CUTS[1][0])
 def results(tmp_path_factory, random_model) -> dict:
     """``(aggregation, ranks, tokens, packed)`` to what two updates (SGD, float64) moved in the weights, and their metrics."""
     folder, found = tmp_path_factory.mktemp("cuts"), {}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = environment_of_runs({"PYTHONPATH": str(ROOT)})
     for ranks, cuts in CUTS.items():
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += [str(SCRIPT), str(folder / f"{ranks}.pt"), str(random_model)]
-        command += [f"{aggregation},{tokens},{packed}" for aggregation in AGGREGATIONS for tokens, packed in cuts]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240, check=False
-        )
+        arguments = [str(folder / f"{ranks}.pt"), str(random_model)]
+        arguments += [f"{aggregation},{tokens},{packed}" for aggregation in AGGREGATIONS for tokens, packed in cuts]
+        done = run_forked(SCRIPT, arguments, ranks=ranks, timeout=240, env=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         for cut, result in torch.load(folder / f"{ranks}.pt").items():
             aggregation, tokens, packed = cut.split(",")

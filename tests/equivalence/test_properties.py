@@ -11,13 +11,12 @@ import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from grpo.batch import Completion, Group, Problem, collate, completion_mask, cut, minibatches
+from grpo.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows, minibatches
 from grpo.config import PRESETS, Config, load_config
 from grpo.loss import loss_denominator
 from grpo.rewards.builtin import accuracy, countdown, tag_groups
 from grpo.rewards.expression import evaluate_expression
 from grpo.rewards.extract import answers_equal, extract_answer, has_format, parse_number
-from grpo.tasks import countdown as countdown_task
 
 FUZZ_CASES = 20_000
 SLOWEST_CASE = 0.25
@@ -127,8 +126,8 @@ def test_packing_loses_no_row_and_no_token(prompts, completions, budget, parts):
     total = sum(len(c.ids) for group in groups for c in group.completions)
     advantages, tokens = [], 0
     for minibatch in minibatches(batch, parts if len(groups) % parts == 0 else 1):
-        for rows in cut(minibatch, budget):
-            micro = minibatch.rows(rows)
+        for rows in microbatch_rows(minibatch, budget):
+            micro = minibatch.select(rows)
             advantages += micro.advantages_B.tolist()
             tokens += int(micro.completion_mask_BT.sum())
     assert sorted(advantages) == [float(b) for b in range(2 * len(groups))]
@@ -165,8 +164,6 @@ def seconds_to_parse(text: str) -> float:
         assert isinstance(value, Fraction) and all(type(n) is int for n in used)
     except (ValueError, ZeroDivisionError):
         pass
-    own = countdown_task.evaluate_expression(text)
-    assert own is None or isinstance(own, Fraction)
     (right,) = accuracy(prompts=[""], completions=[text], answer=["42"])
     (made,) = countdown(prompts=[""], completions=[text], target=[42], numbers=[[1, 42]])
     (shaped,) = tag_groups(prompts=[""], completions=[text])

@@ -1,16 +1,22 @@
 """Evaluation: the estimator, the counting, and what counts as correct."""
 
+import subprocess
+import sys
 from itertools import combinations
 from math import comb
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from grpo.batch import Completion, Group, Problem
+from grpo.config import EvalConfig
 from grpo.distributed import World
-from grpo.evaluation import Verdict, estimates, evaluate, judge_of, make_judge, pass_at_k
+from grpo.evaluation import CompletionResult, estimates, pass_at_k
+from grpo.evaluation.collect import evaluate
 from grpo.evaluation.estimate import mean_of, rate_of, wilson
-from grpo.evaluation.verdict import check_names
+from grpo.evaluation.grading import Grader, check_reward_names
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -43,18 +49,18 @@ def problems_of(policy, count: int) -> list[Problem]:
 
 def by_length(groups):
     """Correct if the completion has an odd number of tokens: as good a rule as any, and easily counted again."""
-    return [[Verdict(len(c.ids) % 2 == 1, len(c.ids) > 2, len(c.ids) > 4, len(c.ids), not c.finished) for c in g.completions] for g in groups]  # fmt: skip
+    return [[CompletionResult(len(c.ids) % 2 == 1, len(c.ids) > 2, len(c.ids) > 4, len(c.ids), not c.finished) for c in g.completions] for g in groups]  # fmt: skip
 
 
 def test_counts_are_those_of_the_completions(policy):
     seen = []
 
-    def judge(groups):
+    def grade(groups):
         seen.append(groups)
         return by_length(groups)
 
     evaluation = evaluate(
-        policy, problems_of(policy, 11), judge, ALONE, num_samples=4, temperature=1.0, max_completion_length=9, seed=0
+        policy, problems_of(policy, 11), grade, ALONE, num_samples=4, temperature=1.0, max_completion_length=9, seed=0
     )
     metrics = evaluation.metrics
     groups = [group for part in seen for group in part]
@@ -82,8 +88,9 @@ def test_counts_are_those_of_the_completions(policy):
     }
     exact = evaluation.estimates["mean@4"]
     assert (exact.count, exact.of) == (sum(correct), 44)
-    assert [a.problem.index for a in evaluation.answers] == list(range(11)), "in order, whatever was decoded first"
-    assert evaluation.answers[0].sample_texts == [], "texts only where they are asked for"
+    assert [p.problem.index for p in evaluation.problems] == list(range(11)), "in order, whatever was decoded first"
+    assert len(evaluation.completions) == 11 * 5
+    assert {result.text for result in evaluation.completions} == {None}, "texts are kept only with keep_texts"
 
 
 def test_one_sample_means_greedy_only(policy):
@@ -112,44 +119,57 @@ def test_order_of_problems_does_not_matter(policy):
     assert forwards == pytest.approx(backwards, rel=1e-12)
 
 
-def test_a_failing_judge_is_raised(policy):
-    def judge(groups):
+def test_texts_are_kept_beside_their_results(policy):
+    settings = {"num_samples": 2, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
+    grade = Grader(EvalConfig(), Rewards(accuracy=1.0))
+    evaluation = evaluate(policy, problems_of(policy, 5), grade, ALONE, **settings, keep_texts=True)
+    for result in evaluation.completions:
+        assert result.text is not None and len(policy.tokenizer(result.text)["input_ids"]) in (
+            result.length,
+            result.length - 1,
+        )
+
+
+def test_an_error_of_the_grader_is_raised(policy):
+    def grade(groups):
         raise ZeroDivisionError("in a reward")
 
     with pytest.raises(ZeroDivisionError):
         evaluate(
-            policy, problems_of(policy, 2), judge, ALONE, num_samples=1, temperature=0, max_completion_length=4, seed=0
+            policy, problems_of(policy, 2), grade, ALONE, num_samples=1, temperature=0, max_completion_length=4, seed=0
         )
 
 
-def test_judge_reads_correctness_format_and_the_last_number():
+def test_the_grader_reads_correctness_format_and_the_last_number():
     def group(*texts, **columns):
         return Group(Problem(0, "q", (1,), columns), tuple(Completion((1, 2), text, True) for text in texts))
 
-    values = iter([{"right": 1.0, "shape": 0.0}, {"right": None, "shape": 0.5}, {"right": -1.0, "shape": None}])
-    judge = make_judge(lambda groups: [next(values) for g in groups for _ in g.completions], "right", "shape")
-    (rows,) = judge([group("so 7", "so 8", "7, no: 9", answer="7")])
-    assert [v.correct for v in rows] == [True, False, False]
-    assert [v.formatted for v in rows] == [False, True, False]
-    assert [v.lenient for v in rows] == [True, False, False]
-    judge = make_judge(lambda groups: [{"right": 1.0}] * 2, "right", None)
-    (rows,) = judge([group("<think>a</think>\n<answer>7</answer>", "7")])
-    assert [v.formatted for v in rows] == [True, False]
-    assert [v.lenient for v in rows] == [False, False], "no answer to compare with"
+    rewards = Rewards(right=[1.0, None, -1.0], shape=[0.0, 0.5, None])
+    grade = Grader(EvalConfig(correctness="right", format="shape"), rewards)
+    (results,) = grade([group("so 7", "so 8", "7, no: 9", answer="7")])
+    assert [r.correct for r in results] == [True, False, False]
+    assert [r.formatted for r in results] == [False, True, False]
+    assert [r.lenient for r in results] == [True, False, False]
+    assert [r.scored for r in results] == [True, False, True]
+    assert [r.rewards["right"] for r in results] == [1.0, None, -1.0]
+    grade = Grader(EvalConfig(), Rewards(right=1.0))
+    (results,) = grade([group("<think>a</think>\n<answer>7</answer>", "7")])
+    assert [r.formatted for r in results] == [True, False]
+    assert [r.lenient for r in results] == [False, False], "no answer to compare with"
 
 
 def test_greedy_and_samples_are_counted_apart(policy):
     """Greedy completions are all right and badly formatted, samples all wrong and well formatted."""
 
-    def judge(groups):
+    def grade(groups):
         greedy = [len(g.completions) == 1 for g in groups]
         return [
-            [Verdict(is_greedy, not is_greedy, is_greedy, len(c.ids), not c.finished) for c in g.completions]
+            [CompletionResult(is_greedy, not is_greedy, is_greedy, len(c.ids), not c.finished) for c in g.completions]
             for is_greedy, g in zip(greedy, groups, strict=True)
         ]
 
     metrics = evaluate(
-        policy, problems_of(policy, 3), judge, ALONE, num_samples=3, temperature=1.0, max_completion_length=5, seed=0
+        policy, problems_of(policy, 3), grade, ALONE, num_samples=3, temperature=1.0, max_completion_length=5, seed=0
     ).metrics
     assert metrics["eval/greedy_format"] == 0.0 and metrics["eval/greedy_lenient_accuracy"] == 1.0
     assert (metrics["eval/greedy_accuracy"], metrics["eval/mean@3"], metrics["eval/pass@3"]) == (1.0, 0.0, 0.0)
@@ -181,12 +201,12 @@ def test_one_sample_a_problem_gives_the_plain_interval():
     assert interval == pytest.approx(wilson(0.3, 10))
 
 
-def test_samples_that_always_agree_are_worth_one():
+def test_identical_samples_of_a_problem_count_as_one():
     """Each problem always right or always wrong: 8 samples of it say what 1 says."""
     assert rate_of([1.0] * 3 + [0.0] * 7, 8) == pytest.approx(rate_of([1.0] * 3 + [0.0] * 7, 1))
 
 
-def test_samples_that_differ_within_a_problem_are_worth_more():
+def test_samples_that_differ_within_a_problem_count_as_more():
     """All problems half right: nothing varies between them, so that all 80 samples count."""
     assert rate_of([0.5] * 10, 8)[1:] == pytest.approx(wilson(0.5, 80))
     half = rate_of([0.25] * 5 + [0.75] * 5, 8)  # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40
@@ -222,11 +242,11 @@ def test_the_interval_holds_the_truth_about_95_times_in_100(problems, samples):
 
 
 def test_every_metric_of_two_problems_by_hand():
-    def verdict(correct, reward, **changes):
-        return Verdict(correct, True, False, 4, False, {"r": reward}, **changes)
+    def result(correct, reward, **changes):
+        return CompletionResult(correct, True, False, 4, False, {"r": reward}, **changes)
 
-    samples = [[verdict(True, 1.0), verdict(False, 0.0)], [verdict(False, None, scored=False), verdict(False, 0.5)]]
-    found = estimates([verdict(True, 1.0), verdict(False, 0.0)], samples)
+    samples = [[result(True, 1.0), result(False, 0.0)], [result(False, None, scored=False), result(False, 0.5)]]
+    found = estimates([result(True, 1.0), result(False, 0.0)], samples)
     values = {name: estimate.value for name, estimate in found.items()}
     assert values == {
         "greedy_accuracy": 0.5, "mean@2": 0.25, "pass@1": 0.25, "pass@2": 0.5, "format": 1.0, "lenient_accuracy": 0.0,
@@ -241,22 +261,14 @@ def test_every_metric_of_two_problems_by_hand():
 
 
 class Rewards:
-    """Stands where a runner does: fixed values by name."""
+    """In place of a RewardRunner: fixed values by name, one for all completions or a list with one per completion."""
 
     def __init__(self, **values):
-        self.names, self.values = list(values), list(values.values())
+        self.names, self.columns = list(values), list(values.values())
 
     def score(self, prompts, completions, **_):
-        class Result:
-            values = [self.values] * len(completions)
-
-        return Result
-
-
-def config_with(**changes):
-    from grpo.config import Config, EvalConfig
-
-    return Config(eval=EvalConfig(**changes))
+        columns = [c if isinstance(c, list) else [c] * len(completions) for c in self.columns]
+        return SimpleNamespace(values=[list(row) for row in zip(*columns, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -271,12 +283,18 @@ def config_with(**changes):
     ],
 )
 def test_the_configuration_says_which_reward_decides(rewards, settings, correct, formatted):
-    judge = judge_of(config_with(**settings), Rewards(**rewards))
-    (((verdict),),) = judge([Group(Problem(0, "q", (1,)), (Completion((1,), "text", True),))])
-    assert (verdict.correct, verdict.formatted) == (correct, formatted)
-    assert verdict.scored is (rewards.get("accuracy", 0) is not None)
+    grade = Grader(EvalConfig(**settings), Rewards(**rewards))
+    ((result,),) = grade([Group(Problem(0, "q", (1,)), (Completion((1,), "text", True),))])
+    assert (result.correct, result.formatted) == (correct, formatted)
+    assert result.scored is (rewards.get("accuracy", 0) is not None)
 
 
 def test_a_name_that_no_reward_has_is_refused():
     with pytest.raises(ValueError, match=r"eval\.format=shape: no such reward; there are accuracy"):
-        check_names(config_with(format="shape"), ["accuracy"])
+        check_reward_names(EvalConfig(format="shape"), ["accuracy"])
+
+
+def test_intervals_need_no_torch():
+    """The report computes intervals with them, and starts in a fraction of a second."""
+    code = "import grpo.evaluation, grpo.evaluation.estimate, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -125,26 +125,23 @@ def output_dir() -> str:
 
 
 grpo.run.checkpoint._sync = sync
-original_update = train_grpo.update
+original_train = train_grpo.train
 
 
-def update(run, *args, **kwargs):
-    embedding = run.policy.model.get_input_embeddings().weight
-    if FAULT.get("place") == "backward" and not hasattr(run, "faulty"):
-        run.faulty = True
+def train(run):
+    def hook(gradient):
+        if due("backward"):
+            if FAULT["do"] in ("nan", "inf"):
+                return gradient * float(FAULT["do"])
+            do()
+        return gradient
 
-        def hook(gradient):
-            if due("backward"):
-                if FAULT["do"] in ("nan", "inf"):
-                    return gradient * float(FAULT["do"])
-                do()
-            return gradient
-
-        embedding.register_hook(hook)
-    return original_update(run, *args, **kwargs)
+    if FAULT.get("place") == "backward":
+        run.policy.model.get_input_embeddings().weight.register_hook(hook)
+    return original_train(run)
 
 
-train_grpo.update = update
+train_grpo.train = train
 original_loss = train_grpo.policy_loss
 
 

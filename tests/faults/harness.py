@@ -9,54 +9,85 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import ROOT, small_run
+from conftest import ROOT, environment_of_runs, small_run
+from outputs import lines
+from processes import Forked
 
 from grpo.telemetry.samples import read_samples
 
 FAULTY = ROOT / "tests" / "faults" / "faulty.py"
 
 
-def command(arguments, *, ranks: int = 1, launcher: bool | None = None, torchrun=(), script=None) -> list[str]:
+def command(arguments, *, ranks: int, torchrun, script) -> list[str]:
     start = [sys.executable]
-    if ranks > 1 if launcher is None else launcher:
+    if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
-    return [*start, str(script or ROOT / "train_grpo.py"), *map(str, arguments), "runtime.threads_per_rank=1"]
+    return [*start, str(script), *arguments]
 
 
 class Started:
-    """A run under way; its output in files beside the output folder."""
+    """A run under way, whose output goes to a file beside the output folder.
 
-    def __init__(self, output: Path, arguments, *, fault: str = "", env=None, **how):
+    Args:
+        fault: see ``faulty.py``.
+        launcher: set a launcher's variables also for a single rank.
+        torchrun: a new interpreter, under torchrun with these options if there are several ranks (``processes_of`` finds such a
+            run's processes). Without it the ranks are forks (see ``processes.py``).
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        arguments,
+        *,
+        ranks: int = 1,
+        fault: str = "",
+        env=None,
+        launcher: bool = False,
+        torchrun=None,
+    ):
         self.output, self.log = Path(output), Path(f"{output}.log")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+        environment, script = environment_of_runs(env), ROOT / "train_grpo.py"
         if fault or "GRPO_TRACE" in environment:
-            how["script"], environment["GRPO_FAULT"] = FAULTY, fault
+            script, environment["GRPO_FAULT"] = FAULTY, fault
+        arguments = [*map(str, arguments)]
         self.began = time.monotonic()
+        self.start = self.log.stat().st_size if self.log.exists() else 0
+        if torchrun is None:
+            size = ranks if ranks > 1 or launcher else None
+            self.process = Forked(script, arguments, ranks=size, env=environment, stdout=self.log, stderr=self.log)
+            return
         with open(self.log, "ab") as log:
-            self.start = log.tell()
-            self.process = subprocess.Popen(
-                command(arguments, **how), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            words = command(arguments, ranks=ranks, torchrun=torchrun, script=script)
+            self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
-    def said(self) -> str:
+    def text(self) -> str:
+        """What the run has printed so far."""
+        if not self.log.exists():
+            return ""
         with open(self.log, "rb") as log:
             log.seek(self.start)
             return log.read().decode(errors="replace")
 
     def wait_for(self, text: str, *, timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
-        while text not in self.said():
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.said()[-3000:]}"
-            assert time.monotonic() < deadline, f"no {text!r}:\n{self.said()[-3000:]}"
+        while text not in self.text():
+            assert self.process.poll() is None, f"ended before {text!r}:\n{self.text()[-3000:]}"
+            assert time.monotonic() < deadline, f"no {text!r}:\n{self.text()[-3000:]}"
             time.sleep(0.02)
 
     def ranks(self) -> dict[int, int]:
         """Rank -> pid of the trainer's processes; the launcher is not among them."""
+        if isinstance(self.process, Forked):
+            return self.process.alive()
         return {rank: pid for pid, rank in processes_of(self.output).items() if rank is not None}
 
     def kill(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to one rank, or to what was started (torchrun, if there are several ranks)."""
-        os.kill(self.process.pid if rank is None else self.ranks()[rank], number)
+        """Send a signal to one rank, or to what was started: torchrun, all forks, or the single process."""
+        if rank is None:
+            self.process.send_signal(number)
+        else:
+            os.kill(self.ranks()[rank], number)
 
     def end(self, *, timeout: float = 180, patience: float = 20, alone: bool = True) -> int:
         """The exit code, when all of the run is gone: within ``patience`` seconds of what was started."""
@@ -91,7 +122,7 @@ def run(output: Path, arguments, *, timeout: float = 180, **how) -> Started:
     """To its end; asserts that it ended well."""
     started = Started(output, arguments, **how)
     code = started.end(timeout=timeout)
-    assert code == 0, f"exit code {code}\n{started.said()[-4000:]}"
+    assert code == 0, f"exit code {code}\n{started.text()[-4000:]}"
     return started
 
 
@@ -108,15 +139,6 @@ def tiny(model: Path, output: Path, *more: str, steps: int = 6, problems: int = 
         "eval.every=3",
         *more,
     ]
-
-
-VOLATILE = ("step_time", "tokens_per_second", "time/")
-
-
-def lines(output: Path) -> list[dict]:
-    """``metrics.jsonl`` without times. Floats are written so that they read back as the same bits."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
 
 
 def bits(output: Path, step: int) -> dict[str, str]:

@@ -100,8 +100,8 @@ def wait_for_the_moment(started: Started, rng: random.Random) -> None:
         time.sleep(rng.uniform(0, 6))
         return
     deadline = time.monotonic() + 900
-    while " reward " not in started.said() and started.process.poll() is None:
-        assert time.monotonic() < deadline, started.said()[-2000:]
+    while " reward " not in started.text() and started.process.poll() is None:
+        assert time.monotonic() < deadline, started.text()[-2000:]
         time.sleep(0.05)
     time.sleep(rng.uniform(0, 2))
 
@@ -117,11 +117,11 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
         n = ranks[count["runs"] % len(ranks)]
         if n not in straight:
             straight[n] = folder / f"straight-{n}"
-            run(straight[n], arguments(model, straight[n]), ranks=n, timeout=900)
+            run(straight[n], arguments(model, straight[n]), ranks=n, timeout=900, torchrun=[])
         output = folder / f"run-{count['runs']}"
         least, torn, code = 0, 0, None  # torn: checkpoints that no start has looked at since
         for attempt in range(200):
-            started = Started(output, arguments(model, output), ranks=n)
+            started = Started(output, arguments(model, output), ranks=n, torchrun=[])
             enough = time.monotonic() - began >= seconds and count["kills"] >= kills
             if not decks[n > 1]:
                 possible = HOW if n > 1 else {how: times for how, times in HOW.items() if how.endswith("one rank")}
@@ -134,23 +134,23 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
             code = started.end(timeout=900, patience=300)
             while processes_of(output):  # torchrun was killed, its ranks are leaving
                 time.sleep(0.05)
-            said = started.said()
-            if "resuming " in said:
-                at = int(said.split(" at step ")[1].split()[0])
+            printed = started.text()
+            if "resuming " in printed:
+                at = int(printed.split(" at step ")[1].split()[0])
                 if at < least:
                     count["lost"] += 1
                     print(f"LOST: resumed at {at}, expected {least} or later ({output})", flush=True)
             if attempt:
                 count["restarts"] += 1
-            if code == 0 and not (happened and "preempted" in said):
+            if code == 0 and not (happened and "preempted" in printed):
                 break
             if not happened:
-                print(f"FAILED by itself with code {code} ({output}):\n{said[-3000:]}", flush=True)
+                print(f"FAILED by itself with code {code} ({output}):\n{printed[-3000:]}", flush=True)
                 count["differences"] += 1
                 break
             count["kills"] += 1
             count[how] += 1
-            if "resuming " in said:
+            if "resuming " in printed:
                 torn = 0
             tear_how, last = "", newest(output)
             if (

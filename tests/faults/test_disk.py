@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 from conftest import load
-from harness import Started, assert_same_run, bits, lines, run, tiny
+from harness import Started, assert_same_run, bits, run, tiny
+from outputs import lines
 
 from grpo.run.checkpoint import Tensors, find_newest_valid
 from train_grpo import main
@@ -36,7 +37,7 @@ def full_after():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_no_room_for_a_checkpoint_shows_before_the_first_step(capsys, tmp_path, random_model, full_after):
+def test_a_full_disk_is_found_before_the_first_step(capsys, tmp_path, random_model, full_after):
     full_after(100_000)
     assert inside(tmp_path / "run", random_model) == 2
     captured = capsys.readouterr()
@@ -53,11 +54,11 @@ def test_disk_full_during_a_save(tmp_path, random_model, straight, ranks, backgr
     arguments = tiny(random_model, output, "checkpoint.save_steps=1", f"checkpoint.background={background}")
     started = Started(output, arguments, ranks=ranks, fault="rank=0 step=2 place=write do=full")
     assert started.end() == 1
-    said = started.said()
+    printed = started.text()
     step = 3
-    if background == "true" and "checkpoint at step 2 could not" in said:
+    if background == "true" and "checkpoint at step 2 could not" in printed:
         step = 2  # step 3 had begun before the thread wrote the state after step 2
-    assert f"OSError: checkpoint at step {step} could not be saved in {output}: " in said
+    assert f"OSError: checkpoint at step {step} could not be saved in {output}: " in printed
     assert find_newest_valid(output)[0] == output / f"checkpoint-{step - 1}"
     run(output, arguments, ranks=ranks)
     if ranks == 1:
@@ -71,9 +72,9 @@ def test_disk_full_in_the_metrics_file(tmp_path, random_model, straight):
     arguments = tiny(random_model, output, "checkpoint.save_steps=2")
     started = Started(output, arguments, fault="step=2 place=line do=full")
     assert started.end() == 1
-    assert f"OSError: {output}/metrics.jsonl cannot be written: " in started.said()
-    assert "File too large" in started.said()
-    assert "note: saved checkpoint-3" in started.said()
+    assert f"OSError: {output}/metrics.jsonl cannot be written: " in started.text()
+    assert "File too large" in started.text()
+    assert "note: saved checkpoint-3" in started.text()
     run(output, arguments)
     assert_same_run(straight, output, STEPS)
 
@@ -85,8 +86,8 @@ def test_the_folder_vanishes(tmp_path, random_model, straight):
     started.wait_for("FAULT")
     shutil.rmtree(output)
     assert started.end() == 1
-    assert "FileNotFoundError: " in started.said() and f"{output}/completions" in started.said()
-    assert "note: saved checkpoint-3" in started.said(), "in a new folder of that name"
+    assert "FileNotFoundError: " in started.text() and f"{output}/completions" in started.text()
+    assert "note: saved checkpoint-3" in started.text(), "in a new folder of that name"
     run(output, tiny(random_model, output))
     assert bits(output, STEPS) == bits(straight, STEPS)
     assert lines(output) == lines(straight)[3:], "the metrics of the first steps went with the folder"
@@ -122,8 +123,11 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_only(capsys, tmp_path, rand
     damage(output / "checkpoint-5")
     capsys.readouterr()
     assert inside(output, random_model, *saves) == 0
-    said = capsys.readouterr().out
-    assert f"warning: skipping {output}/checkpoint-5: " in said and f"resuming  {output}/checkpoint-4 at step 4" in said
+    printed = capsys.readouterr().out
+    assert (
+        f"warning: skipping {output}/checkpoint-5: " in printed
+        and f"resuming  {output}/checkpoint-4 at step 4" in printed
+    )
     assert_same_run(straight, output, STEPS)
     assert (output / "previous-1" / "checkpoint-5").exists()
 
@@ -151,7 +155,7 @@ def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_m
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"step": "5"}', '{"step": 5, "config": []}', '{"step": 5, "config": {"model": 3}}']
 )
-def test_a_state_that_is_no_runs_is_one_line(capsys, tmp_path, random_model, straight, text):
+def test_an_invalid_state_gives_a_one_line_error(capsys, tmp_path, random_model, straight, text):
     """Whose manifest is right: of another program, or an attacker's."""
     folder = tmp_path / "run" / "checkpoint-5"
     shutil.copytree(straight, tmp_path / "run")

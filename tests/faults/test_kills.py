@@ -5,7 +5,8 @@ import signal
 import time
 
 import pytest
-from harness import Started, assert_same_run, bits, lines, run, tiny
+from harness import Started, assert_same_run, bits, run, tiny
+from outputs import lines
 
 STEPS = 6
 SAVES = ("checkpoint.save_steps=2", "algorithm.num_iterations=2")
@@ -19,21 +20,26 @@ def straight(tmp_path_factory, random_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "rank=1 step=3 place=rollout do=kill",
-        "rank=0 step=3 place=backward do=kill",
-        "rank=0 step=3 place=save do=kill",
-    ],
-)
-def test_killed_torchrun_brings_it_back(tmp_path, random_model, straight, fault):
-    """``kill -9`` mid-rollout, mid-backward, mid-save: one command, the same bits."""
+def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
+    """``kill -9`` during a save: one command, the same bits."""
+    output, fault = tmp_path / "run", f"rank=0 step=3 place=save do=kill once={tmp_path}/once"
+    arguments = tiny(random_model, output, *SAVES)
+    done = run(output, arguments, ranks=2, torchrun=["--max-restarts=1"], fault=fault)
+    printed = done.text()
+    assert printed.count("FAULT kill") == 1 and "resuming " in printed
+    assert_same_run(straight, output, STEPS)
+    assert not list(output.glob(".partial*")) and not (output / ".lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["rank=1 step=3 place=rollout do=kill", "rank=0 step=3 place=backward do=kill"])
+def test_a_killed_rank_ends_the_run_and_the_same_command_continues(tmp_path, random_model, straight, fault):
     output = tmp_path / "run"
     arguments = tiny(random_model, output, *SAVES)
-    done = run(output, arguments, ranks=2, torchrun=["--max-restarts=1"], fault=f"{fault} once={tmp_path}/once")
-    said = done.said()
-    assert said.count("FAULT kill") == 1 and "resuming " in said
+    started = Started(output, arguments, ranks=2, fault=f"{fault} once={tmp_path}/once")
+    assert started.end() == 1
+    assert started.text().count("FAULT kill") == 1
+    assert "resuming " in run(output, arguments, ranks=2).text()
     assert_same_run(straight, output, STEPS)
     assert not list(output.glob(".partial*")) and not (output / ".lock").exists()
 
@@ -52,13 +58,13 @@ def test_out_of_memory_on_one_rank(tmp_path, random_model, straight, place):
     began = time.monotonic()
     assert started.end() == 1
     assert time.monotonic() - began < 60
-    said = started.said()
+    printed = started.text()
     phase = {"rollout": "rollout", "forward": "update"}[place]
-    assert f"error: [rank 1] in phase {phase!r}: RuntimeError: " in said
-    assert "can't allocate memory" in said
-    assert "note: saved checkpoint-3: the same command continues from there" in said
+    assert f"error: [rank 1] in phase {phase!r}: RuntimeError: " in printed
+    assert "can't allocate memory" in printed
+    assert "note: saved checkpoint-3: the same command continues from there" in printed
     done = run(output, tiny(random_model, output, *SAVES), ranks=2)
-    assert "checkpoint-3 at step 3" in done.said()
+    assert "checkpoint-3 at step 3" in done.text()
     assert_same_run(straight, output, STEPS)
 
 
@@ -74,14 +80,14 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     hung = time.monotonic()
     assert started.end() == 1
     assert 11 < time.monotonic() - hung < 12 + 30 + 15, "the limit, then torchrun's patience with the rank that hangs"
-    said = started.said()
+    printed = started.text()
     if place == "rollout":  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
-        assert "[rank 1] gave up while in phase 'rollout'" in said
-        assert "[rank 0] gave up while in phase 'start'" in said, "between phases, at the vote"
+        assert "[rank 1] gave up while in phase 'rollout'" in printed
+        assert "[rank 0] gave up while in phase 'start'" in printed, "between phases, at the vote"
     else:
-        assert "error: [rank 0] in phase 'update': RuntimeError: " in said and "Timed out waiting 12000ms" in said
-        assert "[rank 1] was asked to stop 10 s ago and is still in phase 'update'" in said
-    assert "saved checkpoint-3" in said
+        assert "error: [rank 0] in phase 'update': RuntimeError: " in printed and "Timed out waiting 12000ms" in printed
+        assert "[rank 1] was asked to stop 10 s ago and is still in phase 'update'" in printed
+    assert "saved checkpoint-3" in printed
     run(output, tiny(random_model, output, *SAVES), ranks=2)
     assert_same_run(straight, output, STEPS)
 
@@ -93,14 +99,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, numbe
     output, fault = tmp_path / "run", f"rank=1 step=3 place=backward do={number} once={tmp_path}/once"
     options = ["checkpoint.save_steps=1", "checkpoint.keep=99", "optim.lr_scheduler_type=constant"]
     done = run(output, tiny(random_model, output, *options), ranks=2, fault=fault)
-    assert done.said().count("warning: a gradient is not finite") == 1
+    assert done.text().count("warning: a gradient is not finite") == 1
     assert [line["skipped_updates"] for line in lines(output)[1:]] == [0, 0, 0, 1, 0, 0]
     weights = [bits(output, step)["model.safetensors"] for step in range(1, STEPS + 1)]
     assert weights[2] == weights[3] and len(set(weights)) == STEPS - 1
     stopped = tmp_path / "stopped"
     started = Started(stopped, tiny(random_model, stopped, "optim.on_nonfinite=stop"), ranks=2, fault=fault + "2")
     assert started.end() == 1
-    assert "had a gradient that is not finite: lower optim.learning_rate" in started.said()
+    assert "had a gradient that is not finite: lower optim.learning_rate" in started.text()
     assert {path.name for path in stopped.glob("checkpoint-*")} == {"checkpoint-3"}
     assert bits(stopped, 3)["model.safetensors"] == weights[2]
 
@@ -108,11 +114,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, numbe
 @pytest.mark.slow
 def test_torchrun_killed_takes_its_ranks_along(tmp_path, random_model):
     output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), ranks=2, fault="rank=1 step=2 place=rollout do=sleep:60")
+    started = Started(
+        output, tiny(random_model, output), ranks=2, fault="rank=1 step=2 place=rollout do=sleep:60", torchrun=[]
+    )
     started.wait_for("FAULT")
     started.kill(signal.SIGKILL)
     assert started.end() == -signal.SIGKILL
-    assert "preempted at step 2" in started.said()
+    assert "preempted at step 2" in started.text()
     assert json.loads((output / "checkpoint-2" / "trainer" / "state.json").read_text())["step"] == 2
 
 
@@ -121,7 +129,7 @@ def test_torchrun_killed_takes_its_ranks_along(tmp_path, random_model):
 def test_torchrun_killed_before_its_ranks_are_ready(tmp_path, random_model, delay):
     """They have not asked the kernel yet, or wait for each other at a store that is no more: none stays behind."""
     output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), ranks=2)
+    started = Started(output, tiny(random_model, output), ranks=2, torchrun=[])
     deadline = time.monotonic() + 60
     while len(started.ranks()) < 2:
         assert time.monotonic() < deadline

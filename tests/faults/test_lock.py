@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from harness import Started, run, tiny
 
-from grpo.run.lock import NAME, Lock
+from grpo.run.lock import LOCK_FILE, Lock
 from train_grpo import main
 
 HOLD = "import sys, time; from pathlib import Path; from grpo.run.lock import Lock; Lock().acquire(Path(sys.argv[1])) or print('held', flush=True); time.sleep(60)"
@@ -23,7 +23,7 @@ def holder(tmp_path):
     process.wait()
 
 
-def test_a_second_one_is_refused_and_told_by_whom(tmp_path, holder):
+def test_a_second_run_is_refused_with_the_pid_of_the_first(tmp_path, holder):
     with pytest.raises(
         ValueError, match=rf"is in use by another run \(process {holder.pid} on .+\): wait for it, stop it, or"
     ):
@@ -33,20 +33,20 @@ def test_a_second_one_is_refused_and_told_by_whom(tmp_path, holder):
 def test_a_killed_holder_leaves_no_lock(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert (tmp_path / NAME).exists()
+    assert (tmp_path / LOCK_FILE).exists()
     lock = Lock()
     lock.acquire(tmp_path)
     lock.release()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_a_lock_file_that_goes_away_meanwhile_is_no_lock(tmp_path):
+def test_a_deleted_lock_file_is_created_and_locked_again(tmp_path):
     """The one before deletes it between our open and our lock: two would hold two files of one name."""
     first, second = Lock(), Lock()
     first.acquire(tmp_path)
-    (tmp_path / NAME).unlink()
+    (tmp_path / LOCK_FILE).unlink()
     second.acquire(tmp_path)
-    assert (tmp_path / NAME).stat().st_ino != 0
+    assert (tmp_path / LOCK_FILE).stat().st_ino != 0
     first._handle, handle = None, first._handle  # as if it had been killed
     del handle
     with pytest.raises(ValueError, match="in use"):
@@ -54,7 +54,7 @@ def test_a_lock_file_that_goes_away_meanwhile_is_no_lock(tmp_path):
     second.release()
 
 
-def test_a_run_on_a_locked_folder_says_one_line(capsys, tmp_path, random_model, holder):
+def test_a_run_on_a_locked_folder_gives_a_one_line_error(capsys, tmp_path, random_model, holder):
     (tmp_path / "config.yaml").write_text("")
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main([f"output_dir={tmp_path}", f"model.name_or_path={random_model}", "runtime.threads_per_rank=1"]) == 2
@@ -73,8 +73,8 @@ def test_two_starts_of_one_command(tmp_path, random_model):
     first.wait_for("FAULT")
     second = Started(output, tiny(random_model, output), ranks=2)
     assert second.end(alone=False) == 1
-    assert second.said().count("error: ") == 1
-    assert f"is in use by another run (process {first.ranks()[0]} on " in second.said()
+    assert second.text().count("error: ") == 1
+    assert f"is in use by another run (process {first.ranks()[0]} on " in second.text()
     for rank in (0, 1):
         first.kill(signal.SIGKILL, rank)
     assert first.end() == 1

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, save_random_model, small_run
-from harness import Started, assert_same_run, lines, run, tiny
-from safetensors.torch import load_file
+from harness import Started, assert_same_run, run, tiny
+from outputs import assert_same_weights, lines, weights
 
 from grpo.telemetry.samples import read_samples
 from train_grpo import main
@@ -21,12 +21,8 @@ def inside(arguments) -> int:
     return main([*arguments, "runtime.threads_per_rank=1"])
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
 def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_path, random_model):
-    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay; it is said once."""
+    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay; it is printed once."""
     steps, lr, decay = 12, 1e-3, 0.1
     options = [
         f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0", f"optim.max_steps={steps}",
@@ -54,8 +50,7 @@ def test_all_completions_truncated_and_masked(tmp_path, random_model):
     assert inside([*small_run(model, tmp_path / "run"), *options]) == 0
     for line in lines(tmp_path / "run"):
         assert line["completions/clipped_ratio"] == 1.0 and line["grad_norm"] == 0.0 and line["skipped_updates"] == 0
-    before = weights(model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "run" / "checkpoint-2").items())
+    assert_same_weights(model, tmp_path / "run" / "checkpoint-2")
 
 
 def test_empty_completions(tmp_path, random_model):
@@ -165,7 +160,7 @@ def test_rewards_that_hang_kill_their_worker_and_print_megabytes(tmp_path, rando
     options = [f"reward.functions=[{functions}]", "reward.timeout_s=1", "optim.max_steps=2", "eval.before_training=false",
                "data.max_eval_samples=2"]  # fmt: skip
     done = run(output, [*small_run(random_model, output), *options], ranks=2)
-    assert len(done.said()) < 700_000, "of the megabytes 32 KiB a step and worker are passed on"
+    assert len(done.text()) < 700_000, "of the megabytes 32 KiB a step and worker are passed on"
     for line in lines(output):
         assert 0 < line["rewards/hangs_on_one/errors"] < 24
         assert 0 < line["rewards/kills_its_worker/errors"] < 24
@@ -216,4 +211,4 @@ def test_wandb_dies_while_the_run_is_on(tmp_path, random_model):
     assert started.end() == 0
     assert [line["step"] for line in lines(output)] == [0, 1, 2, 3, 4, 5, 6]
     assert (output / "checkpoint-6" / "manifest.json").exists()
-    assert started.said().count("warning: wandb stopped (") == started.said().count("warning: ") == 1
+    assert started.text().count("warning: wandb stopped (") == started.text().count("warning: ") == 1

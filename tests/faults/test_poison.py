@@ -4,12 +4,10 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, environment_of_runs, run_forked
 from harness import tiny
 
 from train_grpo import main
@@ -37,7 +35,7 @@ def with_true_manifest(folder) -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "reference.pt"])
-def test_a_poisoned_pickle_in_a_checkpoint_is_one_line(capsys, tmp_path, random_model, name):
+def test_a_poisoned_pickle_in_a_checkpoint_gives_a_one_line_error(capsys, tmp_path, random_model, name):
     output, options = tmp_path / "run", ["algorithm.ref_sync_steps=2", "checkpoint.save_steps=1"]
     assert start(random_model, output, *options, "optim.max_steps=2") == 0
     poisoned = output / "checkpoint-2"
@@ -62,15 +60,15 @@ def test_a_poisoned_pickle_in_place_of_weights(capsys, tmp_path, random_model):
 
 
 def test_code_beside_a_model_is_not_run_unless_asked(tmp_path, random_model):
-    """In a process of its own: transformers may ask on the terminal whether to run it."""
+    """In a process of its own: transformers may ask on standard input whether to run it."""
     model = tmp_path / "model"
     shutil.copytree(random_model, model)
     (model / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'poisoned')!r})\nclass Evil: pass\n")
     config = json.loads((model / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
     (model / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, str(ROOT / "train_grpo.py"), *tiny(model, tmp_path / "run")]
-    done = subprocess.run(command, input="y\n", capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    arguments, env = tiny(model, tmp_path / "run"), environment_of_runs()
+    done = run_forked(ROOT / "train_grpo.py", arguments, timeout=120, env=env, stdin="y\n")
     assert done.returncode == 2
     assert "error: model.name_or_path=" in done.stderr and "cannot be loaded: The repository" in done.stderr
     assert not (tmp_path / "poisoned").exists()

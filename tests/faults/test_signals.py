@@ -25,13 +25,13 @@ def uninterrupted(tmp_path_factory, random_model):
 
 def continued(uninterrupted, model, output, *, ranks: int, from_step: int) -> None:
     done = run(output, tiny(model, output), ranks=ranks)
-    assert f"checkpoint-{from_step} at step {from_step}" in done.said()
+    assert f"checkpoint-{from_step} at step {from_step}" in done.text()
     assert_same_run(uninterrupted(ranks), output, STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_process_leaves_a_rollout_at_once(tmp_path, random_model, uninterrupted, number):
+def test_one_process_stops_during_a_rollout(tmp_path, random_model, uninterrupted, number):
     output = tmp_path / "run"
     started = Started(output, tiny(random_model, output), fault="place=rollout step=2 do=sleep:60")
     started.wait_for("FAULT")
@@ -39,8 +39,8 @@ def test_one_process_leaves_a_rollout_at_once(tmp_path, random_model, uninterrup
     started.kill(number)
     assert started.end() == 128 + number
     assert time.monotonic() - asked < 10
-    assert f"preempted at step 2 of {STEPS}" in started.said()
-    assert "Traceback" not in started.said()
+    assert f"preempted at step 2 of {STEPS}" in started.text()
+    assert "Traceback" not in started.text()
     continued(uninterrupted, random_model, output, ranks=1, from_step=2)
 
 
@@ -63,24 +63,26 @@ PLACES = {
         ("reward", "rank 1"),
         ("update", "torchrun"),
         ("evaluation", "rank 0"),
-        ("evaluation", "torchrun"),
     ],
 )
-def test_two_ranks_agree(tmp_path, random_model, uninterrupted, place, to):
+def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, to):
     """Also where one alone is told, and it is not the one that takes long."""
     fault, step = PLACES[place]
     output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), ranks=2, fault=fault.format(once=tmp_path / "once"))
+    launched = {"torchrun": []} if to == "torchrun" else {}
+    fault = fault.format(once=tmp_path / "once")
+    started = Started(output, tiny(random_model, output), ranks=2, fault=fault, **launched)
     started.wait_for("FAULT")
     asked = time.monotonic()
     started.kill(signal.SIGTERM, None if to == "torchrun" else int(to[-1]))
     assert started.end() != 0
     assert time.monotonic() - asked < 20, "within torchrun's 30 seconds of grace"
-    said = started.said()
-    assert said.count(f"preempted at step {step} of {STEPS}") == 1
+    printed = started.text()
+    assert printed.count(f"preempted at step {step} of {STEPS}") == 1
     if to != "torchrun":
-        assert f"exitcode  : {128 + signal.SIGTERM}" in said
-    assert "forcefully exiting" not in said
+        # A rank that has finished may get the launcher's SIGTERM as well, while it exits.
+        assert {128 + signal.SIGTERM} <= set(started.process.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}
+    assert "forcefully exiting" not in printed
     continued(uninterrupted, random_model, output, ranks=2, from_step=step)
 
 
@@ -88,17 +90,19 @@ def test_two_ranks_agree(tmp_path, random_model, uninterrupted, place, to):
 def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, uninterrupted):
     """A terminal sends SIGINT to all processes of the group, and torchrun passes it on once more."""
     output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), ranks=2, fault="place=rollout step=2 do=sleep:60")
+    started = Started(
+        output, tiny(random_model, output), ranks=2, fault="place=rollout step=2 do=sleep:60", torchrun=[]
+    )
     started.wait_for("FAULT")
     for rank in (0, 1, None):
         started.kill(signal.SIGINT, rank)
     assert started.end() != 0
-    assert f"preempted at step 2 of {STEPS}" in started.said()
+    assert f"preempted at step 2 of {STEPS}" in started.text()
     continued(uninterrupted, random_model, output, ranks=2, from_step=2)
 
 
 @pytest.mark.slow
-def test_the_second_signal_ends_it_at_once(tmp_path, random_model, uninterrupted):
+def test_a_second_signal_ends_the_run_at_once(tmp_path, random_model, uninterrupted):
     """The first cannot be followed (one rank sleeps inside the update, the other waits for it in a collective)."""
     output = tmp_path / "run"
     started = Started(
@@ -117,13 +121,13 @@ def test_the_second_signal_ends_it_at_once(tmp_path, random_model, uninterrupted
         started.kill(signal.SIGTERM, rank)
     assert started.end() != 0
     assert time.monotonic() - asked < 8
-    assert "SIGTERM for the second time: left at once in phase 'update'" in started.said()
+    assert "second SIGTERM: exiting at once, in phase 'update'" in started.text()
     run(output, tiny(random_model, output, "checkpoint.save_steps=1"), ranks=2)
     assert_same_run(uninterrupted(2), output, STEPS)
 
 
 @pytest.mark.slow
-def test_sigusr1_saves_and_goes_on(tmp_path, random_model, uninterrupted):
+def test_sigusr1_saves_and_training_continues(tmp_path, random_model, uninterrupted):
     """To a rank that does not write."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, "checkpoint.keep=9")

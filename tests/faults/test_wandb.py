@@ -59,19 +59,19 @@ def online(mood: str, model, output, *, ranks: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mood", ["refuses", "stalls"])
-def test_ill_from_the_start(tmp_path, random_model, without, mood):
+def test_a_server_that_fails_from_the_start(tmp_path, random_model, without, mood):
     output = tmp_path / "run"
     with online(mood, random_model, output, ranks=1) as (_, started):
         assert started.end() == 0
-    assert started.said().count("warning: ") == 1
-    assert "warning: wandb online failed" in started.said() and "going on offline" in started.said()
+    assert started.text().count("warning: ") == 1
+    assert "warning: wandb online failed" in started.text() and "going on offline" in started.text()
     assert_same_run(without(1), output, STEPS)
     assert list(output.glob("wandb/offline-run-*/*.wandb"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mood", "ranks"), [("dead", 1), ("stalls", 1), ("refuses", 1), ("dead", 2)])
-def test_falls_ill_in_the_middle(tmp_path, random_model, without, mood, ranks):
+@pytest.mark.parametrize(("mood", "ranks"), [("stalls", 1), ("refuses", 1), ("dead", 2)])
+def test_a_server_that_fails_during_the_run(tmp_path, random_model, without, mood, ranks):
     """Tables, for which wandb waits, are due at every step here."""
     output = tmp_path / "run"
     with online("well", random_model, output, ranks=ranks) as (server, started):
@@ -80,23 +80,23 @@ def test_falls_ill_in_the_middle(tmp_path, random_model, without, mood, ranks):
         ill = time.monotonic()
         assert started.end() == 0
         assert time.monotonic() - ill < 75, "two tables of 8 s, the end of 20 s, wandb's own, the rest of the run"
-    said = started.said()
-    assert said.count(UNSENT) == 1
+    printed = started.text()
+    assert printed.count(UNSENT) == 1
     if mood != "refuses":  # is quick, and tells wandb that there is nothing to wait for
-        assert said.count("note: wandb kept a table waiting") == 1
-        assert said.count("warning: wandb could not finish (") == said.count("warning: ") == 1
+        assert printed.count("note: wandb kept a table waiting") == 1
+        assert printed.count("warning: wandb could not finish (") == printed.count("warning: ") == 1
     assert_same_run(without(ranks), output, STEPS)
     (part,) = output.glob("wandb/run-*")
     with service("well") as server:
         env = os.environ | environment(server.url, tmp_path)
         command = [sys.executable, "-m", "wandb", "sync", "--no-skip-online", str(part)]
-        assert f"wandb sync --no-skip-online {part}" in said or mood == "refuses"
+        assert f"wandb sync --no-skip-online {part}" in printed or mood == "refuses"
         subprocess.run(command, env=env, cwd=tmp_path, timeout=120, check=True)
         assert [line["step"] for line in server.lines] == list(range(STEPS + 1)), "sent later"
 
 
 @pytest.mark.slow
-def test_stopped_while_the_server_is_dead(tmp_path, random_model, without):
+def test_stopped_while_the_server_does_not_answer(tmp_path, random_model, without):
     """The state is on disk within torchrun's grace, before wandb is waited for; then the same command goes on."""
     output = tmp_path / "run"
     with online("well", random_model, output, ranks=2) as (server, started):
@@ -105,18 +105,18 @@ def test_stopped_while_the_server_is_dead(tmp_path, random_model, without):
         started.wait_for(f"\nstep 3/{STEPS}")  # now its tables are waited for
         started.kill(signal.SIGTERM)
         assert started.end() != 0
-    assert started.said().count("preempted at step ") == 1
+    assert started.text().count("preempted at step ") == 1
     run(output, arguments(random_model, output), ranks=2)
     assert_same_run(without(2), output, STEPS)
 
 
 @pytest.mark.slow
-def test_a_server_that_is_well_gets_every_point(tmp_path, random_model, without):
+def test_a_working_server_gets_every_step(tmp_path, random_model, without):
     """With their tables: so the tests above see a server fall that all was asked of."""
     output = tmp_path / "run"
     with online("well", random_model, output, ranks=1) as (server, started):
         assert started.end() == 0
         assert [line["step"] for line in server.lines] == list(range(STEPS + 1))
         assert all("completions" in line for line in server.lines[1:])
-    assert "warning: " not in started.said() and "note: wandb" not in started.said()
+    assert "warning: " not in started.text() and "note: wandb" not in started.text()
     assert_same_run(without(1), output, STEPS)

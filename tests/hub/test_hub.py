@@ -10,6 +10,9 @@ import pytest
 from conftest import ROOT, run_trainer
 from hub_service import hub, pointed_at, publish
 
+from grpo.config import load_config
+from grpo.data import load_rows
+
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1:,}"} for i in range(990, 1210)]
 
 
@@ -39,7 +42,9 @@ def test_gsm8k_of_the_hub_is_the_gsm8k_of_the_files(tmp_path, assets):
     train, test = from_hub
     assert [len(train[0]), len(test[0])] == [7473, 1319]
     local = (f"data.dataset={files['train']}", f"data.eval_dataset={files['test']}", "data.eval_split=train")
-    assert from_hub == rows_of(env, *config, *local)
+    loaded = load_config([*config, *local])
+    rows = [load_rows(loaded.data, train=is_train, seed=0) for is_train in (True, False)]
+    assert from_hub == json.loads(json.dumps([[r.prompts, r.columns] for r in rows]))
 
 
 @pytest.mark.slow
@@ -52,8 +57,8 @@ def test_a_run_takes_data_and_model_from_the_hub_and_again_from_its_cache(tmp_pa
     )  # fmt: skip
     with hub(tmp_path / "hub") as (endpoint, asked):
         env = pointed_at(endpoint, tmp_path / "cache")
-        said = run_trainer(*small, f"output_dir={tmp_path}/run", env=env).stdout
-        assert "openai/gsm8k: 20 problems to train on; 4 to evaluate on" in said
+        printed = run_trainer(*small, f"output_dir={tmp_path}/run", env=env).stdout
+        assert "openai/gsm8k: 20 problems to train on; 4 to evaluate on" in printed
         fetched = [line.rpartition("/")[2] for line in asked if line.startswith("GET") and "/resolve/" in line]
         assert {"train-00000-of-00001.parquet", "model.safetensors", "tokenizer.json"} <= set(fetched)
         for settings, message in (

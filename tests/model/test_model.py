@@ -16,7 +16,7 @@ from grpo.model import (
     use_fp32_head,
 )
 from grpo.rollout import Sampling, generate
-from grpo.run.optimizer import make_optimizer, make_schedule
+from grpo.run.optimizer import make_lr_schedule, make_optimizer
 
 
 def test_master_weights_are_fp32_whatever_the_checkpoint(random_model, tmp_path):
@@ -121,7 +121,7 @@ def test_a_reference_that_would_change_stays_in_fp32(random_model, kind):
 
 def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[float]:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
-    schedule = make_schedule(optimizer, name=name, num_updates=steps, warmup_steps=warmup, min_lr=min_lr)
+    schedule = make_lr_schedule(optimizer, name=name, num_updates=steps, warmup_steps=warmup, min_lr=min_lr)
     found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
@@ -210,7 +210,7 @@ def sampled_and_scored(policy, packed: bool):
     assert scorer.plain_head, "as a pass of its own, before the hook sees the states"
     hook = head.register_forward_hook(lambda module, inputs, logits: seen.append(inputs[0]))
     with torch.no_grad(), policy.autocast():
-        scored_BT, _ = scorer(*batch.to_score)
+        scored_BT, _ = scorer(*batch.scorer_inputs)
     hook.remove()
     (hidden_NH,) = seen
     mask_BT = batch.completion_mask_BT

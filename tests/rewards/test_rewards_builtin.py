@@ -1,5 +1,6 @@
 """The built-in rewards and the helpers under them, with values worked by hand."""
 
+import sys
 import time
 from fractions import Fraction
 
@@ -100,13 +101,13 @@ def test_the_default_format_needs_each_tag_once():
 @pytest.mark.parametrize(
     "unit", ["1,", "111,", "1", "1 ", "-", ".", "<think></think>", " ", "1e", "$", "=\t", "</answer> "]
 )
-def test_a_megabyte_of_anything_is_read_quickly(unit):
-    text = unit * (1_000_000 // len(unit))
+def test_long_texts_are_read_in_linear_time(unit):
+    text = unit * (200_000 // len(unit))
     start = time.perf_counter()
     for variant in (text, "<think>" + text, "<think>" + text + "</think><answer>" + text + "</answer>x"):
         extract_answer(variant), extract_answer(variant, "lenient"), has_format(variant)
         answers_equal(variant, "5"), load_reward("tag_groups")([""], [variant])
-    assert time.perf_counter() - start < 5  # about 0.5 s on an idle core; a quadratic pattern would take hours
+    assert time.perf_counter() - start < 3  # about 0.1 s on an idle core; a quadratic pattern takes minutes
 
 
 def test_completion_text_of_both_kinds():
@@ -125,7 +126,7 @@ def test_accuracy():
     assert accuracy([""] * 4, texts, answer=[4, 4.0, "4", ""], mode="lenient", value=2.0) == [2.0, 2.0, 0.0, None]
     chat = [[{"role": "assistant", "content": "<SOLUTION>1,000</SOLUTION>"}]]
     assert accuracy(["q"], chat, gold=["$1000"], column="gold", tag="SOLUTION") == [1.0]
-    with pytest.raises(ValueError, match="needs the column 'answer'; the rows have \\['solution'\\]"):
+    with pytest.raises(ValueError, match="'accuracy' needs the column\\(s\\) answer; the rows have solution"):
         accuracy(["q"], ["a"], solution=["4"])
 
 
@@ -177,6 +178,8 @@ def test_countdown():
 def test_expressions_are_exact_and_bounded():
     assert evaluate_expression("1/3 + 1/3 + 1/3") == (1, [1, 3, 1, 3, 1, 3])
     assert evaluate_expression("2 - -(3 - 1) * 4 ÷ [2]") == (6, [2, 3, 1, 4, 2])
+    for text, value in (("8-3-2", 3), ("8/4/2", 1), ("2+3*4", 14), (" (1 + 2) * 3 / 4 ", Fraction(9, 4))):
+        assert evaluate_expression(text)[0] == value
     for wrong in (
         "",
         "1 +",
@@ -188,8 +191,21 @@ def test_expressions_are_exact_and_bounded():
         "1/(2-2)",
         "1.5",
         "a",
+        "()",
+        "3(4)",
+        "1//2",
+        "1e5",
+        "1_000",
+        "1=1",
+        "²",
+        "٣+1",
+        "３+1",
+        "__import__('os').getcwd()",
+        "9**9**9",
         "9" * 501,
+        "1" + "+1" * 500,
         "(" * 60 + "1" + ")" * 60,
+        "(" * 5000 + "1" + ")" * 5000,
     ):
         with pytest.raises(ValueError):
             evaluate_expression(wrong)
@@ -223,3 +239,19 @@ def test_arguments_are_checked_before_any_row():
     for name, args in [("accuracy", {"mode": "x"}), ("accuracy", {"tag": "<answer>"}), ("format", {"value": "1"})]:
         with pytest.raises(ValueError):
             load_reward(name)([], [], **args)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("math_verify", "math_verify", "math"),
+        ("r1_zero", "math_verify", "math"),
+        ("reasoning_gym", "reasoning_gym", "gym"),
+    ],
+)
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(name, package, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        ValueError, match=rf"^reward '{name}' needs the package {package} .*pip install -e '\.\[{extra}\]'$"
+    ):
+        load_reward(name)([], [])

@@ -75,7 +75,7 @@ def test_a_classifier_needs_one_label(classifier):
             RewardRunner([RewardSpec(f"classifier:{classifier[1]}", 1.0, {"batch_size": value})]).check()
 
 
-def test_a_classifier_that_is_cut_off_or_untrained_is_refused(classifier, tmp_path):
+def test_a_truncated_or_untrained_classifier_is_refused(classifier, tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = shutil.copytree(classifier[1], tmp_path / "copy")
@@ -100,7 +100,7 @@ def test_a_classifier_without_a_hub_is_refused_at_once(tmp_path):
     assert "cannot be loaded: it is no folder here, the Hub cannot be reached" in done.stderr
 
 
-def test_a_classifier_is_asked_in_batches(classifier):
+def test_a_classifier_scores_in_batches(classifier):
     with RewardRunner([RewardSpec(f"classifier:{classifier[1]}", 1.0, {"batch_size": 2})]) as runner:
         runner.check()
         rows = []

@@ -78,7 +78,7 @@ def test_unknown_names(spec, message):
         ("f = 3\n", "'f' is not callable but a int"),
     ],
 )
-def test_files_that_do_not_do(write, text, message):
+def test_files_that_cannot_be_loaded(write, text, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_reward(write(text) + ":f")
     assert "\n" not in str(caught.value)

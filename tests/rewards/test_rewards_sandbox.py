@@ -1,5 +1,6 @@
 """The sandbox attacked. Every attack is bounded itself, so that a sandbox that fails does not take the machine with it."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from grpo.rewards.sandbox import Limits, SandboxUnavailable, run_python
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(test_seconds=1.5, total_seconds=4.0, memory_mb=256, disk_mb=4, processes=8, output_kb=256)
+SHORT = dataclasses.replace(LIMITS, test_seconds=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +33,16 @@ def sandboxed():
 
 @pytest.fixture
 def attack(sandboxed):
-    """``attack(code)`` -> its verdict and output; a test after it must find the sandbox unharmed, and nothing may be left."""
+    """``attack(code)`` -> its status and output. Then a second test must pass in the same sandbox, and no process may be left."""
 
-    def attack(code):
+    def attack(code, limits=LIMITS):
         before = _sandbox_processes()
-        verdict, after = run_python(
-            f"if input() == 'attack':\n{_indented(code)}", [{"input": "attack"}, {"input": "-"}], LIMITS
+        result, after = run_python(
+            f"if input() == 'attack':\n{_indented(code)}", [{"input": "attack"}, {"input": "-"}], limits
         )
         assert after.status == "passed"
         assert _sandbox_processes() <= before
-        return verdict
+        return result
 
     return attack
 
@@ -79,7 +81,7 @@ def test_fraction_of_tests_passed(sandboxed):
 
 
 def test_through_the_runner(sandboxed):
-    spec = RewardSpec("python_tests", 1.0, {"total_seconds": 1.0})
+    spec = RewardSpec("python_tests", 1.0, {"total_seconds": 0.5})
     with RewardRunner([spec], timeout_s=10.0) as runner:
         runner.check(["tests"])
         texts = [
@@ -101,29 +103,29 @@ def test_through_the_runner(sandboxed):
 
 
 def test_what_programs_need_works(attack):
-    verdict = attack("""
+    result = attack("""
 import asyncio, collections, decimal, itertools, json, math, random, re, tempfile, threading
 async def main(): await asyncio.sleep(0.001); print("async")
 asyncio.run(main())
 thread = threading.Thread(target=print, args=("thread",)); thread.start()
 with tempfile.TemporaryFile("w+") as f: f.write("file"); f.seek(0); print(f.read())
 """)
-    assert verdict.status == "passed" and sorted(verdict.output.split()) == ["async", "file", "thread"]
+    assert result.status == "passed" and sorted(result.output.split()) == ["async", "file", "thread"]
 
 
 def test_infinite_loop(attack):
     start = time.perf_counter()
-    assert attack("while True: pass").status == "timeout"
-    assert time.perf_counter() - start < 6
+    assert attack("while True: pass", SHORT).status == "timeout"
+    assert time.perf_counter() - start < 5
 
 
 def test_a_loop_that_catches_everything_and_drips_output(attack):
     code = "import signal, time\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except Exception: pass\n"
-    assert attack(code + "while True:\n    print('x', flush=True); time.sleep(0.001)").status == "timeout"
+    assert attack(code + "while True:\n    print('x', flush=True); time.sleep(0.001)", SHORT).status == "timeout"
 
 
 def test_fork_bomb(attack):
-    verdict = attack("""
+    result = attack("""
 import os, time
 forked = 0
 for _ in range(200):
@@ -136,7 +138,7 @@ for _ in range(200):
         break
 print(forked)
 """)
-    assert int(verdict.output) < LIMITS.processes + 1
+    assert int(result.output) < LIMITS.processes + 1
 
 
 def test_fork_bomb_of_generations(attack):
@@ -152,7 +154,7 @@ import time; time.sleep(30)
 
 
 def test_threads_count_too(attack):
-    verdict = attack("""
+    result = attack("""
 import threading, time
 started = 0
 for _ in range(200):
@@ -160,11 +162,11 @@ for _ in range(200):
     except RuntimeError: break
 print(started)
 """)
-    assert int(verdict.output) < LIMITS.processes + 1
+    assert int(result.output) < LIMITS.processes + 1
 
 
 def test_allocation(attack):
-    verdict = attack("""
+    result = attack("""
 blocks = []
 try:
     for _ in range(1000): blocks.append(bytearray(10 << 20))   # 10 GB, but no more
@@ -172,11 +174,11 @@ except MemoryError: pass
 count = len(blocks); del blocks
 print(count * 10)
 """)
-    assert 0 < int(verdict.output) <= LIMITS.memory_mb
+    assert 0 < int(result.output) <= LIMITS.memory_mb
 
 
 def test_allocation_outside_the_address_space(attack):
-    verdict = attack("""
+    result = attack("""
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 try: os.memfd_create("x"); print("memfd")
@@ -189,12 +191,12 @@ try:
 except OSError: pass
 print(total >> 20)
 """)
-    assert int(verdict.output) <= LIMITS.disk_mb
+    assert int(result.output) <= LIMITS.disk_mb
 
 
 def test_flood_of_output(attack):
-    verdict = attack("for _ in range(1024): print('x' * (1 << 20))")
-    assert verdict.status == "output" and verdict.output == ""
+    result = attack("for _ in range(1024): print('x' * (1 << 20))")
+    assert result.status == "output" and result.output == ""
 
 
 @pytest.fixture
@@ -209,46 +211,46 @@ def test_reading_files_outside(attack, open_folder):
     secret = open_folder / "secret"
     secret.write_text("the secret")
     secret.chmod(0o644)
-    verdict = attack(f"""
+    result = attack(f"""
 import os
 for path in [{str(secret)!r}, {__file__!r}, "/etc/passwd", "/etc/hostname", "/proc/1/environ", "/proc/self/maps", "/dev/mem", {"/.." + str(secret)!r}]:
     try: print(path, open(path).read()[:50])
     except OSError: pass
 print(sorted(os.listdir("/")), os.listdir("/sandbox"), os.environ.get("PATH"), len(os.environ))
 """)
-    assert "secret" not in verdict.output and __file__ not in verdict.output and "/proc" not in verdict.output
-    assert "/etc/" not in verdict.output and verdict.output.strip().endswith("[] None 2")
+    assert "secret" not in result.output and __file__ not in result.output and "/proc" not in result.output
+    assert "/etc/" not in result.output and result.output.strip().endswith("[] None 2")
 
 
 def test_writing_files_outside(attack, open_folder):
     victim = open_folder / "victim"
     victim.write_text("unharmed")
     victim.chmod(0o666)
-    verdict = attack(f"""
+    result = attack(f"""
 import os
 for path in [{str(victim)!r}, {"/.." + str(victim)!r}, {str(open_folder / "new")!r}, "/new", "/etc/new", os.path.join(os.path.dirname(os.__file__), "new.py")]:
     try: open(path, "w").write("harm"); print("wrote", path)
     except OSError: pass
 open("/sandbox/mine", "w").write("x"); open("/tmp/mine too", "w").write("x")
 """)
-    assert verdict.status == "passed" and verdict.output == ""
+    assert result.status == "passed" and result.output == ""
     assert victim.read_text() == "unharmed" and not (open_folder / "new").exists()
 
 
 def test_sockets(attack):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        verdict = attack(f"""
+        result = attack(f"""
 import socket
 for family, address in [(socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_UNIX, "/sandbox/s")]:
     try: s = socket.socket(family); print("socket"); s.connect(address); print("connected")
     except OSError: pass
 """)
-    assert verdict.output == ""
+    assert result.output == ""
 
 
 def test_killing_the_parent_and_everything(attack):
-    verdict = attack("""
+    result = attack("""
 import os, signal
 for victim in (os.getppid(), 1, -1, 0):
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
@@ -257,32 +259,32 @@ for victim in (os.getppid(), 1, -1, 0):
         except OSError: pass
 print(os.getppid())
 """)
-    assert verdict.output == "1\n"
+    assert result.output == "1\n"
     attack(f"import os\ntry: os.kill({os.getpid()}, 9)\nexcept OSError: pass")
 
 
 def test_altering_the_driver(attack):
-    verdict = attack("""
+    result = attack("""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 print(libc.ptrace(16, 1, 0, 0), libc.unshare(0x10000000), libc.setns(0, 0), libc.mount(b"a", b"/sandbox", b"tmpfs", 0, b""))
 """)
-    assert verdict.output.split() == ["-1"] * 4
+    assert result.output.split() == ["-1"] * 4
 
 
 def test_becoming_root(attack):
-    verdict = attack("""
+    result = attack("""
 import os
 print(os.getuid() == 0, os.getgid() == 0)
 for become in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0]), lambda: os.chroot("/sandbox")):
     try: become(); print("became")
     except OSError: pass
 """)
-    assert "became" not in verdict.output and (os.getuid() or verdict.output.startswith("False"))
+    assert "became" not in result.output and (os.getuid() or result.output.startswith("False"))
 
 
 def test_daemons(attack):
-    verdict = attack("""
+    result = attack("""
 import os, signal, time
 if os.fork() == 0:
     os.setsid()
@@ -294,7 +296,7 @@ if os.fork() == 0:
     os._exit(0)
 print("left")
 """)
-    assert verdict.output == "left\n"  # and the fixture saw that it is gone
+    assert result.output == "left\n"  # and the fixture saw that it is gone
 
 
 def test_a_forged_exit_is_no_pass(sandboxed):
@@ -309,12 +311,12 @@ def test_expected_outputs_are_not_in_the_sandbox(sandboxed):
 
 def test_time_is_shared_by_all_tests(sandboxed):
     start = time.perf_counter()
-    verdicts = run_python("while True: pass", [{"code": ""}] * 20, Limits(test_seconds=0.5, total_seconds=1.0))
-    assert {verdict.status for verdict in verdicts} == {"timeout"} and len(verdicts) == 20
+    results = run_python("while True: pass", [{"code": ""}] * 20, Limits(test_seconds=0.3, total_seconds=0.6))
+    assert {result.status for result in results} == {"timeout"} and len(results) == 20
     assert time.perf_counter() - start < 4
 
 
-def test_nothing_survives_the_one_who_asked(sandboxed):
+def test_the_sandbox_ends_with_the_process_that_started_it(sandboxed):
     code = "from grpo.rewards.sandbox import *; print('go', flush=True); run_python('while True: pass', [{'code': ''}], Limits(60, 60))"
     before = _sandbox_processes()
     asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
@@ -339,11 +341,11 @@ def test_it_leaves_no_folder_behind(sandboxed, tmp_path, monkeypatch):
     assert set(Path("/tmp").glob("grpo-sandbox-*")) <= before
 
 
-def test_without_a_layer_it_refuses_unless_told_otherwise():
+def test_a_missing_layer_is_an_error_unless_allow_unsandboxed():
     with pytest.raises(SandboxUnavailable, match=r"cannot give the sandbox .*a moat, .*allow_unsandboxed: true"):
         run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat")
-    verdicts = run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat", allow_unsandboxed=True)
-    assert verdicts[0].status == "passed"
+    (result,) = run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat", allow_unsandboxed=True)
+    assert result.status == "passed"
 
 
 def test_settings():

@@ -14,23 +14,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from grpo.model import make_reference
 from grpo.run.checkpoint import (
     BrokenCheckpoint,
+    dry_run_save,
     find_newest_valid,
     list_checkpoints,
     read_state,
     recover,
-    rehearse_save,
     restore,
     save_checkpoint,
     verify,
 )
-from grpo.run.optimizer import make_optimizer, make_schedule
+from grpo.run.optimizer import make_lr_schedule, make_optimizer
 
 
 def trained(folder, updates: int = 3):
     """A policy with an optimizer that has moments and a schedule that has moved."""
     policy = load(folder)
     optimizer = make_optimizer(policy.model, learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    schedule = make_schedule(optimizer, name="linear", num_updates=10, warmup_steps=0, min_lr=None)
+    schedule = make_lr_schedule(optimizer, name="linear", num_updates=10, warmup_steps=0, min_lr=None)
     for _ in range(updates):
         policy.model(torch.tensor([[5, 6, 7]])).logits.logsumexp(-1).sum().backward()
         optimizer.step()
@@ -157,11 +157,11 @@ def test_an_odd_generation_config_does_not_stop_a_save(random_model, tmp_path):
 
 
 def test_rehearsal_leaves_nothing(random_model, tmp_path):
-    rehearse_save(tmp_path, **trained(random_model))
+    dry_run_save(tmp_path, **trained(random_model))
     assert os.listdir(tmp_path) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        rehearse_save(tmp_path / "file", **trained(random_model))
+        dry_run_save(tmp_path / "file", **trained(random_model))
 
 
 def test_a_pickle_in_a_checkpoint_is_not_run(random_model, tmp_path):

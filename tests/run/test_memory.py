@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo.logprobs import CompletionScorer
-from grpo.run.memory import Memory, estimate, line
+from grpo.run.memory.estimate import Memory, estimate, line
 
 SIZES = {
     "hidden_size": 128,
@@ -41,19 +41,19 @@ def test_activations_are_about_what_autograd_keeps(precision, checkpointing):
     model = Qwen2ForCausalLM(config).train()
     num_parameters = sum(p.numel() for p in model.parameters())
     options = dict(precision=precision, reference_bytes=7.0, gradient_checkpointing=checkpointing, tokens_in_flight=10)
-    memory = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, is_on_cpu=False, **options)
+    memory = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, on_cpu=False, **options)
     assert memory.states == 16 * num_parameters and memory.reference == 7
     # keys and values: 6 layers x 2 heads of 32
     bf16 = precision == "bf16"
     assert memory.cache == 2 * 6 * 64 * (2 if bf16 else 4) * 10 + 2 * num_parameters * bf16
-    on_cpu = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, is_on_cpu=True, **options)
-    assert on_cpu.cache == 2 * 6 * 64 * 4 * 10 + (2 if bf16 else 4) * num_parameters  # keys in fp32, copies re-ordered
+    there = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, on_cpu=True, **options)
+    assert there.cache == 2 * 6 * 64 * 4 * 10 + (2 if bf16 else 4) * num_parameters  # keys in fp32, copies re-ordered
     if checkpointing:
         whole = estimate(
             config,
             num_parameters,
             tokens_per_microbatch=400,
-            is_on_cpu=False,
+            on_cpu=False,
             **options | {"gradient_checkpointing": False},
         )
         assert memory.activations < 0.5 * whole.activations
@@ -65,6 +65,6 @@ def test_the_line_of_the_summary():
     memory = Memory(states=2 * 2**30, reference=2**29, cache=2**20, activations=2**30)
     assert memory.peak == 3.5 * 2**30
     assert line(memory) == (
-        "memory    about 3.5 GiB a rank: weights, gradients and optimizer 2.0 GiB, reference 0.5 GiB, then cache and copies 1 MiB while "
-        "sampling, activations 1.0 GiB in the update"
+        "memory    about 3.5 GiB a rank: weights, gradients and optimizer 2.0 GiB, reference 0.5 GiB, then KV cache and weight copies 1 MiB "
+        "while sampling, activations 1.0 GiB in the update"
     )

@@ -1,28 +1,33 @@
-"""Embedded tasks: the split, the noise, the countdown parser, and the tiny model."""
+"""Built-in tasks: the split, the demonstrations and the tiny model."""
 
+import functools
 import json
 import multiprocessing
 import random
 import re
 import subprocess
 import sys
-from fractions import Fraction
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from grpo.rewards.expression import evaluate_expression
 from grpo.tasks import TASKS, Task, load_task
 from grpo.tasks import arithmetic as arithmetic_module
 from grpo.tasks import countdown as countdown_module
 from grpo.tasks.arithmetic import columns
-from grpo.tasks.countdown import evaluate_expression
 from grpo.tasks.tiny import Recipe, build_tiny_model, build_tokenizer
 
 QUICK = Recipe(
     hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, clean_steps=1, noisy_steps=2, batch_size=4
 )
 FORMAT = re.compile(r"<think>[^<]*</think>\n<answer>[^<]*</answer>")
+
+
+@functools.cache
+def rows_of(name: str, split: str, seed: int = 0) -> list[dict]:
+    return load_task(name).rows(split, seed)
 
 
 # --- rows and their split
@@ -38,32 +43,33 @@ def test_an_unknown_task_names_the_known_ones():
 @pytest.mark.parametrize("name", TASKS)
 def test_train_and_eval_share_no_problem_whatever_the_seed(name: str):
     task = load_task(name)
-    train = {task.canonical(row) for seed in range(3) for row in task.rows("train", seed)}
-    held_out = {task.canonical(row) for seed in range(3) for row in task.rows("eval", seed + 7)}
-    assert not train & held_out
-    assert len(task.rows("train", 0)) == len({task.canonical(row) for row in task.rows("train", 0)}) >= 2000
-    assert len(task.rows("eval", 0)) == len({task.canonical(row) for row in task.rows("eval", 0)}) >= 512
+    train = [{task.problem_key(row) for row in rows_of(name, "train", seed)} for seed in range(2)]
+    evaluation = [{task.problem_key(row) for row in rows_of(name, "eval", seed)} for seed in (0, 3)]
+    assert not set.union(*train) & set.union(*evaluation)
+    assert len(rows_of(name, "train")) == len(train[0]) >= 2000, "no problem twice"
+    assert len(rows_of(name, "eval")) == len(evaluation[0]) >= 512
 
 
 def test_commutative_duplicates_are_one_problem():
     arithmetic, countdown = load_task("arithmetic"), load_task("countdown")
-    assert arithmetic.canonical({"prompt": "47+35="}) == arithmetic.canonical({"prompt": "35+47="})
-    assert arithmetic.canonical({"prompt": "47-35="}) != arithmetic.canonical({"prompt": "47+35="})
-    assert countdown.canonical({"target": 8, "numbers": [1, 2, 5]}) == countdown.canonical(
+    assert arithmetic.problem_key({"prompt": "47+35="}) == arithmetic.problem_key({"prompt": "35+47="})
+    assert arithmetic.problem_key({"prompt": "47-35="}) != arithmetic.problem_key({"prompt": "47+35="})
+    assert countdown.problem_key({"target": 8, "numbers": [1, 2, 5]}) == countdown.problem_key(
         {"target": 8, "numbers": [5, 1, 2]}
     )
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_rows_depend_on_the_seed_and_on_nothing_else(name: str):
-    task = load_task(name)
-    rows = task.rows("eval", 3)
-    random.seed(1)
-    assert task.rows("eval", 3) == rows != task.rows("eval", 4)
-    assert task.rows("eval", 3, count=5) == rows[:5]
-    program = f"import json; from grpo.tasks import load_task; print(json.dumps(load_task({name!r}).rows('eval', 3)))"
+def test_rows_depend_on_the_seed_and_on_nothing_else():
+    rows = {name: rows_of(name, "eval", 3)[:200] for name in TASKS}
+    for name in TASKS:
+        random.seed(1)
+        assert load_task(name).rows("eval", 3, count=200) == rows[name] != load_task(name).rows("eval", 4, count=200)
+    program = (
+        "import json; from grpo.tasks import TASKS, load_task;"
+        "print(json.dumps({name: load_task(name).rows('eval', 3, count=200) for name in TASKS}))"
+    )
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert json.loads(other.stdout) == rows
+    assert json.loads(other.stdout) == rows, "another process has other hash seeds"
 
 
 def test_more_rows_than_problems_is_refused():
@@ -96,14 +102,14 @@ def test_columns_with_carries_are_right():
 
 def _demonstrations(task: Task, noisy: bool) -> list[tuple[dict, str]]:
     rng = random.Random(0)
-    return [(row, task.demonstration(row, rng, noisy)) for row in task.rows("train", 0)]
+    return [(row, task.demonstration(row, rng, noisy)) for row in rows_of(task.name, "train")]
 
 
 def _is_right(task: Task, row: dict, text: str) -> bool:
     found = re.search(r"<answer>(.*)</answer>", text)
     if task.name == "arithmetic":
         return found is not None and found[1] == row["answer"]
-    return found is not None and evaluate_expression(found[1]) == row["target"]
+    return found is not None and evaluate_expression(found[1])[0] == row["target"]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -123,7 +129,7 @@ def test_noisy_demonstrations_have_the_documented_shares(name: str):
     assert 0.4 < sum(_is_right(task, row, text) for row, text in texts) / len(texts) < 0.7
 
 
-def test_habits_of_arithmetic_demonstrations():
+def test_mistakes_of_arithmetic_demonstrations():
     texts = [text for _, text in _demonstrations(load_task("arithmetic"), noisy=True)]
     assert sum("hmm" in text for text in texts) / len(texts) == pytest.approx(arithmetic_module.DOUBT_SHARE, abs=0.03)
     minding = [text for text in texts if re.search(r"=\d+[+-]1=", text)]
@@ -135,54 +141,10 @@ def test_habits_of_arithmetic_demonstrations():
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_every_countdown_problem_has_the_solution_it_names(split: str):
-    for row in load_task("countdown").rows(split, 0):
-        assert evaluate_expression(row["answer"]) == row["target"]
-        assert sorted(map(int, re.findall(r"\d+", row["answer"]))) == sorted(row["numbers"])
+    for row in rows_of("countdown", split):
+        value, used = evaluate_expression(row["answer"])
+        assert value == row["target"] and sorted(used) == sorted(row["numbers"])
         assert len(row["numbers"]) in (3, 4)
-
-
-def test_expressions_are_exact():
-    assert evaluate_expression("1/3+1/3+1/3") == 1
-    assert evaluate_expression(" (1 + 2) * 3 / 4 ") == Fraction(9, 4)
-    assert evaluate_expression("8-3-2") == 3
-    assert evaluate_expression("8/4/2") == 1
-    assert evaluate_expression("2+3*4") == 14
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__import__('os').getcwd()",
-        "9**9**9",
-        "(" * 50 + "1" + ")" * 50,
-        "(" * 5000 + "1" + ")" * 5000,
-        "9" * 50,
-        "1" + "+1" * 500,
-        "²",
-        "٣+1",
-        "３+1",
-        "1/0",
-        "1/(2-2)",
-        "",
-        " ",
-        "()",
-        "1 2",
-        "-3",
-        "1+",
-        "3(4)",
-        "1//2",
-        "1e5",
-        "1.5",
-        "1_000",
-        "(1",
-        "1)",
-        "1=1",
-        "1\n",
-        None,
-    ],
-)
-def test_what_is_no_expression_has_no_value(text):
-    assert evaluate_expression(text) is None
 
 
 # --- tokenizer
@@ -272,7 +234,8 @@ def _build(cache_dir) -> str:
     return str(build_tiny_model(cache_dir=cache_dir, recipe=QUICK))
 
 
-def test_processes_that_build_at_once_agree(tmp_path):
+@pytest.mark.slow
+def test_processes_that_build_the_model_at_the_same_time_agree(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         folders = set(pool.map(_build, [tmp_path] * 2, chunksize=1))
     assert len(folders) == 1 and [str(path) for path in tmp_path.iterdir()] == list(folders)

@@ -9,7 +9,11 @@ import train_grpo
 
 def test_libraries_keep_quiet_and_the_summary_tells_what_comes(tmp_path, random_model):
     done = run_trainer(
-        *small_run(random_model, tmp_path / "run"), "model.gradient_checkpointing=true", "optim.max_steps=1", ranks=2
+        *small_run(random_model, tmp_path / "run"),
+        "model.gradient_checkpointing=true",
+        "optim.max_steps=1",
+        ranks=2,
+        fresh=True,
     )
     noise = [line for line in done.stderr.splitlines() if re.search(r"Warning|deprecated|Writing|Loading|it/s", line)]
     assert noise == []

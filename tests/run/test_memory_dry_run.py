@@ -1,4 +1,4 @@
-"""A largest step before the first: it changes no bit of the run, and where memory is short for real it says what fits."""
+"""The dry run of a largest step changes no bit of the run, and where memory is short it names a value that fits."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from grpo.batch import Problem
 from grpo.config import Config, load_config
 from grpo.distributed import start_world
 from grpo.rollout import Sampling, waves
+from grpo.run.memory.largest_step import _heaviest_waves, _without_memory, dry_run, is_out_of_memory
 from grpo.run.prepare import prepare
-from grpo.run.rehearsal import _heaviest_waves, _let_go, is_out_of_memory, rehearse
 
 VOLATILE = ("step_time", "tokens_per_second", "time/")
 
 
-def what_it_left(output, step: int):
+def results_of(output, step: int):
     """Metrics without times, and the SHA-256 of every tensor file of a checkpoint."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     files = json.loads((output / f"checkpoint-{step}" / "manifest.json").read_text())["files"]
@@ -32,36 +32,36 @@ def what_it_left(output, step: int):
     )
 
 
-def both_ways(tmp_path, arguments, step=2, **how):
-    """The same run with a rehearsal and without."""
+def with_and_without(tmp_path, arguments, step=2, **how):
+    """The same run with a dry run and without."""
     left = []
     for name in ("true", "false"):
         done = run_trainer(
             *arguments, f"optim.max_steps={step}", f"output_dir={tmp_path}/{name}", f"runtime.rehearse={name}", **how
         )
-        assert ("rehearsed a largest step in " in done.stdout) == (name == "true")
-        left.append(what_it_left(tmp_path / name, step))
+        assert ("dry run of a largest step in " in done.stdout) == (name == "true")
+        left.append(results_of(tmp_path / name, step))
     return left
 
 
 @pytest.mark.slow
-def test_it_changes_no_bit(tmp_path, random_model):
-    """Stopped after two steps and continued, so that it also happens beside an optimizer that has its averages."""
+def test_a_dry_run_changes_no_bit(tmp_path, random_model):
+    """Stopped after two steps and continued, so that a dry run also happens when the optimizer has its averages."""
     arguments = [*small_run(random_model, tmp_path), "algorithm.num_iterations=2", "model.gradient_checkpointing=true"]
-    with_it, without = both_ways(tmp_path, arguments)
+    with_it, without = with_and_without(tmp_path, arguments)
     assert with_it == without
-    with_it, without = both_ways(tmp_path, [*arguments, "checkpoint.accept_changes=true"], step=4)
+    with_it, without = with_and_without(tmp_path, [*arguments, "checkpoint.accept_changes=true"], step=4)
     assert with_it == without
 
 
-def test_it_leaves_everything_as_it_was(tmp_path):
-    """Dropout takes the global generator's numbers: they are put back."""
+def test_a_dry_run_restores_generators_gradients_and_weights(tmp_path):
+    """Dropout draws from the global generator, whose state the dry run restores."""
     model = save_random_model(tmp_path / "model", attention_dropout=0.1)
     config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false", "runtime.packed=false"])
-    run = prepare(config, start_world(device="cpu", threads_per_rank=1))
+    run = prepare(config, start_world(config.runtime))
     try:
         state, weights = torch.get_rng_state(), [p.clone() for p in run.policy.model.parameters()]
-        rehearse(run, run.problems.problems)
+        dry_run(run, run.problems.problems)
         assert torch.equal(torch.get_rng_state(), state)
         for p, before in zip(run.policy.model.parameters(), weights, strict=True):
             assert p.grad is None and torch.equal(p, before) and not p._backward_hooks
@@ -73,8 +73,8 @@ def test_it_leaves_everything_as_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_changes_no_bit_on_two_ranks(tmp_path, random_model):
-    with_it, without = both_ways(tmp_path, small_run(random_model, tmp_path), ranks=2)
+def test_a_dry_run_changes_no_bit_on_two_ranks(tmp_path, random_model):
+    with_it, without = with_and_without(tmp_path, small_run(random_model, tmp_path), ranks=2)
     assert with_it == without
 
 
@@ -84,26 +84,26 @@ def test_it_changes_no_bit_on_two_ranks(tmp_path, random_model):
 LIMITED = """
 import os, resource, sys
 sys.path.insert(0, {root!r})
-import grpo.run.prepare, train_grpo
-rehearse = grpo.run.prepare.rehearse
+import grpo.run.memory, train_grpo
+dry_run = grpo.run.memory.dry_run
 
 def under_a_limit(run, problems):
     if os.environ.get("RANK", "0") == {rank!r}:
         pages = int(open("/proc/self/statm").read().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + {mib} * 2**20, resource.RLIM_INFINITY))
-    return rehearse(run, problems)
+    return dry_run(run, problems)
 
-grpo.run.prepare.rehearse = under_a_limit
+grpo.run.memory.dry_run = under_a_limit
 sys.exit(train_grpo.main(sys.argv[1:]))
 """
 
 
 def run_with(mib: int, *arguments: str, tmp_path, rank: int = 0, ranks: int = 1):
-    """A run that may take so many MiB more than it has when the rehearsal begins."""
+    """A run whose memory may grow by so many MiB from the start of the dry run."""
     script = tmp_path / "limited.py"
     script.write_text(LIMITED.format(root=str(ROOT), mib=mib, rank=str(rank)))
-    # Nothing but tensors shall count: no holes in the heap (from a size on each allocation has pages of its own, and gives them
-    # back), no arenas of threads, none of the kernels that oneDNN keeps for every shape it has met (150 MiB in a rollout).
+    # Only tensors shall count towards the limit: no holes in the heap (large allocations get pages of their own and return them), no
+    # arenas of threads, none of the kernels that oneDNN caches for every shape (150 MiB in a rollout).
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     env |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
@@ -134,7 +134,7 @@ def long_run(model, output, *more: str) -> list[str]:
 
 
 def refused(done) -> str:
-    """What its one line of error says."""
+    """The message of the one line of error."""
     assert done.returncode == 2, done.stderr[-3000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.stderr
@@ -144,7 +144,7 @@ def refused(done) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_an_update_too_large(tmp_path, long_model, packed):
-    """The value that it names fits for real: the whole run goes through under the same limit."""
+    """The value that the message names does fit: the whole run completes under the same limit."""
     arguments = long_run(long_model, tmp_path / "run", f"runtime.packed={packed}", "algorithm.beta=0.0")
     told = refused(run_with(60, *arguments, tmp_path=tmp_path))
     found = re.fullmatch(
@@ -154,7 +154,7 @@ def test_an_update_too_large(tmp_path, long_model, packed):
     assert found and 800 < int(found[1]) < 16384, told
     done = run_with(60, *arguments, f"optim.tokens_per_microbatch={found[1]}", tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "rehearsed a largest step in " in done.stdout and "step 1/1" in done.stdout
+    assert "dry run of a largest step in " in done.stdout and "step 1/1" in done.stdout
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_rollout_too_large(tmp_path, packed, bound):
     assert found and 800 < int(found[1]) < 80000, told
     done = run_with(120, *arguments, f"rollout.tokens_in_flight={found[1]}", tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "rehearsed a largest step in " in done.stdout and "step 1/1" in done.stdout
+    assert "dry run of a largest step in " in done.stdout and "step 1/1" in done.stdout
 
 
 def test_not_even_one_fits(tmp_path, long_model):
@@ -200,7 +200,7 @@ def test_all_ranks_stop_where_memory_is_short_on_one(tmp_path, long_model):
     assert done.returncode == 0 and "step 1/1" in done.stdout, done.stderr[-3000:]
 
 
-def test_what_running_out_of_memory_looks_like():
+def test_out_of_memory_errors_are_recognised():
     for ask in (lambda: torch.empty(1 << 50, dtype=torch.uint8), lambda: bytearray(1 << 62)):
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             ask()
@@ -210,7 +210,7 @@ def test_what_running_out_of_memory_looks_like():
     assert not is_out_of_memory(caught.value)
 
 
-# --- what is tried
+# --- the heaviest wave
 
 
 @pytest.mark.parametrize("bound", [300, 1000, 2500, 10**6])
@@ -237,10 +237,10 @@ def test_no_wave_is_heavier(bound, lengths):
         assert held([chosen[p].prompt_ids for p, _ in first]) <= max(map(held, found))
 
 
-def test_gradients_that_have_a_place_take_none_of_their_own(random_model):
+def test_gradients_that_are_added_to_existing_buffers_need_no_memory_of_their_own(random_model):
     policy = load(random_model)
     parameters = list(policy.model.parameters())
-    handles = [p.register_hook(_let_go) for p in parameters]
+    handles = [p.register_hook(_without_memory) for p in parameters]
     logits = policy.model(torch.arange(10)[None]).logits
     gradients = torch.autograd.grad(logits.sum(), parameters)
     for handle in handles:

@@ -1,10 +1,10 @@
-"""A largest step before the first one: memory runs out in the first minute, with a line that says what to set, or never.
+"""A dry run of the largest possible step before the first one, to find out-of-memory early, with a message that says what to set.
 
-What is tried is what a step holds at its fullest: the heaviest wave of a rollout, with a token decoded late and all rows copied once;
-forward and backward of the heaviest micro-batch; beside both what an update leaves behind, Adam's averages. Not tried: evaluations
-(at most 256 completions at once), and passes without gradient (less than the update).
+The dry run holds what a step holds at its peak: the heaviest wave of a rollout, with a late token decoded and all rows copied once; then
+forward and backward of the heaviest micro-batch; beside both Adam's averages, which the first update creates. It leaves out evaluations
+(at most 256 completions at once) and passes without gradient (smaller than the update).
 
-The run stays as it was, to the bit: global generators are put back, gradients reach neither ``.grad`` nor DDP, no optimizer steps.
+The run does not change by a bit: global generators are restored, gradients reach neither ``.grad`` nor DDP, the optimizer does not step.
 """
 
 from __future__ import annotations
@@ -17,43 +17,51 @@ from typing import Any
 
 import torch
 
-from grpo.batch import Batch, Completion, Group, Problem, collate, cut
+from grpo.batch import Batch, Completion, Group, Problem, collate, microbatch_rows
 from grpo.distributed import World
 from grpo.rollout import waves
 from grpo.rollout.cuda_graphs import KEPT_SHARE
 from grpo.rollout.draw import draw
 from grpo.rollout.prefill import prefill
-from grpo.run.memory import GIB
+from grpo.run.memory.estimate import GIB
+from grpo.run.state import Run
 
 DOES_NOT_FIT = "a largest step does not fit in memory: "
 
 
-def rehearse(run: Any, problems: Sequence[Problem]) -> str:
-    """Try the largest step that a run (``grpo.run.state.Run``) can make of these problems; sampling by the plain loop, not by captured steps.
+def dry_run(run: Run, problems: Sequence[Problem]) -> str:
+    """Try the largest step that the run can make of these problems. Sampling uses the plain decode loop, not CUDA graphs.
 
     Returns:
         A line for the summary.
 
     Raises:
-        ValueError: on all ranks if memory runs out on any, naming the key to lower and a value that fits.
+        ValueError: on all ranks, if memory runs out on any, with the key to lower and a value that fits.
     """
     world, seconds = run.world, {}
     longest_first = sorted(problems, key=lambda problem: -len(problem.prompt_ids))
     is_cuda = world.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
-    with world.timed("rehearsal", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
-        rows = _rehearse_sampling(run, longest_first)
-        tokens = _rehearse_update(run, longest_first)
-    line = f"rehearsed a largest step in {seconds['rehearsal']:.1f} s: {rows} completions at once, {tokens} tokens forward and backward"
+    with world.timed("memory dry run", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
+        rows = _try_sampling(run, longest_first)
+        tokens = _try_update(run, longest_first)
+    line = (
+        f"memory    dry run of a largest step in {seconds['memory dry run']:.1f} s: {rows} completions at once, {tokens} tokens forward "
+        "and backward"
+    )
     if is_cuda:
         peak = float(world.max(torch.tensor(torch.cuda.max_memory_allocated(world.device) / GIB)))
         line += f"; at most {peak:.1f} of {torch.cuda.get_device_properties(world.device).total_memory / GIB:.1f} GiB"
     return line
 
 
-def _rehearse_sampling(run: Any, longest_first: Sequence[Problem]) -> int:
-    """Completions of the largest wave."""
+def _try_sampling(run: Run, longest_first: Sequence[Problem]) -> int:
+    """Sample the heaviest waves; returns the completions of the largest one.
+
+    Raises:
+        ValueError: on all ranks, if it does not fit.
+    """
     r = run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     whole = r.prompts_per_step // run.world.size * r.num_generations * (L + T)
@@ -70,19 +78,19 @@ def _rehearse_sampling(run: Any, longest_first: Sequence[Problem]) -> int:
         bound //= 2
     if bound < min(r.tokens_in_flight or whole, whole):
         value = r.tokens_in_flight or f"null ({whole} tokens)"
-        raise ValueError(_too_much("rollout.tokens_in_flight", value, T, L, bound))
+        raise ValueError(_does_not_fit("rollout.tokens_in_flight", value, T, L, bound))
     return max(map(len, heaviest))
 
 
-def _heaviest_waves(run: Any, longest_first: Sequence[Problem], bound: int) -> list[list[tuple[int, ...]]]:
-    """Prompts of each row, of one wave or two that take the most memory.
+def _heaviest_waves(run: Run, longest_first: Sequence[Problem], bound: int) -> list[list[tuple[int, ...]]]:
+    """The prompt of each row, for the one or two waves that need the most memory.
 
-    The longest prompts take most while they are computed. Under a bound, shorter ones can take more after that: the bound counts a
-    prompt once per row, but in memory it lies once for all of them, so that more rows are more tokens.
+    The longest prompts need most during prefill. Under ``tokens_in_flight``, shorter prompts can need more while decoding: the bound
+    counts a prompt once per row, but memory holds it once for all its rows, so a wave of more rows holds more tokens.
     """
     r = run.config.rollout
     P, G, T = r.prompts_per_step // run.world.size, r.num_generations, r.max_completion_length
-    starts = {}  # of P problems each, the longest of this length
+    starts = {}  # prompt length -> where P problems of at most that length begin
     for start, problem in enumerate(longest_first[: len(longest_first) - P + 1]):
         starts.setdefault(len(problem.prompt_ids), start)
 
@@ -99,10 +107,10 @@ def _heaviest_waves(run: Any, longest_first: Sequence[Problem], bound: int) -> l
     return found
 
 
-def _sample(run: Any, prompts: Sequence[tuple[int, ...]]) -> None:
+def _sample(run: Run, prompts: Sequence[tuple[int, ...]]) -> None:
     sampling, device = run.sampling, run.world.device
     T = sampling.max_completion_length
-    averages = _averages(run)
+    averages = _adam_averages(run)
     with run.policy.sampling():
         decoder, logits_RV = prefill(run.policy, prompts, room=T)
         half_R = torch.full((len(prompts),), 0.5, device=device)
@@ -110,13 +118,17 @@ def _sample(run: Any, prompts: Sequence[tuple[int, ...]]) -> None:
         if T > 1:
             decoder.skip(T - 2)
             logits_RV = decoder.step(token_R)
-            draw(logits_RV.zero_(), half_R, sampling)  # of tokens that never were they may be NaN
+            draw(logits_RV.zero_(), half_R, sampling)  # logits after skipped tokens may be NaN
             decoder.keep(torch.arange(len(prompts), device=device))
     del averages
 
 
-def _rehearse_update(run: Any, longest_first: Sequence[Problem]) -> int:
-    """Tokens of the largest micro-batch."""
+def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
+    """Forward and backward of the heaviest micro-batch; returns its tokens.
+
+    Raises:
+        ValueError: on all ranks, if it does not fit.
+    """
     config, world, r = run.config, run.world, run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // world.size // config.algorithm.num_minibatches
@@ -125,8 +137,8 @@ def _rehearse_update(run: Any, longest_first: Sequence[Problem]) -> int:
     batch = collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id)
     bound = config.optim.tokens_per_microbatch
     while True:
-        parts = cut(batch, bound, packed=run.packed)
-        micro = max((batch.rows(rows) for rows in parts), key=lambda part: _tokens(part, run.packed))
+        parts = microbatch_rows(batch, bound, packed=run.packed)
+        micro = max((batch.select(rows) for rows in parts), key=lambda part: _tokens(part, run.packed))
         tokens = _tokens(micro, run.packed)
         if _fits(world, lambda micro=micro, parts=parts: _update(run, micro, is_one_of_several=len(parts) > 1)):
             break
@@ -138,79 +150,80 @@ def _rehearse_update(run: Any, longest_first: Sequence[Problem]) -> int:
                 + "or take a smaller model"
             )
         bound //= 2
-        while bound >= tokens:  # that would be the same micro-batch again
+        while bound >= tokens:  # such a bound would give the same micro-batch again
             bound //= 2
     if bound < config.optim.tokens_per_microbatch:
         value = config.optim.tokens_per_microbatch
-        raise ValueError(_too_much("optim.tokens_per_microbatch", value, T, L, bound))
+        raise ValueError(_does_not_fit("optim.tokens_per_microbatch", value, T, L, bound))
     return tokens
 
 
 def _tokens(part: Batch, packed: bool) -> int:
-    """What a forward pass of these rows computes."""
+    """Tokens that a forward pass of these rows computes."""
     if not packed:
         return part.sequence_ids_BS.numel()
     prompts = dict(zip(part.group_B.tolist(), part.prompt_lengths_B.tolist(), strict=True))
     return sum(prompts.values()) + int(part.completion_mask_BT.sum())
 
 
-def _update(run: Any, micro: Batch, *, is_one_of_several: bool) -> None:
-    """Forward and backward, with as much beside them as in a real update.
+def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
+    """Forward and backward, holding as much other memory as a real update does.
 
-    Gradients are there from the first micro-batch on, under DDP always: then they have their place, and new ones are added to it
-    one by one. Else all are new.
+    From the second micro-batch on (and always under DDP) gradients are added to buffers that exist, one parameter at a time. Otherwise all
+    gradients are newly allocated.
     """
     world = run.world
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
-    held = _averages(run)
-    if run.policy.graphs is not None and not run.sampling.stop:  # they keep up to so much of the device
+    held = _adam_averages(run)
+    if run.policy.graphs is not None and not run.sampling.stop:  # graphs keep up to this share of the device
         total = torch.cuda.get_device_properties(world.device).total_memory
         held.append(torch.empty(int(KEPT_SHARE * total), dtype=torch.uint8, device=world.device))
-    have_a_place = is_one_of_several or world.size > 1
-    if have_a_place and world.size == 1:
+    buffers_exist = is_one_of_several or world.size > 1
+    if buffers_exist and world.size == 1:
         held += [torch.empty_like(p) for p in parameters]
-    hooks = [p.register_hook(_let_go) for p in parameters] if have_a_place else []
+    hooks = [p.register_hook(_without_memory) for p in parameters] if buffers_exist else []
     try:
         with run.policy.autocast():
-            logprobs_BT, _ = run.bare_scorer(*(tensor.to(world.device) for tensor in micro.to_score))
+            logprobs_BT, _ = run.bare_scorer(*(tensor.to(world.device) for tensor in micro.scorer_inputs))
         held += torch.autograd.grad(logprobs_BT.sum(), parameters, allow_unused=True)
         del logprobs_BT
-        if world.device.type == "cuda":  # where AdamW takes a root of all second averages at once
+        if world.device.type == "cuda":  # AdamW on CUDA takes the square root of all second averages at once
             held += [torch.empty_like(p) for p in parameters]
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _let_go(gradient: torch.Tensor) -> torch.Tensor:
-    """The same shape without the memory."""
+def _without_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient of the same shape that needs no memory."""
     return gradient.new_zeros(()).expand_as(gradient)
 
 
-def _averages(run: Any) -> list[torch.Tensor]:
-    """As much as Adam's two averages take, if they are not there yet."""
+def _adam_averages(run: Run) -> list[torch.Tensor]:
+    """Tensors of the size of Adam's two averages; none if the optimizer has its averages already."""
     if run.optimizer.state:
         return []
     return [torch.empty_like(p) for p in run.policy.model.parameters() if p.requires_grad for _ in range(2)]
 
 
 def _fits(world: World, attempt: Callable[[], None]) -> bool:
-    """Whether it runs on all ranks within their memory; the same answer on all. What it held is free again."""
-    ran_out, error = False, None
-    try:
-        attempt()
-    except Exception as caught:  # voted on
-        ran_out = is_out_of_memory(caught)
-        error = None if ran_out else caught
+    """True if the attempt runs on all ranks without running out of memory; the same answer on all. Its memory is free afterwards."""
+    ran_out = False
+    with world.fail_together():
+        try:
+            attempt()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    world.raise_together(error)
     return world.all_true(not ran_out)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """PyTorch has an exception for it on CUDA alone; oneDNN and cuBLAS have their own words."""
+    """PyTorch has an out-of-memory exception for CUDA alone; oneDNN, cuBLAS and the CPU allocator are recognised by their messages."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
@@ -227,5 +240,5 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _too_much(key: str, value: Any, T: int, L: int, fits: int) -> str:
+def _does_not_fit(key: str, value: Any, T: int, L: int, fits: int) -> str:
     return f"{DOES_NOT_FIT}{key}={value} is too much for completions of {T} tokens after prompts of {L}; {fits} fits"

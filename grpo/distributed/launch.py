@@ -1,0 +1,98 @@
+"""Starting a rank: torchrun's environment, device, CPU threads, process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo.config import RuntimeConfig
+from grpo.distributed.store import agree_on_launch_id
+from grpo.distributed.world import World
+from grpo.system import end_with_parent
+
+
+def start_world(runtime: RuntimeConfig) -> World:
+    """Read torchrun's environment, choose the device, divide the CPU cores among local ranks, join the process group.
+
+    Raises:
+        ValueError: if CUDA is asked for where there is none, there are fewer GPUs than local ranks, or the other ranks do not start
+            within ``runtime.timeout_s`` seconds.
+    """
+    _end_with_torchrun()
+    rank, size, local_rank, local_size = launch_environment()
+    local_size = max(local_size, local_rank + 1)  # launchers other than torchrun may not set LOCAL_WORLD_SIZE
+    device = _choose_device(runtime.device, local_rank, local_size)
+    # Ranks that each start as many threads as there are cores compete for them (80 times slower, measured on two cores).
+    torch.set_num_threads(runtime.threads_per_rank or max(_available_cores() // local_size, 1))
+    if runtime.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    launch_id = ""
+    if "RANK" in os.environ:
+        timeout = timedelta(seconds=runtime.timeout_s)
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        launch_id = agree_on_launch_id(store, rank, size, runtime.timeout_s)
+        is_cuda = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=dist.PrefixStore(launch_id, store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if is_cuda else None,
+        )
+    return World(rank, size, local_rank, device, launch_id)
+
+
+def launch_environment() -> tuple[int, int, int, int]:
+    """``(rank, world size, local rank, local world size)`` from torchrun's environment variables; ``(0, 1, 0, 1)`` without them."""
+    if "RANK" not in os.environ:
+        return 0, 1, 0, 1
+    return tuple(int(os.environ.get(k, d)) for k, d in (
+        ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"),
+    ))  # fmt: skip
+
+
+def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ValueError("runtime.device=cuda, but PyTorch sees no CUDA device: use runtime.device=auto or cpu")
+    if wanted == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    if local_size > torch.cuda.device_count():
+        raise ValueError(
+            f"{local_size} processes on this machine, but {torch.cuda.device_count()} CUDA devices: "
+            f"use --nproc_per_node={torch.cuda.device_count()}"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _end_with_torchrun() -> None:
+    """Ask the kernel (Linux) for SIGTERM when torchrun is killed: its ranks would otherwise train on, or wait for each other forever."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        return
+    end_with_parent(signal.SIGTERM)
+    # torchrun may have been killed before this request: its ranks then belong to process 1. In a container torchrun may be process 1.
+    if os.getppid() == 1 and not _is_python(pid=1):
+        sys.exit(128 + signal.SIGTERM)
+
+
+def _is_python(pid: int) -> bool:
+    """True also where the command line of the process cannot be read."""
+    try:
+        return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
+
+
+def _available_cores() -> int:
+    """Cores this process may use: a container's CPU set is often smaller than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,49 @@
+"""Data parallelism: every rank holds the whole model, and DistributedDataParallel averages the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from grpo.distributed.world import World
+
+
+def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[nn.Module], torch.Tensor]) -> nn.Module:
+    """Wrap ``module`` in DistributedDataParallel and fix the order of its gradient buckets; with one rank return it unchanged.
+
+    DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. Another bucket order is another order
+    of summation, so a run resumed at step s would differ in the last bits from one that was not interrupted (visible from three ranks
+    on). Two dummy backwards make DDP rebuild its buckets before training starts.
+
+    Args:
+        any_forward: maps the wrapped module to any scalar that depends on all its parameters.
+    """
+    if world.size == 1:
+        return module
+    device_ids = [world.device.index] if world.device.type == "cuda" else None
+    # The argument that keeps a forward pass from sending buffers was renamed in torch 2.13, which warns of the old name.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    wrapped = DistributedDataParallel(
+        module, device_ids=device_ids, gradient_as_bucket_view=True, **{sync_buffers: False}
+    )
+    for _ in range(2):
+        with world.collective():
+            (any_forward(wrapped) * 0.0).backward()
+    wrapped.zero_grad(set_to_none=True)
+    return wrapped
+
+
+def gradient_sync(module: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager:
+    """Average the gradients over ranks in this backward pass only if ``enabled``: for the last micro-batch of an update.
+
+    Earlier micro-batches add up their gradients on each rank, so every update communicates once.
+    """
+    if enabled or not isinstance(module, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return module.no_sync()

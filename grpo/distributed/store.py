@@ -1,0 +1,83 @@
+"""Uses of torchrun's key-value store (TCPStore) beside the collectives: agreeing on a launch, and a flag that any rank may set."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from grpo.distributed.world import World
+
+
+def agree_on_launch_id(store: Any, rank: int, size: int, timeout_s: float) -> str:
+    """A name that the ranks of this launch agree on, and that ranks of an earlier launch cannot have.
+
+    When torchrun restarts its processes (``--max-restarts``), its store may still hold the addresses of the processes that died
+    (torch 2.13, ``--standalone``). A rank that reads one of them tries to connect to a dead process, and the restart fails. So each
+    rank publishes a fresh random number, rank 0 publishes the list of these numbers under a new name, and a rank accepts the name
+    whose list contains its own number.
+
+    Raises:
+        ValueError: if the other ranks do not start within ``timeout_s`` seconds.
+    """
+    own_number, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"grpo/here/{rank}", own_number)
+    listed: list[str] = []
+    while time.monotonic() < deadline:
+        if rank == 0:
+            keys = [f"grpo/here/{r}" for r in range(size)]
+            numbers = [store.get(key).decode() for key in keys] if store.check(keys) else []
+            if numbers != listed:  # a number of a dead process was replaced
+                listed = numbers
+                store.set("grpo/start", json.dumps([uuid.uuid4().hex, listed]))
+        if store.check(["grpo/start"]):
+            name, present = json.loads(store.get("grpo/start"))
+            if len(present) == size and present[rank] == own_number:
+                store.set(f"grpo/{name}/{rank}", "")
+                if store.check([f"grpo/{name}/{r}" for r in range(size)]):
+                    return f"grpo/{name}"
+        time.sleep(0.01)
+    raise ValueError(f"rank {rank} of {size} waited {timeout_s:g} s for the others to start (runtime.timeout_s)")
+
+
+class SharedFlag:
+    """A text that any rank can set and all ranks can read without a collective (a collective waits for every rank).
+
+    It is kept in torchrun's store, over a connection of its own.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        self._store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=10),
+        )
+        self._key = f"{launch_id}/notice"
+
+    def set(self, text: str) -> None:
+        self._store.set(self._key, text)
+
+    def get(self) -> str | None:
+        """The text; None before any rank has set it.
+
+        Raises:
+            RuntimeError: if the store's process has ended.
+        """
+        return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+
+
+def open_shared_flag(world: World) -> SharedFlag | None:
+    """The flag of this launch; None for a single rank, or where the store cannot be reached."""
+    if world.size == 1:
+        return None
+    try:
+        return SharedFlag(world.launch_id)
+    except (RuntimeError, KeyError):
+        return None

@@ -1,0 +1,71 @@
+"""Grade completions with the rewards of a run: is a completion correct, well-formed, correct by its last number, truncated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo.batch import Completion, Group, Problem
+from grpo.config import EvalConfig
+from grpo.evaluation.result import CompletionResult
+from grpo.rewards import RewardRunner
+from grpo.rewards.extract import answers_equal, extract_answer, has_format
+from grpo.rewards.groups import score_groups
+
+ANSWER_CHECKERS = (
+    "accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests", "reasoning_gym",
+)  # fmt: skip
+"""The built-in rewards that check an answer."""
+
+
+class Grader:
+    """``grade(groups)``: the results of each group's completions, from the rewards of the run.
+
+    Args:
+        config: ``correctness`` names the reward that decides what is correct (a value above ``correct_above``), by default the first
+            one that checks answers. ``format`` names the reward that decides what is well-formed (a value above 0), by default the
+            reward ``format``; without that reward, ``<think>..</think> <answer>..</answer>`` is well-formed.
+        rewards: scores the completions.
+    """
+
+    def __init__(self, config: EvalConfig, rewards: RewardRunner):
+        names = rewards.names
+        self.rewards = rewards
+        self.correctness = config.correctness or next((name for name in names if name in ANSWER_CHECKERS), names[0])
+        self.correct_above = config.correct_above
+        self.format = config.format or ("format" if "format" in names else None)
+
+    def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
+        rows = iter(score_groups(self.rewards, groups).values)
+        return [
+            [
+                self._grade(group.problem, completion, dict(zip(self.rewards.names, next(rows), strict=True)))
+                for completion in group.completions
+            ]
+            for group in groups
+        ]
+
+    def _grade(self, problem: Problem, completion: Completion, rewards: dict[str, float | None]) -> CompletionResult:
+        correctness = rewards[self.correctness]
+        answer = problem.columns.get("answer")
+        last_number = extract_answer(completion.text, mode="lenient")
+        return CompletionResult(
+            correct=correctness is not None and correctness > self.correct_above,
+            formatted=(rewards[self.format] or 0.0) > 0 if self.format else has_format(completion.text),
+            lenient=answer is not None and last_number is not None and answers_equal(last_number, str(answer)),
+            length=len(completion.ids),
+            truncated=not completion.finished,
+            rewards=rewards,
+            scored=correctness is not None,
+            text=completion.text,
+        )
+
+
+def check_reward_names(config: EvalConfig, names: Sequence[str]) -> None:
+    """Check that ``eval.correctness`` and ``eval.format`` are among the names of the rewards.
+
+    Raises:
+        ValueError: if one is not; the message lists the rewards.
+    """
+    for key, name in (("correctness", config.correctness), ("format", config.format)):
+        if name is not None and name not in names:
+            raise ValueError(f"eval.{key}={name}: no such reward; there are {', '.join(names)}")

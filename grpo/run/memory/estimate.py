@@ -1,0 +1,119 @@
+"""An estimate of the memory of a rank: exact for weights, optimizer and KV cache, approximate for activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.model import num_parameters
+from grpo.run.state import Run
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    states: float
+    """Weights, gradients, and Adam's two averages, all fp32."""
+    reference: float
+    cache: float
+    """While sampling: KV cache of the completions at their longest, and copies of the weights (``grpo.rollout.weights``)."""
+    activations: float
+    """Activations of one micro-batch that its backward pass needs, and the bf16 copies of the weights that autocast makes."""
+
+    @property
+    def peak(self) -> float:
+        """Sampling and updating do not happen at the same time."""
+        return self.states + self.reference + max(self.cache, self.activations)
+
+
+def estimate(
+    model_config: Any,
+    num_parameters: int,
+    *,
+    precision: str,
+    reference_bytes: float,
+    gradient_checkpointing: bool,
+    on_cpu: bool,
+    tokens_in_flight: int,
+    tokens_per_microbatch: int,
+) -> Memory:
+    """The memory of a decoder with gated MLPs (Llama, Qwen, Mistral, Gemma, ...); that of other models is of the same order.
+
+    Args:
+        model_config: the text part of a transformers configuration.
+        reference_bytes: of the reference's weights, 0 without a reference.
+        tokens_in_flight: most prompt and completion tokens in the KV cache while sampling.
+        tokens_per_microbatch: most prompt and completion tokens in one forward and backward pass.
+    """
+    layers, hidden, inner, kv_width = _sizes(model_config)
+    bf16 = precision == "bf16"
+    # Bytes that autograd keeps of one layer for each token, counted on Qwen2 (tests/run/test_memory.py).
+    per_layer = 2 * (20 * hidden + 3.5 * inner) if bf16 else 4 * (12 * hidden + 3.7 * inner)
+    per_token = layers * 4 * 1.4 * hidden + per_layer if gradient_checkpointing else layers * per_layer
+    cache_element = 2 if bf16 and not on_cpu else 4  # on the CPU keys and values are kept in fp32
+    weight_copy = 2.0 if bf16 else 4.0 if on_cpu else 0.0  # on the CPU fp32 weights are copied in oneDNN's layout
+    autocast_copy = 2.0 if bf16 else 0.0
+    return Memory(
+        states=16.0 * num_parameters,
+        reference=reference_bytes,
+        cache=2.0 * layers * kv_width * cache_element * tokens_in_flight + weight_copy * num_parameters,
+        activations=per_token * tokens_per_microbatch + autocast_copy * num_parameters,
+    )
+
+
+def _sizes(config: Any) -> tuple[int, int, int, int]:
+    def first(*names: str, default: int = 0) -> int:
+        return next((value for name in names if (value := getattr(config, name, None))), default)
+
+    hidden = first("hidden_size", "n_embd", "d_model")
+    heads = first("num_attention_heads", "n_head", default=1)
+    inner = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    head_width = first("head_dim", default=hidden // heads)
+    return (
+        first("num_hidden_layers", "n_layer"),
+        hidden,
+        inner,
+        head_width * first("num_key_value_heads", default=heads),
+    )
+
+
+def estimate_line(run: Run, longest_prompt: int) -> str:
+    """The estimate for a run, as a line of its summary.
+
+    Args:
+        longest_prompt: tokens of the longest prompt in the data.
+    """
+    r = run.config.rollout
+    reference = run.ref_scorer.model.parameters() if run.ref_scorer else ()
+    rows = r.prompts_per_step * r.num_generations // run.world.size
+    most = rows * (longest_prompt + r.max_completion_length)
+    return line(
+        estimate(
+            run.policy.model.config.get_text_config(),
+            num_parameters(run.policy.model),
+            precision=run.config.runtime.precision,
+            reference_bytes=sum(p.numel() * p.element_size() for p in reference),
+            gradient_checkpointing=run.config.model.gradient_checkpointing,
+            on_cpu=run.world.device.type == "cpu",
+            tokens_in_flight=min(r.tokens_in_flight or most, most),
+            tokens_per_microbatch=min(run.config.optim.tokens_per_microbatch, most),
+        )
+    )
+
+
+def line(memory: Memory) -> str:
+    """``memory    about 3.1 GiB a rank: ...``"""
+    parts = [f"weights, gradients and optimizer {_size(memory.states)}"]
+    if memory.reference:
+        parts.append(f"reference {_size(memory.reference)}")
+    parts.append(
+        f"then KV cache and weight copies {_size(memory.cache)} while sampling, activations {_size(memory.activations)} in the update"
+    )
+    return f"memory    about {_size(memory.peak)} a rank: {', '.join(parts)}"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.0f} MiB"

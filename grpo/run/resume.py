@@ -1,0 +1,175 @@
+"""Where a run starts: from scratch, or from the checkpoint that ``checkpoint.resume`` selects; and which settings may differ then."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo.config import Config, ConfigError
+from grpo.run import checkpoint
+from grpo.run.lock import Lock
+from grpo.run.output_folder import check_output_dir
+
+MUST_NOT_CHANGE = (
+    "seed", "model.name_or_path", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",
+    "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
+)  # fmt: skip
+"""Settings that a resumed run must share with its checkpoint to be the same run."""
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """Where a run starts."""
+
+    checkpoint: Path | None = None
+    """None: from scratch, at step 0."""
+    origin: dict[str, str | None] | None = None
+    """The checkpoint folder, or the launch, that the command names as its start; saved in every checkpoint of the run."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """The checkpoint's state (``trainer/state.json``); empty from scratch."""
+    is_fork: bool = False
+    """The checkpoint lies in another output folder, whose wandb run and best checkpoint are not continued."""
+    settings_changed: bool = False
+    """Settings differ from the checkpoint's, and ``checkpoint.accept_changes`` allows it."""
+
+
+def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, dict[str, str | None] | None]:
+    """The checkpoint to continue from, by ``checkpoint.resume``. From now on ``output_dir``, if it exists, is locked.
+
+    A command that names a checkpoint folder starts from it once: when the same command is started again after an interruption, the run
+    it began continues instead. The same holds for ``never`` when torchrun restarts its processes.
+
+    Returns:
+        The checkpoint (None: from scratch) and the origin, see :class:`StartPoint`.
+
+    Raises:
+        ConfigError: if a folder that the command names is not a valid checkpoint, or ``output_dir`` holds something other than a run.
+        ValueError: if another run uses ``output_dir``.
+    """
+    output, resume = Path(config.output_dir), config.checkpoint.resume
+    check_output_dir(output)
+    if output.is_dir():
+        lock.acquire(output)
+        checkpoint.recover(output)
+    origin = _origin(config)
+    begun = origin and _newest_from(origin, config)
+    if resume == "never" or begun:
+        return begun, origin
+    if resume == "auto":
+        folder, warnings = checkpoint.find_newest_valid(output)
+        for warning in warnings:
+            print(f"warning: {warning}", flush=True)
+        return folder, None
+    if not Path(resume).is_dir():
+        raise ConfigError(f"checkpoint.resume={resume}: no such folder; use auto, never, or a checkpoint-<step> folder")
+    try:
+        checkpoint.verify(resume)
+    except checkpoint.BrokenCheckpoint as broken:
+        raise ConfigError(f"checkpoint.resume={broken}; use auto, never, or a whole checkpoint-<step> folder") from None
+    return Path(resume).resolve(), origin
+
+
+def read_start_point(
+    config: Config, folder: Path | None, origin: dict[str, str | None] | None, data_fingerprint: str
+) -> StartPoint:
+    """Read the checkpoint's state and compare its settings with the run's.
+
+    Raises:
+        ConfigError: listing each setting that differs, unless ``checkpoint.accept_changes`` allows it.
+    """
+    if folder is None:
+        return StartPoint(origin=origin)
+    state = checkpoint.read_state(folder)
+    differences = _differences(config, state, data_fingerprint)
+    if differences and not config.checkpoint.accept_changes:
+        raise ConfigError(
+            f"{config.output_dir} was started with other settings ({'; '.join(differences)}): "
+            "use another output_dir, the old values, or checkpoint.accept_changes=true"
+        )
+    is_fork = folder.parent.resolve() != Path(config.output_dir).resolve()
+    if is_fork:
+        state = state | {"best": None, "wandb_run_id": None}
+    return StartPoint(folder, origin or state.get("origin"), state, is_fork, settings_changed=bool(differences))
+
+
+def print_differences(state: dict[str, Any], world_size: int, versions: dict[str, str]) -> None:
+    """Warn of differences from the checkpoint's run that may change the last bits of the results but are allowed."""
+    if state.get("world_size", world_size) != world_size:
+        print(
+            f"note: the checkpoint is from {state['world_size']} rank(s), now there are {world_size}: the same problems "
+            "and completions, the same weights to rounding",
+            flush=True,
+        )
+    old = state.get("versions", {})
+    changed = [
+        f"{name} {old[name]} -> {versions[name]}"
+        for name in versions
+        if old.get(name, versions[name]) != versions[name]
+    ]
+    if changed:
+        print(f"warning: {', '.join(changed)} since the checkpoint: the bits of this run may differ", flush=True)
+
+
+def _origin(config: Config) -> dict[str, str | None] | None:
+    """A checkpoint folder and the digest of its manifest while it exists; or, for ``never``, this launch of torchrun."""
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return None
+    if resume == "never":
+        run_id, parent = os.environ.get("TORCHELASTIC_RUN_ID"), os.getppid()
+        return run_id and {"place": f"torchrun {run_id} {parent} {_start_time(parent)}", "digest": None}
+    folder = Path(resume).resolve()
+    try:
+        digest = hashlib.sha256((folder / checkpoint.MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        digest = None
+    return {"place": str(folder), "digest": digest}
+
+
+def _start_time(pid: int) -> str:
+    """The start time of a process in clock ticks since boot (Linux; else empty): process ids are used again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _newest_from(origin: dict[str, str | None], config: Config) -> Path | None:
+    """The newest valid checkpoint in ``output_dir`` of a run with this origin and the same settings."""
+    output = Path(config.output_dir).resolve()
+    for _, folder in checkpoint.list_checkpoints(output):
+        try:
+            state = checkpoint.read_state(folder)
+            saved = state.get("origin")
+            if not isinstance(saved, dict):
+                continue
+            # The named checkpoint may have been deleted since, as old checkpoints are; in its own folder it may have been written again.
+            lies_here = Path(origin["place"]).parent == output
+            same_content = lies_here or origin["digest"] in (None, saved.get("digest"))
+            if saved.get("place") == origin["place"] and same_content and not _differences(config, state):
+                checkpoint.verify(folder)
+                return folder
+        except checkpoint.BrokenCheckpoint:
+            continue
+    return None
+
+
+def _differences(config: Config, state: dict[str, Any], data_fingerprint: str | None = None) -> list[str]:
+    """``"key: checkpoint <old>, now <new>"`` for each setting, and for the data, that must not change and does."""
+    saved, now = state.get("config", {}), config.model_dump(mode="json")
+    pairs: list[tuple[str, Any, Any]] = []
+    if data_fingerprint is not None:
+        pairs.append(("data_fingerprint", state.get("data_fingerprint", data_fingerprint), data_fingerprint))
+    for key in MUST_NOT_CHANGE:
+        section, _, leaf = key.partition(".")
+        old, new = saved.get(section), now[section]
+        if leaf:
+            old, new = old.get(leaf) if isinstance(old, dict) else None, new[leaf]
+        if isinstance(old, dict) and isinstance(new, dict):
+            pairs += [(f"{key}.{name}", old.get(name), new[name]) for name in new]
+        else:
+            pairs.append((key, old, new))
+    return [f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in pairs if old != new]
