@@ -38,7 +38,7 @@ export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 
 if [[ "${1:-}" == test ]]; then
   shift
-  exec "$python" -m pytest -n logical --maxprocesses 8 --dist loadfile "$@"  # the caller's options come last and win
+  exec "$python" -m pytest -n logical --maxprocesses 8 --dist worksteal "$@"  # the caller's options come last and win
 fi
 
 # The trainer's arguments: the configuration file, key=value, --config, --debug, --help. Every other option belongs to torchrun.
@@ -59,8 +59,8 @@ while (($#)); do
 done
 command=(train_grpo.py --config "${config:-configs/tiny_arithmetic.yaml}" ${trainer_options[@]+"${trainer_options[@]}"})
 
-# One process per GPU; on CPU one process with all cores. Two ranks of one thread each are 6 to 16% faster per step on two cores
-# (docs/scaling.md), but take longer to start.
+# One process per GPU; on CPU one process with all cores. On two cores, two ranks of one thread each are a little faster per step but
+# take longer to start (docs/scaling.md).
 gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)"
 if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
   gpus="$(tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c . || true)"

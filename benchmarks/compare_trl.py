@@ -1,13 +1,13 @@
-"""A step of this trainer beside a step of TRL's GRPOTrainer: same model, prompts, group size, lengths, threads and precision.
+"""Time and memory of a step of this trainer and of TRL's GRPOTrainer: same model, prompts, group size, lengths, threads and precision.
 
     python benchmarks/compare_trl.py --model DIR --data train.jsonl --trl-python TRLVENV/bin/python
 
-Both run in fresh processes that alternate, so that a machine that slows down slows both. Each takes ``--steps`` steps on problems
-of its own choice from the same ``4 * steps`` ones; the first step is warm-up and left out. Figures are seconds per 1,000 completion
-tokens, since the two draw different completions (of the same distribution: the learning rate is 1e-6).
+Both run in fresh processes that alternate, so a machine that gets slower affects both. Each runs ``--steps`` steps on the same ``4 * steps``
+problems in its own order; the first step is warm-up and is not counted. The two sample different completions of the same distribution (the
+learning rate is 1e-6), so times are seconds per 1,000 completion tokens.
 
-TRL is set up for speed: one micro-batch holds the whole batch, no gradient checkpointing (its default is on), no logging of completions,
-SDPA. In bf16 both keep fp32 master weights under autocast; ``--trl-bf16-weights`` gives TRL bf16 weights instead.
+TRL is configured for speed: one micro-batch holds the whole batch, gradient checkpointing is off (its default is on), completions are not
+logged, attention is SDPA. In bf16 both keep fp32 master weights under autocast; with ``--trl-bf16-weights`` TRL has bf16 weights.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SYSTEM = (
 
 
 def problems(a) -> list[dict]:
-    """Rows of GSM8K, or with ``--prompt-tokens`` as many made-up questions of about that many tokens."""
+    """Rows of GSM8K; with ``--prompt-tokens``, as many generated questions of about that many tokens."""
     if a.prompt_tokens:
         words = ["one two three four five six seven eight nine ten"] * (a.prompt_tokens // 10)
         return [{"question": " ".join([str(number), *words]), "answer": "1"} for number in range(PROMPTS * a.steps)]
@@ -175,7 +175,7 @@ def measure(a, side: str, setting: dict) -> dict:
 
 
 def summary(pairs: list[dict]) -> dict:
-    """Medians of both, and the median, least and greatest of the pairs' ratios."""
+    """The medians of both sides, and the median, lowest and highest ratio of the pairs."""
     result = {}
     for name in ("step", "sampling", "rest", "peak_rss_mib"):
         of_ours, of_trl = [pair["ours"][name] for pair in pairs], [pair["trl"][name] for pair in pairs]
@@ -232,16 +232,18 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--data", help="GSM8K's train.jsonl")
-    parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has trl")
+    parser.add_argument("--trl-python", default=sys.executable, help="Python of an environment with trl")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="of each process, the first of which is not counted")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each process; the first is not counted")
     parser.add_argument(
         "--settings", default="fp32:0.04:2 fp32:0.0:2 bf16:0.04:2 bf16:0.0:2", help="precision:beta:threads ..."
     )
-    parser.add_argument("--output", default=str(ROOT / "benchmarks" / "results" / "compare_trl"), help="without suffix")
-    parser.add_argument("--padded", action="store_true", help="ours with runtime.packed=false")
+    parser.add_argument(
+        "--output", default=str(ROOT / "benchmarks" / "results" / "compare_trl"), help="output files, without suffix"
+    )
+    parser.add_argument("--padded", action="store_true", help="run this trainer with runtime.packed=false")
     parser.add_argument("--trl-microbatches", type=int, default=1)
-    parser.add_argument("--tokens-per-microbatch", type=int, default=16384, help="ours")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=16384, help="of this trainer")
     parser.add_argument("--trl-bf16-weights", action="store_true")
     parser.add_argument("--trl-continuous-batching", action="store_true")
     for name in ("side", "result", "precision"):

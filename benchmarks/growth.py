@@ -1,11 +1,11 @@
-"""How a step's time grows with the group, the prompt, the completion and the vocabulary: this trainer and TRL's GRPOTrainer.
+"""Time of a step as group, prompt, completion and vocabulary grow: this trainer and TRL's GRPOTrainer.
 
     python benchmarks/growth.py --model DIR --trl-python TRLVENV/bin/python
 
-Everything but one axis stays as it is: 4 problems x 8 completions of 128 tokens after prompts of 256, the vocabulary of the model. The
-weights are random, in the shape of the model's config.json, so that hardly a completion ends before the limit and both trainers do the same work.
-The two sides take turns, in fresh processes; the first step of each is not counted. Results go to results/growth.json, .md and .png; points that
-growth.json has already are not measured again.
+One axis varies at a time; the others stay at 4 problems x 8 completions of 128 tokens after prompts of 256 tokens, with the model's vocabulary.
+The weights are random, in the shape of the model's config.json, so hardly a completion ends before the limit and both trainers do the same
+work. The two sides alternate in fresh processes; the first step of each is not counted. Results go to results/growth.json, .md and .png.
+Points that are already in growth.json are not measured again.
 """
 
 from __future__ import annotations

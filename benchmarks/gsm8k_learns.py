@@ -2,11 +2,11 @@
 
     python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl                3 seeds x 30 steps
     python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl --steps 2 --seeds 0 --problems 8
-    python benchmarks/gsm8k_learns.py --plot-only                                  table and plot of what is there
+    python benchmarks/gsm8k_learns.py --plot-only                                  table and plot of the stored results
 
-The configuration is configs/gsm8k_cpu.yaml, the evaluation `python -m grpo.evaluation` on the first test problems: greedy, and 4
-samples each at temperature 1. All models answer the same problems with the same random numbers. Results go to
-benchmarks/results/gsm8k_learns.json as they come (a run that is there is not made again), and from there to .md and .png.
+The configuration is configs/gsm8k_cpu.yaml. `python -m grpo.evaluation` evaluates on the first test problems: greedily, and with 4 samples
+each at temperature 1. All models answer the same problems with the same random numbers. Each result is written to
+benchmarks/results/gsm8k_learns.json at once (a stored run is not repeated), and from there to .md and .png.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BEFORE = "before"
 
 
 def train(seed: int, options: argparse.Namespace, output: Path) -> dict[str, list[float]]:
-    """One training run in a process of its own, without evaluation; its metrics by step."""
+    """One training run in its own process, without evaluation. Returns its metrics by step."""
     shutil.rmtree(output, ignore_errors=True)
     command = [
         sys.executable, str(ROOT / "train_grpo.py"), *CONFIG, f"model.name_or_path={options.model}",
@@ -39,7 +39,7 @@ def train(seed: int, options: argparse.Namespace, output: Path) -> dict[str, lis
 
 
 def evaluate(model: str, options: argparse.Namespace, output: Path) -> dict[str, dict]:
-    """Metric -> value, interval and count, by the project's own command."""
+    """Value, interval and count of each metric, from ``python -m grpo.evaluation``."""
     command = [
         sys.executable, "-m", "grpo.evaluation", *CONFIG, "--model", model, "--output", str(output),
         f"data.dataset={options.train}", f"data.eval_dataset={options.test}", "data.eval_split=train",
@@ -73,7 +73,7 @@ def plot(results: dict, path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("no matplotlib here (pip install -r requirements-bench.txt): the plot is left as it is")
+        print("matplotlib is not installed (pip install -e '.[plots]'): the plot is not updated")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -101,9 +101,9 @@ def main() -> None:
     parser.add_argument("--test", type=Path, help="GSM8K's test.jsonl")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--problems", type=int, default=512, help="test problems to evaluate on")
+    parser.add_argument("--problems", type=int, default=512, help="number of test problems")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/gsm8k_learns.json")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/gsm8k_learns", help="where checkpoints lie")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/gsm8k_learns", help="folder of the checkpoints")
     parser.add_argument("--plot-only", action="store_true")
     options = parser.parse_args()
     if not options.plot_only and not (options.model and options.train and options.test):

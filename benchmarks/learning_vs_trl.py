@@ -1,14 +1,14 @@
-"""Held-out accuracy per completion sampled: this trainer beside TRL 1.16.0, from the same start on the same problems.
+"""Held-out accuracy by number of sampled completions: this trainer and TRL 1.16.0, same initial model, same problems.
 
-    python -m venv .venv-trl && .venv-trl/bin/pip install -r requirements-bench.txt
+    python -m venv .venv-trl && .venv-trl/bin/pip install -r requirements.txt -e ".[bench]"
     python benchmarks/learning_vs_trl.py --trl-python .venv-trl/bin/python       3 seeds each, then table and plot
-    python benchmarks/learning_vs_trl.py --plot-only                             table and plot of what is there (matplotlib)
+    python benchmarks/learning_vs_trl.py --plot-only                             table and plot of the stored results (matplotlib)
 
-Both: builtin:tiny, builtin:arithmetic in the same order (our schedule of the seed), 8 problems x 8 completions a step, 64 tokens,
-temperature 1, rewards accuracy + 0.5 format, clip 0.2, beta 0, rewards scaled by the group's std, loss averaged over responses,
-AdamW 2e-4 falling linearly to 0, gradient norm 1, fp32, one CPU thread. Set away from TRL's defaults to get there: loss_type
-grpo (dapo), bf16 False (True where it can), gradient_checkpointing False (True), steps_per_generation 1, shuffle_dataset False,
-adamw_torch (fused). Both are evaluated by the same code on the same held-out problems: 4 samples each at temperature 1, and greedily.
+Settings of both: builtin:tiny, builtin:arithmetic in the order of our schedule, 8 problems x 8 completions a step, 64 tokens, temperature 1,
+rewards accuracy + 0.5 format, clip 0.2, beta 0, rewards scaled by the group's std, loss averaged over responses, AdamW 2e-4 falling linearly to 0,
+gradient norm 1, fp32, one CPU thread. Settings that differ from TRL's defaults (in brackets): loss_type grpo (dapo), bf16 False (True where
+supported), gradient_checkpointing False (True), steps_per_generation 1, shuffle_dataset False, adamw_torch (fused). The same code evaluates both on
+the same held-out problems: 4 samples each at temperature 1, and greedily.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def plot(runs: list[dict], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("no matplotlib here (pip install -r requirements-bench.txt): the plot is left as it is")
+        print("matplotlib is not installed (pip install -e '.[plots]'): the plot is not updated")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -108,13 +108,16 @@ def plot(runs: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", type=Path, help="Python of an environment with requirements-bench.txt")
+    parser.add_argument("--trl-python", type=Path, help='Python of an environment with TRL (the extra "bench")')
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=20, help="evaluate every N steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/learning_vs_trl.json")
     parser.add_argument(
-        "--runs", type=Path, default=ROOT / "runs/learning_vs_trl", help="where runs are kept while they last"
+        "--runs",
+        type=Path,
+        default=ROOT / "runs/learning_vs_trl",
+        help="folder of the runs, which are deleted at their end",
     )
     parser.add_argument("--plot-only", action="store_true")
     options = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Every preset of docs/algorithm.md on a tiny task (arithmetic): same start, same steps, several seeds.
+"""What every preset of docs/algorithm.md learns on a tiny task (arithmetic): same initial model, same steps, several seeds.
 
     python benchmarks/presets_learn.py                        8 presets x 3 seeds x 100 steps
-    python benchmarks/presets_learn.py --steps 3 --seeds 0    a look
+    python benchmarks/presets_learn.py --steps 3 --seeds 0    a quick check
     python benchmarks/presets_learn.py --config configs/tiny_countdown.yaml --output benchmarks/results/presets_learn_countdown.json
 
-Each preset runs with its own values (`algorithm={name: ...}`), everything else is the configuration's, configs/tiny_arithmetic.yaml: 8 problems x 8
-completions, learning rate 2e-4 falling linearly to 0. The start is the same cached model for all; a seed decides the order of the
-problems and what is sampled. Results go to benchmarks/results/presets_learn.json after each run (one that is there is not made
-again) and from there to presets_learn.md.
+Each preset runs with its own values (`algorithm={name: ...}`). Everything else comes from configs/tiny_arithmetic.yaml: 8 problems x 8
+completions, learning rate 2e-4 falling linearly to 0. All runs start from the same cached model; the seed decides the order of the
+problems and the samples. Each result is written to benchmarks/results/presets_learn.json at once (a stored run is not repeated), and from
+there to presets_learn.md.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MEASURED = ("eval/greedy_accuracy", "eval/mean@8", "eval/pass@8", "eval/format")
 
 
 def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None, config: Path) -> dict:
-    """One training run in a process of its own; what its metrics say.
+    """One training run in its own process. Returns its evaluations and its accuracy by step.
 
     Args:
-        before: the evaluation before training, where another run of this seed has made it: it does not depend on the preset.
+        before: the evaluation before training, if another run of this seed has it: it does not depend on the preset.
     """
     output = folder / f"{preset}-{seed}"
     shutil.rmtree(output, ignore_errors=True)
@@ -58,7 +58,7 @@ def run(preset: str, seed: int, steps: int, folder: Path, before: dict | None, c
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown, in percent: mean over seeds, standard deviation (n-1) and range of them."""
+    """Markdown, in percent: mean, standard deviation (n-1) and range over seeds."""
     rows = [
         "| preset | seeds | mean@8 after | s.d. | lowest to highest | greedy after | format after |",
         "|---|---|---|---|---|---|---|",
@@ -94,7 +94,10 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/presets_learn.json")
     parser.add_argument(
-        "--runs", type=Path, default=ROOT / "runs/presets_learn", help="where runs are kept while they last"
+        "--runs",
+        type=Path,
+        default=ROOT / "runs/presets_learn",
+        help="folder of the runs, which are deleted at their end",
     )
     options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)

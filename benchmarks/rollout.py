@@ -1,13 +1,13 @@
-"""Sampling: tokens a second of this trainer's rollouts beside ``model.generate``, same weights, prompts and lengths.
+"""Tokens a second when sampling: this trainer and ``model.generate``, with the same weights, prompts and lengths.
 
-    python benchmarks/rollout.py --model DIR                                       a checkpoint, on what there is
+    python benchmarks/rollout.py --model DIR                                       a checkpoint, on the GPU if there is one
     python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64 --prompt 256       random weights of a known shape
 
-Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in ``generate`` and
-the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times in turn; medians.
+Lengths are forced, so both sides sample the same number of tokens: each row ends exactly at a length drawn from a log-normal
+distribution, through a logits processor in ``generate`` and the same rule in this trainer. The two alternate ``--repeats`` times; results are medians.
 
-Beside it the bound that memory sets: every step reads all weights and the keys and values of the rows in flight once, at the
-bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound by its arithmetic instead.)
+The script also prints the limit set by the memory bandwidth: each step reads all weights and the KV cache of the active rows once, at the
+bandwidth that a plain copy reaches on this machine. (On a CPU a step of many rows is limited by its arithmetic instead.)
 """
 
 import argparse
@@ -38,7 +38,7 @@ EOS = 1
 
 
 class EndsAt(LogitsProcessor):
-    """Row r's only choice at its last place is EOS, and EOS is no choice before."""
+    """Forces row r to end at its length: EOS is the only choice at its last token, and impossible before."""
 
     def __init__(self, lengths_R: torch.Tensor, prompt: int):
         self.lengths_R, self.prompt = lengths_R, prompt
@@ -76,7 +76,7 @@ def load(a, device) -> Policy:
 
 
 def ours(policy, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None) -> int:
-    """A uniform number of 2 and more says that the row ends there: it stays with its row, wherever the row is decoded."""
+    """Sample with this trainer. Adding 2 to a row's uniform number marks its last token, wherever in the batch the row is decoded."""
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
     plain_draw, plain_rows, last_R = (
         grpo.rollout.engine.draw,
@@ -109,12 +109,12 @@ def ours(policy, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None)
 
 
 def refilled(policy, prompts_UL, lengths_UG, T) -> int:
-    """In the memory of a quarter of the rows."""
+    """Sample all rows with KV-cache memory for a quarter of them; waiting rows take the place of finished ones."""
     return ours(policy, prompts_UL, lengths_UG, T, lengths_UG.numel() // 4 * (prompts_UL.shape[1] + T))
 
 
 def in_waves(policy, prompts_UL, lengths_UG, T) -> int:
-    """A quarter of the problems at a time, each to its end."""
+    """Sample a quarter of the problems at a time, each quarter until its last row ends."""
     quarter = max(len(prompts_UL) // 4, 1)
     parts = zip(prompts_UL.split(quarter), lengths_UG.split(quarter), strict=True)
     return sum(ours(policy, prompts_QL, lengths_QG, T) for prompts_QL, lengths_QG in parts)
@@ -139,7 +139,7 @@ def theirs(policy, prompts_UL, lengths_UG, T) -> int:
 
 
 def copy_bandwidth(device) -> float:
-    """Bytes a second that a copy of 256 MiB reads and writes."""
+    """Memory bandwidth: bytes a second that a copy of 256 MiB reads and writes."""
     source = torch.zeros(2**28, dtype=torch.uint8, device=device)
     target, seconds = torch.empty_like(source), []
     for _ in range(10):
@@ -152,7 +152,7 @@ def copy_bandwidth(device) -> float:
 
 
 def bound_seconds(model, lengths_UG, prompt: int, precision: str, bandwidth: float) -> float:
-    """To read weights, and each prompt's and each row's keys and values, once a step; the prefill is left out."""
+    """Seconds to read the weights and the KV cache of all active prompts and rows once per step, without the prefill."""
     c, size = model.config, 2 if precision == "bf16" else 4
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * width * size
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
-        "--waves", action="store_true", help="a quarter of the rows at once: refilled, beside four waves"
+        "--waves", action="store_true", help="a quarter of the rows at once: refilled as rows end, beside four waves"
     )
     parser.add_argument("--output", help="JSON file to write")
     a = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Weak scaling over gloo ranks of one thread each: as many problems per rank, 1 and 2 ranks (or more), in turn.
+"""Weak scaling over gloo ranks of one thread each: the same number of problems per rank, 1 and 2 ranks (or more), in turn.
 
     python benchmarks/scaling.py --model DIR --data train.jsonl
-    python benchmarks/scaling.py --paper         the lengths of docs/scaling.md, by simulation
+    python benchmarks/scaling.py --paper         simulates the completion lengths of docs/scaling.md
 
-Efficiency is the time of a step on one rank over that on several, each with ``--prompts`` problems per rank. Ranks wait for the one whose
-completions are longest, so the figure holds lengths' luck as well; it is summed over all steps after the first. Cores of one machine
-share its memory and its clock: beside them stand as many runs of one rank that know nothing of each other, at the same time.
+Efficiency is the time of a step on one rank divided by that on several ranks, each with ``--prompts`` problems per rank, summed over all steps
+after the first. Ranks wait for the rank with the longest completions, so the figure also depends on the sampled lengths. The cores of one machine
+share memory bandwidth and clock, so the script also compares with independent runs of one rank at the same time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def seconds_per_step(a, ranks: int) -> tuple[float, float]:
-    """Mean step time, and the mean of what the busiest rank spent in the update (with its all-reduce)."""
+    """Seconds per 100 tokens of mean completion length: of the step, and of the update (with its all-reduce) on the slowest rank."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable]
         if ranks > 1:
@@ -51,14 +51,14 @@ def seconds_per_step(a, ranks: int) -> tuple[float, float]:
 
 
 def seconds_apart(a) -> tuple[float, float]:
-    """Means over runs of one rank at the same time."""
+    """Means over independent runs of one rank at the same time."""
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(lambda _: seconds_per_step(a, 1), range(a.ranks)))
     return tuple(statistics.mean(values) for values in zip(*found, strict=True))
 
 
 def paper() -> None:
-    """Longest completion and busiest rank of 64 completions a rank, lengths log-normal (median 200, sigma 0.5), cut at 1,024."""
+    """Print the longest completion and the load of the busiest rank, for 64 completions a rank of log-normal length (median 200, sigma 0.5, at most 1,024)."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +97,7 @@ def main() -> None:
         rounds.append({name: sides[name]() for name in (sides if number % 2 == 0 else reversed(sides))})
         print(json.dumps(rounds[-1]), flush=True)
     efficiency = {name: [one[name][0] / one[str(a.ranks)][0] for one in rounds] for name in ("1", "apart")}
-    for name, what in (("1", "one alone"), ("apart", f"{a.ranks} that know nothing of each other")):
+    for name, what in (("1", "one rank alone"), ("apart", f"{a.ranks} independent runs of one rank")):
         print(
             f"{a.ranks} ranks of one thread, {a.prompts} problems each, beside {what}: efficiency of the whole step "
             f"{statistics.median(efficiency[name]):.2f} ({min(efficiency[name]):.2f} to {max(efficiency[name]):.2f})"

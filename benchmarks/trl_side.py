@@ -2,8 +2,8 @@
 
     python benchmarks/trl_side.py OUTPUT.json EVERY --config X.yaml key=value ...
 
-The configuration is ours; TRL gets its values one by one, and whatever else TRL would do by default is set to what we do. The
-held-out problems are evaluated by our code, on TRL's model, every EVERY steps.
+TRL gets the values of our configuration one by one, and its other defaults are set to what this trainer does. Our code evaluates TRL's model on the
+held-out problems every EVERY steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo.rewards import RewardRunner, load_reward
 
 
 def reward_functions(config) -> list:
-    """Our rewards with their arguments; TRL hands over conversations, which they read too."""
+    """Our rewards with their arguments. TRL passes conversations, which our rewards read as well."""
 
     def bound(function):
         reward = load_reward(function.name)
@@ -47,7 +47,7 @@ def reward_functions(config) -> list:
 
 
 class Evaluate(TrainerCallback):
-    """Before the first step, every N steps and after the last."""
+    """Evaluates before the first step, every N steps, and after the last."""
 
     def __init__(self, config, tokenizer, problems, every: int):
         self.config, self.tokenizer, self.problems, self.every = config, tokenizer, problems, every

@@ -1,14 +1,14 @@
-"""Scoring and its backward pass: packed groups beside padded rows, tokens a second and peak memory.
+"""Scoring and its backward pass, packed groups beside padded rows: tokens a second and peak memory.
 
     python benchmarks/update.py --model DIR
     python benchmarks/update.py --model DIR --points "4:256:256 8:256:256 16:256:256 8:256:64 8:64:256"
     python benchmarks/update.py --model DIR --vocabulary 151936 --points "8:256:64 8:256:128 8:256:256"
     python benchmarks/update.py --shape qwen2.5-0.5b --device cuda
 
-A point is group:prompt:longest completion, in tokens. A fresh process for each measurement, in turn. Tokens are completion tokens: the
-same number for both. Utilisation is of what a large matrix product reaches here with the same threads and precision; what counts is
-each prompt once, forward and backward, whichever way it is computed. Peak memory is CUDA's where there is one, else the process's
-peak RSS less what it was before the pass.
+A point is group:prompt:longest completion, in tokens. Each measurement has a fresh process, and the two sides alternate. Tokens are completion
+tokens, the same number on both sides. Utilisation is relative to a large matrix product on this machine with the same threads and precision. The
+counted work is each prompt once, forward and backward, for both sides. Peak memory is CUDA's, or else the growth of the process's peak
+RSS during the pass.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def worker(a) -> None:
 
 
 def flops(model, prompt: int, lengths: list[list[int]]) -> float:
-    """Of one forward and backward pass: three times two a weight and token, the head for completions only, and attention's pairs."""
+    """FLOPs of one forward and backward pass: 6 per weight and token (the head for completion tokens only), plus attention."""
     head = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     body = sum(p.numel() for p in model.parameters() if p is not head and p is not embedding)
@@ -88,7 +88,7 @@ def flops(model, prompt: int, lengths: list[list[int]]) -> float:
 
 
 def matmul_rate(device, precision: str) -> float:
-    """FLOPs a second of a product of two square matrices, the best of ten."""
+    """FLOPs a second of a product of two square matrices, the best of ten runs."""
     import torch
 
     n = 8192 if device.type == "cuda" else 2048
@@ -110,14 +110,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--points", default="8:256:256", help="lengths are uniform from a quarter of the longest")
     parser.add_argument(
-        "--vocabulary", type=int, help="with --model: random weights in its shape with so large a vocabulary"
+        "--points", default="8:256:256", help="lengths are uniform between a quarter of the longest and the longest"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, help="with --model: random weights in its shape, with a vocabulary of this size"
     )
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", help="files to write, without suffix")
+    parser.add_argument("--output", help="output files, without suffix")
     for name in ("side", "point"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     a = parser.parse_args()

@@ -1,8 +1,8 @@
 """Every command of the README and the documents is executed, in a copy of the tree, cut to a size of seconds.
 
-What is cut: one step on an untrained model and few problems, two ranks for eight, this machine for others (the Hub too). Of benchmarks,
-which take minutes to hours, it is seen that they start and know the options that are given (those of recipes.md do run, once each); of
-pytest, that it finds tests. Nothing else is changed.
+The cuts: one step on an untrained model with few problems, two ranks instead of eight, this machine instead of several and of the Hub. A
+benchmark, which takes minutes to hours, is only started with --help, to check its options (those of recipes.md run once each). pytest only
+collects its tests. Nothing else is changed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from conftest import ROOT, save_random_model
 from hub_service import hub, pointed_at, publish
 
 NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
-"""The first installs TRL from the network; the second has ``tests/faults/test_soak.py``; the third is done by ``environment()``."""
+"""The first installs TRL from the network, ``tests/faults/test_soak.py`` runs the second, and ``environment()`` does what the third does."""
 RECIPES = ROOT / "docs" / "recipes.md"
 """Its commands need a Hub: they have a test of their own."""
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,10 +58,17 @@ def tree(tmp_path_factory, random_model):
     folder = tmp_path_factory.mktemp("tree") / "copy"
     for name in ("grpo", "configs", "tests", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("train_grpo.py", "launch.sh", "pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in (
+        "train_grpo.py",
+        "launch.sh",
+        "pyproject.toml",
+        "requirements.txt",
+        "LICENSE",
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ):
         shutil.copy(ROOT / name, folder / name)
-    for name in ROOT.glob("requirements*.txt"):
-        shutil.copy(name, folder)
     shutil.copytree(random_model, folder / "FOLDER")
     shutil.copy(folder / "configs" / "tiny_arithmetic.yaml", folder / "configs" / "X.yaml")
     rows = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(280)]
@@ -93,7 +100,7 @@ def cut(command: str) -> str:
     if command.startswith("pytest"):
         return command + " --collect-only -q"
     if "launch.sh test" in command:
-        return command + " --collect-only -q tests/test_seeding.py tests/test_profile.py"
+        return command + " --collect-only -q tests/algorithm/test_seeding.py tests/telemetry/test_profile.py"
     if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
         return command
     steps = (
@@ -137,9 +144,11 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
     "path", [path for path in FILES if blocks(path, "bash") and path != RECIPES], ids=lambda path: path.name
 )
 def test_every_command_works(tree, path):
-    if path.name != "README.md" and not (tree / "runs" / "tiny_arithmetic" / "checkpoint-1").exists():
-        for name in ("tiny_arithmetic", "dr_grpo"):  # the runs that the README's commands leave behind
-            execute(tree, [cut(f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}")])
+    for name, setting in (("tiny_arithmetic", ""), ("dr_grpo", " algorithm.name=dr_grpo")):
+        # The runs that the commands of README.md and algorithm.md leave behind.
+        if path.name != "README.md" and not (tree / "runs" / name / "checkpoint-1").exists():
+            command = f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}{setting}"
+            execute(tree, [cut(command)])
     for together in machines([cut(command) for command in commands(path)]):
         if re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0]) and "output_dir=" not in together[0]:
             number = len(list((tree / "runs").glob("X-*")))
