@@ -78,6 +78,8 @@ def test_lenient_takes_the_last_number(text, answer):
         ("<answer>4", None),
         ("</answer>4<answer>", None),
         ("<answer>4</answer><answer>4</answer>", None),
+        ("<answer><answer>4</answer>", None),
+        ("<answer>4</answer></answer>", None),
         ("<answer> </answer>", None),
     ],
 )
