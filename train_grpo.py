@@ -28,10 +28,10 @@ from grpo.run.prepare import prepare
 from grpo.run.state import Run, check_rewards
 from grpo.run.step_metrics import first_pass_metrics, log_completions, step_line
 from grpo.seeding import derive_seed
+from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
-from grpo.telemetry.metrics import Accumulator
 from grpo.telemetry.profile import finish_profiler, start_profiler
-from grpo.telemetry.user_errors import refuse
+from grpo.telemetry.user_errors import exit_with_user_error
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
@@ -73,20 +73,20 @@ def train(run: Run) -> None:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
-                for minibatch in run.reporter.through("update", minibatches(batch, algorithm.num_minibatches)):
+                for minibatch in run.reporter.progress("update", minibatches(batch, algorithm.num_minibatches)):
                     update(run, minibatch, metrics, is_first_pass=iteration == 0)
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
         step_time = time.perf_counter() - started
-        finish_profiler(profiler, run, step + 1)
+        finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
         all_values_PGF = world.gather_rows(values_PGF)
         line = step_line(run, step + 1, groups, all_values_PGF, all_rewards_PG, metrics, seconds, step_time)
         run.saver.step_done(step + 1, line)
         log_completions(run, step + 1, groups, batch, values_PGF, all_rewards_PG, all_advantages_PG, metrics)
         end_step(run, step + 1, line)
     if not config.debug:
-        run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
+        run.reporter.print(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
 
 
 def end_step(run: Run, step: int, line: dict) -> None:
@@ -100,7 +100,7 @@ def end_step(run: Run, step: int, line: dict) -> None:
     run.saver.unreported = None
     run.saver.after(step, line)
     if is_last and evaluated:
-        run.reporter.say(evaluation_table(run.before, evaluated))
+        run.reporter.print(evaluation_table(run.before, evaluated))
     save, stop = run.signals.agree()
     if save and run.saver.saved < step:
         run.saver.save(step)
@@ -216,8 +216,8 @@ def main(argv: list[str]) -> int:
         config: Config = load_config(argv)
         world: World = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
         run = prepare(config, world)
-    except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend
-        return refuse(mistake, world)
+    except (ValueError, OSError, RanksDisagree) as error:
+        return exit_with_user_error(error, world)
     if run is not None:
         return run_to_completion(run, train)
     world.shutdown()

@@ -42,6 +42,11 @@ class Evaluation:
         return {f"eval/{name}": estimate.value for name, estimate in self.estimates.items()}
 
     @property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The 95% interval ``(low, high)`` of each of :attr:`metrics`."""
+        return {f"eval/{name}": (estimate.low, estimate.high) for name, estimate in self.estimates.items()}
+
+    @property
     def num_unscored(self) -> int:
         """Completions that the correctness reward could not score; they count as wrong."""
         return sum(not verdict.scored for a in self.answers for verdict in (*a.greedy, *a.samples))

@@ -28,14 +28,15 @@ from grpo.config import Config, load_config
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import WORLD_KEYS, RanksDisagree, World, start_world
 from grpo.evaluation.collect import Answers, Evaluation, evaluate
-from grpo.evaluation.estimate import LEVEL, Estimate
+from grpo.evaluation.estimate import Estimate
 from grpo.evaluation.verdict import Verdict, check_names, judge_of
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy, check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.telemetry.console import evaluation_form, evaluation_table
-from grpo.telemetry.metrics import json_safe
-from grpo.telemetry.user_errors import refuse
+from grpo.telemetry.intervals import LEVEL
+from grpo.telemetry.metrics_file import json_safe
+from grpo.telemetry.user_errors import exit_with_user_error
 
 METHOD = (
     "the unit is the problem; rates: Wilson's interval at the effective number of observations p(1-p)/se^2, se over problems; "
@@ -61,8 +62,8 @@ def main(argv: list[str]) -> int:
         world = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
-    except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend
-        return refuse(mistake, world)
+    except (ValueError, OSError, RanksDisagree) as error:
+        return exit_with_user_error(error, world)
     world.shutdown()
     return 0
 

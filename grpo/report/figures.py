@@ -1,4 +1,4 @@
-"""The main curves as PNG files for a paper. Needs matplotlib (``pip install -r requirements-extras.txt``)."""
+"""``--figures``: the main curves as PNG files, for a paper. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ CURVES = {
 
 
 def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
-    """One PNG a curve, all runs in it, and the accuracies before and after with their intervals; returns what was written.
+    """Write one PNG per curve with all runs, and one with the accuracies before and after training and their intervals.
+
+    Returns:
+        The files.
 
     Raises:
         ValueError: if matplotlib is not installed.
@@ -28,7 +31,7 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--figures needs matplotlib: pip install -r requirements-extras.txt") from None
+        raise ValueError("--figures needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -49,7 +52,7 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
         figure, axes = pyplot.subplots(figsize=(4.5, 3), layout="constrained")
         marker = "o" if metric.startswith("eval/") else None
         for i, (run, points) in enumerate(zip(runs, lines, strict=True)):
-            if points:  # a run has one colour in all figures
+            if points:  # the colour follows from the run's number, so that it is the same in all figures
                 axes.plot(*zip(*points, strict=True), label=run.name, color=f"C{i}", marker=marker)
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -59,11 +62,12 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
         written.append(folder / (metric.replace("/", "_") + ".png"))
         figure.savefig(written[-1], dpi=200)
         pyplot.close(figure)
-    path = _comparison(runs, folder, pyplot)
-    return written + [path] * (path is not None)
+    comparison = _comparison(runs, folder, pyplot)
+    return written if comparison is None else [*written, comparison]
 
 
 def _comparison(runs: Sequence[RunData], folder: Path, pyplot) -> Path | None:
+    """Bars with error bars: greedy accuracy before and after training; None if no run has an evaluation."""
     bars = []
     for run in runs:
         row = next((r for r in before_and_after(run) if r["name"] == "eval/greedy_accuracy"), None)
@@ -76,8 +80,8 @@ def _comparison(runs: Sequence[RunData], folder: Path, pyplot) -> Path | None:
     values = [side["value"] for _, side in bars]
     axes.bar(range(len(bars)), values, color=["#999999" if name.endswith("before") else "#0072b2" for name, _ in bars])
     if all(side["low"] is not None for _, side in bars):
-        reach = [[s["value"] - s["low"] for _, s in bars], [s["high"] - s["value"] for _, s in bars]]
-        axes.errorbar(range(len(bars)), values, yerr=reach, fmt="none", ecolor="black", capsize=4)
+        errors = [[s["value"] - s["low"] for _, s in bars], [s["high"] - s["value"] for _, s in bars]]
+        axes.errorbar(range(len(bars)), values, yerr=errors, fmt="none", ecolor="black", capsize=4)
     axes.set_xticks(range(len(bars)), [name for name, _ in bars])
     axes.set(ylabel="greedy accuracy", ylim=(0, 1))
     path = folder / "before_after.png"

@@ -10,7 +10,7 @@ import torch
 
 def show_step(run, step: int, groups, values_PGF, advantages_PG, batch, seconds: dict[str, float]) -> None:
     """Print one step before its update and assert what must hold of its batch."""
-    say = run.reporter.say
+    say = run.reporter.print
     say(f"\n--- step {step} " + "-" * 60)
     model = run.policy.model
     parameter = next(model.parameters())
@@ -53,7 +53,7 @@ def check_batch(run, step: int, groups, batch) -> None:
             new_BT, _ = run.bare_scorer(*batch.to_score)
             ref_BT, _ = run.ref_scorer(*batch.to_score)
         assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference are the same weights"
-    run.reporter.say("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * kl_must_be_0)
+    run.reporter.print("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * kl_must_be_0)
 
 
 def check_update(run, metrics) -> None:
@@ -65,4 +65,4 @@ def check_update(run, metrics) -> None:
     assert math.isnan(ratio) or not run.config.model.disable_dropout or abs(ratio - 1) < tolerance, (
         f"importance ratio of the first update is {ratio}, not 1"
     )
-    run.reporter.say(f"checked   importance ratio of the first update: {ratio:.6f}")
+    run.reporter.print(f"checked   importance ratio of the first update: {ratio:.6f}")

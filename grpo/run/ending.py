@@ -44,7 +44,7 @@ def _preempted(run: Any) -> None:
     if saver.whole_step > saver.saved:
         saver.save(saver.whole_step)
         saver.finish()
-    run.reporter.say(f"preempted at step {saver.whole_step} of {run.max_steps}: {how_to_continue(run.config)}")
+    run.reporter.print(f"preempted at step {saver.whole_step} of {run.max_steps}: {how_to_continue(run.config)}")
 
 
 def _tell(run: Any, failure: BaseException) -> None:

@@ -10,7 +10,7 @@ from transformers import get_scheduler
 
 if TYPE_CHECKING:
     from grpo.run.state import Run
-    from grpo.telemetry.metrics import Accumulator
+    from grpo.telemetry.accumulator import Accumulator
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -68,7 +68,7 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
     run.skipped_in_a_row = 0 if finite else run.skipped_in_a_row + 1
     if not finite:
-        run.reporter.say("warning: a gradient is not finite; this update is left out and the weights are untouched")
+        run.reporter.print("warning: a gradient is not finite; this update is left out and the weights are untouched")
         if run.config.optim.on_nonfinite == "stop" or run.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise ValueError(
                 f"{run.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"

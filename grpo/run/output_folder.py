@@ -204,7 +204,7 @@ def start_output(config: Config, resume: Path | None, lock: Lock) -> None:
         number = 1 + len(list(output.glob("previous-*")))
         aside = output / f"previous-{number}"
         aside.mkdir()
-        for path in [*leftovers, output / "config.yaml", output / "run.json"]:
+        for path in [*leftovers, *(output / name for name in ("config.yaml", "run.json", "intervals.jsonl"))]:
             if path.exists():
                 shutil.move(path, aside / path.name)
         print(f"an earlier run in {output} was moved to {aside}", flush=True)

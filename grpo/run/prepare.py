@@ -42,7 +42,7 @@ from grpo.run.signals import Signals, not_yet
 from grpo.run.state import Run
 from grpo.run.summary import memory_line, summary
 from grpo.telemetry.environment import environment, record_start
-from grpo.telemetry.metrics import Reporter
+from grpo.telemetry.reporter import Reporter
 
 
 @dataclass
@@ -142,19 +142,15 @@ def _prepare(
             start_output(config, resume, lock)
             record_start(config.output_dir, here)
     reporter = Reporter(
-        config.output_dir,
+        config,
         is_main=world.is_main,
         first_step=start.step,
         max_steps=max_steps,
-        redo_line=bool(start.state.get("unreported")),
-        every=config.logging.every,
-        wandb_mode=config.logging.wandb,
-        project=config.logging.project,
-        run_name=config.logging.run_name,
+        rewrite_first_step=bool(start.state.get("unreported")),
         wandb_run_id=start.inherited("wandb_run_id"),
-        config=config.model_dump(mode="json") | {"environment": here},
+        environment=here,
     )
-    policy.say = reporter.say
+    policy.say = reporter.print
     run = Run(
         config=config,
         world=world,
@@ -183,7 +179,7 @@ def _prepare(
     _describe(run, train, evaluation, models.why_padded, resume)
     wanted = config.runtime.rehearse
     if not config.debug and (world.device.type == "cuda" if wanted is None else wanted):
-        reporter.say(rehearse(run, train.problems))
+        reporter.print(rehearse(run, train.problems))
     return run
 
 
@@ -297,7 +293,7 @@ def _describe(run: Run, train: ProblemSet, evaluation: ProblemSet, why_padded: s
     if why_padded:
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     for line in lines + [f"resuming  {resume} at step {run.start}"] * bool(resume):
-        run.reporter.say(line)
+        run.reporter.print(line)
 
 
 def touch_every_parameter(policy: Policy) -> Callable[[nn.Module], torch.Tensor]:

@@ -24,7 +24,8 @@ from grpo.rollout import Sampling
 from grpo.run.lock import Lock
 from grpo.run.saver import Saver
 from grpo.run.signals import Signals
-from grpo.telemetry.metrics import Accumulator, Reporter
+from grpo.telemetry.accumulator import Accumulator
+from grpo.telemetry.reporter import Reporter
 
 
 @dataclass
@@ -116,8 +117,9 @@ class Run:
                 step=0,  # the same samples' addresses each time: curves differ by the weights alone
                 on_problems=bar.update,
             )
+        self.reporter.intervals(step, evaluation.intervals)
         if evaluation.num_unscored:
-            self.reporter.say(
+            self.reporter.print(
                 f"warning: {evaluation.num_unscored} completions of this evaluation could not be scored and count as wrong"
             )
         return evaluation.metrics

@@ -13,8 +13,8 @@ import torch
 
 from grpo.advantages import has_equal_rewards
 from grpo.batch import Batch, Group
-from grpo.loss import RATIO_EDGES
-from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.accumulator import Accumulator
+from grpo.telemetry.histograms import RATIO_EDGES
 from grpo.telemetry.samples import sample_records
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ def test_only_one_file_knows_of_other_ranks():
 
 
 @pytest.mark.parametrize(
-    ("package", "door"), [("wandb", "grpo/telemetry/metrics.py"), ("datasets", "grpo/data/source.py")]
+    ("package", "door"), [("wandb", "grpo/telemetry/wandb_logger.py"), ("datasets", "grpo/data/source.py")]
 )
 def test_heavy_packages_have_one_door_and_are_imported_when_needed(package, door):
     found = {

@@ -14,7 +14,7 @@ from grpo.config import load_config
 from grpo.distributed import start_world
 from grpo.run.prepare import prepare, touch_every_parameter
 from grpo.run.state import Run
-from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.accumulator import Accumulator
 from train_grpo import update, with_old_and_ref_logprobs
 
 P, G = 6, 4
