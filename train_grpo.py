@@ -20,7 +20,6 @@ from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.loss import loss_denominator, policy_loss
 from grpo.model import sync_reference
-from grpo.rollout import generate
 from grpo.run import debug
 from grpo.run.ending import run_to_completion
 from grpo.run.optimizer import apply_update
@@ -114,15 +113,12 @@ def sample_and_score(
     missing = list(range(len(problems)))  # positions in the batch that need a group
     for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
         values, result = values_PGF[missing], None
-        with (
-            world.fail_together(),
-            world.interruptible(),
-        ):  # out of memory, a broken reward, a signal: maybe on this rank only
+        # Out of memory, a broken reward or a signal may come on this rank only.
+        with world.fail_together(), world.interruptible():
             with world.timed("rollout", seconds):
                 total = len(missing) * run.sampling.num_generations * run.sampling.max_completion_length
                 with run.reporter.bar("rollout", total) as bar:
-                    sampled = generate(
-                        run.policy,
+                    sampled = run.engine.generate(
                         [problems[p] for p in missing],
                         run.sampling,
                         address=(run.config.seed, "rollout", step),

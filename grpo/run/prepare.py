@@ -18,6 +18,7 @@ from grpo.evaluation import metric_names
 from grpo.evaluation.grading import check_reward_names
 from grpo.model import check_context, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner
+from grpo.rollout import BuiltinEngine
 from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
 from grpo.run.models import any_forward, build_models
@@ -119,7 +120,12 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         wandb_run_id=start.state.get("wandb_run_id"),
         environment=here,
     )
-    policy.say = reporter.print
+    engine = BuiltinEngine(
+        policy,
+        fast_decode=config.runtime.fast_decode,
+        cuda_graphs=config.runtime.cuda_graphs,
+        warn=reporter.print,
+    )
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     reference_moves = models.ref_scorer is not None and config.algorithm.ref_sync_steps > 0
     saver = Saver(
@@ -140,6 +146,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         config=config,
         world=world,
         policy=policy,
+        engine=engine,
         scorer=scorer,
         bare_scorer=models.scorer,
         ref_scorer=models.ref_scorer,

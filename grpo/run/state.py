@@ -20,7 +20,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups
-from grpo.rollout import Sampling
+from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.lock import Lock
 from grpo.run.progress import Progress
 from grpo.run.saver import Saver
@@ -35,6 +35,8 @@ class Run:
     config: Config
     world: World
     policy: Policy
+    engine: BuiltinEngine
+    """Samples completions with the policy."""
     scorer: nn.Module
     """Log-probs of completions under the policy, with gradient; wrapped in DDP when there are several ranks."""
     bare_scorer: CompletionScorer
@@ -59,9 +61,9 @@ class Run:
         return self.bare_scorer.packed
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         r = self.config.rollout
-        return Sampling(
+        return SamplingParams(
             num_generations=r.num_generations,
             max_completion_length=r.max_completion_length,
             temperature=r.temperature,
@@ -101,7 +103,7 @@ class Run:
         passes = 1 + (settings.num_samples > 1)
         with self.reporter.bar("evaluation", len(self.world.own_rows(self.eval_problems)) * passes, "problem") as bar:
             evaluation = evaluate(
-                self.policy,
+                self.engine,
                 self.eval_problems,
                 Grader(self.config.eval, self.rewards),
                 self.world,
