@@ -20,7 +20,6 @@ from grpo.config import Config, load_config
 from grpo.distributed import WORLD_KEYS, Interrupted, RanksDisagree, World, start_world
 from grpo.loss import loss_denominator, policy_loss
 from grpo.model import sync_reference
-from grpo.rollout import generate
 from grpo.run import debug
 from grpo.run.ending import run_to_completion
 from grpo.run.optimizer import apply_update
@@ -129,8 +128,7 @@ def sample_and_score(
                 with world.timed("rollout", seconds):
                     total = len(places) * run.sampling.num_generations * run.sampling.max_completion_length
                     with run.reporter.bar("rollout", total) as bar:
-                        sampled = generate(
-                            run.policy,
+                        sampled = run.engine.generate(
                             [problems[p] for p in places],
                             run.sampling,
                             address=(run.config.seed, "rollout", step),

@@ -20,10 +20,10 @@ from grpo.batch import Group
 from grpo.config import Config, load_config
 from grpo.config.arguments import read_yaml
 from grpo.data import Rows, make_problems, said_first
-from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
+from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
-from grpo.rollout import Sampling, generate
+from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run import checkpoint
 from grpo.telemetry.console import print_mistake
 
@@ -32,10 +32,10 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         config = _config_of(options)
-        policy = _policy(options, config)
+        engine = _engine(options, config)
         if options.prompt is None:
-            return talk(policy, config, options)
-        return show_samples(policy, config, options)
+            return talk(engine, config, options)
+        return show_samples(engine, config, options)
     except (ValueError, OSError) as mistake:
         print_mistake(mistake)
         return 2
@@ -69,13 +69,13 @@ def _config_of(options: argparse.Namespace) -> Config:
     return Config.model_validate({"data": {"system_prompt": ""}})  # no run, whose task's instructions it would hear
 
 
-def _policy(options: argparse.Namespace, config: Config) -> Policy:
+def _engine(options: argparse.Namespace, config: Config) -> BuiltinEngine:
     trust = config.model.trust_remote_code
     path = resolve_model(options.model, config.data.dataset, trust_remote_code=trust)
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     precision = config.runtime.precision if device.type == "cuda" else "fp32"
-    return load_policy(
+    policy = load_policy(
         path,
         tokenizer,
         device=device,
@@ -83,10 +83,11 @@ def _policy(options: argparse.Namespace, config: Config) -> Policy:
         fp32_head=config.model.fp32_head,
         trust_remote_code=trust,
     )
+    return BuiltinEngine(policy)
 
 
 def _sample(
-    policy: Policy, config: Config, options, prompt: Any, columns: dict[str, Any], *, count: int, turn: int
+    engine: BuiltinEngine, config: Config, options, prompt: Any, columns: dict[str, Any], *, count: int, turn: int
 ) -> Group:
     """``count`` completions of a prompt (text or messages), rendered as the run renders its own.
 
@@ -94,24 +95,24 @@ def _sample(
         ValueError: if prompt and completion together exceed the model's context.
     """
     rows = Rows("the prompt", [prompt], [columns], *said_first(config.data, config.data.dataset))
-    limit = policy.context_length or 10**9
+    limit = engine.policy.context_length or 10**9
     length = options.max_tokens or config.rollout.max_completion_length
     if length >= limit:
         raise ValueError(
             f"{length} tokens leave no room for a prompt in the model's context of {limit}: set --max-tokens"
         )
     section = config.data.model_copy(update={"max_prompt_length": limit - length})
-    (problem,) = make_problems(rows, section, policy.tokenizer).problems
+    (problem,) = make_problems(rows, section, engine.policy.tokenizer).problems
     temperature = config.rollout.temperature if options.temperature is None else options.temperature
     r = config.rollout
-    sampling = Sampling(
+    sampling = SamplingParams(
         count, length, temperature=temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, stop=tuple(r.stop)
     )
-    (group,) = generate(policy, [problem], sampling, address=(options.seed, "chat", turn))
+    (group,) = engine.generate([problem], sampling, address=(options.seed, "chat", turn))
     return group
 
 
-def talk(policy: Policy, config: Config, options: argparse.Namespace) -> int:
+def talk(engine: BuiltinEngine, config: Config, options: argparse.Namespace) -> int:
     """Turns from standard input until its end; a turn that no longer fits the context begins anew."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -129,20 +130,20 @@ def talk(policy: Policy, config: Config, options: argparse.Namespace) -> int:
         elif line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
             try:
-                group = _sample(policy, config, options, messages, {}, count=1, turn=turn)
+                group = _sample(engine, config, options, messages, {}, count=1, turn=turn)
             except ValueError:
                 if len(messages) == 1:
                     raise
                 print("(the conversation has grown too long and begins anew)")
                 messages = messages[-1:]
-                group = _sample(policy, config, options, messages, {}, count=1, turn=turn)
+                group = _sample(engine, config, options, messages, {}, count=1, turn=turn)
             text = group.completions[0].text
             messages.append({"role": "assistant", "content": text})
             turn += 1
             print(printable(text) + ("" if group.completions[0].finished else " [cut]"), flush=True)
 
 
-def show_samples(policy: Policy, config: Config, options: argparse.Namespace) -> int:
+def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namespace) -> int:
     """G completions of one prompt, each with every reward, as a step of training would score them."""
     columns = {}
     for item in options.column:
@@ -153,8 +154,10 @@ def show_samples(policy: Policy, config: Config, options: argparse.Namespace) ->
         columns[name] = str(value) if name == "answer" else value
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples}: at least 1")
-    group = _sample(policy, config, options, options.prompt, columns, count=options.samples, turn=0)
-    with RewardRunner(config.reward.functions, timeout_s=config.reward.timeout_s, device=policy.device) as rewards:
+    group = _sample(engine, config, options, options.prompt, columns, count=options.samples, turn=0)
+    with RewardRunner(
+        config.reward.functions, timeout_s=config.reward.timeout_s, device=engine.policy.device
+    ) as rewards:
         try:
             values = score_groups(rewards, [group]).values
         except ValueError as mistake:

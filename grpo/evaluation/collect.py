@@ -9,7 +9,7 @@ from grpo.batch import Problem
 from grpo.distributed import Interrupted, World
 from grpo.evaluation.estimate import Estimate, estimates
 from grpo.evaluation.verdict import Judge, Verdict
-from grpo.rollout import Sampling, generate
+from grpo.rollout import BuiltinEngine, SamplingParams
 
 ROWS_PER_WAVE = 256
 """Completions decoded at once in an evaluation."""
@@ -48,7 +48,7 @@ class Evaluation:
 
 
 def evaluate(
-    policy,
+    engine: BuiltinEngine,
     problems: Sequence[Problem],
     judge: Judge,
     world: World,
@@ -74,9 +74,11 @@ def evaluate(
     places = list(range(len(problems)))[world.rank :: world.size]
     mine = {place: Answers(problems[place], [], [], [], []) for place in places}
     options = dict(stop=stop, tokens_in_flight=tokens_in_flight)
-    passes = [("greedy", Sampling(1, max_completion_length, temperature=0.0, **options))]
+    passes = [("greedy", SamplingParams(1, max_completion_length, temperature=0.0, **options))]
     if num_samples > 1:
-        passes.append(("samples", Sampling(num_samples, max_completion_length, temperature=temperature, **options)))
+        passes.append(
+            ("samples", SamplingParams(num_samples, max_completion_length, temperature=temperature, **options))
+        )
     error: BaseException | None = None
     try:
         with world.local_work():
@@ -86,8 +88,8 @@ def evaluate(
                 ordered = sorted(places, key=lambda place: len(problems[place].prompt_ids))
                 for start in range(0, len(ordered), n):
                     part = ordered[start : start + n]
-                    groups = generate(
-                        policy, [problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step)
+                    groups = engine.generate(
+                        [problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step)
                     )
                     for place, group, verdicts in zip(part, groups, judge(groups), strict=True):
                         texts = [completion.text for completion in group.completions] if keep_texts else []

@@ -31,8 +31,9 @@ from grpo.evaluation.collect import Answers, Evaluation, evaluate
 from grpo.evaluation.estimate import LEVEL, Estimate
 from grpo.evaluation.verdict import Verdict, check_names, judge_of
 from grpo.logprobs import CompletionScorer
-from grpo.model import Policy, check_context, load_policy, load_tokenizer, resolve_model
+from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
+from grpo.rollout import BuiltinEngine
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.metrics import json_safe
 from grpo.telemetry.user_errors import refuse
@@ -112,13 +113,13 @@ def _check_writable(output: Path) -> None:
 def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World) -> Evaluation:
     with world.main_first():
         path = resolve_model(model, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
-    policy, problems = world.together(lambda: _loaded(config, path, rows, world))
+    engine, problems = world.together(lambda: _loaded(config, path, rows, world))
     passes = 1 + (config.eval.num_samples > 1)
     total = len(problems[world.rank :: world.size]) * passes
     shown = world.is_main and sys.stderr.isatty()
     with tqdm(total=total, desc=model, unit="problem", leave=False, disable=not shown) as bar:
         evaluation = evaluate(
-            policy,
+            engine,
             problems,
             judge_of(config, rewards),
             world,
@@ -139,7 +140,7 @@ def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, wor
     return evaluation
 
 
-def _loaded(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy, list[Problem]]:
+def _loaded(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinEngine, list[Problem]]:
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     found = make_problems(rows, config.data, tokenizer)
@@ -154,10 +155,9 @@ def _loaded(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy
     check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
     settings = config.model.model_dump(exclude={"name_or_path"})
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
-    policy.fast_decode = config.runtime.fast_decode
     if config.runtime.packed:  # as the run does: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()
-    return policy, problems
+    return BuiltinEngine(policy, fast_decode=config.runtime.fast_decode), problems
 
 
 def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:

@@ -32,6 +32,7 @@ from grpo.model import (
     resolve_model,
 )
 from grpo.rewards import RewardRunner
+from grpo.rollout import BuiltinEngine
 from grpo.run import checkpoint
 from grpo.run.lock import Lock
 from grpo.run.optimizer import follow_settings, make_optimizer, make_schedule
@@ -154,11 +155,17 @@ def _prepare(
         wandb_run_id=start.inherited("wandb_run_id"),
         config=config.model_dump(mode="json") | {"environment": here},
     )
-    policy.say = reporter.say
+    engine = BuiltinEngine(
+        policy,
+        fast_decode=config.runtime.fast_decode,
+        cuda_graphs=config.runtime.cuda_graphs,
+        warn=reporter.say,
+    )
     run = Run(
         config=config,
         world=world,
         policy=policy,
+        engine=engine,
         scorer=world.data_parallel(models.scorer, touch_every_parameter(policy)),
         bare_scorer=models.scorer,
         ref_scorer=models.ref_scorer,
@@ -230,7 +237,6 @@ def _models(config: Config, device: torch.device, path: str, tokenizer: Any, max
         device=device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"})
     )
     policy = load_policy(str(start.resume or path), tokenizer, **options)
-    policy.fast_decode, policy.capture = config.runtime.fast_decode, config.runtime.cuda_graphs
     ref_scorer = None
     if a.beta > 0:
         anchor = policy.model

@@ -20,7 +20,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups
-from grpo.rollout import Sampling
+from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.lock import Lock
 from grpo.run.saver import Saver
 from grpo.run.signals import Signals
@@ -34,6 +34,8 @@ class Run:
     config: Config
     world: World
     policy: Policy
+    engine: BuiltinEngine
+    """Samples with the policy."""
     scorer: nn.Module
     """Log-probs of the policy with gradient; DDP-wrapped when there are several ranks."""
     bare_scorer: CompletionScorer
@@ -79,10 +81,10 @@ class Run:
         return logprobs_BT
 
     @property
-    def sampling(self) -> Sampling:
-        names = {field.name for field in dataclasses.fields(Sampling)}
+    def sampling(self) -> SamplingParams:
+        names = {field.name for field in dataclasses.fields(SamplingParams)}
         values = {name: value for name, value in self.config.rollout.model_dump().items() if name in names}
-        return Sampling(**values | {"stop": tuple(self.config.rollout.stop)})
+        return SamplingParams(**values | {"stop": tuple(self.config.rollout.stop)})
 
     def score(self, groups: Sequence[Group]) -> tuple[torch.Tensor, RewardResult]:
         """Every reward of every completion: ``[P, G, F]`` fp32, NaN where a function gave None; and what went wrong.
@@ -103,7 +105,7 @@ class Run:
             "evaluation", len(self.eval_problems[:: self.world.size]) * (1 + (e.num_samples > 1)), "problem"
         ) as bar:
             evaluation = evaluate(
-                self.policy,
+                self.engine,
                 self.eval_problems,
                 judge_of(self.config, self.rewards),
                 self.world,

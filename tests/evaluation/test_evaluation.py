@@ -11,6 +11,7 @@ from grpo.distributed import World
 from grpo.evaluation import Verdict, estimates, evaluate, judge_of, make_judge, pass_at_k
 from grpo.evaluation.estimate import mean_of, rate_of, wilson
 from grpo.evaluation.verdict import check_names
+from grpo.rollout import BuiltinEngine
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -54,7 +55,14 @@ def test_counts_are_those_of_the_completions(policy):
         return by_length(groups)
 
     evaluation = evaluate(
-        policy, problems_of(policy, 11), judge, ALONE, num_samples=4, temperature=1.0, max_completion_length=9, seed=0
+        BuiltinEngine(policy),
+        problems_of(policy, 11),
+        judge,
+        ALONE,
+        num_samples=4,
+        temperature=1.0,
+        max_completion_length=9,
+        seed=0,
     )
     metrics = evaluation.metrics
     groups = [group for part in seen for group in part]
@@ -88,7 +96,7 @@ def test_counts_are_those_of_the_completions(policy):
 
 def test_one_sample_means_greedy_only(policy):
     metrics = evaluate(
-        policy,
+        BuiltinEngine(policy),
         problems_of(policy, 5),
         by_length,
         ALONE,
@@ -107,7 +115,8 @@ def test_order_of_problems_does_not_matter(policy):
     settings = {"num_samples": 2, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
     problems = problems_of(policy, 7)
     forwards, backwards = (
-        evaluate(policy, order, by_length, ALONE, **settings).metrics for order in (problems, problems[::-1])
+        evaluate(BuiltinEngine(policy), order, by_length, ALONE, **settings).metrics
+        for order in (problems, problems[::-1])
     )
     assert forwards == pytest.approx(backwards, rel=1e-12)
 
@@ -118,7 +127,14 @@ def test_a_failing_judge_is_raised(policy):
 
     with pytest.raises(ZeroDivisionError):
         evaluate(
-            policy, problems_of(policy, 2), judge, ALONE, num_samples=1, temperature=0, max_completion_length=4, seed=0
+            BuiltinEngine(policy),
+            problems_of(policy, 2),
+            judge,
+            ALONE,
+            num_samples=1,
+            temperature=0,
+            max_completion_length=4,
+            seed=0,
         )
 
 
@@ -149,7 +165,14 @@ def test_greedy_and_samples_are_counted_apart(policy):
         ]
 
     metrics = evaluate(
-        policy, problems_of(policy, 3), judge, ALONE, num_samples=3, temperature=1.0, max_completion_length=5, seed=0
+        BuiltinEngine(policy),
+        problems_of(policy, 3),
+        judge,
+        ALONE,
+        num_samples=3,
+        temperature=1.0,
+        max_completion_length=5,
+        seed=0,
     ).metrics
     assert metrics["eval/greedy_format"] == 0.0 and metrics["eval/greedy_lenient_accuracy"] == 1.0
     assert (metrics["eval/greedy_accuracy"], metrics["eval/mean@3"], metrics["eval/pass@3"]) == (1.0, 0.0, 0.0)
@@ -160,8 +183,8 @@ def test_greedy_and_samples_are_counted_apart(policy):
 def test_a_bound_on_memory_changes_no_count(policy):
     settings = {"num_samples": 3, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
     problems = problems_of(policy, 6)
-    bounded = evaluate(policy, problems, by_length, ALONE, **settings, tokens_in_flight=40)
-    assert evaluate(policy, problems, by_length, ALONE, **settings).metrics == bounded.metrics
+    bounded = evaluate(BuiltinEngine(policy), problems, by_length, ALONE, **settings, tokens_in_flight=40)
+    assert evaluate(BuiltinEngine(policy), problems, by_length, ALONE, **settings).metrics == bounded.metrics
 
 
 # --- intervals
