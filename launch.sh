@@ -38,7 +38,7 @@ export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 
 if [[ "${1:-}" == test ]]; then
   shift
-  exec "$python" -m pytest -n logical --maxprocesses 8 --dist loadfile "$@"  # the caller's options come last and win
+  exec "$python" -m pytest -n logical --maxprocesses 8 --dist worksteal "$@"  # the caller's options come last and win
 fi
 
 # The trainer's arguments: the configuration file, key=value, --config, --debug, --help. Every other option belongs to torchrun.

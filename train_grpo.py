@@ -29,10 +29,10 @@ from grpo.run.scoring import count_reward_failures
 from grpo.run.state import Run
 from grpo.run.step_metrics import add_microbatch, kept_completions, report_histograms, step_line
 from grpo.seeding import derive_seed
+from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
-from grpo.telemetry.metrics import Accumulator
 from grpo.telemetry.profile import finish_profiler, start_profiler
-from grpo.telemetry.user_errors import refuse
+from grpo.telemetry.user_errors import exit_with_user_error
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
@@ -77,13 +77,13 @@ def train(run: Run) -> None:
         )  # the old log-probs as the loss has them; the first pass fills it
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
-                for minibatch in run.reporter.through("update", minibatches(batch, algorithm.num_minibatches)):
+                for minibatch in run.reporter.progress("update", minibatches(batch, algorithm.num_minibatches)):
                     update(run, minibatch, metrics, first_pass_BT=old_BT if iteration == 0 else None)
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
         step_time = time.perf_counter() - started
-        finish_profiler(profiler, run, step + 1)
+        finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
         all_values_PGF = world.gather_rows(values_PGF)
         line = step_line(run, step + 1, groups, all_values_PGF, all_rewards_PG, metrics, seconds, step_time)
         progress.num_tokens = line["num_tokens"]
@@ -95,7 +95,7 @@ def train(run: Run) -> None:
         )
         end_step(run, line)
     if not config.debug:
-        run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
+        run.reporter.print(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
 
 
 def sample_and_score(
@@ -197,7 +197,10 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: t
             )
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
         loss = loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging)
-        add_microbatch(metrics, micro, old_BT, entropy_BT, loss, stats, is_first_pass=first_pass_BT is not None)
+        is_first_pass = first_pass_BT is not None
+        add_microbatch(
+            run, metrics, micro, new_BT.detach(), old_BT, entropy_BT, loss, stats, is_first_pass=is_first_pass
+        )
         if first_pass_BT is not None:
             first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT
     if config.debug:
@@ -217,7 +220,7 @@ def end_step(run: Run, line: dict) -> None:
     run.progress.unwritten_line = None
     run.saver.save_if_due(line)
     if is_last and evaluated:
-        run.reporter.say(evaluation_table(run.progress.before, evaluated))
+        run.reporter.print(evaluation_table(run.progress.before, evaluated))
     save, stop = run.signals.vote()
     if save and run.saver.saved_step < step:
         run.saver.save()
@@ -232,7 +235,7 @@ def main(argv: list[str]) -> int:
         world = start_world(config.runtime)
         run = prepare(config, world)
     except (ValueError, OSError, OtherRankFailed) as error:  # user errors: settings, files, data
-        return refuse(error, world)
+        return exit_with_user_error(error, world)
     if run is not None:
         return run_to_completion(run, train)
     world.shutdown()

@@ -25,7 +25,7 @@ from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
 from grpo.rollout import Sampling, generate
 from grpo.run import checkpoint
-from grpo.telemetry.console import print_mistake
+from grpo.telemetry.user_errors import print_user_error
 
 
 def main(argv: list[str]) -> int:
@@ -36,8 +36,8 @@ def main(argv: list[str]) -> int:
         if options.prompt is None:
             return talk(policy, config, options)
         return show_samples(policy, config, options)
-    except (ValueError, OSError) as mistake:
-        print_mistake(mistake)
+    except (ValueError, OSError) as error:
+        print_user_error(error)
         return 2
     except KeyboardInterrupt:
         print()

@@ -48,6 +48,11 @@ class Evaluation:
         return [result for p in self.problems for result in (p.greedy, *p.samples)]
 
     @property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The 95% interval ``(low, high)`` of each of :attr:`metrics`."""
+        return {f"eval/{name}": (estimate.low, estimate.high) for name, estimate in self.estimates.items()}
+
+    @property
     def num_unscored(self) -> int:
         """Completions that the correctness reward could not score. They count as wrong."""
         return sum(not result.scored for result in self.completions)

@@ -29,7 +29,7 @@ from grpo.config import Config, load_config
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, evaluate
-from grpo.evaluation.estimate import LEVEL, Estimate
+from grpo.evaluation.estimate import Estimate
 from grpo.evaluation.grading import Grader, check_reward_names
 from grpo.evaluation.result import CompletionResult
 from grpo.logprobs import CompletionScorer
@@ -37,8 +37,9 @@ from grpo.model import Policy, check_context, load_policy, load_tokenizer, resol
 from grpo.rewards import RewardRunner
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
-from grpo.telemetry.metrics import json_safe
-from grpo.telemetry.user_errors import refuse
+from grpo.telemetry.intervals import LEVEL
+from grpo.telemetry.metrics_file import json_safe
+from grpo.telemetry.user_errors import exit_with_user_error
 
 INTERVAL_METHOD = (
     "the unit is the problem; rates: Wilson's interval at the effective number of observations p(1-p)/se^2, se over problems; "
@@ -65,8 +66,8 @@ def main(argv: list[str]) -> int:
         world = start_world(config.runtime)
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
-    except (ValueError, OSError, OtherRankFailed) as mistake:  # user errors
-        return refuse(mistake, world)
+    except (ValueError, OSError, OtherRankFailed) as error:
+        return exit_with_user_error(error, world)
     world.shutdown()
     return 0
 

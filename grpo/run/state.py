@@ -25,7 +25,7 @@ from grpo.run.lock import Lock
 from grpo.run.progress import Progress
 from grpo.run.saver import Saver
 from grpo.run.signals import Signals
-from grpo.telemetry.metrics import Reporter
+from grpo.telemetry.reporter import Reporter
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ class Run:
                 step=0,  # every evaluation draws with the same seeds, so that its curves differ by the weights alone
                 on_problems=bar.update,
             )
+        self.reporter.intervals(step, evaluation.intervals)
         if evaluation.num_unscored:
-            self.reporter.say(
+            self.reporter.print(
                 f"warning: {evaluation.num_unscored} completions of this evaluation could not be scored and count as wrong"
             )
         return evaluation.metrics

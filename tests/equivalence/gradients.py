@@ -16,7 +16,7 @@ from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
 from grpo.run.state import Run
-from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.accumulator import Accumulator
 from train_grpo import update, with_old_and_ref_logprobs
 
 P, G = 6, 4

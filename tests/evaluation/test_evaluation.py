@@ -120,14 +120,16 @@ def test_order_of_problems_does_not_matter(policy):
 
 
 def test_texts_are_kept_beside_their_results(policy):
+    seen = []
+
+    def grade(groups):
+        seen.extend((g.problem.index, len(c.ids), c.text) for g in groups for c in g.completions)
+        return Grader(EvalConfig(), Rewards(accuracy=1.0))(groups)
+
     settings = {"num_samples": 2, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
-    grade = Grader(EvalConfig(), Rewards(accuracy=1.0))
-    evaluation = evaluate(policy, problems_of(policy, 5), grade, ALONE, **settings, keep_texts=True)
-    for result in evaluation.completions:
-        assert result.text is not None and len(policy.tokenizer(result.text)["input_ids"]) in (
-            result.length,
-            result.length - 1,
-        )
+    problems = evaluate(policy, problems_of(policy, 5), grade, ALONE, **settings, keep_texts=True).problems
+    kept = [(p.problem.index, r.length, r.text) for p in problems for r in (p.greedy, *p.samples)]
+    assert sorted(kept) == sorted(seen) and len(kept) == 15
 
 
 def test_an_error_of_the_grader_is_raised(policy):

@@ -31,7 +31,7 @@ import torch
 import grpo.evaluation.collect
 import grpo.run.checkpoint
 import grpo.run.state
-import grpo.telemetry.metrics
+import grpo.telemetry.reporter
 import train_grpo
 
 FAULT = dict(item.split("=", 1) for item in os.environ.get("GRPO_FAULT", "").split())
@@ -103,7 +103,7 @@ def sync(path):
         do()
 
 
-original_step = grpo.telemetry.metrics.Reporter.step
+original_step = grpo.telemetry.reporter.Reporter.step
 
 
 def step(self, metrics):
@@ -117,7 +117,7 @@ def step(self, metrics):
         original_step(self, metrics)
 
 
-grpo.telemetry.metrics.Reporter.step = step
+grpo.telemetry.reporter.Reporter.step = step
 
 
 def output_dir() -> str:
