@@ -11,6 +11,7 @@ that nothing could score get advantage 0; one update per rollout needs no separa
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,8 @@ from grpo.telemetry.metrics import Accumulator
 from grpo.telemetry.profile import finish_profiler, start_profiler
 from grpo.telemetry.user_errors import refuse
 
+DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
+"""The configuration without ``--config``."""
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
 
@@ -213,7 +216,7 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, is_first_pass: b
 def main(argv: list[str]) -> int:
     world, run = None, None
     try:
-        config: Config = load_config(argv)
+        config: Config = load_config(argv, default_file=DEMO)
         world: World = start_world(**config.runtime.model_dump(include=WORLD_KEYS))
         run = prepare(config, world)
     except (ValueError, OSError, RanksDisagree) as mistake:  # what a user can mend

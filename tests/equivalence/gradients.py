@@ -1,4 +1,4 @@
-"""Run under torchrun by test_cut_invariance.py: updates from fixed groups, this rank's share of them; rank 0 saves them.
+"""For test_cut_invariance.py: updates from fixed groups, of which each rank has its share; rank 0 saves the changes of the weights.
 
 torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED ...
 """
@@ -10,8 +10,8 @@ import torch
 
 from grpo.advantages import group_advantages
 from grpo.batch import Completion, Group, Problem, collate
-from grpo.config import load_config
-from grpo.distributed import start_world
+from grpo.config import Config, load_config
+from grpo.distributed import World, start_world
 from grpo.run.prepare import prepare, touch_every_parameter
 from grpo.run.state import Run
 from grpo.telemetry.metrics import Accumulator
@@ -21,7 +21,7 @@ P, G = 6, 4
 
 
 def fixed_groups() -> list[Group]:
-    """Uneven prompts and completions, one group of equal rewards, one truncated row; the same on every rank."""
+    """Prompts and completions of uneven length, one of them truncated; the same on every rank."""
     rng = torch.Generator().manual_seed(0)
     groups = []
     for p in range(P):
@@ -54,8 +54,16 @@ def main(output: str, model: str, *cuts: str) -> None:
         ]
     )
     world = start_world(device="cpu", threads_per_rank=1)
-    # All in double precision, and a reference unlike the policy: what is left are differences of method.
     torch.set_default_dtype(torch.float64)
+    try:
+        measure(config, world, output, cuts)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    world.shutdown()
+
+
+def measure(config: Config, world: World, output: str, cuts: tuple[str, ...]) -> None:
+    """Everything in float64, so that rounding cannot hide a difference of method; the reference is unlike the policy."""
     run = prepare(config, world)
     run.ref_scorer.model.double()
     for model in (run.policy.model.double(), run.ref_scorer.model):
@@ -83,16 +91,15 @@ def main(output: str, model: str, *cuts: str) -> None:
     if world.is_main:
         torch.save(results, output)
     run.close()
-    world.shutdown()
 
 
 def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Of the input's precision (transformers computes it in fp32, whatever the input)."""
+    """In the dtype of the input; transformers computes it in fp32."""
     return module.weight * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + module.variance_epsilon)
 
 
 def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What they moved in each weight, and the metrics they reported."""
+    """The change of each weight, and the reported metrics."""
     world = run.world
     run.optimizer = torch.optim.SGD(run.policy.model.parameters(), lr=0.05)
     rewards_PG = torch.rand(P, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -1,44 +1,48 @@
-"""The gradient does not depend on how the work is cut: micro-batches, token budgets, packed or padded rows, ranks."""
+"""The gradient does not depend on how the work is cut: into micro-batches by tokens, packed or padded rows, or over ranks."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import gradients
 import pytest
 import torch
 from conftest import ROOT
 
-SCRIPT = Path(__file__).parent / "gradients.py"
 AGGREGATIONS = ("response_mean", "token_mean", "constant")
 ONE_ROW, SOME_ROWS, ALL_ROWS = 1, 150, 10**6
-CUTS = {  # ranks -> cuts: tokens per micro-batch, packed or padded
+CUTS = {  # ranks -> ways to cut the work: tokens per micro-batch, packed or padded rows
     1: [(ALL_ROWS, "packed"), (ONE_ROW, "packed"), (SOME_ROWS, "packed"), (ALL_ROWS, "padded"), (SOME_ROWS, "padded")],
-    2: [(60, "packed"), (60, "padded")],
-    3: [(ALL_ROWS, "packed"), (ONE_ROW, "padded")],
+    3: [(60, "packed"), (60, "padded"), (ALL_ROWS, "packed"), (ONE_ROW, "padded")],
 }
 WHOLE = (1, *CUTS[1][0])
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, random_model) -> dict:
-    """``(aggregation, ranks, tokens, packed)`` to what two updates (SGD, float64) moved in the weights, and their metrics."""
+    """``(aggregation, ranks, tokens, packed)`` -> how two updates (SGD, float64) change the weights, and their metrics."""
     folder, found = tmp_path_factory.mktemp("cuts"), {}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for ranks, cuts in CUTS.items():
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += [str(SCRIPT), str(folder / f"{ranks}.pt"), str(random_model)]
-        command += [f"{aggregation},{tokens},{packed}" for aggregation in AGGREGATIONS for tokens, packed in cuts]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        arguments = [str(folder / f"{ranks}.pt"), str(random_model)]
+        arguments += [f"{aggregation},{tokens},{packed}" for aggregation in AGGREGATIONS for tokens, packed in cuts]
+        if ranks == 1:
+            gradients.main(*arguments)
+        else:
+            run_ranks(ranks, arguments)
         for cut, result in torch.load(folder / f"{ranks}.pt").items():
             aggregation, tokens, packed = cut.split(",")
             found[aggregation, ranks, int(tokens), packed] = result
     return found
+
+
+def run_ranks(ranks: int, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*command, gradients.__file__, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def relative_difference(a: dict, b: dict) -> float:
@@ -53,13 +57,13 @@ def test_update_is_the_same_however_it_is_cut(results, aggregation):
     for ranks, cuts in CUTS.items():
         for cut in cuts:
             other, other_metrics = results[aggregation, ranks, *cut]
-            assert relative_difference(whole, other) < 1e-10, f"{ranks} ranks, {cut} moves the weights elsewhere"
+            assert relative_difference(whole, other) < 1e-10, f"another update with {ranks} ranks and {cut}"
             for name in ("loss", "kl", "entropy", "grad_norm", "ratio", "clip_ratio/region_mean"):
                 assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, ranks, cut)
 
 
 def test_a_wrong_denominator_would_be_seen(results):
-    """The two averages differ on these rows, so a mix-up of denominators could not pass the test above."""
+    """The two averages differ on these rows, so the test above would notice the wrong denominator."""
     by_response, _ = results["response_mean", *WHOLE]
     by_token, _ = results["token_mean", *WHOLE]
     assert relative_difference(by_response, by_token) > 1e-2
