@@ -11,6 +11,7 @@ get advantage 0; with one update per rollout the old log-probs are the new ones,
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,8 @@ from grpo.telemetry.console import evaluation_table
 from grpo.telemetry.profile import finish_profiler, start_profiler
 from grpo.telemetry.user_errors import exit_with_user_error
 
+DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
+"""The configuration without ``--config``."""
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
 
@@ -167,7 +170,8 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: t
     In the first pass over the batch, the old log-probs of the minibatch's rows are written into ``first_pass_BT``.
     """
     config, world, algorithm = run.config, run.world, run.config.algorithm
-    averaging = dict(aggregation=algorithm.aggregation, max_length=config.rollout.max_completion_length)
+    max_length = config.rollout.max_completion_length
+    averaging = dict(aggregation=algorithm.aggregation, max_length=max_length)
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would give the tokens of a rank with
     # fewer of them more weight, and the gradient would depend on how the batch is divided.
     denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
@@ -182,14 +186,8 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: t
                 micro.advantages_B,
                 micro.loss_mask_BT,
                 ref_logprobs_BT=micro.ref_logprobs_BT,
-                objective=algorithm.objective,
-                importance_level=algorithm.importance_level,
-                epsilon=algorithm.epsilon,
-                epsilon_high=algorithm.epsilon_high,
-                delta=algorithm.delta,
-                beta=algorithm.beta,
-                kl_estimator=algorithm.kl_estimator,
-                **averaging,
+                max_length=max_length,
+                **algorithm.loss_options,
             )
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
         loss = loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging)
@@ -227,7 +225,7 @@ def end_step(run: Run, line: dict) -> None:
 def main(argv: list[str]) -> int:
     world = run = None
     try:
-        config = load_config(argv)
+        config = load_config(argv, default_file=DEMO)
         world = start_world(config.runtime)
         run = prepare(config, world)
     except (ValueError, OSError, OtherRankFailed) as error:  # user errors: settings, files, data
