@@ -11,6 +11,7 @@ get advantage 0; with one update per rollout the old log-probs are the new ones,
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -20,7 +21,6 @@ from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.loss import loss_denominator, policy_loss
 from grpo.model import sync_reference
-from grpo.rollout import generate
 from grpo.run import debug
 from grpo.run.ending import run_to_completion
 from grpo.run.optimizer import apply_update
@@ -29,11 +29,13 @@ from grpo.run.scoring import count_reward_failures
 from grpo.run.state import Run
 from grpo.run.step_metrics import add_microbatch, kept_completions, report_histograms, step_line
 from grpo.seeding import derive_seed
+from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
-from grpo.telemetry.metrics import Accumulator
 from grpo.telemetry.profile import finish_profiler, start_profiler
-from grpo.telemetry.user_errors import refuse
+from grpo.telemetry.user_errors import exit_with_user_error
 
+DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
+"""The configuration without ``--config``."""
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
 
@@ -77,13 +79,13 @@ def train(run: Run) -> None:
         )  # the old log-probs as the loss has them; the first pass fills it
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
-                for minibatch in run.reporter.through("update", minibatches(batch, algorithm.num_minibatches)):
+                for minibatch in run.reporter.progress("update", minibatches(batch, algorithm.num_minibatches)):
                     update(run, minibatch, metrics, first_pass_BT=old_BT if iteration == 0 else None)
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
         step_time = time.perf_counter() - started
-        finish_profiler(profiler, run, step + 1)
+        finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
         all_values_PGF = world.gather_rows(values_PGF)
         line = step_line(run, step + 1, groups, all_values_PGF, all_rewards_PG, metrics, seconds, step_time)
         progress.num_tokens = line["num_tokens"]
@@ -95,7 +97,7 @@ def train(run: Run) -> None:
         )
         end_step(run, line)
     if not config.debug:
-        run.reporter.say(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
+        run.reporter.print(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
 
 
 def sample_and_score(
@@ -114,15 +116,12 @@ def sample_and_score(
     missing = list(range(len(problems)))  # positions in the batch that need a group
     for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
         values, result = values_PGF[missing], None
-        with (
-            world.fail_together(),
-            world.interruptible(),
-        ):  # out of memory, a broken reward, a signal: maybe on this rank only
+        # Out of memory, a broken reward or a signal may come on this rank only.
+        with world.fail_together(), world.interruptible():
             with world.timed("rollout", seconds):
                 total = len(missing) * run.sampling.num_generations * run.sampling.max_completion_length
                 with run.reporter.bar("rollout", total) as bar:
-                    sampled = generate(
-                        run.policy,
+                    sampled = run.engine.generate(
                         [problems[p] for p in missing],
                         run.sampling,
                         address=(run.config.seed, "rollout", step),
@@ -171,7 +170,8 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: t
     In the first pass over the batch, the old log-probs of the minibatch's rows are written into ``first_pass_BT``.
     """
     config, world, algorithm = run.config, run.world, run.config.algorithm
-    averaging = dict(aggregation=algorithm.aggregation, max_length=config.rollout.max_completion_length)
+    max_length = config.rollout.max_completion_length
+    averaging = dict(aggregation=algorithm.aggregation, max_length=max_length)
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would give the tokens of a rank with
     # fewer of them more weight, and the gradient would depend on how the batch is divided.
     denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
@@ -186,18 +186,15 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: t
                 micro.advantages_B,
                 micro.loss_mask_BT,
                 ref_logprobs_BT=micro.ref_logprobs_BT,
-                objective=algorithm.objective,
-                importance_level=algorithm.importance_level,
-                epsilon=algorithm.epsilon,
-                epsilon_high=algorithm.epsilon_high,
-                delta=algorithm.delta,
-                beta=algorithm.beta,
-                kl_estimator=algorithm.kl_estimator,
-                **averaging,
+                max_length=max_length,
+                **algorithm.loss_options,
             )
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
         loss = loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging)
-        add_microbatch(metrics, micro, old_BT, entropy_BT, loss, stats, is_first_pass=first_pass_BT is not None)
+        is_first_pass = first_pass_BT is not None
+        add_microbatch(
+            run, metrics, micro, new_BT.detach(), old_BT, entropy_BT, loss, stats, is_first_pass=is_first_pass
+        )
         if first_pass_BT is not None:
             first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT
     if config.debug:
@@ -217,7 +214,7 @@ def end_step(run: Run, line: dict) -> None:
     run.progress.unwritten_line = None
     run.saver.save_if_due(line)
     if is_last and evaluated:
-        run.reporter.say(evaluation_table(run.progress.before, evaluated))
+        run.reporter.print(evaluation_table(run.progress.before, evaluated))
     save, stop = run.signals.vote()
     if save and run.saver.saved_step < step:
         run.saver.save()
@@ -228,11 +225,11 @@ def end_step(run: Run, line: dict) -> None:
 def main(argv: list[str]) -> int:
     world = run = None
     try:
-        config = load_config(argv)
+        config = load_config(argv, default_file=DEMO)
         world = start_world(config.runtime)
         run = prepare(config, world)
     except (ValueError, OSError, OtherRankFailed) as error:  # user errors: settings, files, data
-        return refuse(error, world)
+        return exit_with_user_error(error, world)
     if run is not None:
         return run_to_completion(run, train)
     world.shutdown()

@@ -1,13 +1,13 @@
-"""Tokens a second when sampling: this trainer and ``model.generate``, with the same weights, prompts and lengths.
+"""Sampling: tokens a second of this trainer's rollouts beside ``model.generate``, same weights, prompts and lengths.
 
-    python benchmarks/rollout.py --model DIR                                       a checkpoint, on the GPU if there is one
+    python benchmarks/rollout.py --model DIR                                       a checkpoint, on what there is
     python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64 --prompt 256       random weights of a known shape
 
-Lengths are forced, so both sides sample the same number of tokens: each row ends exactly at a length drawn from a log-normal
-distribution, through a logits processor in ``generate`` and the same rule in this trainer. The two alternate ``--repeats`` times; results are medians.
+Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in ``generate`` and
+the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times in turn; medians.
 
-The script also prints the limit set by the memory bandwidth: each step reads all weights and the KV cache of the active rows once, at the
-bandwidth that a plain copy reaches on this machine. (On a CPU a step of many rows is limited by its arithmetic instead.)
+Beside it the bound that memory sets: every step reads all weights and the keys and values of the rows in flight once, at the
+bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound by its arithmetic instead.)
 """
 
 import argparse
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
@@ -23,12 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, Logi
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import grpo.rollout
-import grpo.rollout.cuda_graphs
 from grpo.batch import Problem
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
-from grpo.rollout import Sampling, generate
+from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout.draw import draw
 
 SHAPES = {
     "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
@@ -38,7 +38,7 @@ EOS = 1
 
 
 class EndsAt(LogitsProcessor):
-    """Forces row r to end at its length: EOS is the only choice at its last token, and impossible before."""
+    """Row r's only choice at its last place is EOS, and EOS is no choice before."""
 
     def __init__(self, lengths_R: torch.Tensor, prompt: int):
         self.lengths_R, self.prompt = lengths_R, prompt
@@ -72,55 +72,48 @@ def load(a, device) -> Policy:
         )
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    return Policy(model.to(device).eval(), NoTokenizer(), (EOS,), 0, device, a.precision, capture=True)
+    return Policy(model.to(device).eval(), NoTokenizer(), (EOS,), 0, device, a.precision)
 
 
-def ours(policy, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None) -> int:
-    """Sample with this trainer. Adding 2 to a row's uniform number marks its last token, wherever in the batch the row is decoded."""
+class ForcedLengths(BuiltinEngine):
+    """Completion r has a given length: its uniform number for the last token is 2 or more, which ``forced_draw`` turns into EOS."""
+
+    lengths_UG: torch.Tensor
+
+    def _uniforms(self, rows, sampling, address):
+        uniforms_RT = super()._uniforms(rows, sampling, address)
+        lengths = [int(self.lengths_UG[problem.index, g]) for problem, g in rows]
+        uniforms_RT[torch.arange(len(rows)), torch.tensor(lengths) - 1] += 2
+        return uniforms_RT
+
+
+def forced_draw(logits_RV, u_R, sampling):
+    return draw(ends_at(logits_RV, u_R >= 2), torch.where(u_R >= 2, u_R - 2, u_R), sampling)
+
+
+def ours(engine, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None) -> int:
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
-    plain_draw, plain_rows, last_R = (
-        grpo.rollout.engine.draw,
-        grpo.rollout.engine._decode_rows,
-        lengths_UG.flatten().cpu() - 1,
-    )
-
-    def decode_rows(policy, prompts, uniforms_RT, *options):
-        uniforms_RT[torch.arange(len(last_R)), last_R] += 2
-        return plain_rows(policy, prompts, uniforms_RT, *options)
-
-    def draw(logits_RV, u_R, sampling):
-        return plain_draw(ends_at(logits_RV, u_R >= 2), torch.where(u_R >= 2, u_R - 2, u_R), sampling)
-
-    grpo.rollout.engine._decode_rows, grpo.rollout.engine.draw, grpo.rollout.cuda_graphs.draw = decode_rows, draw, draw
-    try:
-        groups = generate(
-            policy,
-            problems,
-            Sampling(lengths_UG.shape[1], T, tokens_in_flight=tokens_in_flight),
-            address=(0, "benchmark", 0),
-        )
-    finally:
-        grpo.rollout.engine._decode_rows, grpo.rollout.engine.draw, grpo.rollout.cuda_graphs.draw = (
-            plain_rows,
-            plain_draw,
-            plain_draw,
-        )
+    sampling = SamplingParams(lengths_UG.shape[1], T, tokens_in_flight=tokens_in_flight)
+    engine.lengths_UG = lengths_UG.cpu()
+    with patch("grpo.rollout.decode_loop.draw", forced_draw), patch("grpo.rollout.cuda_graphs.draw", forced_draw):
+        groups = engine.generate(problems, sampling, address=(0, "benchmark", 0))
     return sum(len(c.ids) for group in groups for c in group.completions)
 
 
-def refilled(policy, prompts_UL, lengths_UG, T) -> int:
-    """Sample all rows with KV-cache memory for a quarter of them; waiting rows take the place of finished ones."""
-    return ours(policy, prompts_UL, lengths_UG, T, lengths_UG.numel() // 4 * (prompts_UL.shape[1] + T))
+def refilled(engine, prompts_UL, lengths_UG, T) -> int:
+    """In the memory of a quarter of the rows."""
+    return ours(engine, prompts_UL, lengths_UG, T, lengths_UG.numel() // 4 * (prompts_UL.shape[1] + T))
 
 
-def in_waves(policy, prompts_UL, lengths_UG, T) -> int:
-    """Sample a quarter of the problems at a time, each quarter until its last row ends."""
+def in_waves(engine, prompts_UL, lengths_UG, T) -> int:
+    """A quarter of the problems at a time, each to its end."""
     quarter = max(len(prompts_UL) // 4, 1)
     parts = zip(prompts_UL.split(quarter), lengths_UG.split(quarter), strict=True)
-    return sum(ours(policy, prompts_QL, lengths_QG, T) for prompts_QL, lengths_QG in parts)
+    return sum(ours(engine, prompts_QL, lengths_QG, T) for prompts_QL, lengths_QG in parts)
 
 
-def theirs(policy, prompts_UL, lengths_UG, T) -> int:
+def theirs(engine, prompts_UL, lengths_UG, T) -> int:
+    policy = engine.policy
     prompts_RL = prompts_UL.repeat_interleave(lengths_UG.shape[1], dim=0)
     with torch.no_grad(), policy.autocast():
         out = policy.model.generate(
@@ -139,7 +132,7 @@ def theirs(policy, prompts_UL, lengths_UG, T) -> int:
 
 
 def copy_bandwidth(device) -> float:
-    """Memory bandwidth: bytes a second that a copy of 256 MiB reads and writes."""
+    """Bytes a second that a copy of 256 MiB reads and writes."""
     source = torch.zeros(2**28, dtype=torch.uint8, device=device)
     target, seconds = torch.empty_like(source), []
     for _ in range(10):
@@ -152,7 +145,7 @@ def copy_bandwidth(device) -> float:
 
 
 def bound_seconds(model, lengths_UG, prompt: int, precision: str, bandwidth: float) -> float:
-    """Seconds to read the weights and the KV cache of all active prompts and rows once per step, without the prefill."""
+    """To read weights, and each prompt's and each row's keys and values, once a step; the prefill is left out."""
     c, size = model.config, 2 if precision == "bf16" else 4
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * width * size
@@ -177,14 +170,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
-        "--waves", action="store_true", help="a quarter of the rows at once: refilled as rows end, beside four waves"
+        "--waves", action="store_true", help="a quarter of the rows at once: refilled, beside four waves"
     )
     parser.add_argument("--output", help="JSON file to write")
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
     device = torch.device(a.device)
     policy = load(a, device)
-    policy.capture = not a.waves  # graphs work in waves of their own
     rng = torch.Generator().manual_seed(0)
     U, vocabulary = a.rows // a.group, policy.model.config.vocab_size
     prompts_UL = torch.randint(2, vocabulary, (U, a.prompt), generator=rng).to(device)
@@ -195,12 +187,14 @@ def main() -> None:
         f"packed: {reason or 'yes'}; lengths {int(lengths_UG.min())} to {int(lengths_UG.max())}, mean {lengths_UG.float().mean():.0f}"
     )
 
+    # Not with --waves: CUDA graphs split the rows into waves themselves.
+    engine = ForcedLengths(policy, cuda_graphs=not a.waves)
     sides = {"ours": refilled, "generate": in_waves} if a.waves else {"ours": ours, "generate": theirs}
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(a.repeats + 1):
         for name, side in sides.items() if number % 2 else reversed(sides.items()):
             start = time.perf_counter()
-            tokens = side(policy, prompts_UL, lengths_UG.to(device), a.max_length)
+            tokens = side(engine, prompts_UL, lengths_UG.to(device), a.max_length)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             assert tokens == int(lengths_UG.sum()), (name, tokens)

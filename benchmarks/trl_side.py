@@ -29,6 +29,7 @@ from grpo.evaluation.collect import evaluate
 from grpo.evaluation.grading import Grader
 from grpo.model import Policy, end_tokens, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner, load_reward
+from grpo.rollout import BuiltinEngine
 
 
 def reward_functions(config) -> list:
@@ -61,7 +62,7 @@ class Evaluate(TrainerCallback):
         pad_id = self.tokenizer.pad_token_id
         policy = Policy(model, self.tokenizer, end_tokens(model, self.tokenizer), pad_id, self.world.device, "fp32")
         found = evaluate(
-            policy, self.problems, Grader(self.config.eval, self.rewards), self.world, num_samples=e.num_samples,
+            BuiltinEngine(policy), self.problems, Grader(self.config.eval, self.rewards), self.world, num_samples=e.num_samples,
             temperature=e.temperature, max_completion_length=self.config.rollout.max_completion_length,
             seed=self.config.seed,
         )  # fmt: skip

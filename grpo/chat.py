@@ -20,24 +20,24 @@ from grpo.batch import Group
 from grpo.config import Config, load_config
 from grpo.config.arguments import read_yaml
 from grpo.data import Rows, make_problems, system_prompt_and_instructions
-from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
+from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
-from grpo.rollout import Sampling, generate
+from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run import checkpoint
-from grpo.telemetry.console import print_mistake
+from grpo.telemetry.user_errors import print_user_error
 
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         config = _config_from(options)
-        policy = _policy_from(options, config)
+        engine = _engine_from(options, config)
         if options.prompt is None:
-            return talk(policy, config, options)
-        return show_samples(policy, config, options)
-    except (ValueError, OSError) as mistake:
-        print_mistake(mistake)
+            return talk(engine, config, options)
+        return show_samples(engine, config, options)
+    except (ValueError, OSError) as error:
+        print_user_error(error)
         return 2
     except KeyboardInterrupt:
         print()
@@ -74,13 +74,13 @@ def _config_from(options: argparse.Namespace) -> Config:
     return Config.model_validate({"data": {"system_prompt": ""}})
 
 
-def _policy_from(options: argparse.Namespace, config: Config) -> Policy:
+def _engine_from(options: argparse.Namespace, config: Config) -> BuiltinEngine:
     trust = config.model.trust_remote_code
     path = resolve_model(options.model, config.data.dataset, trust_remote_code=trust)
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     precision = config.runtime.precision if device.type == "cuda" else "fp32"
-    return load_policy(
+    policy = load_policy(
         path,
         tokenizer,
         device=device,
@@ -88,10 +88,11 @@ def _policy_from(options: argparse.Namespace, config: Config) -> Policy:
         fp32_head=config.model.fp32_head,
         trust_remote_code=trust,
     )
+    return BuiltinEngine(policy)
 
 
 def _sample(
-    policy: Policy,
+    engine: BuiltinEngine,
     config: Config,
     options: argparse.Namespace,
     prompt: str | list[dict[str, str]],
@@ -106,7 +107,7 @@ def _sample(
         ValueError: if prompt and completion together exceed the model's context.
     """
     rows = Rows("the prompt", [prompt], [columns], *system_prompt_and_instructions(config.data, config.data.dataset))
-    context_length = policy.context_length or 10**9
+    context_length = engine.policy.context_length or 10**9
     max_tokens = options.max_tokens or config.rollout.max_completion_length
     if max_tokens >= context_length:
         raise ValueError(
@@ -114,10 +115,10 @@ def _sample(
             "set --max-tokens"
         )
     data = config.data.model_copy(update={"max_prompt_length": context_length - max_tokens})
-    (problem,) = make_problems(rows, data, policy.tokenizer).problems
+    (problem,) = make_problems(rows, data, engine.policy.tokenizer).problems
     temperature = config.rollout.temperature if options.temperature is None else options.temperature
     r = config.rollout
-    sampling = Sampling(
+    sampling = SamplingParams(
         num_samples,
         max_tokens,
         temperature=temperature,
@@ -126,11 +127,11 @@ def _sample(
         min_p=r.min_p,
         stop=tuple(r.stop),
     )
-    (group,) = generate(policy, [problem], sampling, address=(options.seed, "chat", turn))
+    (group,) = engine.generate([problem], sampling, address=(options.seed, "chat", turn))
     return group
 
 
-def talk(policy: Policy, config: Config, options: argparse.Namespace) -> int:
+def talk(engine: BuiltinEngine, config: Config, options: argparse.Namespace) -> int:
     """Hold a conversation, one line of standard input a turn. A conversation that exceeds the context is started again."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -148,20 +149,20 @@ def talk(policy: Policy, config: Config, options: argparse.Namespace) -> int:
         elif line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
             try:
-                group = _sample(policy, config, options, messages, {}, num_samples=1, turn=turn)
+                group = _sample(engine, config, options, messages, {}, num_samples=1, turn=turn)
             except ValueError:
                 if len(messages) == 1:
                     raise
                 print("(the conversation exceeds the model's context: a new one starts with this turn)")
                 messages = messages[-1:]
-                group = _sample(policy, config, options, messages, {}, num_samples=1, turn=turn)
+                group = _sample(engine, config, options, messages, {}, num_samples=1, turn=turn)
             text = group.completions[0].text
             messages.append({"role": "assistant", "content": text})
             turn += 1
             print(printable(text) + ("" if group.completions[0].finished else " [truncated]"), flush=True)
 
 
-def show_samples(policy: Policy, config: Config, options: argparse.Namespace) -> int:
+def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namespace) -> int:
     """Print completions of one prompt, each with all its rewards, as in a training step."""
     columns = {}
     for item in options.column:
@@ -172,8 +173,10 @@ def show_samples(policy: Policy, config: Config, options: argparse.Namespace) ->
         columns[name] = str(value) if name == "answer" else value
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples} must be at least 1")
-    group = _sample(policy, config, options, options.prompt, columns, num_samples=options.samples, turn=0)
-    with RewardRunner(config.reward.functions, timeout_s=config.reward.timeout_s, device=policy.device) as rewards:
+    group = _sample(engine, config, options, options.prompt, columns, num_samples=options.samples, turn=0)
+    with RewardRunner(
+        config.reward.functions, timeout_s=config.reward.timeout_s, device=engine.policy.device
+    ) as rewards:
         try:
             values = score_groups(rewards, [group]).values
         except ValueError as mistake:

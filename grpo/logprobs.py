@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from grpo.attention.packed import enable_packing, pack, packed_hidden
+from grpo.attention import enable_packing, pack, packed_hidden
 from grpo.batch import IGNORE_INDEX
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27

@@ -58,7 +58,7 @@ def policy_loss(
     Raises:
         ValueError: on an unknown name, disagreeing shapes, ``beta > 0`` without a reference, ``constant`` without ``max_length``.
     """
-    _check_shapes(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT, ref_logprobs_BT)
+    _check_shapes(logprobs_BT, advantages_B, old_logprobs=old_logprobs_BT, mask=mask_BT, ref_logprobs=ref_logprobs_BT)
     _check_aggregation(aggregation, max_length)
     check_choice("objective", objective, Objective)
     check_choice("kl_estimator", kl_estimator, KLEstimator)
@@ -201,18 +201,11 @@ def _zero_outside(mask_BT: torch.Tensor, values_BT: torch.Tensor) -> torch.Tenso
     return torch.where(mask_BT, values_BT, 0.0)
 
 
-def _check_shapes(
-    logprobs_BT: torch.Tensor,
-    old_logprobs_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
-    mask_BT: torch.Tensor,
-    ref_logprobs_BT: torch.Tensor | None,
-) -> None:
+def _check_shapes(logprobs_BT: torch.Tensor, advantages_B: torch.Tensor, **others_BT: torch.Tensor | None) -> None:
     shape = logprobs_BT.shape
     if len(shape) != 2:
         raise ValueError(f"expected logprobs of shape [B, T], got {tuple(shape)}")
-    others = {"old_logprobs": old_logprobs_BT, "mask": mask_BT, "ref_logprobs": ref_logprobs_BT}
-    for name, tensor in others.items():
+    for name, tensor in others_BT.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logprobs have {tuple(shape)}")
     if advantages_B.shape != shape[:1]:

@@ -12,6 +12,8 @@ import torch
 from processes import Forked
 
 ROOT = Path(__file__).resolve().parent.parent
+DEFAULTS = f"--config={os.devnull}"
+"""Argument for a run with the defaults of the schema, where without ``--config`` it would be the demo."""
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell: the runs that tests start would ignore Ctrl-C too.
@@ -162,6 +164,7 @@ def run_forked(
 def small_run(model: Path, output: Path) -> list[str]:
     """Arguments of a run of seconds: an untrained model on built-in arithmetic; a length reward gives it a gradient."""
     return [
+        DEFAULTS,
         f"output_dir={output}",
         f"model.name_or_path={model}",
         "data.dataset=builtin:arithmetic",

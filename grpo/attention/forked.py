@@ -1,14 +1,14 @@
-"""Keys and values of completions that share their prompts.
+"""A KV cache in which all completions of a prompt share the prompt's keys and values.
 
-A decode step is bound by reading keys and values. Here a prompt's lie in memory once, and all its completions ask them together:
-one product of ``G * H/K`` queries per prompt instead of G products of ``H/K``. Each completion's own lie beside, in a buffer
-allocated once.
+The time of a decode step goes into reading keys and values. Here a prompt's keys and values are in memory once, and the queries of all
+its completions are multiplied with them in one product: ``G * H/K`` queries per prompt instead of G products of ``H/K``. The keys and
+values of the completions' own tokens are in a second buffer, which is allocated once.
 
-Keys and values are kept in the dtype they are multiplied in: what autocast would cast is cast once, not again at every token (rotary
-embeddings leave keys in fp32). On CPU that is fp32 also under bf16 autocast: products of two rows with a few hundred keys take 0.6 of
-the time that they take in bf16 (measured: 190 and 290 us, 32 rows, 100 tokens, one core).
+Keys and values are stored in the dtype of the attention products, so that autocast does not cast them again at every token (rotary
+embeddings leave keys in fp32). On CPU this is fp32 under bf16 autocast as well: products of two rows with a few hundred keys take 0.6
+of the time of the same products in bf16 (measured: 190 and 290 us, 32 rows, 100 tokens, one core).
 
-Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows in flight, ``J`` most rows of one prompt, ``C`` own tokens so far,
+Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows (completions) being decoded, ``J`` most rows of one prompt, ``C`` own tokens so far,
 ``H`` query heads, ``K`` key heads, ``D`` head size, ``g = H/K``.
 """
 
@@ -19,196 +19,226 @@ import torch.nn.functional as F
 
 
 class ForkedCache:
-    """Filled by one pass over the prompts, forked, then grown by one token per row and step."""
+    """Keys and values of prompts, and of one more token per row and decode step.
 
-    def __init__(self, prompt_lengths: list[int], room: int, device: torch.device | str = "cpu"):
-        self.room = room
-        """Tokens each row can grow by."""
-        self.prompt_lengths_U = torch.tensor(prompt_lengths, device=device)
-        self.dtype = torch.float32
-        """Of keys, values and their products."""
-        self.in_two_parts = torch.device(device).type == "cpu"
-        """Whether prompts and own tokens are attended to each for themselves, by a kernel that only CPUs have."""
+    Order of calls: one forward pass over the prompts (:meth:`store_prompts` in every layer), :meth:`fork`, then for every token
+    :meth:`begin_token` and, in every layer, :meth:`attend`. Between tokens rows may leave (:meth:`keep_rows`) and join (:meth:`add_rows`).
+    """
+
+    def __init__(self, prompt_lengths: list[int], capacity: int, device: torch.device | str = "cpu"):
+        self.capacity = capacity
+        """Most own tokens of a row."""
         self.length = 0
-        """Own tokens of each row, the one being computed among them."""
-        self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Own tokens in the cache for each row, with the one that is being computed."""
+        self.prompt_lengths_U = torch.tensor(prompt_lengths, device=device)
         self.prompt_R = torch.arange(len(prompt_lengths), device=device)
+        """The prompt of each row; rows of one prompt are neighbours."""
+        self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values of the prompts, ``[U, K, P, D]``, by layer."""
+        self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values of the own tokens, ``[R, K, capacity, D]``, by layer."""
+        self.dtype = torch.float32
+        """Dtype of keys, values and their products."""
         self.start_R: torch.Tensor | None = None
-        """The first own place of each row, where some began later than others."""
-        self.hidden_own: torch.Tensor | None = None
-        """``[C]`` or ``[R, 1, 1, C]``, True at own places that hold nothing of the row; None: there are none."""
-        self._arrange()
+        """Index of each row's first own token in the buffers; None while all rows began together."""
+        self.own_padding: torch.Tensor | None = None
+        """``[R, 1, 1, C]``, True at the indices before a row's first own token; None if there are none."""
+        self.own_bias: torch.Tensor | None = None
+        """The same as an additive mask."""
+        self.use_cascade = torch.device(device).type == "cpu"
+        """Whether prompts and own tokens are attended to separately and then merged; the kernel for it exists on CPU only."""
+        self._update_layout()
 
     def fork(self, prompt_R: torch.Tensor) -> None:
-        """Row r continues prompt ``prompt_R[r]``; rows of one prompt are neighbours."""
+        """Let row r continue prompt ``prompt_R[r]``; rows of one prompt must be neighbours."""
         self.prompt_R = prompt_R
-        self._arrange()
+        self._update_layout()
 
     @property
     def is_full(self) -> bool:
-        """No place is left for another token, until rows that began first are let go by :meth:`keep`."""
-        return self.length == self.room
+        """Whether the buffers have no index left for another token, until :meth:`keep_rows` has dropped the rows that began first."""
+        return self.length == self.capacity
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows only; prompts that no row continues are let go, and places before the first token of all rows."""
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop all other rows, the prompts that no row continues, and the buffer indices before the first token of all rows."""
         first = 0
         if self.start_R is not None:
             first = int(self.start_R[rows].min())
             self.start_R = self.start_R[rows] - first
-        for layer, (keys, values) in self.own.items():
-            self.own[layer] = self._some(keys, rows, first), self._some(values, rows, first)
+        for layer, buffers in self.own.items():
+            self.own[layer] = tuple(_select_rows(buffer, rows, first, self.length) for buffer in buffers)
         self.length -= first
         self.prompt_R = self.prompt_R[rows]
-        prompts_left, renumbered = self.prompt_R.unique(return_inverse=True)
+        prompts_left, renumbered_R = self.prompt_R.unique(return_inverse=True)
         if len(prompts_left) < len(self.prompt_lengths_U):
-            self.prompt_lengths_U, self.prompt_R = self.prompt_lengths_U[prompts_left], renumbered
+            self.prompt_lengths_U, self.prompt_R = self.prompt_lengths_U[prompts_left], renumbered_R
             self.prompts = {n: (k[prompts_left], v[prompts_left]) for n, (k, v) in self.prompts.items()}
-        self._arrange()
+        self._update_layout()
 
-    def join(self, other: ForkedCache) -> None:
-        """Go on with another's rows, which have no own tokens yet, beside these."""
+    def add_rows(self, other: ForkedCache) -> None:
+        """Append the rows of another cache, which have no own tokens yet."""
         new = len(other.prompt_R)
         lengths_U = torch.cat([self.prompt_lengths_U, other.prompt_lengths_U])
         P = int(lengths_U.max())
-        for layer, pairs in self.prompts.items():
-            both = zip(pairs, other.prompts[layer], strict=True)
-            self.prompts[layer] = tuple(torch.cat([_as_wide(mine, P), _as_wide(theirs, P)]) for mine, theirs in both)
+        for layer, buffers in self.prompts.items():
+            both = zip(buffers, other.prompts[layer], strict=True)
+            self.prompts[layer] = tuple(torch.cat([_resize(x, P), _resize(y, P)]) for x, y in both)
             if layer in self.own:
-                self.own[layer] = tuple(_with_rows(buffer, new, self.length) for buffer in self.own[layer])
+                self.own[layer] = tuple(_append_rows(buffer, new, self.length) for buffer in self.own[layer])
         start_R = torch.zeros_like(self.prompt_R) if self.start_R is None else self.start_R
         self.start_R = torch.cat([start_R, start_R.new_full((new,), self.length)])
         self.prompt_R = torch.cat([self.prompt_R, other.prompt_R + len(self.prompt_lengths_U)])
         self.prompt_lengths_U = lengths_U
-        self._arrange()
+        self._update_layout()
 
     def store_prompts(self, layer: int, k_UPKD: torch.Tensor, v_UPKD: torch.Tensor) -> None:
-        self.dtype = _multiplied_in(v_UPKD)
+        """Store the keys and values of the prompts, padded on the right."""
+        self.dtype = _product_dtype(v_UPKD)
         self.prompts[layer] = tuple(x.transpose(1, 2).to(self.dtype).contiguous() for x in (k_UPKD, v_UPKD))
+
+    def begin_token(self) -> None:
+        """Advance to the next token of every row; called once per decode step, before the first layer."""
+        self.length += 1
+        if self.start_R is not None:
+            index_C = torch.arange(self.length, device=self.start_R.device)
+            self.own_padding = (index_C < self.start_R[:, None])[:, None, None]
+            self.own_bias = _additive(self.own_padding, self.dtype)
+
+    def skip_tokens(self, count: int) -> None:
+        """Advance by ``count`` tokens whose keys and values are arbitrary, to measure the memory of late tokens."""
+        self.length += count
 
     def attend(
         self, layer: int, q_RH1D: torch.Tensor, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Add one token's keys and values to every row, and attend to prompt and own tokens; ``[R, 1, H, D]``."""
+        """Store one token's keys and values for every row, and attend to its prompt and own tokens; ``[R, 1, H, D]``."""
         R, H, _, D = q_RH1D.shape
         K = k_RK1D.shape[1]
         q_RH1D, k_RK1D, v_RK1D = (x.to(self.dtype) for x in (q_RH1D, k_RK1D, v_RK1D))
-        own_keys, own_values = self._append(layer, k_RK1D, v_RK1D)
+        k_RKCD, v_RKCD = self._store_token(layer, k_RK1D, v_RK1D)
         q_RKgD = q_RH1D.reshape(R, K, H // K, D)
         scaling = D**-0.5 if scaling is None else scaling
         with torch.autocast(q_RH1D.device.type, enabled=False):
-            attention = self._in_two_parts if self.in_two_parts else self._at_once
-            out_RKgD = attention(q_RKgD, *self.prompts[layer], own_keys, own_values, scaling)
+            attention = self._attend_cascade if self.use_cascade else self._attend_jointly
+            out_RKgD = attention(q_RKgD, *self.prompts[layer], k_RKCD, v_RKCD, scaling)
         return out_RKgD.reshape(R, 1, H, D)
 
-    def _append(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep one token's; returns all own ones, ``[R, K, C, D]``."""
+    def _store_token(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one token's keys and values; returns those of all own tokens, ``[R, K, C, D]``."""
         if layer not in self.own:
             R, K, _, D = k_RK1D.shape
-            self.own[layer] = k_RK1D.new_empty(R, K, self.room, D), v_RK1D.new_empty(R, K, self.room, D)
-        own_keys, own_values = (buffer[:, :, : self.length] for buffer in self.own[layer])
-        own_keys[:, :, -1], own_values[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
-        if self.start_R is not None and (self.hidden_own is None or self.hidden_own.shape[-1] != self.length):
-            places_C = torch.arange(self.length, device=self.start_R.device)
-            self.hidden_own = (places_C < self.start_R[:, None])[:, None, None]
-            self._own_mask = torch.zeros(self.hidden_own.shape, dtype=k_RK1D.dtype, device=places_C.device)
-            self._own_mask.masked_fill_(self.hidden_own, float("-inf"))
-        return own_keys, own_values
+            shape = (R, K, self.capacity, D)
+            self.own[layer] = k_RK1D.new_empty(shape), v_RK1D.new_empty(shape)
+        k_RKCD, v_RKCD = (buffer[:, :, : self.length] for buffer in self.own[layer])
+        k_RKCD[:, :, -1], v_RKCD[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
+        return k_RKCD, v_RKCD
 
-    def _at_once(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
+    def _attend_jointly(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
         """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
-        from_prompt = _scores(self._by_prompt(q_RKgD), k_UKPD, scaling)
-        if self.hidden_U11P is not None:
-            from_prompt.masked_fill_(self.hidden_U11P, float("-inf"))
+        from_prompt = _scores(self._rows_to_prompts(q_RKgD), k_UKPD, scaling)
+        if self.prompt_padding is not None:
+            from_prompt.masked_fill_(self.prompt_padding, float("-inf"))
         from_own = _scores(q_RKgD, k_RKCD, scaling)
-        if self.hidden_own is not None:
-            from_own.masked_fill_(self.hidden_own, float("-inf"))
-        scores = torch.cat([self._by_row(from_prompt), from_own], dim=-1)
+        if self.own_padding is not None:
+            from_own.masked_fill_(self.own_padding, float("-inf"))
+        scores = torch.cat([self._prompts_to_rows(from_prompt), from_own], dim=-1)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v_UKPD.dtype)
         P = k_UKPD.shape[2]
-        return self._by_row(self._by_prompt(weights[..., :P]) @ v_UKPD) + weights[..., P:] @ v_RKCD
+        from_prompt = self._prompts_to_rows(self._rows_to_prompts(weights[..., :P]) @ v_UKPD)
+        return from_prompt + weights[..., P:] @ v_RKCD
 
-    def _in_two_parts(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
-        """The same by the CPU's fused kernel: prompt and own tokens each for themselves, joined by their normalizers.
+    def _attend_cascade(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
+        """Cascade attention: the CPU's fused kernel on prompt and own tokens separately, merged by their softmax normalizers.
 
         With weights ``e^s / Z`` over both parts, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``; the kernel
-        returns log Z beside each part. 15% off the whole attention with one thread.
+        returns log Z with each part. It takes 15% off the whole attention with one thread.
         """
-        q_UKjD = self._by_prompt(q_RKgD)
+        q_UKjD = self._rows_to_prompts(q_RKgD)
         mask = None
-        if self.hidden_U11P is not None:
-            if self._mask_U11P is None:  # the same for all layers and tokens until a prompt leaves
-                nothing = torch.zeros(self.hidden_U11P.shape, dtype=q_UKjD.dtype)
-                self._mask_U11P = nothing.masked_fill_(self.hidden_U11P, float("-inf"))
-            mask = self._mask_U11P.expand(-1, -1, q_UKjD.shape[2], -1)
-        prompt_out, prompt_log_z = _fused(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
-        own_mask = None if self._own_mask is None else self._own_mask.expand(-1, -1, q_RKgD.shape[2], -1)
-        own_out_RKgD, own_log_z = _fused(q_RKgD, k_RKCD, v_RKCD, attn_mask=own_mask, scale=scaling)
-        share_RKg1 = torch.sigmoid(self._by_row(prompt_log_z[..., None]) - own_log_z[..., None])
-        return torch.lerp(own_out_RKgD, self._by_row(prompt_out), share_RKg1)
+        if self.prompt_padding is not None:
+            if self._prompt_bias is None:  # built once, used by all layers and tokens until the layout changes
+                self._prompt_bias = _additive(self.prompt_padding, self.dtype)
+            mask = self._prompt_bias.expand(-1, -1, q_UKjD.shape[2], -1)
+        prompt_out, prompt_log_z = _flash_attention_cpu(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
+        own_mask = None if self.own_bias is None else self.own_bias.expand(-1, -1, q_RKgD.shape[2], -1)
+        own_out_RKgD, own_log_z = _flash_attention_cpu(q_RKgD, k_RKCD, v_RKCD, attn_mask=own_mask, scale=scaling)
+        prompt_share_RKg1 = torch.sigmoid(self._prompts_to_rows(prompt_log_z[..., None]) - own_log_z[..., None])
+        return torch.lerp(own_out_RKgD, self._prompts_to_rows(prompt_out), prompt_share_RKg1)
 
-    def _arrange(self) -> None:
-        """Where each row stands among the ``U * J`` places of :meth:`_by_prompt`."""
+    def _update_layout(self) -> None:
+        """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`, and find the padding of the prompts."""
         U, lengths_U = len(self.prompt_lengths_U), self.prompt_lengths_U
         counts_U = self.prompt_R.bincount(minlength=U)
-        self.shape = U, int(counts_U.max())
-        self.places = U * self.shape[1]
+        J = int(counts_U.max())
+        self.grid, self.num_cells = (U, J), U * J
         first_U = counts_U.cumsum(0) - counts_U
         number_R = torch.arange(len(self.prompt_R), device=self.prompt_R.device) - first_U[self.prompt_R]
-        self.place_R = None if bool((counts_U == self.shape[1]).all()) else self.prompt_R * self.shape[1] + number_R
-        self.from_R = self.place_R
+        has_gaps = not bool((counts_U == J).all())
+        self.to_cell_R = self.from_cell_R = self.prompt_R * J + number_R if has_gaps else None
         P = int(lengths_U.max()) if not self.prompts else next(iter(self.prompts.values()))[0].shape[2]
-        hidden_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
-        self.hidden_U11P = hidden_UP[:, None, None] if bool(hidden_UP.any()) else None
-        self._mask_U11P: torch.Tensor | None = None
-        self.hidden_own = self._own_mask = None
+        padding_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
+        self.prompt_padding = padding_UP[:, None, None] if bool(padding_UP.any()) else None
+        self._prompt_bias: torch.Tensor | None = None
+        self.own_padding = self.own_bias = None
 
-    def _by_prompt(self, x_RKgN: torch.Tensor) -> torch.Tensor:
-        """``[R, K, g, N]`` to ``[U, K, J * g, N]``, zeros where a prompt has fewer rows than another."""
-        U, J = self.shape
+    def _rows_to_prompts(self, x_RKgN: torch.Tensor) -> torch.Tensor:
+        """``[R, K, g, N]`` to ``[U, K, J * g, N]``, zeros in the cells of prompts that have fewer than J rows."""
+        U, J = self.grid
         K, g, N = x_RKgN.shape[1:]
-        if self.place_R is not None:
-            x_RKgN = x_RKgN.new_zeros(self.places, K, g, N).index_copy_(0, self.place_R, x_RKgN)[: U * J]
+        if self.to_cell_R is not None:
+            x_RKgN = x_RKgN.new_zeros(self.num_cells, K, g, N).index_copy_(0, self.to_cell_R, x_RKgN)[: U * J]
         return x_RKgN.reshape(U, J, K, g, N).transpose(1, 2).reshape(U, K, J * g, N)
 
-    def _by_row(self, x_UKjN: torch.Tensor) -> torch.Tensor:
-        """The inverse."""
-        U, J = self.shape
+    def _prompts_to_rows(self, x_UKjN: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`_rows_to_prompts`."""
+        U, J = self.grid
         K, N = x_UKjN.shape[1], x_UKjN.shape[3]
         x = x_UKjN.reshape(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
-        return x if self.from_R is None else x[self.from_R]
-
-    def _some(self, buffer: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
-        chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
-        chosen[:, :, : self.length - first] = buffer[rows, :, first : self.length]
-        return chosen
+        return x if self.from_cell_R is None else x[self.from_cell_R]
 
 
 def _scores(q_RKgD: torch.Tensor, k_RKCD: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``[R, K, g, C]``, of half-precision inputs in fp32, as fused kernels have them: from 64 on bf16 has steps of 0.5, so that a head with
-    such scores would be off by up to a quarter of a nat each, and sampling be another policy than scoring."""
+    """``[R, K, g, C]``, in fp32 for half-precision inputs, as fused kernels compute them.
+
+    Above 64 bf16 has steps of 0.5: such scores would be wrong by up to 0.25 nats each, and the policy that samples would differ from the
+    policy that is scored.
+    """
     if q_RKgD.dtype in (torch.bfloat16, torch.float16):
         q, k = q_RKgD.flatten(0, 1), k_RKCD.flatten(0, 1).transpose(1, 2)
         return torch.bmm(q, k, out_dtype=torch.float32).unflatten(0, q_RKgD.shape[:2]).mul_(scaling)
     return (q_RKgD * scaling) @ k_RKCD.transpose(-1, -2)
 
 
-def _as_wide(x_UKPD: torch.Tensor, P: int) -> torch.Tensor:
-    return F.pad(x_UKPD[:, :, :P], (0, 0, 0, P - min(x_UKPD.shape[2], P)))
+def _additive(padding: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """-inf where ``padding`` is True, else 0."""
+    return torch.zeros(padding.shape, dtype=dtype, device=padding.device).masked_fill_(padding, float("-inf"))
 
 
-def _with_rows(buffer: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """``rows`` more, whose places up to ``length`` are zeros: weight 0 times what memory happens to hold could be NaN."""
-    longer = buffer.new_empty(len(buffer) + rows, *buffer.shape[1:])
+def _select_rows(buffer: torch.Tensor, rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Chosen rows of a buffer ``[R, K, capacity, D]``, with their tokens ``first`` to ``end`` moved to the front."""
+    chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
+    chosen[:, :, : end - first] = buffer[rows, :, first:end]
+    return chosen
+
+
+def _append_rows(buffer: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """``count`` more rows, zeros up to ``length``. These are masked, but 0 times uninitialised memory could be NaN."""
+    longer = buffer.new_empty(len(buffer) + count, *buffer.shape[1:])
     longer[: len(buffer), :, :length] = buffer[:, :, :length]
     longer[len(buffer) :, :, :length] = 0.0
     return longer
 
 
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+def _resize(x_UKPD: torch.Tensor, P: int) -> torch.Tensor:
+    """Cut or padded on the right to P tokens."""
+    return F.pad(x_UKPD[:, :, :P], (0, 0, 0, P - min(x_UKPD.shape[2], P)))
 
 
-def _multiplied_in(x: torch.Tensor) -> torch.dtype:
+_flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which attention multiplies ``x``: autocast's on a GPU, at least fp32 on CPU."""
     kind = x.device.type
     if kind == "cpu":
         return torch.promote_types(x.dtype, torch.float32)

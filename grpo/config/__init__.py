@@ -1,12 +1,14 @@
-"""The configuration of a run: its schema, how YAML and ``section.key=value`` fill it, and checks across sections. Imports no torch."""
+"""The configuration of a run: its keys, how YAML and ``section.key=value`` fill them, and checks. Imports no torch."""
 
-from grpo.config.agreement import check_world_size
-from grpo.config.arguments import ConfigError
-from grpo.config.presets import PRESETS
-from grpo.config.schema import Config, DataConfig, EvalConfig, OptimConfig, RuntimeConfig, help_text, load_config
+from grpo.config.algorithm import PRESETS, AlgorithmConfig
+from grpo.config.arguments import ConfigError, load_config
+from grpo.config.config import Config, check_world_size
+from grpo.config.help import help_text, keys_of
+from grpo.config.schema import DataConfig, EvalConfig, OptimConfig, RuntimeConfig
 
 __all__ = [
     "PRESETS",
+    "AlgorithmConfig",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -15,5 +17,6 @@ __all__ = [
     "RuntimeConfig",
     "check_world_size",
     "help_text",
+    "keys_of",
     "load_config",
 ]

@@ -10,7 +10,7 @@ from grpo.batch import Problem
 from grpo.config import Config, load_config
 from grpo.data import ProblemSet, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
-from grpo.telemetry.console import print_mistake
+from grpo.telemetry.user_errors import print_user_error
 
 NUM_PROMPTS = 3
 MAX_VALUE_LENGTH = 200
@@ -27,8 +27,8 @@ def main(argv: list[str]) -> int:
         tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
         for line in preview(config, tokenizer):
             print(line)
-    except (ValueError, OSError) as mistake:
-        print_mistake(mistake)
+    except (ValueError, OSError) as error:
+        print_user_error(error)
         return 2
     return 0
 

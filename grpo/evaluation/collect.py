@@ -10,8 +10,7 @@ from grpo.batch import Group, Problem
 from grpo.distributed import World
 from grpo.evaluation.estimate import Estimate, estimates
 from grpo.evaluation.result import CompletionResult
-from grpo.model import Policy
-from grpo.rollout import Sampling, generate
+from grpo.rollout import BuiltinEngine, SamplingParams
 
 ROWS_PER_CALL = 256
 """Completions that one call of the sampler generates."""
@@ -48,13 +47,18 @@ class Evaluation:
         return [result for p in self.problems for result in (p.greedy, *p.samples)]
 
     @property
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The 95% interval ``(low, high)`` of each of :attr:`metrics`."""
+        return {f"eval/{name}": (estimate.low, estimate.high) for name, estimate in self.estimates.items()}
+
+    @property
     def num_unscored(self) -> int:
         """Completions that the correctness reward could not score. They count as wrong."""
         return sum(not result.scored for result in self.completions)
 
 
 def evaluate(
-    policy: Policy,
+    engine: BuiltinEngine,
     problems: Sequence[Problem],
     grade: Grade,
     world: World,
@@ -85,13 +89,13 @@ def evaluate(
     # Problems of similar prompt length are sampled together. The order has no effect on the results.
     by_length = sorted(own_indices, key=lambda index: len(problems[index].prompt_ids))
 
-    def results_of(name: str, sampling: Sampling) -> dict[int, list[CompletionResult]]:
+    def results_of(name: str, sampling: SamplingParams) -> dict[int, list[CompletionResult]]:
         """Problem index -> the results of ``sampling.num_generations`` completions, for the problems of this rank."""
         results: dict[int, list[CompletionResult]] = {}
         num_problems = max(ROWS_PER_CALL // sampling.num_generations, 1)
         for start in range(0, len(by_length), num_problems):
             part = by_length[start : start + num_problems]
-            groups = generate(policy, [problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step))
+            groups = engine.generate([problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step))
             for index, row in zip(part, grade(groups), strict=True):
                 results[index] = row if keep_texts else [dataclasses.replace(result, text=None) for result in row]
             if on_problems is not None:
@@ -102,9 +106,9 @@ def evaluate(
     greedy: dict[int, list[CompletionResult]] = {}
     samples: dict[int, list[CompletionResult]] = {}
     with world.fail_together(), world.interruptible():
-        greedy = results_of("greedy", Sampling(1, max_completion_length, temperature=0.0, **options))
+        greedy = results_of("greedy", SamplingParams(1, max_completion_length, temperature=0.0, **options))
         if num_samples > 1:
-            sampling = Sampling(num_samples, max_completion_length, temperature=temperature, **options)
+            sampling = SamplingParams(num_samples, max_completion_length, temperature=temperature, **options)
             samples = results_of("samples", sampling)
     gathered: dict[int, ProblemResult] = {}
     own = {index: (greedy[index][0], samples.get(index, [])) for index in own_indices}

@@ -29,16 +29,18 @@ from grpo.config import Config, load_config
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, evaluate
-from grpo.evaluation.estimate import LEVEL, Estimate
+from grpo.evaluation.estimate import Estimate
 from grpo.evaluation.grading import Grader, check_reward_names
 from grpo.evaluation.result import CompletionResult
 from grpo.logprobs import CompletionScorer
-from grpo.model import Policy, check_context, load_policy, load_tokenizer, resolve_model
+from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
+from grpo.rollout import BuiltinEngine
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
-from grpo.telemetry.metrics import json_safe
-from grpo.telemetry.user_errors import refuse
+from grpo.telemetry.intervals import LEVEL
+from grpo.telemetry.metrics_file import json_safe
+from grpo.telemetry.user_errors import exit_with_user_error
 
 INTERVAL_METHOD = (
     "the unit is the problem; rates: Wilson's interval at the effective number of observations p(1-p)/se^2, se over problems; "
@@ -65,8 +67,8 @@ def main(argv: list[str]) -> int:
         world = start_world(config.runtime)
         output = options.output or Path(config.output_dir) / "evaluation.json"
         run(config, options.model or [config.model.name_or_path], output, world)
-    except (ValueError, OSError, OtherRankFailed) as mistake:  # user errors
-        return refuse(mistake, world)
+    except (ValueError, OSError, OtherRankFailed) as error:
+        return exit_with_user_error(error, world)
     world.shutdown()
     return 0
 
@@ -120,13 +122,13 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
     with world.main_first():
         path = resolve_model(model, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
     with world.fail_together():
-        policy, problems = _load(config, path, rows, world)
+        engine, problems = _load(config, path, rows, world)
     passes = 1 + (config.eval.num_samples > 1)
     total = len(problems[world.rank :: world.size]) * passes
     show_bar = world.is_main and sys.stderr.isatty()
     with tqdm(total=total, desc=model, unit="problem", leave=False, disable=not show_bar) as bar:
         evaluation = evaluate(
-            policy,
+            engine,
             problems,
             Grader(config.eval, rewards),
             world,
@@ -147,7 +149,7 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
     return evaluation
 
 
-def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy, list[Problem]]:
+def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinEngine, list[Problem]]:
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     problem_set = make_problems(rows, config.data, tokenizer)
@@ -162,10 +164,9 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy, 
     check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
     settings = config.model.model_dump(exclude={"name_or_path"})
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
-    policy.fast_decode = config.runtime.fast_decode
     if config.runtime.packed:  # as in training: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()
-    return policy, problems
+    return BuiltinEngine(policy, fast_decode=config.runtime.fast_decode), problems
 
 
 def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:

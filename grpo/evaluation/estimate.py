@@ -15,12 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from grpo.evaluation.result import CompletionResult
-
-LEVEL = 0.95
-Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+from grpo.telemetry.intervals import Z, wilson
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -48,14 +45,6 @@ class Estimate:
     high: float
     count: int | None = None
     of: int | None = None
-
-
-def wilson(p: float, observations: float) -> tuple[float, float]:
-    """Wilson's score interval for a rate ``p`` from a (possibly effective) number of observations."""
-    z2 = Z * Z / observations
-    centre = (p + z2 / 2) / (1 + z2)
-    half = Z / (1 + z2) * math.sqrt(p * (1 - p) / observations + z2 / (4 * observations))
-    return max(min(centre - half, p), 0.0), min(max(centre + half, p), 1.0)  # contains p, also after rounding
 
 
 def rate_of(values: Sequence[float], samples: int, value: float | None = None) -> tuple[float, float, float]:

@@ -1,1 +1,1 @@
-"""What became of a run, or of several side by side, as one HTML file that needs no network: ``python -m grpo.report RUN ...``."""
+"""``python -m grpo.report RUN ...``: one HTML file, readable offline, that shows a run or compares several."""

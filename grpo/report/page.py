@@ -1,7 +1,8 @@
-"""Runs to one HTML file: what was read goes in as data, and the page's own script builds everything from it as text.
+"""Builds the report: one HTML file that holds the runs as JSON and a script that shows them.
 
-Completions are untrusted. They never meet an HTML parser: the data are JSON in which every character that could end the script
-element is escaped, the script makes text nodes only, and the page's policy forbids the network and any other script.
+The text of completions and prompts is not trusted. No HTML parser ever reads it: in the JSON every character that could end the script
+element is escaped, the script puts text into text nodes only, and the page's Content Security Policy forbids the network and any other
+script.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from grpo.report.read import RunData, before_and_after, evaluation_names
-from grpo.telemetry.hints import Health
+from grpo.report.read import RunData, before_and_after, evaluation_names, evaluations
+from grpo.telemetry.hints import Hints
 
 SCRIPTS = ("base.js", "charts.js", "samples.js", "tables.js", "main.js")
 MAX_POINTS = 1500
+"""Points of a curve; of longer runs only every n-th step is shown."""
 
 
 def build_page(runs: Sequence[RunData]) -> str:
@@ -40,7 +42,7 @@ def build_page(runs: Sequence[RunData]) -> str:
         "DATA": embed(data),
         "SCRIPT": script,
     }
-    # Not str.format or repeated replace: what one part contains is never read as the name of another.
+    # Not str.format or repeated replace: if a part contains the name of another part, such as @@DATA@@, it stays as it is.
     page = _template("page.html")
     pieces = page.split("@@")
     assert len(pieces) % 2 == 1
@@ -49,7 +51,7 @@ def build_page(runs: Sequence[RunData]) -> str:
 
 
 def embed(data: Any) -> str:
-    """JSON that may stand inside a script element, whatever the strings in it: ASCII, without ``<``, ``>`` and ``&``."""
+    """JSON that is safe inside a script element, whatever strings it contains: ASCII, without ``<``, ``>`` and ``&``."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -65,29 +67,29 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
     if steps and thinned[-1] is not steps[-1]:
         thinned.append(steps[-1])
     names = dict.fromkeys(key for line in steps for key in line if key != "step" and not key.startswith("eval/"))
-    evaluated = [line for line in run.metrics if any(key.startswith("eval/") for key in line)]
+    evaluated = evaluations(run)
     seconds, clock = 0.0, {}
     for line in steps:
         seconds += (line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0)
         clock[line["step"]] = _short(seconds)
-    watcher = Health()
+    hints = Hints()
     notes = list(run.notes)
     if stride > 1:
         notes.append(f"Curves show every {stride}th of {len(steps)} steps.")
     return {
         "name": name,
-        "status": "complete" if run.is_complete else "going on, or ended early",
+        "status": "complete" if run.is_complete else "still running, or ended early",
         "last_step": run.metrics[-1]["step"] if run.metrics else 0,
         "seconds": seconds,
         "steps": [line["step"] for line in thinned],
         "series": {key: [_short(line.get(key)) for line in thinned] for key in names},
         "clock": [clock[line["step"]] for line in thinned],
         "eval_steps": [line["step"] for line in evaluated],
-        "eval_series": {key: [line.get(key) for line in evaluated] for key in evaluation_names(evaluated)},
+        "eval_series": {key: [line.get(key) for line in evaluated] for key in evaluation_names(run)},
         "comparison": before_and_after(run),
-        "config": {key: _spelled(value) for key, value in run.config.items()},
-        "starts": [{str(key): _spelled(value) for key, value in start.items()} for start in run.starts],
-        "hints": [[line["step"], hint] for line in steps for hint in watcher.look(line)],
+        "config": {key: _as_text(value) for key, value in run.config.items()},
+        "starts": [{str(key): _as_text(value) for key, value in start.items()} for start in run.starts],
+        "hints": [[line["step"], hint] for line in steps for hint in hints.update(line)],
         "notes": notes,
         "samples": [_sample(record) for record in run.samples],
     }
@@ -105,11 +107,11 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: Any) -> float | None:
-    """Five digits are more than a picture shows."""
+    """Five digits: more than a curve can show, and a smaller file."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
-def _spelled(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -1,6 +1,11 @@
-"""Problems to groups of sampled completions."""
+"""Problems to groups of sampled completions.
 
-from grpo.rollout.draw import Sampling
-from grpo.rollout.engine import generate, waves
+An engine samples: it has one method, ``generate(problems, sampling, *, address, on_tokens=None) -> list[Group]``. It takes prompts (token
+ids), :class:`SamplingParams`, and the seeds that ``address`` names; it returns token ids, the sampler's log-probabilities, and whether each
+completion finished or was cut. :class:`BuiltinEngine` is the engine in the training process.
+"""
 
-__all__ = ["Sampling", "generate", "waves"]
+from grpo.rollout.draw import SamplingParams
+from grpo.rollout.engine import BuiltinEngine, split_into_waves
+
+__all__ = ["BuiltinEngine", "SamplingParams", "split_into_waves"]

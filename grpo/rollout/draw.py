@@ -1,4 +1,4 @@
-"""How a token is drawn: settings, filters, and the inverse of the CDF at a uniform number.
+"""How a token is drawn: settings, filters, and the inverse of the cumulative distribution at a uniform number.
 
 Shapes: ``R`` rows, ``V`` vocabulary.
 """
@@ -11,49 +11,58 @@ import torch
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn. Every value is explicit: nothing is read from a model's ``generation_config.json``."""
+class SamplingParams:
+    """How completions are sampled. Every value is explicit: nothing is read from a model's ``generation_config.json``."""
 
     num_generations: int
+    """Completions per problem."""
     max_completion_length: int
     """In tokens."""
     temperature: float = 1.0
     """0: greedy."""
     top_p: float = 1.0
     top_k: int = 0
+    """0: off."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    """Strings that end a completion; the string stays in it."""
     tokens_in_flight: int | None = None
+    """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.temperature > 0
 
 
-def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row by inverting the CDF at ``u``.
+def draw(
+    logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row: the first whose cumulative probability exceeds ``u``.
 
     Args:
         logits_RV: ``[R, V]`` logits.
-        u_R: ``[R]`` uniform numbers in [0, 1); None for greedy.
+        u_R: ``[R]`` uniform numbers in [0, 1); None for greedy decoding.
         sampling: temperature and filters.
 
     Returns:
-        Tokens ``[R]`` and their log-probabilities ``[R]`` (nats, at the temperature, before top-k/top-p/min-p: what the loss
-        scores).
+        Tokens ``[R]`` and their log-probabilities ``[R]``: in nats, at the temperature, before top-k, top-p and min-p. These are the
+        log-probabilities that the loss scores. Greedy decoding returns zeros.
     """
     if u_R is None:
         token_R = logits_RV.argmax(dim=-1)
         return token_R, torch.zeros_like(token_R, dtype=torch.float32)
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    probs_RV = keep_likely(logprobs_RV.exp(), sampling)
-    cdf_RV = sums_so_far(probs_RV)
+    cdf_RV = deterministic_cumsum(filter_probs(logprobs_RV.exp(), sampling))
     total_R1 = cdf_RV[:, -1:]
-    # Just below the total at most: u * total can round up to it, and would fall behind the last possible token.
+    # u * total can round up to the total, which would select an index behind the last possible token: stay just below it.
     target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
     return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1)
 
 
-def keep_likely(probs_RV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Probabilities with those outside top-k, top-p and min-p set to 0 (not renormalised), applied in that order."""
+def filter_probs(probs_RV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Set probabilities outside top-k, top-p and min-p to 0, applied in this order; the others are not renormalised."""
     V = probs_RV.shape[-1]
     top_k = sampling.top_k if 0 < sampling.top_k < V else 0
     if not top_k and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
@@ -64,18 +73,19 @@ def keep_likely(probs_RV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         keep_RV[:, top_k:] = False
     if sampling.top_p < 1.0:
         kept_RV = sorted_RV * keep_RV
-        before_RV = (sums_so_far(kept_RV) - kept_RV) / kept_RV.sum(dim=-1, keepdim=True)
+        before_RV = (deterministic_cumsum(kept_RV) - kept_RV) / kept_RV.sum(dim=-1, keepdim=True)
         keep_RV &= before_RV < sampling.top_p  # the smallest set that reaches top_p; never empty
     if sampling.min_p > 0.0:
         keep_RV &= sorted_RV >= sampling.min_p * sorted_RV[:, :1]
     return torch.zeros_like(probs_RV).scatter(-1, order_RV, sorted_RV * keep_RV)
 
 
-def sums_so_far(x_RV: torch.Tensor) -> torch.Tensor:
-    """``cumsum`` along rows, also on CUDA with ``runtime.deterministic``.
+def deterministic_cumsum(x_RV: torch.Tensor) -> torch.Tensor:
+    """``cumsum`` along rows that also runs on CUDA with ``runtime.deterministic``.
 
-    PyTorch refuses it then, though only the kernel for a single row (CUB's scan) gives other bits another time; that for the rows
-    of a matrix adds in a fixed order (``aten/src/ATen/native/cuda/ScanUtils.cuh``).
+    PyTorch refuses every ``cumsum`` on CUDA in deterministic mode, but only the kernel for a single row (CUB's scan) can give different
+    bits. The kernel for a matrix adds each row in a fixed order (``aten/src/ATen/native/cuda/ScanUtils.cuh``), so the mode is switched
+    off for this call, and a single row is computed as a matrix of two.
     """
     if not (x_RV.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x_RV.cumsum(dim=-1)

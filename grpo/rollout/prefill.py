@@ -1,8 +1,9 @@
-"""Prompts computed once and forked, and one token after another for every row from there.
+"""The prefill, which computes each distinct prompt once, and the decoders that continue from it one token at a time.
 
-Two kinds, with the same methods: :class:`Forked` keeps a prompt in memory once for all its completions, :class:`Cached` works for any model.
+There are two decoders with the same methods: :class:`ForkedCacheDecoder` keeps a prompt's keys and values once for all its completions,
+and needs a model that can be packed; :class:`DynamicCacheDecoder` works with every model of transformers.
 
-Shapes: ``U`` prompts, ``R`` rows in flight, ``L`` padded prompt length, ``V`` vocabulary.
+Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``L`` padded prompt length, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -11,109 +12,129 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from grpo.attention.forked import ForkedCache
-from grpo.attention.packed import ATTENTION, forked_hidden, pack_prompts, packed_hidden
+from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
+from grpo.model import Policy
+from grpo.rollout.llama_decoder import LlamaDecoder
 
 
-def prefill(policy, prompts: Sequence[tuple[int, ...]], room: int) -> tuple[Forked | Cached, torch.Tensor]:
-    """A decoder with room for so many tokens of each row, each group's prompt computed once; logits ``[R, V]`` of the first.
+def prefill(
+    policy: Policy, llama_decoder: LlamaDecoder | None, prompts: Sequence[tuple[int, ...]], capacity: int
+) -> tuple[ForkedCacheDecoder | DynamicCacheDecoder, torch.Tensor]:
+    """Compute the prompts and let each row continue its own.
 
-    A group are neighbours of the same prompt: two problems that ask the same, with others between them, are two.
+    Neighbouring rows with equal prompts are a group, whose prompt is computed once. Equal prompts that are not neighbours are computed
+    separately.
+
+    Args:
+        llama_decoder: computes decode steps, if the model can be decoded by it.
+        prompts: the prompt of each row.
+        capacity: most tokens of a completion.
+
+    Returns:
+        A decoder, and logits ``[R, V]`` of each row's first token.
     """
-    distinct, fork = [], []
+    distinct, prompt_of_row = [], []
     for prompt in prompts:
         if not distinct or prompt != distinct[-1]:
             distinct.append(prompt)
-        fork.append(len(distinct) - 1)
-    fork_R = torch.tensor(fork, device=policy.device)
-    decoder = (Forked if policy.model.config._attn_implementation == ATTENTION else Cached)(policy, distinct, room)
-    return decoder, decoder.fork(fork_R)
+        prompt_of_row.append(len(distinct) - 1)
+    prompt_R = torch.tensor(prompt_of_row, device=policy.device)
+    if packing_enabled(policy.model):
+        decoder = ForkedCacheDecoder(policy, llama_decoder, distinct, capacity)
+    else:
+        decoder = DynamicCacheDecoder(policy, distinct, capacity)
+    return decoder, decoder.fork(prompt_R)
 
 
-class Forked:
-    """Each prompt in memory once, for all its completions (:mod:`grpo.attention.forked`): for models that can be packed."""
+class ForkedCacheDecoder:
+    """Decodes with each prompt's keys and values in memory once (:mod:`grpo.attention.forked`)."""
 
-    def __init__(self, policy, prompts: Sequence[tuple[int, ...]], room: int):
-        self.policy, self.inner = policy, getattr(policy.model, policy.model.base_model_prefix)
+    def __init__(
+        self, policy: Policy, llama_decoder: LlamaDecoder | None, prompts: Sequence[tuple[int, ...]], capacity: int
+    ):
         self.head = policy.model.get_output_embeddings()
+        self.hidden_of_token = llama_decoder or partial(forked_hidden, policy.backbone)
         packed = pack_prompts(prompts, policy.device)
-        self.cache = ForkedCache([len(prompt) for prompt in prompts], room, policy.device)
-        self.hidden_UH = packed_hidden(self.inner, packed, self.cache)[packed.before_M]
+        self.cache = ForkedCache([len(prompt) for prompt in prompts], capacity, policy.device)
+        self.hidden_UH = packed_hidden(policy.backbone, packed, self.cache)[packed.before_M]
         self.positions_R = self.cache.prompt_lengths_U
 
-    def fork(self, fork_R: torch.Tensor) -> torch.Tensor:
-        """Row r continues prompt ``fork_R[r]``; logits ``[R, V]`` of each row's first token."""
-        self.cache.fork(fork_R)
-        self.positions_R = self.positions_R[fork_R]
-        return self.head(self.hidden_UH)[fork_R]
+    def fork(self, prompt_R: torch.Tensor) -> torch.Tensor:
+        """Let row r continue prompt ``prompt_R[r]``; logits ``[R, V]`` of each row's first token."""
+        self.cache.fork(prompt_R)
+        self.positions_R = self.positions_R[prompt_R]
+        return self.head(self.hidden_UH)[prompt_R]
 
-    def keep(self, rows: torch.Tensor) -> None:
-        self.cache.keep(rows)
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop all other rows."""
+        self.cache.keep_rows(rows)
         self.positions_R = self.positions_R[rows]
 
-    def join(self, other: Forked) -> None:
-        """Go on with another's rows, which have not begun, beside these."""
-        self.cache.join(other.cache)
+    def add_rows(self, other: ForkedCacheDecoder) -> None:
+        """Append the rows of another decoder, which have no tokens yet."""
+        self.cache.add_rows(other.cache)
         self.positions_R = torch.cat([self.positions_R, other.positions_R])
 
     @property
     def is_full(self) -> bool:
-        """Whether rows must be let go by :meth:`keep` before the next token."""
+        """Whether :meth:`keep_rows` must free buffer space before the next token."""
         return self.cache.is_full
 
-    def skip(self, tokens: int) -> None:
-        """As if so many had been decoded, of which nothing is known: what follows takes memory as late tokens do."""
-        self.cache.length += tokens
+    def skip_tokens(self, count: int) -> None:
+        """Advance by ``count`` tokens of arbitrary content, so that the next token takes as much memory as a late one."""
+        self.cache.skip_tokens(count)
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
-        """One token for every row; logits ``[R, V]`` of the next."""
-        decode = self.policy.decoder or partial(forked_hidden, self.inner)
-        hidden_RH = decode(token_R, self.positions_R, self.cache)
+        """Append one token to every row; logits ``[R, V]`` of the next."""
+        hidden_RH = self.hidden_of_token(token_R, self.positions_R, self.cache)
         self.positions_R = self.positions_R + 1
         return self.head(hidden_RH)
 
 
-class Cached:
-    """A cache of transformers, its rows copied at the fork: for every other model, with whatever attention it has.
+class DynamicCacheDecoder:
+    """Decodes with a cache of transformers, in which every row has its own copy of its prompt: for models that cannot be packed.
 
-    Prompts are padded on the left, so that all rows continue at the same place.
+    Prompts are padded on the left, so that all rows continue at the same index. Rows cannot be added later.
     """
 
     is_full = False
 
-    def __init__(self, policy, prompts: Sequence[tuple[int, ...]], room: int):
+    def __init__(self, policy: Policy, prompts: Sequence[tuple[int, ...]], capacity: int):
         self.model, self.length = policy.model, max(len(prompt) for prompt in prompts)
         L = self.length
         ids_UL = torch.full((len(prompts), L), policy.pad_id, dtype=torch.long)
-        mask_UK = torch.ones(len(prompts), L + room, dtype=torch.bool)  # the places of future tokens are True already
+        mask_UK = torch.ones(len(prompts), L + capacity, dtype=torch.bool)  # True for future tokens, too
         for u, prompt in enumerate(prompts):
             ids_UL[u, L - len(prompt) :] = torch.tensor(prompt)
             mask_UK[u, : L - len(prompt)] = False
         self.mask_RK = mask_UK.to(policy.device)
-        self.cache = rollout_cache(policy.model.config, capacity=L + room)
+        self.cache = preallocated_cache(policy.model.config, capacity=L + capacity)
         positions_UL = (self.mask_RK[:, :L].long().cumsum(dim=1) - 1).clamp(min=0)
         self.logits_UV = self._forward(ids_UL.to(policy.device), positions_UL)
         self.positions_R = positions_UL[:, -1] + 1
 
-    def fork(self, fork_R: torch.Tensor) -> torch.Tensor:
-        self.keep(fork_R)
-        return self.logits_UV[fork_R]
+    def fork(self, prompt_R: torch.Tensor) -> torch.Tensor:
+        """As :meth:`ForkedCacheDecoder.fork`."""
+        self.keep_rows(prompt_R)
+        return self.logits_UV[prompt_R]
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Drop all other rows."""
         self.cache.batch_select_indices(rows)
         self.mask_RK, self.positions_R = self.mask_RK[rows], self.positions_R[rows]
 
-    def skip(self, tokens: int) -> None:
-        """As :meth:`Forked.skip`, if all layers attend to everything; else nothing happens."""
+    def skip_tokens(self, count: int) -> None:
+        """As :meth:`ForkedCacheDecoder.skip_tokens`, if all layers have full attention; otherwise nothing happens."""
         if all(isinstance(layer, _PreallocatedLayer) for layer in self.cache.layers):
-            self.length += tokens
+            self.length += count
             for layer in self.cache.layers:
-                layer.length += tokens
+                layer.length += count
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
+        """As :meth:`ForkedCacheDecoder.step`."""
         self.length += 1
         logits_RV = self._forward(token_R[:, None], self.positions_R[:, None])
         self.positions_R = self.positions_R + 1
@@ -132,7 +153,7 @@ class Cached:
 
 
 class _PreallocatedLayer(DynamicLayer):
-    """A full-attention cache layer that writes into a buffer allocated once, instead of concatenating at every token."""
+    """A full-attention cache layer that writes into a buffer allocated once; transformers' own concatenates at every token."""
 
     def __init__(self, capacity: int):
         super().__init__()
@@ -140,10 +161,10 @@ class _PreallocatedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._room_for(key_states), self._room_for(value_states)
+        self.keys, self.values = self._buffer_for(key_states), self._buffer_for(value_states)
         self.is_initialized = True
 
-    def _room_for(self, states: torch.Tensor) -> torch.Tensor:
+    def _buffer_for(self, states: torch.Tensor) -> torch.Tensor:
         B, H, _, D = states.shape
         return states.new_empty(B, H, self.capacity, D)
 
@@ -167,8 +188,8 @@ class _PreallocatedLayer(DynamicLayer):
             setattr(self, name, new)
 
 
-def rollout_cache(config, capacity: int) -> DynamicCache:
-    """A cache for ``capacity`` tokens: full-attention layers preallocated, all others as transformers makes them."""
+def preallocated_cache(config: PreTrainedConfig, capacity: int) -> DynamicCache:
+    """A cache for ``capacity`` tokens: full-attention layers are preallocated, all others are those of transformers."""
     cache = DynamicCache(config=config)
     cache.layers = [_PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

@@ -1,10 +1,10 @@
-"""Weights as a rollout wants them: copied once, then read at every token.
+"""Copies of linear layers' weights for the time of a rollout, in the form in which every decode step reads them fastest.
 
-- In the dtype they are multiplied in: autocast would convert fp32 masters to bf16 again at every token.
-- On CPU in the layout of oneDNN's kernels: a plain product re-orders the weight each time (measured on two cores with 32 rows, 20 to
-  40% off each product).
-- Layers that read the same input (queries, keys and values; the two halves of a gated MLP) as one product: each call costs some
-  15 us by itself, whatever its size.
+- In the dtype of the product: autocast would cast the fp32 master weights to bf16 again at every token.
+- On CPU in the memory layout of oneDNN's kernels: a plain product reorders the weight at every call (measured on two cores with 32 rows:
+  20 to 40% of each product).
+- Layers with the same input (queries, keys and values; the two halves of a gated MLP) as one product: each call costs about 15 us,
+  whatever its size.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-_ops = torch.ops.mkldnn
-SHARE_THEIR_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of siblings that are called with the same tensor in most architectures; if they are not, each is computed for itself."""
+_mkldnn = torch.ops.mkldnn
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of sibling layers that most architectures call with the same tensor. Where they are not, each is computed separately."""
 
 
-class Product:
-    """The outputs of several linear layers for one input, computed together."""
+class FusedLinear:
+    """Several linear layers with the same input as one product, computed from a copy of their weights."""
 
     def __init__(self, layers: list[nn.Linear], dtype: torch.dtype):
-        self.dtype, self.sizes, self.layers = dtype, [layer.out_features for layer in layers], layers
+        self.layers, self.dtype = layers, dtype
+        self.sizes = [layer.out_features for layer in layers]
         self.weight = torch.cat([layer.weight.detach() for layer in layers]).to(dtype)
         self.bias = None
         if any(layer.bias is not None for layer in layers):
@@ -33,84 +34,100 @@ class Product:
             self.bias = torch.cat(biases).detach().to(dtype)
         self.is_reordered = _can_reorder(self.weight)
         if self.is_reordered:
-            self.weight = _ops._reorder_linear_weight(self.weight, None)
-        self._x: torch.Tensor | None = None
+            self.weight = _mkldnn._reorder_linear_weight(self.weight, None)
+        self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def refresh(self) -> None:
-        """Take the layers' weights as they are now, at the same address (not where they have been re-ordered)."""
+        """Copy the layers' current weights to the same memory. Not for reordered weights."""
         for number, (weight, layer) in enumerate(zip(self.weight.split(self.sizes), self.layers, strict=True)):
             weight.copy_(layer.weight.detach())
             if self.bias is not None and layer.bias is not None:
                 self.bias.split(self.sizes)[number].copy_(layer.bias.detach())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The layers' outputs side by side, ``[..., sum(out_features)]``."""
+        """The outputs of all layers side by side, ``[..., sum(out_features)]``."""
         if self.is_reordered:
-            return _ops._linear_pointwise.default(x.to(self.dtype), self.weight, self.bias, "none", [], "")
+            return _mkldnn._linear_pointwise.default(x.to(self.dtype), self.weight, self.bias, "none", [], "")
         return F.linear(x.to(self.dtype), self.weight, self.bias)
 
-    def part(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """One layer's output, kept for the next layer if that is called with the same tensor."""
-        if x is not self._x:
-            self._x, self._outputs = x, self(x).split(self.sizes, dim=-1)
+    def output_of(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """The output of one layer. All are computed at the first call with a tensor, and kept until the last layer has been called with it."""
+        if x is not self._input:
+            self._input, self._outputs = x, self(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
         if number == len(self.sizes) - 1:
-            self._x, self._outputs = None, ()
+            self._input, self._outputs = None, ()
         return output
 
 
-class _Part:
-    """``forward`` of one of the layers."""
+class CopiedLinear(nn.Module):
+    """Takes the place of an ``nn.Linear`` in the model, has the same parameters, and computes from their copy."""
 
-    def __init__(self, product: Product, number: int):
-        self.product, self.number = product, number
+    def __init__(self, layer: nn.Linear, fused: FusedLinear):
+        super().__init__()
+        self.in_features, self.out_features, self.training = layer.in_features, layer.out_features, layer.training
+        self.weight, self.bias = layer.weight, layer.bias
+        self.fused, self.number = fused, fused.layers.index(layer)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product.part(self.number, x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fused.output_of(self.number, x)
 
 
 @contextlib.contextmanager
-def rollout_weights(
-    model: nn.Module, precision: str, kept: dict[nn.Linear, Product] | None = None
-) -> Iterator[dict[nn.Linear, Product]]:
-    """Linear layers compute from copies of their weights, where a copy is faster.
+def copied_weights(
+    model: nn.Module, precision: str, kept: dict[nn.Linear, FusedLinear] | None = None
+) -> Iterator[None]:
+    """Until the block ends, linear layers compute from copies of their weights, where that is faster.
 
-    The model's own weights must not change meanwhile. Nothing is copied in fp32 on a GPU, or for layers that are not plain
-    ``nn.Linear`` with fp32 weights.
+    The model's weights must not change in the block. No copies are made in fp32 on a GPU, nor of layers that are not plain ``nn.Linear``
+    with fp32 weights, or whose ``forward`` was replaced or has hooks.
 
     Args:
-        kept: the copies outlive the rollout here, and the next one refreshes them in place: captured steps know their addresses.
-
-    Yields:
-        The product of each layer; siblings have the same one.
+        kept: filled with the copy of each layer, to outlive the block; the next call with it refreshes the copies in place. Captured CUDA
+            graphs need this, since they read the copies at fixed addresses.
     """
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.float32]
-    layers = [m for m in layers if "forward" not in vars(m) and (dtype == torch.bfloat16 or _can_reorder(m.weight))]
-    products: dict[nn.Linear, Product] = {} if kept is None else kept
+    if kept:
+        copies = kept
+        for fused in dict.fromkeys(copies.values()):
+            fused.refresh()
+    else:
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        layers = [module for module in model.modules() if _is_worth_copying(module, dtype)]
+        copies = {}
+        for siblings in _group_by_input(model, layers):
+            copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
+        if kept is not None:
+            kept |= copies
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if child in copies
+    ]
     try:
-        if products:
-            for product in dict.fromkeys(products.values()):
-                product.refresh()
-        else:
-            for siblings in _siblings(model, layers):
-                products |= dict.fromkeys(siblings, Product(siblings, dtype))
-        layers = list(products)
-        for layer, product in products.items():
-            layer.forward = _Part(product, product.layers.index(layer))
-        yield products
+        for parent, name, child in places:
+            setattr(parent, name, CopiedLinear(child, copies[child]))
+        yield
     finally:
-        for layer in layers:  # whatever has become of the copies
-            vars(layer).pop("forward", None)
+        for parent, name, child in places:
+            setattr(parent, name, child)
 
 
-def _siblings(model: nn.Module, layers: list[nn.Linear]) -> list[list[nn.Linear]]:
-    """The layers, those that share their input together."""
+def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
+    if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
+        return False
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return dtype == torch.bfloat16 or _can_reorder(module.weight)
+
+
+def _group_by_input(model: nn.Module, layers: list[nn.Linear]) -> list[list[nn.Linear]]:
+    """Layers that share their input together, every other layer alone."""
     left = dict.fromkeys(layers)
     groups = []
     for parent in model.modules():
-        for names in SHARE_THEIR_INPUT:
+        for names in SAME_INPUT:
             group = [getattr(parent, name, None) for name in names]
             if all(layer in left for layer in group) and len({layer.in_features for layer in group}) == 1:
                 groups.append(group)
@@ -120,10 +137,11 @@ def _siblings(model: nn.Module, layers: list[nn.Linear]) -> list[list[nn.Linear]
 
 
 def _can_reorder(weight: torch.Tensor) -> bool:
+    """Whether oneDNN can multiply with a reordered copy of this weight."""
     if (
         weight.device.type != "cpu"
         or not torch.backends.mkldnn.is_available()
-        or not hasattr(_ops, "_linear_pointwise")
+        or not hasattr(_mkldnn, "_linear_pointwise")
     ):
         return False
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _ops._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _mkldnn._is_mkldnn_bf16_supported())

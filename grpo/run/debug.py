@@ -10,7 +10,7 @@ import torch
 
 from grpo.batch import Batch, Group
 from grpo.run.state import Run
-from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.accumulator import Accumulator
 
 
 def show_step(
@@ -27,7 +27,7 @@ def show_step(
     Raises:
         AssertionError: if the batch is not what it must be, see :func:`check_batch`.
     """
-    show = run.reporter.say
+    show = run.reporter.print
     show(f"\n--- step {step} " + "-" * 60)
     model = run.policy.model
     parameter = next(model.parameters())
@@ -73,7 +73,7 @@ def check_batch(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> N
             new_BT, _ = run.bare_scorer(*batch.scorer_inputs)
             ref_BT, _ = run.ref_scorer(*batch.scorer_inputs)
         assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference have the same weights"
-    run.reporter.say("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * kl_must_be_0)
+    run.reporter.print("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * kl_must_be_0)
 
 
 def check_update(run: Run, metrics: Accumulator) -> None:
@@ -89,4 +89,4 @@ def check_update(run: Run, metrics: Accumulator) -> None:
     assert math.isnan(ratio) or not run.config.model.disable_dropout or abs(ratio - 1) < tolerance, (
         f"importance ratio of the first update is {ratio}, not 1"
     )
-    run.reporter.say(f"checked   importance ratio of the first update: {ratio:.6f}")
+    run.reporter.print(f"checked   importance ratio of the first update: {ratio:.6f}")

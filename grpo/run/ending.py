@@ -45,7 +45,7 @@ def _save_after_interrupt(run: Run) -> None:
     if progress.step > saver.saved_step:
         saver.save()
         saver.finish()
-    run.reporter.say(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
+    run.reporter.print(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
 
 
 def _report_failure(run: Run, failure: BaseException) -> None:

@@ -46,7 +46,6 @@ def build_models(
         device=device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"})
     )
     policy = load_policy(str(start.checkpoint or path), tokenizer, **options)
-    policy.fast_decode, policy.capture = config.runtime.fast_decode, config.runtime.cuda_graphs
     ref_scorer = None
     if algorithm.beta > 0:
         # The reference is the model that training began with, also when the policy continues from a checkpoint.

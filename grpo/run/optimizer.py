@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from grpo.run.state import Run
 from grpo.system import first_line
-from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.accumulator import Accumulator
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -87,7 +87,7 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     is_finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
     progress.skipped_in_a_row = 0 if is_finite else progress.skipped_in_a_row + 1
     if not is_finite:
-        run.reporter.say("warning: a gradient is not finite; this update is left out and the weights do not change")
+        run.reporter.print("warning: a gradient is not finite; this update is left out and the weights do not change")
         if run.config.optim.on_nonfinite == "stop" or progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise ValueError(
                 f"{progress.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"

@@ -63,7 +63,7 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
     else:
         results = [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl")]
         if results:
-            others = [output / "completions", output / RESOLVED_CONFIG, output / "run.json"]
+            others = [output / name for name in ("completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl")]
             aside = _move_aside(output, [*results, *others])
             print(f"an earlier run in {output} was moved to {aside}", flush=True)
     resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -18,6 +18,7 @@ from grpo.evaluation import metric_names
 from grpo.evaluation.grading import check_reward_names
 from grpo.model import check_context, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner
+from grpo.rollout import BuiltinEngine
 from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
 from grpo.run.models import any_forward, build_models
@@ -29,7 +30,7 @@ from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
 from grpo.telemetry.environment import environment, record_start
-from grpo.telemetry.metrics import Reporter
+from grpo.telemetry.reporter import Reporter
 
 
 def prepare(config: Config, world: World) -> Run | None:
@@ -111,19 +112,20 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
             start_output(config, checkpoint, lock)
             record_start(config.output_dir, here)
     reporter = Reporter(
-        config.output_dir,
+        config,
         is_main=world.is_main,
         first_step=progress.step,
         max_steps=max_steps,
-        redo_line=bool(progress.unwritten_line),
-        every=config.logging.every,
-        wandb_mode=config.logging.wandb,
-        project=config.logging.project,
-        run_name=config.logging.run_name,
+        rewrite_first_step=bool(progress.unwritten_line),
         wandb_run_id=start.state.get("wandb_run_id"),
-        config=config.model_dump(mode="json") | {"environment": here},
+        environment=here,
     )
-    policy.say = reporter.say
+    engine = BuiltinEngine(
+        policy,
+        fast_decode=config.runtime.fast_decode,
+        cuda_graphs=config.runtime.cuda_graphs,
+        warn=reporter.print,
+    )
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     reference_moves = models.ref_scorer is not None and config.algorithm.ref_sync_steps > 0
     saver = Saver(
@@ -144,6 +146,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         config=config,
         world=world,
         policy=policy,
+        engine=engine,
         scorer=scorer,
         bare_scorer=models.scorer,
         ref_scorer=models.ref_scorer,
@@ -160,7 +163,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         progress=progress,
     )
     print_summary(run, data.train, data.evaluation, models.why_padded, checkpoint)
-    reporter.say(memory_line(run, data.train.problems, data.evaluation.problems))
+    reporter.print(memory_line(run, data.train.problems, data.evaluation.problems))
     return run
 
 

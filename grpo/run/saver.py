@@ -18,7 +18,7 @@ from grpo.distributed import World
 from grpo.model import Policy
 from grpo.run import checkpoint
 from grpo.run.progress import Progress
-from grpo.telemetry.metrics import Reporter
+from grpo.telemetry.reporter import Reporter
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ import torch
 
 from grpo.rewards import RewardResult
 from grpo.run.state import Run
-from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.accumulator import Accumulator
 
 
 def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumulator, *, is_whole_step: bool) -> None:

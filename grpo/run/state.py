@@ -20,12 +20,12 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups
-from grpo.rollout import Sampling
+from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.lock import Lock
 from grpo.run.progress import Progress
 from grpo.run.saver import Saver
 from grpo.run.signals import Signals
-from grpo.telemetry.metrics import Reporter
+from grpo.telemetry.reporter import Reporter
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Run:
     config: Config
     world: World
     policy: Policy
+    engine: BuiltinEngine
+    """Samples completions with the policy."""
     scorer: nn.Module
     """Log-probs of completions under the policy, with gradient; wrapped in DDP when there are several ranks."""
     bare_scorer: CompletionScorer
@@ -59,9 +61,9 @@ class Run:
         return self.bare_scorer.packed
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         r = self.config.rollout
-        return Sampling(
+        return SamplingParams(
             num_generations=r.num_generations,
             max_completion_length=r.max_completion_length,
             temperature=r.temperature,
@@ -101,7 +103,7 @@ class Run:
         passes = 1 + (settings.num_samples > 1)
         with self.reporter.bar("evaluation", len(self.world.own_rows(self.eval_problems)) * passes, "problem") as bar:
             evaluation = evaluate(
-                self.policy,
+                self.engine,
                 self.eval_problems,
                 Grader(self.config.eval, self.rewards),
                 self.world,
@@ -114,8 +116,9 @@ class Run:
                 step=0,  # every evaluation draws with the same seeds, so that its curves differ by the weights alone
                 on_problems=bar.update,
             )
+        self.reporter.intervals(step, evaluation.intervals)
         if evaluation.num_unscored:
-            self.reporter.say(
+            self.reporter.print(
                 f"warning: {evaluation.num_unscored} completions of this evaluation could not be scored and count as wrong"
             )
         return evaluation.metrics

@@ -12,15 +12,18 @@ import torch
 
 from grpo.advantages import has_equal_rewards
 from grpo.batch import Batch, Group
-from grpo.loss import Stats
+from grpo.loss import Stats, importance_ratio
 from grpo.run.state import Run
-from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.accumulator import Accumulator
+from grpo.telemetry.histograms import RATIO_EDGES, ratio_histogram
 from grpo.telemetry.samples import sample_records
 
 
 def add_microbatch(
+    run: Run,
     metrics: Accumulator,
     micro: Batch,
+    new_BT: torch.Tensor,
     old_BT: torch.Tensor,
     entropy_BT: torch.Tensor,
     loss: tuple[torch.Tensor, torch.Tensor],
@@ -31,7 +34,7 @@ def add_microbatch(
     """Add one micro-batch's loss, entropy and statistics, and how far sampled and scored log-probs are apart.
 
     Args:
-        old_BT: ``[B, T]`` old log-probs of the loss, nats.
+        new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats, without gradient.
         loss: the micro-batch's loss sum and denominator.
         is_first_pass: the weights are those that sampled the completions.
     """
@@ -41,6 +44,9 @@ def add_microbatch(
     if is_first_pass:
         difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
+    if run.config.logging.wandb != "disabled":
+        ratio_BT = importance_ratio(new_BT, old_BT, micro.loss_mask_BT, run.config.algorithm.importance_level)
+        metrics.add("ratio_histogram", ratio_histogram(ratio_BT, micro.loss_mask_BT))
 
 
 def step_line(
@@ -115,6 +121,7 @@ def report_histograms(
         run.reporter.histogram("reward", all_rewards_PG)
         run.reporter.histogram("advantage", all_advantages_PG)
         run.reporter.histogram("length", lengths_PG)
+        run.reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
 
 
 def kept_completions(

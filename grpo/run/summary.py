@@ -28,7 +28,7 @@ def print_summary(
     if checkpoint:
         lines.append(f"resuming  {checkpoint} at step {run.progress.step}")
     for line in lines:
-        run.reporter.say(line)
+        run.reporter.print(line)
 
 
 def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]:

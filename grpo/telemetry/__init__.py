@@ -1,1 +1,1 @@
-"""What a run reports: console, metrics.jsonl, wandb, hints, samples, environment, profile."""
+"""What a run shows and writes about itself: console, progress bars, metrics.jsonl, wandb, hints, completions/, run.json, traces."""

@@ -1,68 +1,72 @@
-"""What a person reads on the console: the bar of steps, a line per step, evaluations, mistakes."""
+"""The lines of a run on the console: one per step, one per evaluation, the final table; and the numbers beside the progress bar."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterable
 from typing import Any
 
 
-def print_mistake(mistake: Exception) -> None:
-    """What a user can mend, on stderr: each line of the message starts with ``error: ``."""
-    for line in str(mistake).splitlines():
-        print(f"error: {line}", file=sys.stderr, flush=True)
-
-
-def postfix(metrics: dict[str, Any]) -> dict[str, str]:
-    """What the bar of steps shows beside the time left."""
-    shown = (("reward", "reward", ".3f"), ("kl", "kl", ".4f"), ("completions/mean_length", "len", ".0f"),
-             ("tokens_per_second", "tok/s", ".0f"))  # fmt: skip
-    return {label: f"{metrics[name]:{form}}" for name, label, form in shown if metrics.get(name) is not None}
+def progress_values(metrics: dict[str, Any]) -> dict[str, str]:
+    """The numbers beside the progress bar of steps."""
+    columns = (("reward", "reward", ".3f"), ("kl", "kl", ".4f"), ("completions/mean_length", "length", ".0f"),
+               ("tokens_per_second", "tokens/s", ".0f"))  # fmt: skip
+    return {label: f"{metrics[name]:{form}}" for name, label, form in columns if metrics.get(name) is not None}
 
 
 def console_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One line a step, led by the reward."""
+    """One step: the reward, its parts, then what tells whether training is healthy."""
     parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
-    parts += [
-        f"{name.split('/')[1]} {metrics[name]:.3f}"
-        for name in metrics
-        if name.startswith("rewards/") and name.endswith("/mean")
-    ]
-    shown = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"), ("completions/mean_length", "len", ".1f"),
-             ("frac_reward_zero_std", "equal", ".2f"), ("grad_norm", "grad", ".3f"), ("learning_rate", "lr", ".1e"),
-             ("tokens_per_second", "tok/s", ".0f"), ("step_time", "s", ".2f"))  # fmt: skip
-    return "  ".join(parts + [f"{label} {metrics[name]:{form}}" for name, label, form in shown if name in metrics])
+    for name, value in metrics.items():
+        if name.startswith("rewards/") and name.endswith("/mean"):
+            parts.append(f"{name.split('/')[1]} {value:.3f}")
+    columns = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"), ("completions/mean_length", "length", ".1f"),
+               ("frac_reward_zero_std", "equal-reward groups", ".0%"), ("grad_norm", "grad norm", ".3f"),
+               ("learning_rate", "lr", ".1e"), ("tokens_per_second", "tokens/s", ".0f"), ("step_time", "seconds", ".2f"))  # fmt: skip
+    parts += [f"{label} {metrics[name]:{form}}" for name, label, form in columns if name in metrics]
+    return "  ".join(parts)
 
 
 def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One line for an evaluation between the first and the last."""
+    """One evaluation: ``eval  50/150  greedy accuracy 98.5%  ...``."""
     parts = [f"eval {metrics['step']:>{len(str(max_steps))}}/{max_steps}"]
-    return "  ".join(parts + [f"{_spoken(n)} {evaluation_form(n).format(metrics[n])}" for n in _shown(metrics)])
+    parts += [f"{_label(name)} {evaluation_form(name).format(metrics[name])}" for name in _console_names(metrics)]
+    return "  ".join(parts)
 
 
 def evaluation_table(before: dict[str, float] | None, after: dict[str, float]) -> str:
-    """Evaluations side by side, one metric a line."""
+    """Two evaluations side by side, one metric per line."""
     rows = [f"{'':28}{'before':>10}{'after':>10}"]
-    for name in _shown(after):
+    for name in _console_names(after):
         form = evaluation_form(name)
         old = form.format(before[name]) if before and name in before else "-"
-        rows.append(f"{_spoken(name):28}{old:>10}{form.format(after[name]):>10}")
+        rows.append(f"{_label(name):28}{old:>10}{form.format(after[name]):>10}")
     return "\n".join(rows)
 
 
 def evaluation_form(name: str) -> str:
-    """How a metric of an evaluation is written: rates as percentages, lengths and rewards as they are."""
-    if name.startswith("eval/rewards/"):
-        return "{:.4f}"
-    return "{:.2f}" if name.endswith("mean_length") else "{:.1%}"
+    """The format string of an evaluation metric: percentages for rates, plain numbers for rewards and lengths."""
+    if is_rate(name):
+        return "{:.1%}"
+    return "{:.4f}" if name.startswith("eval/rewards/") else "{:.2f}"
 
 
-def _shown(metrics: dict[str, Any]) -> list[str]:
-    """What the console shows of an evaluation: of pass@k the powers of two and the last, of greedy decoding the accuracy."""
-    ks = [int(name.removeprefix("eval/pass@")) for name in metrics if name.startswith("eval/pass@")]
-    hidden = {f"eval/pass@{k}" for k in ks if k & (k - 1) and k != max(ks)}
-    hidden |= {name for name in metrics if name.startswith("eval/greedy_") and name != "eval/greedy_accuracy"}
-    return [name for name in metrics if name.startswith("eval/") and name not in hidden]
+def is_rate(name: str) -> bool:
+    """Whether an evaluation metric is a share of problems or completions. Rewards and lengths are not."""
+    return not name.startswith("eval/rewards/") and not name.endswith("mean_length")
 
 
-def _spoken(name: str) -> str:
+def without_most_pass_at_k(names: Iterable[str]) -> list[str]:
+    """Names of evaluation metrics, but of ``pass@k`` only those with k = 1, 2, 4, ... and the largest k."""
+    names = list(names)
+    ks = {name: int(k) for name in names if (k := name.removeprefix("eval/pass@")).isdecimal()}
+    return [name for name in names if name not in ks or ks[name] & (ks[name] - 1) == 0 or ks[name] == max(ks.values())]
+
+
+def _console_names(metrics: dict[str, Any]) -> list[str]:
+    """The evaluation metrics that the console shows: of greedy decoding only the accuracy."""
+    names = without_most_pass_at_k(name for name in metrics if name.startswith("eval/"))
+    return [name for name in names if not name.startswith("eval/greedy_") or name == "eval/greedy_accuracy"]
+
+
+def _label(name: str) -> str:
     return name.removeprefix("eval/").replace("_", " ")

@@ -1,4 +1,4 @@
-"""Where a run ran: command, versions, devices, state of the code. One entry a start in ``output_dir/run.json``."""
+"""``run.json`` in the output folder: for each start of the run its command, versions, device and the state of the code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from grpo.system import write_atomically
+
 PACKAGES = ("torch", "transformers", "datasets", "pydantic", "wandb", "pyarrow", "math-verify")
-RECORD = "run.json"
+FILE_NAME = "run.json"
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """Facts of this start. No host name, user or environment variables: a report may be published."""
+    """Facts about this start. Without host name, user name and environment variables, because a report may be published."""
     cuda = torch.cuda.is_available()
     versions = {}
     for package in PACKAGES:
@@ -42,7 +44,7 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """``git_commit``, ``git_branch`` and ``git_changed`` (whether tracked files differ from it); nothing outside a git checkout."""
+    """``git_commit``, ``git_branch`` and ``git_changed`` (whether tracked files differ from the commit); empty outside a git checkout."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -56,23 +58,20 @@ def git_state(folder: Path) -> dict[str, Any]:
             "git_branch": git("rev-parse", "--abbrev-ref", "HEAD"),
             "git_changed": bool(git("status", "--porcelain", "--untracked-files=no")),
         }
-    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or one that is not ours to read
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or no permission to read it
         return {}
 
 
 def record_start(output_dir: str | Path, start: dict[str, Any]) -> None:
-    """Add a start to ``run.json``; a file that cannot be read is begun anew."""
-    path = Path(output_dir) / RECORD
-    starts = read_starts(output_dir)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"starts": [*starts, start]}, indent=1), encoding="utf-8")
-    os.replace(temporary, path)
+    """Add a start to ``run.json``; replaces a file that cannot be read."""
+    starts = [*read_starts(output_dir), start]
+    write_atomically(Path(output_dir) / FILE_NAME, json.dumps({"starts": starts}, indent=1))
 
 
 def read_starts(output_dir: str | Path) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first; none where nothing readable says so."""
+    """The starts of a run, oldest first; empty if there is no readable ``run.json``."""
     try:
-        starts = json.loads((Path(output_dir) / RECORD).read_text(encoding="utf-8"))["starts"]
+        starts = json.loads((Path(output_dir) / FILE_NAME).read_text(encoding="utf-8"))["starts"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []

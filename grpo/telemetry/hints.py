@@ -1,6 +1,6 @@
-"""What a person with experience would say while watching the metrics: each sign once a run, with what to do about it.
+"""Hints: what an experienced person would point out while watching the metrics, with what to do about it. Each is given once per run.
 
-The thresholds are rules of thumb, stated for the reader in ``docs/metrics.md``; a hint stops nothing.
+The thresholds are rules of thumb, listed for users in ``docs/metrics.md``. A hint does not stop or change the run.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from statistics import fmean, variance
 from typing import Any
 
-SHORT, LONG, START = 5, 20, 10
-"""Steps that a mean is taken over: of what must be seen at once, of what swings, and of the beginning to compare with."""
-ALL_EQUAL = 10
-"""Steps in a row without any unequal rewards: nothing to learn from, said without waiting for ``LONG``."""
+FEW, MANY, START = 5, 20, 10
+"""Number of steps to average over: ``FEW`` for what needs a quick reaction, ``MANY`` for noisy metrics, and the first ``START`` steps,
+with which later ones are compared."""
+ALL_EQUAL = 10  # steps in a row without unequal rewards: a hint then does not wait for MANY steps
 
 MAX_KL = 0.5  # nats per token
-MIN_ENTROPY_KEPT = 0.1  # of the entropy at the start
+MIN_ENTROPY_KEPT = 0.1  # share of the entropy of the first steps
 MAX_EQUAL_GROUPS = 0.8
 MAX_TRUNCATED = 0.25
 MAX_CLIPPED = 0.3
@@ -24,202 +24,208 @@ FLAT_AFTER = 100  # steps
 FORMAT_ROSE, ACCURACY_ROSE = 0.2, 0.02
 MAX_LOGPROB_DIFFERENCE = 0.05  # nats per token
 MAX_ROLLOUT_SHARE, MAX_REWARD_SHARE = 0.9, 0.3
-MIN_STEP_TIME = 1.0  # seconds; below it nobody waits for a phase
+MIN_STEP_TIME = 1.0  # seconds; in shorter steps the share of a phase does not matter
 
 NOT_ACCURACY = ("format", "tag", "overlong", "length", "brevity")
-"""Parts of the names of rewards that do not look at the answer."""
+"""A reward whose name contains one of these does not judge the answer."""
 
 
-class Health:
-    """Reads one step's metrics after the other; :meth:`look` says what has just become noticeable."""
+class Hints:
+    """Takes the metrics of one step after the other, and gives each hint once."""
 
     def __init__(self) -> None:
-        self._history: list[Mapping[str, Any]] = []
-        self._said: set[str] = set()
+        self._history = History()
+        self._given: set[str] = set()
 
-    def look(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Hints that this step gives cause for and that were not given before. Steps without a reward (evaluations) do not count."""
+    def update(self, metrics: Mapping[str, Any]) -> list[str]:
+        """The hints that this step gives rise to and that were not given before. Lines without a reward (evaluations) are ignored."""
         if _number(metrics.get("reward")) is None:
             return []
-        self._history.append(metrics)
+        self._history.steps.append(metrics)
         hints = []
-        for name, sign in SIGNS.items():
-            if name not in self._said and (hint := sign(self)):
-                self._said.add(name)
+        for name, rule in RULES.items():
+            if name not in self._given and (hint := rule(self._history)):
+                self._given.add(name)
                 hints.append(hint)
         return hints
 
-    def recent(self, name: str, steps: int) -> float | None:
-        """Mean over the last ``steps`` steps; None before there are so many, or where one has no number."""
-        return _mean(self.values(name, slice(-steps, None)), steps)
+
+class History:
+    """The metrics of all steps so far, and means over some of them."""
+
+    def __init__(self) -> None:
+        self.steps: list[Mapping[str, Any]] = []
+
+    def recent(self, name: str, num_steps: int) -> float | None:
+        """Mean over the last ``num_steps`` steps; None if there are fewer, or if one of them has no number."""
+        return _mean(self.values(name, slice(-num_steps, None)), num_steps)
 
     def at_start(self, name: str) -> float | None:
-        """Mean over the first steps, once twice as many have been seen."""
-        return _mean(self.values(name, slice(0, START)), START) if len(self._history) >= 2 * START else None
+        """Mean over the first ``START`` steps; None before there are twice as many, or if one of them has no number."""
+        return _mean(self.values(name, slice(0, START)), START) if len(self.steps) >= 2 * START else None
 
     def values(self, name: str, steps: slice) -> list[float | None]:
-        return [_number(metrics.get(name)) for metrics in self._history[steps]]
+        return [_number(metrics.get(name)) for metrics in self.steps[steps]]
 
-    @property
-    def num_steps(self) -> int:
-        return len(self._history)
+    def time_share(self, phase: str) -> float | None:
+        """Share of the step time that a phase took, over the last ``MANY`` steps; None while that is unknown, or if steps are short."""
+        part, whole = self.recent(phase, MANY), self.recent("step_time", MANY)
+        return None if part is None or whole is None or whole < MIN_STEP_TIME else part / whole
 
-    def reward_names(self) -> list[str]:
-        return [name for name in self._history[-1] if name.startswith("rewards/") and name.endswith("/mean")]
+    def reward_rose(self, num_steps: int) -> bool | None:
+        """Whether the mean reward of the last steps is above that of the first by two standard errors; None while that is unknown."""
+        first, last = self.values("reward", slice(0, START)), self.values("reward", slice(-num_steps, None))
+        if len(self.steps) < START + num_steps or None in first or None in last:
+            return None
+        error = math.sqrt(variance(first) / len(first) + variance(last) / len(last))
+        return fmean(last) - fmean(first) > 2 * error
 
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _mean(values: list[float | None], wanted: int) -> float | None:
-    return fmean(values) if len(values) == wanted and None not in values else None
+def _mean(values: list[float | None], expected: int) -> float | None:
+    return fmean(values) if len(values) == expected and None not in values else None
 
 
-def _kl(health: Health) -> str | None:
-    kl = health.recent("kl", SHORT)
+def _kl(history: History) -> str | None:
+    kl = history.recent("kl", FEW)
     if kl is None or kl <= MAX_KL:
         return None
     return (
-        f"the KL to the reference is {kl:.2f} nats per token: the policy has left its starting point. Lower optim.learning_rate "
-        "or raise algorithm.beta, and read the completions for a reward that is gamed"
+        f"the KL to the reference is {kl:.2f} nats per token: the policy is far from the model that training started from. Lower "
+        "optim.learning_rate or raise algorithm.beta, and read some completions: the policy may exploit a weakness of the reward"
     )
 
 
-def _entropy(health: Health) -> str | None:
-    now, then = health.recent("entropy", SHORT), health.at_start("entropy")
+def _entropy(history: History) -> str | None:
+    now, then = history.recent("entropy", FEW), history.at_start("entropy")
     if now is None or then is None or then <= 0 or now >= MIN_ENTROPY_KEPT * then:
         return None
     return (
-        f"the entropy fell from {then:.3f} to {now:.3f}: completions of one prompt become the same, and groups stop teaching. If "
-        "accuracy still has far to go, use algorithm.epsilon_high=0.28, a lower optim.learning_rate, or more algorithm.beta"
+        f"the entropy fell from {then:.3f} to {now:.3f}: the completions of a prompt become identical, get equal rewards, and then "
+        "give no gradient. If the accuracy should still rise, set algorithm.epsilon_high=0.28, lower optim.learning_rate, or raise "
+        "algorithm.beta"
     )
 
 
-def _equal_groups(health: Health) -> str | None:
-    if health.recent("frac_reward_zero_std", ALL_EQUAL) == 1 and not _reward_rose(health, LONG):
+def _equal_groups(history: History) -> str | None:
+    if history.recent("frac_reward_zero_std", ALL_EQUAL) == 1 and not history.reward_rose(MANY):
         return (
             f"{ALL_EQUAL} steps in a row, all completions of each group got the same reward: there is nothing to learn from, and "
-            "only the KL term and weight decay move the weights. Look at completions/, the reward, rollout.temperature; "
-            "change the data, or set algorithm.dynamic_sampling=true"
+            "only the KL term and weight decay change the weights. Read some completions and check the reward function; raise "
+            "rollout.temperature, change the data, or set algorithm.dynamic_sampling=true"
         )
-    share = health.recent("frac_reward_zero_std", LONG)
+    share = history.recent("frac_reward_zero_std", MANY)
     if share is None or share <= MAX_EQUAL_GROUPS:
         return None
-    if _reward_rose(health, LONG):
+    if history.reward_rose(MANY):
         return (
-            f"{share:.0%} of the groups have equal rewards by now, and the reward has risen: what these problems can teach is nearly "
-            "learned. Stop here, go on with harder ones, or set algorithm.dynamic_sampling=true"
+            f"{share:.0%} of the groups now have equal rewards, and the reward has risen: the policy has nearly learned these "
+            "problems. Stop here, continue with harder problems, or set algorithm.dynamic_sampling=true"
         )
     return (
-        f"{share:.0%} of the groups have equal rewards and teach nothing: the problems are too easy (reward near its best) or too "
-        "hard (near its worst). Change the data, raise rollout.num_generations, or set algorithm.dynamic_sampling=true"
+        f"{share:.0%} of the groups have equal rewards and give no gradient: the problems are too easy (reward near its maximum) or "
+        "too hard (near its minimum). Change the data, raise rollout.num_generations, or set algorithm.dynamic_sampling=true"
     )
 
 
-def _truncation(health: Health) -> str | None:
-    share = health.recent("completions/clipped_ratio", LONG)
+def _truncation(history: History) -> str | None:
+    share = history.recent("completions/clipped_ratio", MANY)
     if share is None or share <= MAX_TRUNCATED:
         return None
     return (
-        f"{share:.0%} of the completions are cut at rollout.max_completion_length and rarely hold an answer: raise it, punish "
-        "length (soft_overlong), or check whether the model ever ends its turn"
+        f"{share:.0%} of the completions are cut off at rollout.max_completion_length, often before their answer: raise the limit, "
+        "add the reward soft_overlong against long completions, or check whether the model ever generates its end token"
     )
 
 
-def _clipping(health: Health) -> str | None:
-    share = health.recent("clip_ratio/region_mean", SHORT)
+def _clipping(history: History) -> str | None:
+    share = history.recent("clip_ratio/region_mean", FEW)
     if share is None or share <= MAX_CLIPPED:
         return None
     return (
-        f"{share:.0%} of the tokens are clipped and have no gradient: the updates of one rollout go too far. Lower "
-        "optim.learning_rate, algorithm.num_iterations or num_minibatches, or widen algorithm.epsilon"
+        f"{share:.0%} of the tokens are clipped and have no gradient: the updates from one rollout change the policy too much. Lower "
+        "optim.learning_rate, algorithm.num_iterations or algorithm.num_minibatches, or raise algorithm.epsilon"
     )
 
 
-def _reward_rose(health: Health, steps: int) -> bool | None:
-    """Whether the mean of the last steps is above that of the first by two standard errors; None if it cannot be said yet."""
-    first, last = health.values("reward", slice(0, START)), health.values("reward", slice(-steps, None))
-    if health.num_steps < START + steps or None in first or None in last:
-        return None
-    error = math.sqrt(variance(first) / len(first) + variance(last) / len(last))
-    return fmean(last) - fmean(first) > 2 * error
-
-
-def _flat_reward(health: Health) -> str | None:
+def _flat_reward(history: History) -> str | None:
     half = FLAT_AFTER // 2
-    if health.num_steps < FLAT_AFTER or _reward_rose(health, half) in (True, None):
+    if len(history.steps) < FLAT_AFTER or history.reward_rose(half) in (True, None):
         return None
-    start, now = health.at_start("reward"), health.recent("reward", half)
+    start, now = history.at_start("reward"), history.recent("reward", half)
     return (
-        f"after {health.num_steps} steps the reward ({now:.3f}) is no higher than at the start ({start:.3f}). If groups "
-        "have unequal rewards (frac_reward_zero_std below 1), raise optim.learning_rate; else the reward gives no signal"
+        f"after {len(history.steps)} steps the reward ({now:.3f}) is no higher than at the start ({start:.3f}). If groups have "
+        "unequal rewards (frac_reward_zero_std below 1), raise optim.learning_rate; if not, the reward gives nothing to learn from"
     )
 
 
-def _format_alone(health: Health) -> str | None:
-    rises: dict[bool, list[float]] = {True: [], False: []}
-    for name in health.reward_names():
-        now, then = health.recent(name, LONG), health.at_start(name)
-        if now is not None and then is not None:
-            inner = name.split("/")[1].lower()
-            is_accuracy = not any(part in inner for part in NOT_ACCURACY)
-            if is_accuracy or "format" in inner or "tag" in inner:
-                rises[is_accuracy].append(now - then)
-    if health.num_steps < 2 * LONG or not rises[True] or not rises[False]:
+def _format_alone(history: History) -> str | None:
+    accuracy_rises, format_rises = [], []
+    for name in history.steps[-1]:
+        if not (name.startswith("rewards/") and name.endswith("/mean")):
+            continue
+        now, then = history.recent(name, MANY), history.at_start(name)
+        if now is None or then is None:
+            continue
+        function = name.split("/")[1].lower()
+        if not any(part in function for part in NOT_ACCURACY):
+            accuracy_rises.append(now - then)
+        elif "format" in function or "tag" in function:
+            format_rises.append(now - then)
+    if len(history.steps) < 2 * MANY or not accuracy_rises or not format_rises:
         return None
-    if max(rises[False]) < FORMAT_ROSE or max(rises[True]) > ACCURACY_ROSE:
+    if max(format_rises) < FORMAT_ROSE or max(accuracy_rises) > ACCURACY_ROSE:
         return None
     return (
-        f"the format reward rose by {max(rises[False]):.2f} while accuracy moved by {max(rises[True]):+.2f}: the model learns the "
-        "form alone. Lower the weight of the format reward, and check that right answers are recognised (eval/lenient_accuracy)"
+        f"the format reward rose by {max(format_rises):.2f} while accuracy moved by {max(accuracy_rises):+.2f}: the model learns the "
+        "format only. Lower the weight of the format reward, and check that right answers are recognised (eval/lenient_accuracy)"
     )
 
 
-def _scoring(health: Health) -> str | None:
-    difference = health.recent("sampling/logprob_difference", SHORT)
+def _logprob_difference(history: History) -> str | None:
+    difference = history.recent("sampling/logprob_difference", FEW)
     if difference is None or difference <= MAX_LOGPROB_DIFFERENCE:
         return None
     return (
-        f"sampled and scored log-probs differ by {difference:.3f} nats per token: the gradient belongs to another policy. Compare "
-        "with runtime.precision=fp32; switch off what samples differently (attention kernel, dropout)"
+        f"log-probs from sampling and from scoring differ by {difference:.3f} nats per token: the gradient is not that of the policy "
+        "which sampled. Compare with runtime.precision=fp32, and switch off what computes differently while sampling (attention "
+        "kernel, dropout)"
     )
 
 
-def _rollout_time(health: Health) -> str | None:
-    share = _share(health, "time/rollout")
+def _rollout_time(history: History) -> str | None:
+    share = history.time_share("time/rollout")
     if share is None or share <= MAX_ROLLOUT_SHARE:
         return None
     return (
         f"{share:.0%} of the time goes to sampling: raise rollout.tokens_in_flight if it is set, lower "
-        "rollout.max_completion_length, or make more of each rollout (algorithm.num_minibatches=2)"
+        "rollout.max_completion_length, or make more updates from each rollout (algorithm.num_minibatches=2)"
     )
 
 
-def _reward_time(health: Health) -> str | None:
-    share = _share(health, "time/reward")
+def _reward_time(history: History) -> str | None:
+    share = history.time_share("time/reward")
     if share is None or share <= MAX_REWARD_SHARE:
         return None
     return (
         f"{share:.0%} of the time goes to the reward functions: raise reward.num_workers, lower reward.timeout_s (see "
-        "rewards/<name>/errors), or make them faster"
+        "rewards/<name>/errors), or make the functions faster"
     )
 
 
-def _share(health: Health, phase: str) -> float | None:
-    part, whole = health.recent(phase, LONG), health.recent("step_time", LONG)
-    return None if part is None or whole is None or whole < MIN_STEP_TIME else part / whole
-
-
-SIGNS: dict[str, Callable[[Health], str | None]] = {
-    "kl": _kl,
+RULES: dict[str, Callable[[History], str | None]] = {
+    "KL": _kl,
     "entropy": _entropy,
-    "equal groups": _equal_groups,
+    "equal rewards": _equal_groups,
     "truncation": _truncation,
     "clipping": _clipping,
     "flat reward": _flat_reward,
     "format alone": _format_alone,
-    "scoring": _scoring,
+    "log-prob difference": _logprob_difference,
     "rollout time": _rollout_time,
     "reward time": _reward_time,
 }
+"""The rules by the name they have in ``docs/metrics.md``."""

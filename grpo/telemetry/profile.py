@@ -1,7 +1,8 @@
-"""One step of the main rank as a trace that Perfetto and ``chrome://tracing`` open (``runtime.profile``)."""
+"""``runtime.profile``: records one step of the main rank as a trace for Perfetto or ``chrome://tracing``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,24 +13,28 @@ from grpo.distributed import World
 
 
 def start_profiler(config: Config, world: World, step: int) -> torch.profiler.profile | None:
-    """A running profiler if this (1-based) step of this rank is to be traced."""
+    """A running profiler if this rank records this step (counted from 1); else None."""
     if step != config.runtime.profile or not world.is_main:
         return None
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
+    activities = [ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     profiler.start()
     return profiler
 
 
-def finish_profiler(profiler: torch.profiler.profile | None, run, step: int) -> None:
-    """Write the trace; a disk that is full costs the trace, not the run."""
+def finish_profiler(
+    profiler: torch.profiler.profile | None, output_dir: str | Path, step: int, print_line: Callable[[str], None]
+) -> None:
+    """Write the trace. If that fails, for example because the disk is full, print a warning and let the run go on."""
     if profiler is None:
         return
     profiler.stop()
-    path = Path(run.config.output_dir) / f"trace_step_{step}.json.gz"
+    path = Path(output_dir) / f"trace_step_{step}.json.gz"
     try:
         profiler.export_chrome_trace(str(path))
     except OSError as error:
-        run.reporter.say(f"warning: no trace of step {step} ({error})")
+        print_line(f"warning: the trace of step {step} could not be written ({error})")
         return
-    run.reporter.say(f"profile   {path}; open it at https://ui.perfetto.dev")
+    print_line(f"profile   {path}; open it at https://ui.perfetto.dev")

@@ -1,4 +1,4 @@
-"""The completions that a run keeps: records with every reward and with each token's log-probs, one Parquet file a step.
+"""The completions that a run keeps in ``completions/``: one Parquet file per step, with all rewards and each token's log-probs.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` kept rows, ``T`` completion tokens.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pyarrow.parquet
 import torch
 
 from grpo.batch import Group
+from grpo.system import write_atomically
 
 _COLUMNS = {
     "step": pyarrow.int64(),
@@ -33,8 +33,8 @@ _COLUMNS = {
     "updated_logprobs": pyarrow.list_(pyarrow.float32()),
     "ref_logprobs": pyarrow.list_(pyarrow.float32()),
 }
-REWARD = "rewards/"
-"""Before the name of a reward function in its column."""
+REWARD_PREFIX = "rewards/"
+"""The column of a reward function is this prefix and the function's name."""
 
 
 def sample_records(
@@ -50,14 +50,15 @@ def sample_records(
     ref_logprobs_BT: torch.Tensor | None,
     decode: Callable[[list[int]], str],
 ) -> list[dict[str, Any]]:
-    """The first ``B`` completions as records.
+    """The first ``B`` completions of a step as records.
 
     Args:
-        logprobs_BT: of each completion's tokens under the policy that sampled them, as the loss has them.
-        updated_logprobs_BT: of the same tokens after the step's updates. ``exp(updated - logprobs)`` is the ratio by which the
-            step changed a token's probability.
-        ref_logprobs_BT: under the reference; None without one.
-        decode: token ids to text.
+        names: of the reward functions.
+        logprobs_BT: log-probs of each completion's tokens before the step: the old log-probs of the loss.
+        updated_logprobs_BT: the same after the step's updates. ``exp(updated - logprobs)`` is the factor by which the step changed a
+            token's probability.
+        ref_logprobs_BT: the same under the reference model; None without one.
+        decode: turns token ids into text.
     """
     rows = [(p, g) for p, group in enumerate(groups) for g in range(len(group.completions))][: len(logprobs_BT)]
     records = []
@@ -86,38 +87,38 @@ def sample_records(
 
 
 def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
-    """One row a record, written beside and renamed: whoever reads while the run goes on finds a whole file or none.
+    """Write one row per record; a reader finds the complete file or none.
 
-    Chat prompts are stored as JSON. What could not be scored (NaN) is null.
+    Chat prompts are stored as JSON, NaN (a reward that could not score) as null.
     """
     names = list(records[0]["rewards"])
     columns = {name: [_storable(record.get(name)) for record in records] for name in _COLUMNS}
     schema = list(_COLUMNS.items())
     for name in names:
-        columns[REWARD + name] = [_storable(record["rewards"][name]) for record in records]
-        schema.append((REWARD + name, pyarrow.float64()))
+        columns[REWARD_PREFIX + name] = [_storable(record["rewards"][name]) for record in records]
+        schema.append((REWARD_PREFIX + name, pyarrow.float64()))
     table = pyarrow.table(columns, schema=pyarrow.schema(schema))
-    temporary = Path(path).with_suffix(".tmp")
-    pyarrow.parquet.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, path)
+    write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary, compression="zstd"))
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """The records of :func:`write_samples`; None where they had NaN.
+    """The records that :func:`write_samples` wrote; None where they had NaN.
 
     Raises:
-        OSError, ValueError: if the file is damaged (pyarrow's errors are both).
+        OSError, ValueError: if the file is damaged. (pyarrow's errors inherit from one of the two.)
     """
     records = []
     for row in pyarrow.parquet.read_table(path).to_pylist():
-        record = {name: value for name, value in row.items() if not name.startswith(REWARD)}
-        record["rewards"] = {name.removeprefix(REWARD): row[name] for name in row if name.startswith(REWARD)}
+        record = {name: value for name, value in row.items() if not name.startswith(REWARD_PREFIX)}
+        record["rewards"] = {
+            name.removeprefix(REWARD_PREFIX): row[name] for name in row if name.startswith(REWARD_PREFIX)
+        }
         records.append(record)
     return records
 
 
 def _storable(value: Any) -> Any:
-    """Text that UTF-8 can hold, numbers that are numbers, messages as JSON."""
+    """A value that Parquet can store: text without broken Unicode, None for NaN and infinity, chat messages as JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

@@ -1,57 +1,59 @@
-"""What libraries and rewards print, above the bars of a terminal instead of into them."""
+"""On a terminal, text that libraries and rewards write to stderr appears above the progress bars instead of inside them."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 
-class AboveBars:
-    """Stands where ``sys.stderr`` stands, until :meth:`close`: whole lines go above tqdm's bars, which are drawn on ``stream`` itself.
+@contextlib.contextmanager
+def stderr_above_bars(*, is_main: bool) -> Iterator[None]:
+    """Inside this context, whole lines written to ``sys.stderr`` go above the bars that tqdm draws on the real stderr.
 
     Args:
-        is_main: whether the bars are this process's own. Over those of another one lines are written from the left; it draws anew.
+        is_main: whether this process draws the bars. If not, they are those of the main rank on the same terminal.
     """
+    stream = sys.stderr
+    lines = _LinesAboveBars(stream, is_main=is_main)
+    # A logging handler keeps the stream it was created with, so redirecting sys.stderr does not reach it.
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    handlers = {h for logger in loggers for h in logger.handlers if vars(h).get("stream") is stream}
+    with contextlib.redirect_stderr(lines):
+        for handler in handlers:
+            handler.setStream(lines)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.setStream(stream)
+            lines.finish()
 
-    def __init__(self, stream: TextIO, *, is_main: bool = True):
-        self.stream, self.is_main, self._unfinished = stream, is_main, ""
-        sys.stderr = self
-        self._handlers = [handler for handler in _handlers() if vars(handler).get("stream") is stream]
-        for handler in self._handlers:  # made before, they hold the stream
-            handler.setStream(self)
+
+class _LinesAboveBars:
+    """A stand-in for ``stream`` that holds text back until its line is complete."""
+
+    def __init__(self, stream: TextIO, *, is_main: bool):
+        self._stream, self._is_main, self._incomplete_line = stream, is_main, ""
 
     def write(self, text: str) -> int:
-        if "\r" in text:  # another's bar
-            return self.stream.write(text)
-        whole, newline, self._unfinished = (self._unfinished + text).rpartition("\n")
-        if newline and not self.is_main:
-            self.stream.write(f"\r\x1b[J{whole}\n")
-        elif newline:
-            with tqdm.external_write_mode(file=self):
-                self.stream.write(whole + newline)
+        if "\r" in text:  # part of another library's progress bar
+            return self._stream.write(text)
+        lines, newline, self._incomplete_line = (self._incomplete_line + text).rpartition("\n")
+        if newline and self._is_main:
+            tqdm.write(lines, file=self._stream)
+        elif newline:  # back to the left edge and erase the main rank's bars, which that rank draws again
+            self._stream.write(f"\r\x1b[J{lines}\n")
         return len(text)
 
-    def close(self) -> None:
-        for handler in self._handlers:
-            handler.setStream(self.stream)
-        if sys.stderr is self:
-            sys.stderr = self.stream
-        if self._unfinished:
-            self.stream.write(self._unfinished + "\n")
-            self._unfinished = ""
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self.stream  # tqdm clears bars whose stream equals the one written to
-
-    __hash__ = None
+    def finish(self) -> None:
+        """Write a last line that has no line break."""
+        if self._incomplete_line:
+            self._stream.write(self._incomplete_line + "\n")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-def _handlers() -> list[logging.Handler]:
-    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    return list({id(handler): handler for logger in loggers for handler in logger.handlers}.values())
+        return getattr(self._stream, name)

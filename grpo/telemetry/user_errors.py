@@ -1,27 +1,33 @@
-"""What a user can mend is said once, however many ranks there are."""
+"""Errors that the user can fix, such as a wrong setting: printed once, without a traceback, exit code 2."""
 
 from __future__ import annotations
 
+import sys
 import time
 
 from grpo.distributed import World, launch_environment
-from grpo.telemetry.console import print_mistake
 
 
-def refuse(mistake: Exception, world: World | None) -> int:
-    """Print a mistake and return the exit code 2; with several ranks this process ends here.
+def print_user_error(error: Exception) -> None:
+    """Print an error on stderr; each line of its message starts with ``error: ``."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def exit_with_user_error(error: Exception, world: World | None) -> int:
+    """Print an error once across ranks. With one rank, return the exit code 2; with several, end this process.
 
     Args:
-        world: None before the ranks have met: then the first of each machine speaks, or the one that is wrong alone. Afterwards they
-            have voted, so that rank 0 knows of it.
+        world: None if the ranks are not connected yet. Then the first rank of each machine prints, and a rank that fails alone prints
+            too. With connected ranks the error is known to all of them, and rank 0 prints.
     """
     rank, _, local_rank, _ = launch_environment()
     if (local_rank if world is None else rank) == 0:
-        print_mistake(mistake)
+        print_user_error(error)
     else:
-        time.sleep(2)  # torchrun ends all ranks when the first one goes: let that one speak
+        time.sleep(2)  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
         if world is None:
-            print_mistake(mistake)
+            print_user_error(error)
     if world is not None and world.size > 1:
         world.exit_now(2)
     return 2

@@ -116,12 +116,18 @@ def test_random_rewards_agree_with_plain_loops(baseline, scale):
 
 
 @pytest.mark.parametrize("G", [2, 3, 7, 8, 64, 4097])
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -0.7, 1e-3, 12345.678])
-@pytest.mark.parametrize("scale", SCALES)
-def test_equal_rewards_give_exactly_0(G, value, scale):
-    for baseline, dtype in itertools.product(("mean", "leave_one_out"), (torch.float32, torch.float64, torch.bfloat16)):
+def test_equal_rewards_give_exactly_0(G):
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    values = (0.0, 1.0, 0.1, 1 / 3, -0.7, 1e-3, 12345.678)
+    for baseline, scale, dtype, value in itertools.product(("mean", "leave_one_out"), SCALES, dtypes, values):
         advantages = group_advantages(torch.full((2, G), value, dtype=dtype), baseline=baseline, scale=scale)
-        assert torch.equal(advantages, torch.zeros_like(advantages)), (baseline, dtype)
+        assert torch.equal(advantages, torch.zeros_like(advantages)), (baseline, scale, dtype, value)
+
+
+def test_equal_rewards_give_0_also_without_eps():
+    """Then the standard deviation is the whole divisor, and it is 0."""
+    for scale in SCALES:
+        assert group_advantages(double([0.1] * 3, [0.1] * 3), scale=scale, eps=0.0).tolist() == [[0] * 3] * 2
 
 
 def test_equal_rewards_with_gaps_give_exactly_0():

@@ -4,7 +4,8 @@ import pytest
 import torch
 from architectures import CAN, CANNOT, V, build
 
-from grpo.attention.packed import ATTENTION, pack
+from grpo.attention import pack
+from grpo.attention.packed import ATTENTION
 from grpo.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows
 from grpo.logprobs import CompletionScorer
 

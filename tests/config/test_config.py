@@ -1,5 +1,6 @@
 """Configuration: where a value comes from, what each preset means, and one clear line for each mistake."""
 
+import inspect
 import math
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, load_config
-from grpo.config.arguments import keys_of
+import train_grpo
+from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, keys_of, load_config
+from grpo.config.config import add_implied_rewards
+from grpo.loss import policy_loss
 
 
 @pytest.fixture
@@ -52,6 +55,26 @@ def test_defaults_then_file_then_overrides_then_later_overrides(file):
 
 def test_no_arguments_and_an_empty_file_are_the_defaults(file):
     assert load_config([]) == Config() == load_config(file("")) == load_config(file("rollout:\nseed: 0\n"))
+
+
+def test_the_default_file_is_read_and_named_if_there_is_no_other(file, capsys, monkeypatch):
+    _, default = file("seed: 5\n", "default.yaml")
+    assert load_config(["rollout.top_k=3"], default_file=default).seed == 5
+    assert capsys.readouterr().out.endswith("/default.yaml, since there is no --config\n")
+    assert load_config(file("rollout: {top_k: 3}\n"), default_file=default).seed == 0
+    monkeypatch.setenv("RANK", "1")
+    assert load_config([], default_file=default).seed == 5
+    assert capsys.readouterr().out == "", "said by the first rank only"
+
+
+def test_the_trainer_without_config_runs_the_demo(capsys):
+    """``eval.num_samples`` is 8 in the demo and 1 by default, so that this is a mistake in the demo alone."""
+    assert train_grpo.main(["eval.temperature=0"]) == 2
+    output = capsys.readouterr()
+    assert output.out.startswith("config    ")
+    assert "configs/tiny_arithmetic.yaml" in output.out
+    assert "eval.num_samples=8 at eval.temperature=0" in output.err
+    assert load_config([], default_file=train_grpo.DEMO) == load_config(["--config", str(train_grpo.DEMO)])
 
 
 def test_overrides_are_read_as_yaml():
@@ -109,32 +132,54 @@ def test_yaml_anchors_and_merges_work(file):
 # --- presets
 
 
-@pytest.mark.parametrize(
-    ("name", "objective", "baseline", "scale", "aggregation", "level", "low", "high", "beta", "dynamic"),
-    [
-        ("grpo", "clip", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.04, False),
-        ("dr_grpo", "clip", "mean", "none", "constant", "token", 0.2, 0.2, 0.0, False),
-        ("dapo", "clip", "mean", "group", "token_mean", "token", 0.2, 0.28, 0.0, True),
-        ("gspo", "clip", "mean", "group", "response_mean", "sequence", 3e-4, 4e-4, 0.0, False),
-        ("cispo", "cispo", "mean", "group", "token_mean", "token", 0.2, 5.0, 0.0, False),
-        ("rloo", "reinforce", "leave_one_out", "none", "response_mean", "token", 0.2, 0.2, 0.0, False),
-        ("reinforce", "reinforce", "none", "none", "response_mean", "token", 0.2, 0.2, 0.0, False),
-        ("reinforce_baseline", "reinforce", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.0, False),
-    ],
-)
-def test_presets_are_what_the_papers_say(
-    name, objective, baseline, scale, aggregation, level, low, high, beta, dynamic
-):
+PRESET_TABLE = {  # objective, baseline, scale, aggregation, level, epsilon low and high, beta, dynamic sampling
+    "grpo": ("clip", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.04, False),
+    "dr_grpo": ("clip", "mean", "none", "constant", "token", 0.2, 0.2, 0.0, False),
+    "dapo": ("clip", "mean", "group", "token_mean", "token", 0.2, 0.28, 0.0, True),
+    "gspo": ("clip", "mean", "group", "response_mean", "sequence", 3e-4, 4e-4, 0.0, False),
+    "cispo": ("cispo", "mean", "group", "token_mean", "token", 0.2, 5.0, 0.0, False),
+    "rloo": ("reinforce", "leave_one_out", "none", "response_mean", "token", 0.2, 0.2, 0.0, False),
+    "reinforce": ("reinforce", "none", "none", "response_mean", "token", 0.2, 0.2, 0.0, False),
+    "reinforce_baseline": ("reinforce", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.0, False),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset(file, name):
+    """It is what its paper says; it can be debugged; written to a file and read again it is the same."""
     a = load_config([f"algorithm.name={name}"]).algorithm
-    assert (a.objective, a.baseline, a.scale) == (objective, baseline, scale)
-    assert (a.aggregation, a.importance_level) == (aggregation, level)
-    assert (a.epsilon, a.clip_high, a.beta, a.dynamic_sampling) == (low, high, beta, dynamic)
+    found = (a.objective, a.baseline, a.scale, a.aggregation, a.importance_level, a.epsilon, a.clip_high, a.beta)
+    assert (*found, a.dynamic_sampling) == PRESET_TABLE[name]
     assert (a.kl_estimator, a.delta, a.num_iterations, a.num_minibatches) == ("k3", None, 1, 1)
+
+    rewards = load_config(["--debug", f"algorithm.name={name}"]).reward.functions
+    assert [f.name for f in rewards].count("soft_overlong") == (name == "dapo")
+
+    config = load_config([
+        f"algorithm.name={name}", "optim.learning_rate=3e-7", "rollout.stop=['\\n\\n', '#']", "algorithm.mask_truncated_completions=true",
+        "data.few_shot=[{prompt: 'α: 1', completion: 'no'}]", "optim.betas=[0.9, 0.95]", "data.system_prompt='yes'",
+    ])  # fmt: skip
+    for values in (config.model_dump(), config.model_dump(mode="json")):
+        again = load_config(file(yaml.safe_dump(values, sort_keys=False, allow_unicode=True)))
+        assert again == config
+        assert again.model_dump() == config.model_dump()
 
 
 def test_the_table_of_presets_is_complete():
-    assert set(PRESETS) == {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_baseline"}
+    assert set(PRESETS) == set(PRESET_TABLE)
     assert Config().algorithm == load_config(["algorithm.name=grpo"]).algorithm
+
+
+def test_loss_options_are_all_that_the_loss_takes_from_the_configuration():
+    options = load_config(
+        ["algorithm.name=gspo", "algorithm.delta=1.5", "algorithm.kl_estimator=k1"]
+    ).algorithm.loss_options
+    keywords = {p.name for p in inspect.signature(policy_loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert set(options) == keywords - {"ref_logprobs_BT", "max_length"}
+    assert options == dict(
+        objective="clip", importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, delta=1.5, beta=0.0,
+        kl_estimator="k1", aggregation="response_mean",
+    )  # fmt: skip
 
 
 def test_what_is_set_beats_the_preset_wherever_it_is_set(file):
@@ -176,16 +221,15 @@ def test_dapo_does_not_hide_that_there_is_no_reward():
     assert mistakes(["algorithm.name=dapo", "reward.functions=[]"])[0].startswith("reward.functions=[]")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_resolved_copy_loads_as_the_same_configuration(file, name):
-    config = load_config([
-        f"algorithm.name={name}", "optim.learning_rate=3e-7", "rollout.stop=['\\n\\n', '#']", "algorithm.mask_truncated_completions=true",
-        "data.few_shot=[{prompt: 'α: 1', completion: 'no'}]", "optim.betas=[0.9, 0.95]", "data.system_prompt='yes'",
-    ])  # fmt: skip
-    for values in (config.model_dump(), config.model_dump(mode="json")):
-        again = load_config(file(yaml.safe_dump(values, sort_keys=False, allow_unicode=True)))
-        assert again == config
-        assert again.model_dump() == config.model_dump()
+def test_a_gym_task_brings_its_scorer_unless_another_is_named():
+    values = add_implied_rewards({"data": {"dataset": "reasoning_gym:chain_sum"}, "algorithm": {"name": "dapo"}})
+    names = [f if isinstance(f, str) else f["name"] for f in values["reward"]["functions"]]
+    assert names == ["reasoning_gym", "soft_overlong"]
+    assert values["eval"] == {"correct_above": 0.99}
+    own = {"data": {"dataset": "reasoning_gym:chain_sum"}, "reward": {"functions": ["format"]}}
+    assert add_implied_rewards(own) == own
+    other = {"data": {"dataset": "builtin:arithmetic"}}
+    assert add_implied_rewards(other) == other
 
 
 # --- mistakes
@@ -225,6 +269,8 @@ def test_a_key_like_no_other_points_to_the_help():
 def test_an_unknown_key_of_a_reward_is_refused():
     (line, *_) = mistakes(["reward.functions=[{name: accuracy, wieght: 2}]"])
     assert line.startswith("unknown key 'reward.functions.0.wieght'")
+    (line,) = mistakes(["reward.functions=[{name: accuracy, weight: heavy}]"])
+    assert line.startswith("reward.functions.0.weight='heavy'") and "number" in line
 
 
 @pytest.mark.parametrize(
@@ -257,6 +303,9 @@ def test_an_unknown_key_of_a_reward_is_refused():
         ("rollout=5", "dictionary"),
         ("algorithm=dapo", "dictionary"),
         ("output_dir=", "string"),
+        ("rollout.top_k=null", "integer"),
+        ("rollout.stop=['']", "empty string"),
+        ("optim.lr_scheduler_type=reduce_lr_on_plateau", "'cosine'"),
     ],
 )
 def test_a_value_out_of_range_names_key_value_and_what_is_allowed(override, allowed):
@@ -301,6 +350,10 @@ def test_every_mistake_is_reported_at_once(file):
         (["rollout.prompts_per_step=2", "algorithm.num_minibatches=4"], ["prompts_per_step=2", "prompts_per_step=4"]),
         (["eval.num_samples=8"], ["num_samples=8", "temperature"]),
         (["optim.min_lr=1e-7"], ["min_lr", "cosine", "constant"]),
+        (["optim.min_lr=1e-7", "optim.lr_scheduler_type=cosine_with_restarts"], ["optim.min_lr", "=cosine,"]),
+        (["optim.min_lr=1e-4", "optim.lr_scheduler_type=cosine"], ["min_lr=0.0001", "learning_rate=1e-06"]),
+        (["optim.lr_scheduler_type=cosine_with_min_lr"], ["cosine_with_min_lr", "optim.min_lr"]),
+        (["data.prompt_template='{prompt}'", "data.system_prompt=Be brief."], ["data.prompt_template is the whole"]),
         (["data.few_shot=[{prompt: a}]"], ["few_shot", "{prompt, completion}", "['prompt']"]),
         (["data.few_shot=[{prompt: a, completion: b, note: c}]"], ["few_shot", "note"]),
         (["data.few_shot=[{question: a, answer: b}]"], ["few_shot", "['answer', 'question']"]),
@@ -327,6 +380,8 @@ def test_values_that_do_go_together():
         ("rollout: {top_k: 1}\nseed: 1\nrollout: {top_p: 0.5}\n", 3, "key 'rollout' is given twice"),
         ("seed: 1\nrollout: [1\n", 3, "not valid YAML"),
         ("a: !!python/object/apply:os.getcwd []\n", 1, "not valid YAML"),
+        ("rollout:\n  top_k: 3\n bad: [\n", 3, "not valid YAML"),
+        ("seed: 1\nrollout: \0\n", 2, "not valid YAML: character '\\x00'"),
     ],
 )
 def test_a_file_that_is_not_right_names_the_line(file, text, line, message):
@@ -335,12 +390,17 @@ def test_a_file_that_is_not_right_names_the_line(file, text, line, message):
     assert only.startswith(f"{argv[1]}:{line}: ") and message in only
 
 
+def test_an_override_that_is_not_yaml_names_the_key():
+    assert mistakes(["data.few_shot=[{"])[0].startswith("data.few_shot=:1: not valid YAML")
+
+
 def test_files_that_cannot_be_used(file, tmp_path):
-    assert "does not exist" in mistakes(["--config", str(tmp_path / "none.yaml")])[0]
-    assert "cannot be read" in mistakes(["--config", str(tmp_path)])[0]
+    assert "none.yaml does not exist" in mistakes(["--config", str(tmp_path / "none.yaml")])[0]
+    assert "--config" in mistakes(["--config"])[0]
+    assert "cannot be read: Is a directory" in mistakes(["--config", str(tmp_path)])[0]
     assert "expected a mapping" in mistakes(file("- 1\n- 2\n"))[0]
     (tmp_path / "latin.yaml").write_bytes(b"output_dir: \xff\xfe\n")
-    assert "cannot be read" in mistakes(["--config", str(tmp_path / "latin.yaml")])[0]
+    assert "cannot be read: it is not UTF-8" in mistakes(["--config", str(tmp_path / "latin.yaml")])[0]
 
 
 @pytest.mark.parametrize("argument", ["foo", "--verbose", "--conf", "=3", "-x=1", "--seed=1"])
@@ -372,8 +432,12 @@ def test_two_configurations_share_no_list():
     assert other == Config() and other.rollout.stop == [] and len(other.reward.functions) == 1
 
 
-def test_importing_the_configuration_imports_no_torch():
-    code = "import sys, grpo.config; print([m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])"
+def test_the_configuration_imports_no_torch():
+    """A typing error is reported at once, without the seconds that these imports take."""
+    code = (
+        "import sys; from grpo.config import load_config; load_config(['rollout.top_k=3']);"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])"
+    )
     root = Path(__file__).parents[2]
     output = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
@@ -478,12 +542,6 @@ def test_debug_takes_a_config_that_keeps_its_best_and_one_of_a_debug_run():
 def test_debug_keeps_a_step_that_can_be_cut_into_minibatches():
     config = load_config(["--debug", "algorithm.num_minibatches=4", "rollout.prompts_per_step=16"])
     assert config.rollout.prompts_per_step == 4
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_debug_works_with_every_preset(name):
-    config = load_config(["--debug", f"algorithm.name={name}"])
-    assert [f.name for f in config.reward.functions].count("soft_overlong") == (name == "dapo")
 
 
 # --- ranks

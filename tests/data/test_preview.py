@@ -8,7 +8,6 @@ import pytest
 
 from grpo.batch import Completion, Group
 from grpo.config import DataConfig, load_config
-from grpo.config.agreement import add_what_is_implied
 from grpo.data import load_rows, make_problems, render
 from grpo.rewards import RewardRunner, RewardSpec, load_reward
 from grpo.rewards.groups import score_groups
@@ -112,18 +111,6 @@ def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"needs the package reasoning_gym .*pip install -e .*gym"):
         load_rows(DataConfig(dataset="reasoning_gym:chain_sum"), train=True, seed=0)
-
-
-def test_a_gym_task_brings_its_scorer_unless_another_is_named():
-    values = add_what_is_implied({"data": {"dataset": "reasoning_gym:chain_sum"}, "algorithm": {"name": "dapo"}})
-    names = [f if isinstance(f, str) else f["name"] for f in values["reward"]["functions"]]
-    assert names == ["reasoning_gym", "soft_overlong"]
-    assert values["eval"] == {"correct_above": 0.99}
-    own = {"data": {"dataset": "reasoning_gym:chain_sum"}, "reward": {"functions": ["format"]}}
-    assert add_what_is_implied(own) == own
-    assert add_what_is_implied({"data": {"dataset": "builtin:arithmetic"}}) == {
-        "data": {"dataset": "builtin:arithmetic"}
-    }
 
 
 def test_gym_rows_are_seeded_different_and_never_in_both_splits():

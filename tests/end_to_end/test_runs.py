@@ -7,6 +7,8 @@ import torch
 from conftest import ROOT, run_trainer, small_run
 from outputs import assert_same_weights, lines, weights
 
+import train_grpo
+
 PRESETS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_baseline"]
 
 
@@ -91,6 +93,13 @@ def test_a_broken_reward_stops_all_ranks_with_its_name(tmp_path, random_model, r
     assert done.returncode not in (0, None)
     assert f"'{reward}'" in done.stderr
     assert ("failed on all" in done.stderr) == (reward == "raises")
+
+
+def test_a_reward_that_gives_no_value_leaves_the_others_in_the_sum():
+    nan = float("nan")
+    values_PGF = torch.tensor([[[1.0, 2.0], [nan, 2.0], [1.0, nan], [nan, nan]]])
+    rewards_PG = train_grpo.weighted_sum(values_PGF, [1.0, 0.5])
+    torch.testing.assert_close(rewards_PG, torch.tensor([[2.0, 1.0, 1.0, nan]]), equal_nan=True)
 
 
 def test_unscorable_completions_are_counted(tmp_path, random_model):

@@ -116,6 +116,7 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
+        "intervals.jsonl",
         "run.json",
         "completions",
         "checkpoint-5",

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_cut_invariance.py: updates from fixed groups, this rank's share of them; rank 0 saves them.
+"""For test_cut_invariance.py: updates from fixed groups, of which each rank has its share; rank 0 saves the changes of the weights.
 
 torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED ...
 """
@@ -16,14 +16,14 @@ from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
 from grpo.run.state import Run
-from grpo.telemetry.metrics import Accumulator
+from grpo.telemetry.accumulator import Accumulator
 from train_grpo import update, with_old_and_ref_logprobs
 
 P, G = 6, 4
 
 
 def fixed_groups() -> list[Group]:
-    """Uneven prompts and completions, one group of equal rewards, one truncated row; the same on every rank."""
+    """Prompts and completions of uneven length, one group of equal rewards, one completion truncated; the same on every rank."""
     rng = torch.Generator().manual_seed(0)
     groups = []
     for p in range(P):
@@ -56,7 +56,7 @@ def main(output: str, model: str, *cuts: str) -> None:
         ]
     )
     world = start_world(config.runtime)
-    # All in double precision, and a reference unlike the policy: what is left are differences of method.
+    # Everything in float64, so that rounding cannot hide a difference of method; the reference is unlike the policy.
     torch.set_default_dtype(torch.float64)
     run = prepare(config, world)
     run.ref_scorer.model.double()
@@ -89,12 +89,12 @@ def main(output: str, model: str, *cuts: str) -> None:
 
 
 def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Of the input's precision (transformers computes it in fp32, whatever the input)."""
+    """In the dtype of the input; transformers computes it in fp32."""
     return module.weight * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + module.variance_epsilon)
 
 
 def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What they moved in each weight, and the metrics they reported."""
+    """The change of each weight, and the reported metrics."""
     world = run.world
     run = replace(run, optimizer=torch.optim.SGD(run.policy.model.parameters(), lr=0.05))
     rewards_PG = torch.rand(P, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

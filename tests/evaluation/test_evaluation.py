@@ -17,6 +17,7 @@ from grpo.evaluation import CompletionResult, estimates, pass_at_k
 from grpo.evaluation.collect import evaluate
 from grpo.evaluation.estimate import mean_of, rate_of, wilson
 from grpo.evaluation.grading import Grader, check_reward_names
+from grpo.rollout import BuiltinEngine
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -60,7 +61,14 @@ def test_counts_are_those_of_the_completions(policy):
         return by_length(groups)
 
     evaluation = evaluate(
-        policy, problems_of(policy, 11), grade, ALONE, num_samples=4, temperature=1.0, max_completion_length=9, seed=0
+        BuiltinEngine(policy),
+        problems_of(policy, 11),
+        grade,
+        ALONE,
+        num_samples=4,
+        temperature=1.0,
+        max_completion_length=9,
+        seed=0,
     )
     metrics = evaluation.metrics
     groups = [group for part in seen for group in part]
@@ -95,7 +103,7 @@ def test_counts_are_those_of_the_completions(policy):
 
 def test_one_sample_means_greedy_only(policy):
     metrics = evaluate(
-        policy,
+        BuiltinEngine(policy),
         problems_of(policy, 5),
         by_length,
         ALONE,
@@ -127,7 +135,9 @@ def test_texts_are_kept_beside_their_results(policy):
         return Grader(EvalConfig(), Rewards(accuracy=1.0))(groups)
 
     settings = {"num_samples": 2, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
-    problems = evaluate(policy, problems_of(policy, 5), grade, ALONE, **settings, keep_texts=True).problems
+    problems = evaluate(
+        BuiltinEngine(policy), problems_of(policy, 5), grade, ALONE, **settings, keep_texts=True
+    ).problems
     kept = [(p.problem.index, r.length, r.text) for p in problems for r in (p.greedy, *p.samples)]
     assert sorted(kept) == sorted(seen) and len(kept) == 15
 
@@ -138,7 +148,14 @@ def test_an_error_of_the_grader_is_raised(policy):
 
     with pytest.raises(ZeroDivisionError):
         evaluate(
-            policy, problems_of(policy, 2), grade, ALONE, num_samples=1, temperature=0, max_completion_length=4, seed=0
+            BuiltinEngine(policy),
+            problems_of(policy, 2),
+            grade,
+            ALONE,
+            num_samples=1,
+            temperature=0,
+            max_completion_length=4,
+            seed=0,
         )
 
 
@@ -171,7 +188,14 @@ def test_greedy_and_samples_are_counted_apart(policy):
         ]
 
     metrics = evaluate(
-        policy, problems_of(policy, 3), grade, ALONE, num_samples=3, temperature=1.0, max_completion_length=5, seed=0
+        BuiltinEngine(policy),
+        problems_of(policy, 3),
+        grade,
+        ALONE,
+        num_samples=3,
+        temperature=1.0,
+        max_completion_length=5,
+        seed=0,
     ).metrics
     assert metrics["eval/greedy_format"] == 0.0 and metrics["eval/greedy_lenient_accuracy"] == 1.0
     assert (metrics["eval/greedy_accuracy"], metrics["eval/mean@3"], metrics["eval/pass@3"]) == (1.0, 0.0, 0.0)

@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import grpo.evaluation.collect
 import grpo.run.checkpoint
 import grpo.run.state
-import grpo.telemetry.metrics
+import grpo.telemetry.reporter
 import train_grpo
+from grpo.rollout import BuiltinEngine
 
 FAULT = dict(item.split("=", 1) for item in os.environ.get("GRPO_FAULT", "").split())
 TRACE = os.environ.get("GRPO_TRACE")
@@ -78,8 +78,6 @@ def before(module, name: str, place: str):
     original = getattr(module, name)
 
     def wrapped(*args, **kwargs):
-        if kwargs.get("address", (0, ""))[1] == "rollout":
-            now["step"] = kwargs["address"][2]
         if due(place):
             do()
         return original(*args, **kwargs)
@@ -87,8 +85,19 @@ def before(module, name: str, place: str):
     setattr(module, name, wrapped)
 
 
-before(train_grpo, "generate", "rollout")
-before(grpo.evaluation.collect, "generate", "eval")
+original_generate = BuiltinEngine.generate
+
+
+def generate(self, *args, address, **kwargs):
+    _, purpose, step = address
+    if purpose == "rollout":
+        now["step"] = step
+    if due("rollout" if purpose == "rollout" else "eval"):
+        do()
+    return original_generate(self, *args, address=address, **kwargs)
+
+
+BuiltinEngine.generate = generate
 before(grpo.run.state, "score_groups", "score")
 
 before(grpo.run.checkpoint, "_save_model", "write")
@@ -103,7 +112,7 @@ def sync(path):
         do()
 
 
-original_step = grpo.telemetry.metrics.Reporter.step
+original_step = grpo.telemetry.reporter.Reporter.step
 
 
 def step(self, metrics):
@@ -117,7 +126,7 @@ def step(self, metrics):
         original_step(self, metrics)
 
 
-grpo.telemetry.metrics.Reporter.step = step
+grpo.telemetry.reporter.Reporter.step = step
 
 
 def output_dir() -> str:

@@ -15,7 +15,7 @@ from grpo.model import (
     turn_dropout_off,
     use_fp32_head,
 )
-from grpo.rollout import Sampling, generate
+from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.optimizer import make_lr_schedule, make_optimizer
 
 
@@ -180,16 +180,16 @@ def test_dropout_stays_where_it_is_asked_for(random_model, tmp_path):
         assert not torch.equal(with_dropout(ids).logits, with_dropout(ids).logits)
 
 
-def test_sampling_restores_the_mode_whatever_happens(policy):
+def test_inference_restores_the_mode_also_after_an_error(policy):
     def fail():
         assert not policy.model.training
         assert not torch.is_grad_enabled()
-        with policy.sampling():
+        with policy.inference():
             raise ZeroDivisionError
 
     for mode in (True, False):
         policy.model.train(mode)
-        with policy.sampling(), pytest.raises(ZeroDivisionError):
+        with policy.inference(), pytest.raises(ZeroDivisionError):
             fail()
         assert policy.model.training is mode
         assert torch.is_grad_enabled()
@@ -201,7 +201,7 @@ def test_sampling_restores_the_mode_whatever_happens(policy):
 def sampled_and_scored(policy, packed: bool):
     """Log-probs of completions as the sampler had them, as the scorer has them, and from a float64 head on the scorer's states."""
     problems = [Problem(n, "", tuple(range(3 + n, 12 + n))) for n in range(8)]
-    groups = generate(policy, problems, Sampling(8, 24), address=(0, "test", 0))
+    groups = BuiltinEngine(policy).generate(problems, SamplingParams(8, 24), address=(0, "test", 0))
     batch = collate(groups, torch.zeros(8, 8), pad_id=policy.pad_id)
     scorer = CompletionScorer(policy.model)
     scorer.packed = packed

@@ -1,4 +1,4 @@
-"""Folders of runs, written by the trainer's own writers, with all that is nasty in them."""
+"""Makes run folders with the trainer's own writers; their texts contain everything that could break a page."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from grpo.telemetry.samples import write_samples
 NASTY = "</script><script>window.owned = 1</script><img src=x onerror='window.owned = 1'>\u2028\u202e\x00\x1b&amp;<!--\ud800 ${1} @@DATA@@"
 
 
-def write_run(folder, *, steps=12, per_step=7, evaluate=True, seed=0, lines=(), **config):
+def write_run(folder, *, steps=12, per_step=7, evaluate=True, seed=0, lines=(), intervals=None, **config):
     folder.mkdir(parents=True)
     settings = Config.model_validate({"output_dir": str(folder), "seed": seed, **config}).model_dump(mode="json")
     (folder / "config.yaml").write_text(yaml.safe_dump(settings, allow_unicode=True))
@@ -33,6 +33,8 @@ def write_run(folder, *, steps=12, per_step=7, evaluate=True, seed=0, lines=(), 
                 line |= evaluation(0.75, 18.0)
             file.write(json.dumps(line) + "\n")
         file.writelines(lines)
+    if intervals:
+        (folder / "intervals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in intervals))
     for step in range(1, steps + 1, 2):
         write_samples(folder / "completions" / f"step_{step:06d}.parquet", [sample(step, i) for i in range(per_step)])
     return folder

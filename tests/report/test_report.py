@@ -1,24 +1,18 @@
-"""The report: what is read of a run that is whole, going on, damaged or empty; and that its text cannot become the page's code."""
+"""The report: reading complete, running, damaged and empty runs; and that text of a run never becomes code of the page."""
 
 import html.parser
 import json
-import math
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, small_run
 from report.runs_for_tests import NASTY, write_run
 
+import train_grpo
+from grpo.evaluation.command import main as evaluation_main
 from grpo.report.__main__ import main
 from grpo.report.page import SCRIPTS, build_page, embed
-from grpo.report.read import before_and_after, read_run, wilson
-
-
-def test_wilson_interval():
-    # 8 of 10: (0.8 + 3.8415 / 20 +- 1.96 sqrt(0.016 + 3.8415 / 400)) / (1 + 3.8415 / 10)
-    assert wilson(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert wilson(0.0, 100) == pytest.approx((0.0, 0.03699), abs=1e-4)
-    assert wilson(1.0, 100) == pytest.approx((1 - 0.03699, 1.0), abs=1e-4)
-    assert all(math.isnan(value) for value in wilson(0.5, 0))
+from grpo.report.read import before_and_after, read_run
+from grpo.telemetry.intervals import wilson
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path):
@@ -40,25 +34,59 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_run_that_is_going_on_or_damaged_is_read_as_far_as_it_goes(tmp_path):
+def test_intervals_are_those_that_the_evaluation_computed(tmp_path):
+    intervals = [
+        {"step": 0, "eval/pass@2": [0.2, 0.3], "eval/mean_length": [18.0, 23.0], "eval/truncated": [None, None]},
+        {"step": 12, "eval/pass@2": [0.7, 0.8]},
+    ]
+    rows = {row["name"]: row for row in before_and_after(read_run(write_run(tmp_path / "one", intervals=intervals)))}
+    assert rows["eval/pass@2"]["before"] == {"step": 0, "value": 0.25, "low": 0.2, "high": 0.3}
+    assert rows["eval/pass@2"]["after"] == {"step": 12, "value": 0.75, "low": 0.7, "high": 0.8}
+    assert rows["eval/mean_length"]["before"] == {"step": 0, "value": 20.5, "low": 18.0, "high": 23.0}
+    assert rows["eval/truncated"]["before"]["low"] is None, "the evaluation had no interval (NaN)"
+    low, high = wilson(0.75, 100)
+    assert rows["eval/greedy_accuracy"]["after"] == {"step": 12, "value": 0.75, "low": low, "high": high}, (
+        "none written"
+    )
+
+
+def test_the_report_and_the_evaluation_command_show_the_same_intervals(tmp_path, random_model):
+    run = tmp_path / "run"
+    arguments = [*small_run(random_model, run), "eval.num_samples=3", "eval.temperature=1.0", "optim.max_steps=1"]
+    assert train_grpo.main([*arguments, "runtime.threads_per_rank=1"]) == 0
+    assert evaluation_main([f"--model={run}/checkpoint-1", *arguments, "runtime.threads_per_rank=1"]) == 0
+    (model,) = json.loads((run / "evaluation.json").read_text())["models"]
+    sides = {row["name"]: row["after"] for row in before_and_after(read_run(run))}
+    for name, expected in model["metrics"].items():
+        assert [sides[name][key] for key in ("value", "low", "high")] == [
+            expected[key] for key in ("value", "low", "high")
+        ]
+    truncated = sides["eval/truncated"]
+    low, high = wilson(truncated["value"], 13)
+    assert low < truncated["low"] < truncated["high"] < high, (
+        "three samples of 13 problems tell more than 13 completions"
+    )
+
+
+def test_a_running_or_damaged_run_is_read_as_far_as_possible(tmp_path):
     lines = ["not json\n", '{"step": 3, "reward": NaN}\n', '{"reward": 1}\n', "[1]\n", '{"step": 13, "rew']
     folder = write_run(tmp_path / "one", lines=lines)
     (folder / "completions" / "step_000003.parquet").write_bytes(b"cut")
     (folder / "config.yaml").write_text("a: [")
     (folder / "run.json").write_text('{"starts": 5}')
     run = read_run(folder)
-    assert [line["step"] for line in run.metrics] == list(range(13)), "the last line has no end yet"
+    assert [line["step"] for line in run.metrics] == list(range(13)), "the last line is not complete yet"
     assert run.metrics[3] == {"step": 3, "reward": None}, "the later one counts"
     assert not run.is_complete
     assert len(run.samples) == 5 * 7
     assert run.notes == [
         "3 line(s) of metrics.jsonl could not be read.", "config.yaml could not be read.", "1 file(s) of completions could not be read.",
     ]  # fmt: skip
-    assert before_and_after(run)[0]["after"]["low"] is None, "nothing says how many problems there were"
+    assert before_and_after(run)[0]["after"]["low"] is None, "the number of problems is unknown"
     build_page([run])
 
 
-def test_a_run_that_has_only_begun(tmp_path):
+def test_a_run_without_a_step(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     run = read_run(tmp_path)
     assert (run.metrics, run.samples, run.config) == ([], [], {"seed": 1})
@@ -68,10 +96,10 @@ def test_a_run_that_has_only_begun(tmp_path):
     build_page([read_run(tmp_path)])
 
 
-def test_the_command_writes_a_file_or_refuses_in_one_line(tmp_path, capsys):
+def test_the_command_writes_a_file_or_prints_one_line_about_the_error(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    said = f"error: {tmp_path} is not a run: it has neither metrics.jsonl nor config.yaml\n"
-    assert capsys.readouterr().err == said
+    expected = f"error: {tmp_path} is not a run: it has neither metrics.jsonl nor config.yaml\n"
+    assert capsys.readouterr().err == expected
     assert not list(tmp_path.iterdir())
     one, two = (str(write_run(tmp_path / name)) for name in ("one", "two"))
     assert main([one]) == 0
@@ -80,7 +108,7 @@ def test_the_command_writes_a_file_or_refuses_in_one_line(tmp_path, capsys):
     assert "both.html: 2 run(s)" in capsys.readouterr().out
 
 
-def test_few_samples_are_taken_evenly_and_from_the_end_too(tmp_path):
+def test_max_samples_keeps_evenly_spaced_steps_and_the_last(tmp_path):
     run = read_run(write_run(tmp_path / "one", steps=40), max_samples=50)
     steps = sorted({record["step"] for record in run.samples})
     assert steps[0] == 1 and steps[-1] == 39 and len(run.samples) <= 50 + 7
@@ -97,7 +125,7 @@ class Outline(html.parser.HTMLParser):
         self.addresses += [value for name, value in attributes if name in ("src", "href", "action", "data")]
 
 
-def test_the_text_of_a_model_cannot_leave_its_place(tmp_path):
+def test_the_text_of_a_model_stays_text(tmp_path):
     run = read_run(write_run(tmp_path / "one"))
     run.name = NASTY
     page = build_page([run, run])
@@ -115,7 +143,7 @@ def test_the_text_of_a_model_cannot_leave_its_place(tmp_path):
     assert embed("</script>&") == '"\\u003c/script\\u003e\\u0026"'
 
 
-def test_scripts_are_ascii_and_make_no_html_of_text():
+def test_scripts_are_ascii_and_never_parse_text_as_html():
     for name in SCRIPTS:
         text = (ROOT / "grpo" / "report" / "template" / name).read_text(encoding="ascii")
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "fetch(", "Function("):
@@ -136,4 +164,4 @@ def test_figures_for_a_paper(tmp_path):
     for path in written:
         with Image.open(path) as image:
             assert min(image.size) >= 600
-            assert len(image.convert("L").getcolors()) > 10, "something is drawn"
+            assert len(image.convert("L").getcolors()) > 10, "the figure is not empty"

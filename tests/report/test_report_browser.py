@@ -1,4 +1,4 @@
-"""The report in a real browser, by its own clicks and keys. Needs Chromium (``apt-get install chromium``) and playwright."""
+"""The report in a real browser, used with clicks and keys. Needs Chromium (``apt-get install chromium``) and playwright."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from grpo.report.read import read_run
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 if CHROMIUM is None:
-    pytest.skip("no Chromium here: install it, or set CHROMIUM to its program", allow_module_level=True)
+    pytest.skip("Chromium was not found: install it, or set CHROMIUM to its path", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,15 @@ def page(browser, address):
 
 def opened(browser, address, **options):
     context = browser.new_context(**options)
-    page, trouble, requests = context.new_page(), [], []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page, messages, requests = context.new_page(), [], []
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
     page.on("request", lambda request: requests.append(request.url))
     page.goto(address)
     yield page
-    assert trouble == [], "the console has nothing to say"
+    assert messages == [], "no message and no error on the console"
     assert requests == [address], "nothing else is fetched"
-    assert page.evaluate("window.owned") is None, "text of a model was run"
+    assert page.evaluate("window.owned") is None, "text of a model was executed"
     context.close()
 
 
@@ -89,12 +89,12 @@ def test_the_text_of_a_model_is_shown_as_text(page):
     text = cards(page).first.locator(".completion").inner_text()
     assert "</script><script>window.owned = 1</script><img src=x" in text
     for code in ("\\u2028", "\\u202e", "\\u0000", "\\u001b"):
-        assert code in text, "what cannot be seen is spelled out"
+        assert code in text, "invisible characters are shown as escapes"
     assert "@@DATA@@" in text and "&amp;" in text
     assert page.locator("img").count() == 0
 
 
-def test_tokens_tell_their_log_prob_ratio_and_advantage(page):
+def test_a_token_shows_its_log_prob_ratio_and_advantage(page):
     card = cards(page).nth(4)
     card.get_by_role("button", name="Tokens").click()
     reading = card.locator("output.reading")
@@ -117,9 +117,9 @@ def test_tokens_tell_their_log_prob_ratio_and_advantage(page):
     assert card.locator(".token").count() == 0
 
 
-def test_curves_overlay_runs_and_are_read_with_the_keys(page):
+def test_charts_show_all_runs_and_a_cursor_moves_with_the_keys(page):
     figure = page.locator("figure[data-chart='reward']")
-    assert figure.locator("path").count() == 2, "one line a run"
+    assert figure.locator("path").count() == 2, "one line per run"
     assert figure.locator("output").inner_text() == "last: first 1.200 \u00b7 second 0.9000"
     figure.locator("svg").focus()
     page.keyboard.press("Home")
@@ -136,7 +136,7 @@ def test_curves_overlay_runs_and_are_read_with_the_keys(page):
     assert "1000" in figure.locator("svg text").all_text_contents()
 
 
-def test_tables_show_intervals_and_what_differs(page):
+def test_tables_show_intervals_and_differences(page):
     def row(name):
         return page.locator("#evaluation tr", has=page.locator(f"th:text-is('{name}')")).first
 
@@ -145,7 +145,7 @@ def test_tables_show_intervals_and_what_differs(page):
 
     assert cells("greedy accuracy") == ["25.0% 17.5\u201334.3", "75.0% 65.7\u201382.5", "+50.0"]
     assert cells("greedy mean length") == cells("mean length") == ["20.50", "18", "\u22122.500"]
-    assert cells("rewards/penalty") == ["-0.7500", "-0.2500", "+0.5000"], "a reward is no rate"
+    assert cells("rewards/penalty") == ["-0.7500", "-0.2500", "+0.5000"], "a reward is not a rate"
     assert cells("rewards/bonus") == ["0.2500", "0.7500", "+0.5000"]
     for name in ("truncated", "greedy truncated"):
         assert "better" in row(name).locator("td").last.get_attribute("class")
@@ -170,7 +170,7 @@ def test_a_phone_and_both_schemes(browser, address, scheme):
     for page in opened(
         browser, address, viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True, is_mobile=True
     ):
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360, "nothing sticks out"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, "the page is not wider than the screen"
         ink, paper = page.evaluate(
             "(() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; })()"
         )
@@ -179,15 +179,15 @@ def test_a_phone_and_both_schemes(browser, address, scheme):
         hidden = page.locator("#evaluation .scroll").evaluate_all(
             "all => all.map(one => one.scrollWidth - one.clientWidth)"
         )
-        assert max(hidden) <= 0, "also the change is seen"
+        assert max(hidden) <= 0, "the column with the change is visible too"
         page.get_by_label("Only what differs").uncheck()
         widths = page.locator("#config tbody td").evaluate_all("all => all.map(one => one.clientWidth)")
-        assert min(widths) > 80, "a value has room beside a long key"
+        assert min(widths) > 80, "a value is readable beside a long key"
         page.get_by_role("button", name="Tokens").first.tap()
         assert page.locator(".token").first.is_visible()
 
 
-def test_all_controls_are_reached_with_the_keyboard_and_none_are_printed(page):
+def test_controls_have_labels_and_are_not_printed(page):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the curves"
     unlabelled = page.locator("input:visible, select:visible, button:visible").evaluate_all(
@@ -211,4 +211,6 @@ def test_empty_and_single_runs_open_too(browser, tmp_path):
         for page in opened(browser, path.as_uri()):
             assert "could not be shown" not in page.inner_text("body")
             if "run" in names:
-                assert page.locator("figure[data-chart='reward'] circle").count() == 1, "a single point is a dot"
+                assert page.locator("figure[data-chart='reward'] circle").count() == 1, (
+                    "a single point is drawn as a dot"
+                )

@@ -1,4 +1,6 @@
-"""The written-out decode step is the model's own, and is not used where it is not."""
+"""The written-out decode step computes what the model computes, and is used only for models for which that holds."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -13,12 +15,12 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from grpo.attention.forked import ForkedCache
-from grpo.attention.packed import enable_packing, forked_hidden, pack_prompts, packed_hidden
+from grpo.attention import ForkedCache, enable_packing, forked_hidden, pack_prompts, packed_hidden
 from grpo.batch import Problem
-from grpo.rollout import Sampling, generate
-from grpo.rollout.llama_decoder import Decoder, agrees, is_llama_shaped
-from grpo.rollout.weights import rollout_weights
+from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
+from grpo.rollout.prefill import DynamicCacheDecoder
+from grpo.rollout.weights import CopiedLinear, copied_weights
 
 LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name} | {
     "biases everywhere": (CAN["llama with one key head"][0], CAN["llama with one key head"][1],
@@ -48,13 +50,13 @@ def ready(architecture, configuration, options):
 def hidden_states(model, decode, steps: int = 6) -> torch.Tensor:
     """``[steps, rows, hidden]``, a row leaving on the way."""
     backbone = getattr(model, model.base_model_prefix)
-    cache = ForkedCache([4, 7], room=steps)
+    cache = ForkedCache([4, 7], capacity=steps)
     packed_hidden(backbone, pack_prompts([[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]], "cpu"), cache)
     cache.fork(torch.tensor([0, 0, 1]))
     positions_R, found = torch.tensor([4, 4, 7]), []
     for step in range(steps):
         if step == 3:
-            cache.keep(torch.tensor([0, 2]))
+            cache.keep_rows(torch.tensor([0, 2]))
             positions_R = positions_R[[0, 2]]
         token_R = torch.tensor([20 + step, 30 + 2 * step, 40 + step])[: len(positions_R)]
         found.append(decode(token_R, positions_R, cache))
@@ -65,70 +67,70 @@ def hidden_states(model, decode, steps: int = 6) -> torch.Tensor:
 @pytest.mark.parametrize("name", LLAMA_SHAPED)
 def test_decoder_gives_what_the_models_modules_give(name):
     model = ready(*LLAMA_SHAPED[name])
-    assert agrees(model)
+    assert matches_model(model)
     expected = hidden_states(model, lambda *inputs: forked_hidden(model.model, *inputs))
-    torch.testing.assert_close(hidden_states(model, Decoder(model.model, {})), expected, rtol=0, atol=1e-5)
-    with rollout_weights(model, "fp32") as products:
-        found = hidden_states(model, Decoder(model.model, products))
+    torch.testing.assert_close(hidden_states(model, LlamaDecoder(model.model)), expected, rtol=0, atol=1e-5)
+    with copied_weights(model, "fp32"):
+        found = hidden_states(model, LlamaDecoder(model.model))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for precision, share in (("fp32", 1e-6), ("bf16", 0.03)):
         with (
             torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"),
-            rollout_weights(model, precision) as products,
+            copied_weights(model, precision),
         ):
             theirs = hidden_states(model, lambda *inputs: forked_hidden(model.model, *inputs))
-            ours = hidden_states(model, Decoder(model.model, products))
+            ours = hidden_states(model, LlamaDecoder(model.model))
         assert float((ours - theirs).norm()) < share * float(theirs.norm())
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_keep_their_modules(name):
-    assert not agrees(ready(*OTHERS[name]))
+    assert not matches_model(ready(*OTHERS[name]))
 
 
 def test_shape_is_judged_by_all_parts():
     """A layer with one more part is of another shape, whatever its names."""
     model = ready(*CAN["qwen2"])
-    assert is_llama_shaped(model.model)
+    assert has_llama_layers(model.model)
     model.model.layers[1].extra = torch.nn.Identity()
-    assert not is_llama_shaped(model.model)
+    assert not has_llama_layers(model.model)
 
 
 def test_a_factor_of_a_thousandth_is_noticed():
     model = ready(*CAN["qwen2"])
-    assert agrees(model)
+    assert matches_model(model)
     model.model.layers[0].register_forward_hook(lambda module, inputs, output: 1.001 * output)
-    assert not agrees(model)
+    assert not matches_model(model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_policy_has_a_decoder_only_while_it_samples(random_model, precision):
-    policy = load(random_model, packed=True, precision=precision)
-    assert policy.decoder is None
-    with policy.sampling():
-        assert isinstance(policy.decoder, Decoder)
-    assert policy.decoder is None
-    unpacked = load(random_model, precision=precision)
-    with unpacked.sampling():
-        assert unpacked.decoder is None
+def test_the_written_out_step_is_used_where_it_can_be(random_model, precision):
+    packed, padded = (load(random_model, packed=packed, precision=precision) for packed in (True, False))
+    with BuiltinEngine(packed)._ready() as prefill_rows:
+        decoder, _ = prefill_rows([(5, 6)], 1)
+        assert type(decoder.hidden_of_token) is LlamaDecoder
+        assert type(packed.model.lm_head) is CopiedLinear
+    with BuiltinEngine(padded)._ready() as prefill_rows:
+        decoder, _ = prefill_rows([(5, 6)], 1)
+        assert type(decoder) is DynamicCacheDecoder and type(padded.model.lm_head) is CopiedLinear
+    with BuiltinEngine(packed, fast_decode=False)._ready() as prefill_rows:
+        decoder, _ = prefill_rows([(5, 6)], 1)
+        assert type(decoder.hidden_of_token) is partial, "of forked_hidden"
+        assert type(packed.model.lm_head) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.1)])
 def test_fast_decode_changes_rounding_alone(random_model, precision, tolerance, packed):
     """runtime.fast_decode: the same tokens in fp32, whether groups are forked or copied; in bf16 most, with log-probs that are close."""
-    slow, fast = (load(random_model, packed=packed, precision=precision) for _ in range(2))
-    slow.fast_decode = False
-    with slow.sampling():
-        assert slow.decoder is None and "forward" not in vars(slow.model.lm_head)
-    with fast.sampling():
-        assert "forward" in vars(fast.model.lm_head), "what its weights are copied for"
+    policy = load(random_model, packed=packed, precision=precision)
+    slow, fast = (BuiltinEngine(policy, fast_decode=fast) for fast in (False, True))
     problems = [
-        Problem(i, "", tuple(fast.tokenizer.encode(text))) for i, text in enumerate(("12+3=", "7-4=", "Make 24"))
+        Problem(i, "", tuple(policy.tokenizer.encode(text))) for i, text in enumerate(("12+3=", "7-4=", "Make 24"))
     ]
     pairs = []
     for groups in zip(
-        *(generate(p, problems, Sampling(4, 24), address=(0, "rollout", 0)) for p in (slow, fast)), strict=True
+        *(e.generate(problems, SamplingParams(4, 24), address=(0, "rollout", 0)) for e in (slow, fast)), strict=True
     ):
         pairs += zip(*(group.completions for group in groups), strict=True)
     same = [(a, b) for a, b in pairs if a.ids == b.ids]

@@ -1,4 +1,4 @@
-"""Rollouts: right tokens, right masks, and tokens that depend on nothing but their own address."""
+"""Rollouts: tokens and masks are right, and a completion depends only on its own seed."""
 
 from dataclasses import replace
 
@@ -7,15 +7,20 @@ import torch
 from conftest import load, save_random_model
 from transformers import GenerationConfig
 
-from grpo.attention.forked import ForkedCache
+from grpo.attention import ForkedCache
 from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
-from grpo.rollout import Sampling, generate
-from grpo.rollout.engine import _how_many
-from grpo.rollout.prefill import Forked
+from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout.decode_loop import num_admissible
+from grpo.rollout.prefill import ForkedCacheDecoder
+from grpo.rollout.weights import CopiedLinear, copied_weights
 
-SAMPLING = Sampling(num_generations=3, max_completion_length=24, temperature=0.9)
+SAMPLING = SamplingParams(num_generations=3, max_completion_length=24, temperature=0.9)
 ADDRESS = (7, "rollout", 3)
+
+
+def generate(policy, *args, **options):
+    return BuiltinEngine(policy).generate(*args, **options)
 
 
 def problems_of(policy, *texts: str) -> list[Problem]:
@@ -31,7 +36,7 @@ TEXTS = ("1+1=", "a much longer question than the others?", "12*(3+4)=", "x")
 
 def test_greedy_tokens_are_those_of_transformers(policy):
     problems = problems_of(policy, *TEXTS)
-    groups = generate(policy, problems, Sampling(1, 24, temperature=0.0), address=ADDRESS)
+    groups = generate(policy, problems, SamplingParams(1, 24, temperature=0.0), address=ADDRESS)
     for problem, group in zip(problems, groups, strict=True):
         (expected,) = policy.model.generate(
             torch.tensor([problem.prompt_ids]),
@@ -147,7 +152,7 @@ def test_generation_config_of_the_checkpoint_does_not_leak(random_model, tmp_pat
     policy = load(folder)
     assert policy.model.generation_config.repetition_penalty == 1.5, "the folder does say so"
     problems = problems_of(policy, *TEXTS)
-    for sampling in (SAMPLING, Sampling(1, 24, temperature=0.0)):
+    for sampling in (SAMPLING, SamplingParams(1, 24, temperature=0.0)):
         assert ids(generate(policy, problems, sampling, address=ADDRESS)) == ids(
             generate(reference, problems, sampling, address=ADDRESS)
         )
@@ -207,7 +212,7 @@ def test_progress_counts_every_token(policy):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature):
     """Prompts of 1 to 15 tokens, rows that end at different times: groups lose rows unevenly, and prompts all of theirs."""
-    sampling = Sampling(8, 40, temperature=temperature)
+    sampling = SamplingParams(8, 40, temperature=temperature)
     plain, packed = load(random_model), load(random_model, packed=True)
     texts = ("7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
     expected = generate(plain, problems_of(plain, *texts), sampling, address=ADDRESS)
@@ -227,7 +232,7 @@ def one_more_token(cache, history, random, H: int) -> list:
     history = [
         (torch.cat([a, k[r].transpose(0, 1)]), torch.cat([b, v[r].transpose(0, 1)])) for r, (a, b) in enumerate(history)
     ]
-    cache.length += 1
+    cache.begin_token()
     found_R1HD = cache.attend(0, q, k, v, None)
     for r, (keys_NKD, values_NKD) in enumerate(history):
         for h in range(H):
@@ -237,8 +242,8 @@ def one_more_token(cache, history, random, H: int) -> list:
     return history
 
 
-@pytest.mark.parametrize("in_two_parts", [True, False])
-def test_forked_cache_attends_as_rows_of_their_own_do(in_two_parts):
+@pytest.mark.parametrize("use_cascade", [True, False])
+def test_forked_cache_attends_as_rows_of_their_own_do(use_cascade):
     """Against attention over each row's own copy of prompt and tokens, in float64, with rows and prompts leaving."""
     rng = torch.Generator().manual_seed(0)
     H, K, D, lengths = 4, 2, 8, [5, 3, 7]
@@ -246,32 +251,32 @@ def test_forked_cache_attends_as_rows_of_their_own_do(in_two_parts):
     def random(*shape):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
-    cache = ForkedCache(lengths, room=6)
-    assert cache.in_two_parts, "the fused kernel is for CPUs"
-    cache.in_two_parts = in_two_parts
+    cache = ForkedCache(lengths, capacity=6)
+    assert cache.use_cascade, "the fused kernel is for CPUs"
+    cache.use_cascade = use_cascade
     k_UPKD, v_UPKD = random(3, 7, K, D), random(3, 7, K, D)
     cache.store_prompts(0, k_UPKD, v_UPKD)
     cache.fork(torch.tensor([0, 0, 1, 1, 1, 2]))
     history = [(k_UPKD[u, : lengths[u]], v_UPKD[u, : lengths[u]]) for u in (0, 0, 1, 1, 1, 2)]
     for step, keep in enumerate(([0, 1, 2, 3, 4, 5], [0, 2, 3, 5], [0, 1, 2], [1, 2], [1], [0])):
         if step:
-            cache.keep(torch.tensor(keep))
+            cache.keep_rows(torch.tensor(keep))
             history = [history[r] for r in keep]
         history = one_more_token(cache, history, random, H)
 
 
-@pytest.mark.parametrize("in_two_parts", [True, False])
-def test_rows_that_join_attend_to_their_own_tokens_only(in_two_parts):
-    """Against attention over each row's own tokens, in float64; rows leave and join, and old places are let go of."""
+@pytest.mark.parametrize("use_cascade", [True, False])
+def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
+    """Against attention over each row's own tokens, in float64; rows leave and join, and buffer space of left rows is reused."""
     rng = torch.Generator().manual_seed(0)
-    H, K, D, room = 4, 2, 8, 6
+    H, K, D, capacity = 4, 2, 8, 6
 
     def random(*shape):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     def begin(lengths, rows):
-        cache = ForkedCache(lengths, room=room)
-        cache.in_two_parts = in_two_parts
+        cache = ForkedCache(lengths, capacity=capacity)
+        cache.use_cascade = use_cascade
         k_UPKD, v_UPKD = random(len(lengths), max(lengths), K, D), random(len(lengths), max(lengths), K, D)
         cache.store_prompts(0, k_UPKD, v_UPKD)
         cache.fork(torch.tensor(rows))
@@ -288,16 +293,16 @@ def test_rows_that_join_attend_to_their_own_tokens_only(in_two_parts):
         was_full |= cache.is_full
         if change:
             keep, new = change
-            cache.keep(torch.tensor(keep))
+            cache.keep_rows(torch.tensor(keep))
             history = [history[r] for r in keep]
             if new:
                 other, theirs = begin(*new)
-                cache.join(other)
+                cache.add_rows(other)
                 history += theirs
         assert not cache.is_full
         history = one_more_token(cache, history, random, H)
         longest = max(longest, cache.length)
-    assert was_full and longest < len(plan) - 1, "places of rows that have left should be used again"
+    assert was_full and longest < len(plan) - 1, "buffer space of rows that have left should be reused"
 
 
 @pytest.mark.parametrize(
@@ -305,24 +310,24 @@ def test_rows_that_join_attend_to_their_own_tokens_only(in_two_parts):
     [(1, 0.0, 8), (3, 1.0, 8), (8, 1.0, 8), (9, 1.0, 8), (20, 0.0, 8), (20, 1.0, 50), (30, 1.0, 8)],
 )
 def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatch, rows, temperature, spare):
-    monkeypatch.setattr("grpo.rollout.engine.SPARE", spare)
+    monkeypatch.setattr("grpo.rollout.decode_loop.SPARE_SHARE", spare)
     policy = load(random_model, packed=True)
     problems = problems_of(policy, "7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
-    sampling = Sampling(8, 40, temperature=temperature)
+    sampling = SamplingParams(8, 40, temperature=temperature)
     expected = generate(policy, problems, sampling, address=ADDRESS)
     held, joined = [], []
-    plain_join, plain_step = Forked.join, Forked.step
+    plain_add, plain_step = ForkedCacheDecoder.add_rows, ForkedCacheDecoder.step
 
-    def join(self, other):
-        plain_join(self, other)
+    def add_rows(self, other):
+        plain_add(self, other)
         joined.append(len(other.cache.prompt_R))
 
     def step(self, token_R):
-        held.append(len(token_R) * (int(self.cache.prompt_lengths_U.max()) + self.cache.room))
+        held.append(len(token_R) * (int(self.cache.prompt_lengths_U.max()) + self.cache.capacity))
         return plain_step(self, token_R)
 
-    monkeypatch.setattr(Forked, "join", join)
-    monkeypatch.setattr(Forked, "step", step)
+    monkeypatch.setattr(ForkedCacheDecoder, "add_rows", add_rows)
+    monkeypatch.setattr(ForkedCacheDecoder, "step", step)
     longest = max(len(problem.prompt_ids) for problem in problems)
     bound = rows * (longest + 46)
     counted = []
@@ -340,7 +345,7 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
 def test_models_whose_rows_cannot_join_wait_for_all(random_model):
     plain = load(random_model)
     problems = problems_of(plain, "7", "12+30=", "what is 99-1?", "3*3=")
-    sampling = Sampling(8, 40)
+    sampling = SamplingParams(8, 40)
     expected = generate(plain, problems, sampling, address=ADDRESS)
     assert ids(generate(plain, problems, replace(sampling, tokens_in_flight=600), address=ADDRESS)) == ids(expected)
 
@@ -350,7 +355,7 @@ def test_how_many_rows_may_begin():
     prompts = [short] * 4 + [long] * 4 + [short] * 4
 
     def number(in_flight, begun, bound):
-        return _how_many(prompts, in_flight, begun, replace(SAMPLING, tokens_in_flight=bound), 20)
+        return num_admissible(prompts, in_flight, begun, replace(SAMPLING, tokens_in_flight=bound), 20)
 
     assert number([], 0, None) == 12 and number([0], 4, None) == 8
     assert number([], 0, 1) == 1, "one row at least"
@@ -370,13 +375,44 @@ def test_reordered_weights_give_the_same_logits(random_model, precision, toleran
     policy.model.eval()
     with torch.no_grad(), policy.autocast():
         expected_BSV = policy.model(input_ids=ids_BS).logits.float()
-    with policy.sampling():
+    with policy.inference(), copied_weights(policy.model, precision):
         found_BSV = policy.model(input_ids=ids_BS).logits.float()
-        assert "forward" in vars(policy.model.lm_head), "this machine has no re-ordered weights"
+        assert isinstance(policy.model.lm_head, CopiedLinear), "this machine has no re-ordered weights"
     torch.testing.assert_close(found_BSV, expected_BSV, rtol=0, atol=tolerance * float(expected_BSV.abs().max()))
-    assert "forward" not in vars(policy.model.lm_head)
+    assert type(policy.model.lm_head) is torch.nn.Linear
     with torch.no_grad():
         policy.model.lm_head.weight *= 2  # the next rollout sees the new weights
-    with policy.sampling():
+    with policy.inference(), copied_weights(policy.model, precision):
         doubled_BSV = policy.model(input_ids=ids_BS).logits.float()
     torch.testing.assert_close(doubled_BSV, 2 * found_BSV, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_copied_weights_leave_parameters_and_modules_as_they_were(tmp_path, tied):
+    """Also inside of the block: whoever reads a layer's weight, dtype or size sees the layer's own."""
+    model = load(save_random_model(tmp_path, tie_word_embeddings=tied)).model
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+
+    def look_and_fail():
+        with copied_weights(model, "bf16"):
+            assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+            copied = {name for name, module in model.named_modules() if isinstance(module, CopiedLinear)}
+            assert copied == {name for name, module in modules.items() if type(module) is torch.nn.Linear}
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        look_and_fail()
+    assert dict(model.named_modules()) == modules
+
+
+def test_layers_with_hooks_or_another_forward_compute_themselves(random_model):
+    model = load(random_model).model
+    layer = model.model.layers[0]
+    seen = []
+    layer.self_attn.q_proj.register_forward_hook(lambda *_: seen.append("hook"))
+    layer.mlp.up_proj.forward = lambda x: 0 * x.repeat(1, 1, 2)
+    with torch.no_grad(), copied_weights(model, "fp32"):
+        assert type(layer.self_attn.q_proj) is type(layer.mlp.up_proj) is torch.nn.Linear
+        assert isinstance(layer.mlp.gate_proj, CopiedLinear)
+        model(input_ids=torch.arange(5)[None])
+    assert seen == ["hook"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from grpo.evaluation import pass_at_k
-from grpo.rollout.draw import Sampling, draw, keep_likely, sums_so_far
+from grpo.rollout.draw import SamplingParams, deterministic_cumsum, draw, filter_probs
 
 torch.set_num_threads(1)
 
-PLAIN = Sampling(num_generations=1, max_completion_length=1)
+PLAIN = SamplingParams(num_generations=1, max_completion_length=1)
 HIGHEST = 1 - 2**-24
 """The largest number ``torch.rand`` gives in fp32."""
 
@@ -149,7 +149,7 @@ def test_filters_by_hand():
     probs = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]])
 
     def kept(**changes):
-        values = keep_likely(probs, replace(PLAIN, **changes))
+        values = filter_probs(probs, replace(PLAIN, **changes))
         assert ((values == 0) | (values == probs)).all()  # kept as they are, not renormalised
         return (values[0] > 0).nonzero().flatten().tolist()
 
@@ -173,7 +173,7 @@ def test_filters_agree_with_plain_python(top_k, top_p, min_p):
     scales_R1 = torch.tensor([0.1, 0.5, 1.0, 1.0, 2.0, 2.0, 5.0, 20.0])[:, None]
     probs_RV = (scales_R1 * torch.randn(8, 40, generator=generator, dtype=torch.float64)).softmax(-1).float()
     sampling = replace(PLAIN, top_k=top_k, top_p=top_p, min_p=min_p)
-    values_RV = keep_likely(probs_RV, sampling)
+    values_RV = filter_probs(probs_RV, sampling)
     for values, probabilities in zip(values_RV.tolist(), probs_RV.tolist(), strict=True):
         expected = filtered(probabilities, sampling)
         positive = [v for v, p in enumerate(values) if p > 0]
@@ -226,7 +226,7 @@ def test_sums_where_bits_must_repeat(rows):
     torch.use_deterministic_algorithms(True)
     try:
         with Watch():
-            found = sums_so_far(x_RV.as_subclass(Elsewhere))
+            found = deterministic_cumsum(x_RV.as_subclass(Elsewhere))
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)

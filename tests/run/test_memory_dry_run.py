@@ -15,7 +15,7 @@ from conftest import ROOT, load, run_trainer, save_random_model, small_run
 from grpo.batch import Problem
 from grpo.config import Config, load_config
 from grpo.distributed import start_world
-from grpo.rollout import Sampling, waves
+from grpo.rollout import SamplingParams, split_into_waves
 from grpo.run.memory.largest_step import _heaviest_waves, _without_memory, dry_run, is_out_of_memory
 from grpo.run.prepare import prepare
 
@@ -220,7 +220,7 @@ def test_no_wave_is_heavier(bound, lengths):
     run = SimpleNamespace(  # the two things that are read of a run
         config=Config(rollout={"prompts_per_step": P, "num_generations": G, "max_completion_length": T}),
         world=SimpleNamespace(size=1),
-        sampling=Sampling(G, T),
+        sampling=SamplingParams(G, T),
     )
     problems = [Problem(n, "", (n,) * length) for n, length in enumerate(sorted(lengths, reverse=True))]
 
@@ -231,10 +231,9 @@ def test_no_wave_is_heavier(bound, lengths):
     assert len(found[0][0]) == max(lengths), "the longest prompts are among them"
     for start in range(len(problems) - P + 1):
         chosen = problems[start : start + P]
-        (first, *_) = waves(
-            [(p, g) for p in range(P) for g in range(G)], chosen, replace(run.sampling, tokens_in_flight=bound)
-        )
-        assert held([chosen[p].prompt_ids for p, _ in first]) <= max(map(held, found))
+        prompts = [problem.prompt_ids for problem in chosen for _ in range(G)]
+        (first, *_) = split_into_waves(prompts, replace(run.sampling, tokens_in_flight=bound))
+        assert held(prompts[first]) <= max(map(held, found))
 
 
 def test_gradients_that_are_added_to_existing_buffers_need_no_memory_of_their_own(random_model):

@@ -1,4 +1,4 @@
-"""What a person sees: nothing of libraries between the lines, mistakes that can be told apart, a summary that tells what comes."""
+"""The console of a whole run: no noise of libraries, a summary at the start, one line per user error."""
 
 import re
 
@@ -7,7 +7,7 @@ from conftest import run_trainer, small_run
 import train_grpo
 
 
-def test_libraries_keep_quiet_and_the_summary_tells_what_comes(tmp_path, random_model):
+def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, random_model):
     done = run_trainer(
         *small_run(random_model, tmp_path / "run"),
         "model.gradient_checkpointing=true",
@@ -24,7 +24,7 @@ def test_libraries_keep_quiet_and_the_summary_tells_what_comes(tmp_path, random_
     assert shown.count("watch reward, not loss") == 1
 
 
-def test_each_mistake_is_a_line_of_its_own(capsys):
+def test_each_user_error_is_a_line_of_its_own(capsys):
     assert train_grpo.main(["optim.learning_rate=-1", "rollout.num_generations=0"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("=")[0] for line in lines] == ["error: rollout.num_generations", "error: optim.learning_rate"]

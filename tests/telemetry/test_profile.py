@@ -1,4 +1,4 @@
-"""``runtime.profile``: a trace of one step, with the phases by name."""
+"""``runtime.profile``: the trace of one step, which names the phases."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ from conftest import run_trainer, small_run
 
 
 def assert_well_formed(events):
-    """What viewers of the Trace Event Format need: complete events with numbers, those of a thread inside one another or apart."""
+    """What viewers of the Trace Event Format need: events with finite times; two events of a thread are nested or do not overlap."""
     threads = defaultdict(list)
     for event in events:
         assert isinstance(event["name"], str) and event["ph"] in ("X", "M", "i", "s", "f"), event
@@ -25,7 +25,7 @@ def assert_well_formed(events):
             end = start - minus_duration
             while open_until and open_until[-1] <= start + 1e-3:  # microseconds with three decimals
                 open_until.pop()
-            assert not open_until or end <= open_until[-1] + 2e-3, f"{name} at {start} ends after what it began in"
+            assert not open_until or end <= open_until[-1] + 2e-3, f"{name} at {start} ends after the event around it"
             open_until.append(end)
 
 

@@ -1,4 +1,4 @@
-"""The completions a run keeps: written whole, read back as they were, with each token's log-probs."""
+"""The completions that a run keeps: what is written can be read back, and the log-probs are those of the policy."""
 
 import json
 import math
@@ -23,20 +23,20 @@ def record(**changes):
     } | changes  # fmt: skip
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_records_are_read_as_they_were_written(tmp_path):
     chat = [{"role": "user", "content": "2+2"}]
     write_samples(tmp_path / "a.parquet", [record(), record(prompt=chat, completion=NASTY, ref_logprobs=[-0.5, -2.0])])
     plain, messages = read_samples(tmp_path / "a.parquet")
-    nasty = NASTY.replace("\ud800", "?")  # half of a surrogate pair is no text
+    nasty = NASTY.replace("\ud800", "?")  # half of a surrogate pair has no UTF-8
     assert plain == record(rewards={"a": None, "b/c": 1.5}, tokens=["4", nasty], logprobs=[-0.5, None])
     assert json.loads(messages["prompt"]) == chat
     assert messages["completion"] == nasty
     assert messages["ref_logprobs"] == [-0.5, -2.0]
-    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "nothing unfinished is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "no temporary file is left"
 
 
 def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, random_model):
-    """There the sampler's log-probs are others than the loss's."""
+    """In bf16 the log-probs from sampling differ from those of the loss; the kept ones are the loss's."""
     run_trainer(
         *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=24", "runtime.precision=bf16",
         "optim.learning_rate=1e-20",
@@ -47,13 +47,13 @@ def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, ra
         assert row["updated_logprobs"] == row["logprobs"]
 
 
-def test_a_damaged_file_is_an_error_one_can_catch(tmp_path):
+def test_a_damaged_file_raises_a_known_error(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 cut short")
     with pytest.raises((OSError, ValueError)):
         read_samples(tmp_path / "a.parquet")
 
 
-def test_the_log_probs_of_tokens_are_those_of_the_policy_before_and_after_the_step(tmp_path, random_model):
+def test_the_log_probs_are_those_of_the_policy_before_and_after_the_step(tmp_path, random_model):
     run_trainer(
         *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=5", "algorithm.beta=0.1"
     )  # fmt: skip
@@ -73,5 +73,7 @@ def test_the_log_probs_of_tokens_are_those_of_the_policy_before_and_after_the_st
                     right_pad([prompt_ids + ids], 0), torch.tensor([len(prompt_ids)]), mask_BT
                 )
             assert row[column] == pytest.approx(scored_BT[0].tolist(), abs=1e-4), column
-        assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-5), "one step in, it is the sampling policy"
-        assert row["updated_logprobs"] != pytest.approx(row["logprobs"], abs=1e-4), "the step moved them"
+        assert row["ref_logprobs"] == pytest.approx(row["logprobs"], abs=1e-5), (
+            "in the first step the reference is the sampling policy"
+        )
+        assert row["updated_logprobs"] != pytest.approx(row["logprobs"], abs=1e-4), "the step changed them"

@@ -1,4 +1,4 @@
-"""wandb online, against a local server that stands where the service would be: well, refusing, stalling, dying."""
+"""wandb online, with a local server in place of the real one: it answers well, refuses, does not answer, or dies."""
 
 import json
 import os
@@ -12,9 +12,11 @@ from wandb_service import service
 
 SCRIPT = """
 import sys
-from grpo.telemetry.metrics import Reporter
+from grpo.config import Config
+from grpo.telemetry.reporter import Reporter
 first, last, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-reporter = Reporter(folder, is_main=True, first_step=first, max_steps=last, wandb_mode="online", wandb_run_id="abcd1234")
+config = Config(output_dir=folder, logging={"wandb": "online"})
+reporter = Reporter(config, is_main=True, first_step=first, max_steps=last, wandb_run_id="abcd1234")
 for step in range(first + 1, last + 1):
     reporter.step({"step": step, "reward": step / 10})
 reporter.close()
@@ -27,11 +29,11 @@ wandb.setup()
 assert "WANDB_SERVICE" in os.environ
 sys.exit(subprocess.run([sys.executable, "-c", *sys.argv[1:]]).returncode)
 """
-"""A process that uses wandb itself, and starts ours."""
+"""A process that uses wandb itself, and starts the script as a child."""
 
 
 def report(folder, url: str, first: int, last: int, *, parent: bool = False) -> tuple[str, float]:
-    """A reporter's life in a process of its own; what it said, and its seconds."""
+    """Report steps ``first`` + 1 to ``last`` in a process of its own; its output, and its seconds."""
     environment = os.environ | {
         "WANDB_BASE_URL": url, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(folder.parent), "WANDB__DISABLE_STATS": "true",
         "WANDB_DISABLE_CODE": "true", "no_proxy": "127.0.0.1",
@@ -50,57 +52,57 @@ def steps_written(folder) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_service_that_is_well_gets_each_step_once_also_after_an_interruption(tmp_path):
+def test_a_server_gets_each_step_once_also_after_an_interruption(tmp_path):
     with service("well") as running:
-        said, _ = report(tmp_path / "run", running.url, 0, 3)
-        assert "warning" not in said
+        output, _ = report(tmp_path / "run", running.url, 0, 3)
+        assert "warning" not in output
         assert [(line["_step"], line["step"], line["reward"]) for line in running.lines] == [
             (1, 1, 0.1),
             (2, 2, 0.2),
             (3, 3, 0.3),
         ]
-        said, _ = report(
+        output, _ = report(
             tmp_path / "run", running.url, 2, 5
-        )  # continued from a checkpoint at step 2: step 3 comes again
+        )  # resumed from a checkpoint at step 2: step 3 is sent again
         assert [line["step"] for line in running.lines] == [1, 2, 3, 4, 5]
         assert [line["_step"] for line in running.lines] == [1, 2, 3, 4, 5]
     assert steps_written(tmp_path / "run") == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("parent", [False, True])
-def test_a_service_that_refuses_is_left_alone(tmp_path, parent):
+def test_a_server_that_refuses_makes_the_run_go_on_offline(tmp_path, parent):
     with service("refuses") as running:
-        said, seconds = report(tmp_path / "run", running.url, 0, 2, parent=parent)
-    assert "warning: wandb online failed" in said and "going on offline" in said
-    assert said.count("warning: ") == 1
+        output, seconds = report(tmp_path / "run", running.url, 0, 2, parent=parent)
+    assert "warning: wandb online failed" in output and "going on offline" in output
+    assert output.count("warning: ") == 1
     assert seconds < 60
     assert steps_written(tmp_path / "run") == [1, 2]
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*-abcd1234")), "to be sent later"
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*-abcd1234")), "can be sent later"
 
 
 @pytest.mark.slow
-def test_a_service_that_stalls_costs_half_a_minute_once(tmp_path):
+def test_a_server_that_does_not_answer_costs_half_a_minute_once(tmp_path):
     with service("stalls") as running:
-        said, seconds = report(tmp_path / "run", running.url, 0, 2)
-    assert "going on offline" in said
+        output, seconds = report(tmp_path / "run", running.url, 0, 2)
+    assert "going on offline" in output
     assert seconds < 100
     assert steps_written(tmp_path / "run") == [1, 2]
 
 
 @pytest.mark.slow
-def test_a_service_that_dies_costs_a_wait_at_the_end(tmp_path):
+def test_a_server_that_dies_costs_one_wait_at_the_end(tmp_path):
     with service("dies") as running:
-        said, seconds = report(tmp_path / "run", running.url, 0, 40)
-    assert running.lines, "it was well at first"
+        output, seconds = report(tmp_path / "run", running.url, 0, 40)
+    assert running.lines, "the server answered at first"
     assert steps_written(tmp_path / "run") == list(range(1, 41))
     assert seconds < 150
-    assert "step 40/40" in said
+    assert "step 40/40" in output
 
 
 @pytest.mark.slow
 def test_offline_parts_of_a_run_can_be_sent_later(tmp_path):
     folder = tmp_path / "run"
-    with service("refuses") as away:  # online goes on offline, with the run's id
+    with service("refuses") as away:  # both starts go on offline, with the same run id
         report(folder, away.url, 0, 3)
         report(folder, away.url, 2, 5)
     parts = sorted((folder / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_ctime)

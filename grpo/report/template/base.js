@@ -1,4 +1,4 @@
-// What every part of the page uses. Text from runs reaches the page as text nodes only.
+// Helpers for all sections of the page. Text from runs is only ever put into text nodes.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 
@@ -33,7 +33,7 @@ function isNumber(value) {
   return typeof value === "number" && isFinite(value);
 }
 
-function spelled(value) {
+function formatNumber(value) {
   if (!isNumber(value)) return "none";
   const size = Math.abs(value);
   if (value === 0 || Number.isInteger(value) && size < 1e6) return String(value);
@@ -41,25 +41,25 @@ function spelled(value) {
   return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : size >= 1 ? 3 : 4);
 }
 
-function signed(value) {
-  return isNumber(value) ? (value > 0 ? "+" : value < 0 ? "\u2212" : "") + spelled(Math.abs(value)) : "none";
+function formatSigned(value) {
+  return isNumber(value) ? (value > 0 ? "+" : value < 0 ? "\u2212" : "") + formatNumber(Math.abs(value)) : "none";
 }
 
-function percent(value) {
+function formatPercent(value) {
   return (100 * value).toFixed(1) + "%";
 }
 
-function duration(seconds) {
+function formatDuration(seconds) {
   if (seconds < 90) return seconds.toFixed(0) + " s";
   if (seconds < 5400) return (seconds / 60).toFixed(0) + " min";
   return (seconds / 3600).toFixed(1) + " h";
 }
 
-// Characters that would not be seen, or would change how their neighbours are seen, are shown as what they are.
+// Invisible characters, and characters that change how the text around them is displayed; shown as escapes like \u200b.
 const ODD = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufff9-\ufffb]/gu;
 
-// Appends text to a node, odd characters marked.
-function showText(node, text) {
+// Appends text to a node, with odd characters as marked escapes.
+function appendText(node, text) {
   let from = 0;
   for (const match of text.matchAll(ODD)) {
     if (match.index > from) node.append(text.slice(from, match.index));
@@ -71,7 +71,7 @@ function showText(node, text) {
   return node;
 }
 
-// A prompt is text, or chat messages as JSON.
+// A prompt is plain text or chat messages as JSON.
 function promptText(prompt) {
   if (typeof prompt !== "string") prompt = JSON.stringify(prompt);
   if (prompt.startsWith('[{"')) {

@@ -1,9 +1,9 @@
-// Line charts in SVG: all runs in each, gaps where a value is missing, read with the mouse, a finger or the arrow keys.
+// Line charts in SVG. Each shows all runs, with gaps where values are missing. Mouse, touch or arrow keys move a cursor that shows values.
 const HEIGHT = 190, LEFT = 50, RIGHT = 10, TOP = 10, BOTTOM = 24;
 const PHASES = ["time/rollout", "time/reward", "time/logprobs", "time/update"];
 const GROUPS = [
-  ["Reward", /^(reward$|reward_std|frac_|rewards\/.*\/mean)/, "The weighted sum and its parts, over the whole batch of a step."],
-  ["Evaluation", /^eval\//, "On problems that are not trained on."],
+  ["Reward", /^(reward$|reward_std|frac_|rewards\/.*\/mean)/, "Weighted sum of the reward functions, and each function, over all completions of a step."],
+  ["Evaluation", /^eval\//, "On held-out problems."],
   ["Policy", /^(kl|entropy|clip_ratio|ratio|loss|grad_norm|learning_rate|sampling|skipped)/, ""],
   ["Completions", /^completions\/(mean_length|clipped_ratio)/, ""],
   ["Time", /^(step_time|tokens_per_second|time\/eval)/, ""],
@@ -69,24 +69,24 @@ function extent(lists) {
   return low > high ? null : [low, high];
 }
 
-// A figure that draws itself again when its width or the view changes.
+// A figure; figure.redraw() draws it again, which also happens when its width changes.
 function chart(title, help, getLines, options) {
   const reading = el("output", { class: "reading", "aria-live": "off" });
   const holder = el("div");
   const figure = el("figure", { "data-chart": title }, el("h3", {}, title), holder, reading, help ? el("figcaption", {}, help) : null);
-  let place = null;
+  let cursorX = null;
   figure.redraw = () => {
     const lines = getLines(), width = Math.max(holder.clientWidth || 360, 220);
-    holder.replaceChildren(draw(title, lines, width, options || {}, (x) => { place = x; read(lines); }, place));
-    read(lines);
+    holder.replaceChildren(draw(title, lines, width, options || {}, (x) => { cursorX = x; showValues(lines); }, cursorX));
+    showValues(lines);
   };
-  function read(lines) {
+  function showValues(lines) {
     const parts = lines.map((line) => {
-      const i = place === null ? line.x.length - 1 : nearest(line.x, place);
-      return line.name + " " + spelled(line.raw[i]);
+      const i = cursorX === null ? line.x.length - 1 : nearest(line.x, cursorX);
+      return line.name + " " + formatNumber(line.raw[i]);
     });
-    const at = lines.length && place !== null ? lines[0].x[nearest(lines[0].x, place)] : null;
-    reading.textContent = (isNumber(at) ? view.axis.replace(/s$/, "") + " " + spelled(at) + ": " : lines.length ? "last: " : "") + parts.join(" \u00b7 ");
+    const at = lines.length && cursorX !== null ? lines[0].x[nearest(lines[0].x, cursorX)] : null;
+    reading.textContent = (isNumber(at) ? view.axis.replace(/s$/, "") + " " + formatNumber(at) + ": " : lines.length ? "last: " : "") + parts.join(" \u00b7 ");
   }
   new ResizeObserver(() => { if (holder.clientWidth && holder.clientWidth !== figure.width) { figure.width = holder.clientWidth; figure.redraw(); } }).observe(holder);
   return figure;
@@ -98,19 +98,19 @@ function nearest(xs, x) {
   return best;
 }
 
-function draw(title, lines, width, options, onplace, place) {
+function draw(title, lines, width, options, onCursor, cursorX) {
   const root = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", tabindex: "0" });
   const xRange = extent(lines.map((line) => line.x)), yRange = extent(lines.flatMap((line) => [line.raw, ...(line.band || []).filter(Boolean)]));
-  root.setAttribute("aria-label", title + (yRange ? `: from ${spelled(yRange[0])} to ${spelled(yRange[1])}` : ": no values"));
+  root.setAttribute("aria-label", title + (yRange ? `: from ${formatNumber(yRange[0])} to ${formatNumber(yRange[1])}` : ": no values"));
   if (!xRange || !yRange) {
     root.append(svg("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no values yet"));
     return root;
   }
   let [x0, x1] = xRange, [y0, y1] = options.fromZero ? [0, yRange[1]] : yRange;
   if (x0 === x1) x1 = x0 + 1;
-  if (y0 === y1) { const room = Math.abs(y0) * 0.1 || 1; y0 -= options.fromZero || y0 === 0 ? 0 : room; y1 += room; }
-  const room = (y1 - y0) * 0.05;
-  y1 += room; if (!options.fromZero) y0 -= room;
+  if (y0 === y1) { const margin = Math.abs(y0) * 0.1 || 1; y0 -= options.fromZero || y0 === 0 ? 0 : margin; y1 += margin; }
+  const margin = (y1 - y0) * 0.05;
+  y1 += margin; if (!options.fromZero) y0 -= margin;
   const px = (x) => LEFT + (x - x0) / (x1 - x0) * (width - LEFT - RIGHT);
   const py = (y) => TOP + (y1 - y) / (y1 - y0) * (HEIGHT - TOP - BOTTOM);
   for (const y of ticks(y0, y1, 5)) {
@@ -132,34 +132,34 @@ function draw(title, lines, width, options, onplace, place) {
     }
     if (line.shown !== line.raw) root.append(svg("path", { d: path(line.x, line.raw, px, py), fill: "none", stroke: line.colour, "stroke-opacity": 0.25 }));
     root.append(svg("path", { d: path(line.x, line.shown, px, py), fill: "none", stroke: line.colour, "stroke-width": 1.6, "stroke-linejoin": "round" }));
-    const alone = (i) => isNumber(line.shown[i]) && !isNumber(line.shown[i - 1]) && !isNumber(line.shown[i + 1]);
+    const isIsolated = (i) => isNumber(line.shown[i]) && !isNumber(line.shown[i - 1]) && !isNumber(line.shown[i + 1]);
     line.x.forEach((x, i) => {
-      if (isNumber(x) && isNumber(line.shown[i]) && (line.marks || alone(i))) root.append(svg("circle", { cx: px(x), cy: py(line.shown[i]), r: 3, fill: line.colour }));
+      if (isNumber(x) && isNumber(line.shown[i]) && (line.marks || isIsolated(i))) root.append(svg("circle", { cx: px(x), cy: py(line.shown[i]), r: 3, fill: line.colour }));
     });
   }
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, x1: 0, x2: 0, visibility: "hidden" });
   root.append(cursor);
   const grid = [...new Set(lines.flatMap((line) => line.x.filter(isNumber)))].sort((a, b) => a - b);
-  function go(x) {
+  function moveCursor(x) {
     cursor.setAttribute("x1", px(x)); cursor.setAttribute("x2", px(x)); cursor.setAttribute("visibility", "visible");
-    place = x; onplace(x);
+    cursorX = x; onCursor(x);
   }
-  if (place !== null && place >= x0 && place <= x1) { cursor.setAttribute("x1", px(place)); cursor.setAttribute("x2", px(place)); cursor.setAttribute("visibility", "visible"); }
+  if (cursorX !== null && cursorX >= x0 && cursorX <= x1) { cursor.setAttribute("x1", px(cursorX)); cursor.setAttribute("x2", px(cursorX)); cursor.setAttribute("visibility", "visible"); }
   root.addEventListener("pointermove", (event) => {
     const box = root.getBoundingClientRect();
-    go(grid[nearest(grid, x0 + ((event.clientX - box.left) * width / box.width - LEFT) / (width - LEFT - RIGHT) * (x1 - x0))]);
+    moveCursor(grid[nearest(grid, x0 + ((event.clientX - box.left) * width / box.width - LEFT) / (width - LEFT - RIGHT) * (x1 - x0))]);
   });
   root.addEventListener("keydown", (event) => {
-    const here = place === null ? grid.length - 1 : nearest(grid, place);
+    const here = cursorX === null ? grid.length - 1 : nearest(grid, cursorX);
     const to = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: grid.length - 1 }[event.key];
     if (to === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
-    go(grid[Math.min(Math.max(to, 0), grid.length - 1)]);
+    moveCursor(grid[Math.min(Math.max(to, 0), grid.length - 1)]);
   });
   return root;
 }
 
-// The phases of one run, one upon the other.
+// The seconds of each phase of one run, stacked.
 function phaseLines(run) {
   const total = run.steps.map(() => 0);
   return PHASES.filter((name) => run.series[name]).map((name, i) => {
@@ -181,13 +181,13 @@ function buildCurves(section) {
     content.append(el("h3", { class: "group" }, name, help ? el("span", { class: "help" }, "  " + help) : null));
     for (const metric of members) {
       used.add(metric);
-      add(chart(metric, BANDS[metric] ? "Band: shortest to longest." : "", () => linesOf(metric)), content);
+      add(chart(metric, BANDS[metric] ? "Shaded: from the shortest to the longest completion." : "", () => linesOf(metric)), content);
     }
     if (name === "Time") {
       for (const run of RUNS.filter((one) => one.series["time/rollout"])) {
         const label = "time by phase" + (RUNS.length > 1 ? ": " + run.name : "");
         const legend = PHASES.map((phase, i) => el("span", { class: "legend" }, swatch(runColour(i)), phase.slice(5)));
-        const figure = chart(label, "Seconds of each step, stacked.", () => phaseLines(run), { fromZero: true });
+        const figure = chart(label, "Seconds per step, stacked by phase.", () => phaseLines(run), { fromZero: true });
         figure.append(...legend);
         add(figure, content);
       }
@@ -206,7 +206,7 @@ function buildCurves(section) {
   });
   const slider = el("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, oninput: () => { view.smoothing = +slider.value; redraw(); } });
   controls.append(labelled("Smoothing", slider));
-  controls.append(labelled("Over", choice("Horizontal axis", [["step", "steps"], ["seconds", "seconds"], ["tokens", "tokens"]], (value) => { view.axis = value; redraw(); })));
+  controls.append(labelled("Horizontal axis", choice("Horizontal axis", [["step", "steps"], ["seconds", "seconds"], ["tokens", "tokens"]], (value) => { view.axis = value; redraw(); })));
   redraw();
 }
 

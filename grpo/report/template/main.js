@@ -1,4 +1,4 @@
-// Each part is built by itself: what one run's data break leaves the others readable.
+// Each section is built separately: if the data of a run break one of them, the others are still shown.
 for (const [id, build] of [["overview", buildOverview], ["evaluation", buildEvaluation], ["curves", buildCurves],
   ["samples", buildSamples], ["config", buildConfig], ["environment", buildEnvironment]]) {
   const section = document.getElementById(id);
@@ -6,6 +6,6 @@ for (const [id, build] of [["overview", buildOverview], ["evaluation", buildEval
     build(section);
   } catch (error) {
     console.error(error);
-    section.append(el("p", { class: "note" }, "This part could not be shown: " + error.message));
+    section.append(el("p", { class: "note" }, "This section could not be shown: " + error.message));
   }
 }

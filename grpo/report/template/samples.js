@@ -1,4 +1,4 @@
-// Completions by step: filters, pages, and each token's log-prob, ratio and advantage.
+// Completions by step, with filters and pages; for each token its log-prob, ratio, advantage and KL.
 const PER_PAGE = 5;
 const FILTERS = {
   all: ["all", () => true],
@@ -14,29 +14,29 @@ const SORTS = {
   longest: ["longest first", (a, b) => b.length - a.length],
 };
 const QUANTITIES = {
-  // name, value, whether it has two signs, where the colour is full (null: at the largest), what the colour says
-  logprob: ["log-prob", (t) => t.logprob, false, 5, (most) => `the stronger, the less likely; full from ${spelled(-most)}`],
+  // label, value of a token, whether it can be negative, value with the strongest colour (null: the largest), meaning of the colour
+  logprob: ["log-prob", (t) => t.logprob, false, 5, (most) => `stronger colour: less likely; strongest at ${formatNumber(-most)} and below`],
   ratio: ["ratio after the step", (t) => isNumber(t.ratio) ? Math.log(t.ratio) : null, true, null,
-    (most) => `green: likelier after the step, red: less likely; full at ${spelled(Math.exp(most))} and ${spelled(Math.exp(-most))}`],
+    (most) => `green: more likely after the step, red: less likely; strongest at ${formatNumber(Math.exp(most))} and ${formatNumber(Math.exp(-most))}`],
   advantage: ["advantage", (t) => t.advantage, true, null, () => "green: above 0, red: below"],
-  kl: ["KL to the reference", (t) => t.kl, false, null, (most) => `full at ${spelled(most)}`],
+  kl: ["KL to the reference", (t) => t.kl, false, null, (most) => `stronger colour: larger; strongest at ${formatNumber(most)}`],
 };
 
 function rank(value) {
   return isNumber(value) ? value : -Infinity;
 }
 
-// A background between nothing and a colour, by how far a value lies from nothing.
+// Sets a background colour; share 0 is no colour, 1 the strongest.
 function shade(node, share, colour) {
   const strength = Math.round(60 * Math.min(Math.max(share, 0), 1));
   if (strength > 0) node.style.background = `color-mix(in srgb, ${colour} ${strength}%, transparent)`;
 }
 
 function chip(label, value, low, high) {
-  const node = el("span", { class: "chip" }, label + " " + (isNumber(value) ? spelled(value) : "unscorable"));
+  const node = el("span", { class: "chip" }, label + " " + (isNumber(value) ? formatNumber(value) : "unscorable"));
   if (isNumber(value) && high > low) {
-    const place = (value - low) / (high - low);
-    shade(node, Math.abs(place - 0.5) * 2, place >= 0.5 ? "var(--good)" : "var(--bad)");
+    const position = (value - low) / (high - low);
+    shade(node, Math.abs(position - 0.5) * 2, position >= 0.5 ? "var(--good)" : "var(--bad)");
   }
   return node;
 }
@@ -45,38 +45,38 @@ function buildSamples(section) {
   const content = section.querySelector(".content"), controls = section.querySelector(".controls");
   const withSamples = RUNS.map((run, index) => index).filter((index) => RUNS[index].samples.length);
   if (!withSamples.length) {
-    content.append(el("p", { class: "note" }, "No completions were kept (logging.log_completions)."));
+    content.append(el("p", { class: "note" }, "This run kept no completions (see logging.log_completions)."));
     return;
   }
   const state = { run: withSamples[0], step: null, filter: "all", sort: "order", search: "", page: 0, quantity: "ratio" };
   const steps = () => [...new Set(RUNS[state.run].samples.map((sample) => sample.step))];
   state.step = steps().at(-1);
-  const stepSelect = choice("Step", [], (value) => go({ step: value === "every" ? null : +value }));
-  const slider = el("input", { type: "range", min: 0, "aria-label": "Step", oninput: () => go({ step: steps()[+slider.value] }) });
+  const stepSelect = choice("Step", [], (value) => update({ step: value === "every" ? null : +value }));
+  const slider = el("input", { type: "range", min: 0, "aria-label": "Step", oninput: () => update({ step: steps()[+slider.value] }) });
   const earlier = el("button", { type: "button", onclick: () => move(-1) }, "Earlier step");
   const later = el("button", { type: "button", onclick: () => move(1) }, "Later step");
-  const search = el("input", { type: "search", placeholder: "Search the text", "aria-label": "Search the text", oninput: () => go({ search: search.value.toLowerCase() }) });
+  const search = el("input", { type: "search", placeholder: "Search the text", "aria-label": "Search the text", oninput: () => update({ search: search.value.toLowerCase() }) });
   if (withSamples.length > 1) {
     controls.append(labelled("Run", choice("Run", withSamples.map((index) => [index, RUNS[index].name]), (value) => {
       state.run = +value;
-      go({ step: steps().at(-1) });
+      update({ step: steps().at(-1) });
     })));
   }
-  const filter = choice("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), (value) => go({ filter: value }));
-  const sort = choice("Order", Object.entries(SORTS).map(([key, [text]]) => [key, text]), (value) => go({ sort: value }));
+  const filter = choice("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), (value) => update({ filter: value }));
+  const sort = choice("Order", Object.entries(SORTS).map(([key, [text]]) => [key, text]), (value) => update({ sort: value }));
   controls.append(labelled("Step", stepSelect), slider, earlier, later, labelled("Show", filter), labelled("Order", sort), search);
   const count = el("p", { class: "note", "aria-live": "polite", id: "sample-count" });
   const list = el("div", { id: "sample-list" });
-  const previous = el("button", { type: "button", onclick: () => go({ page: state.page - 1 }) }, "Previous page");
-  const next = el("button", { type: "button", onclick: () => go({ page: state.page + 1 }) }, "Next page");
+  const previous = el("button", { type: "button", onclick: () => update({ page: state.page - 1 }) }, "Previous page");
+  const next = el("button", { type: "button", onclick: () => update({ page: state.page + 1 }) }, "Next page");
   const pageNumber = el("span", { class: "note", id: "sample-page" });
   content.append(count, list, el("div", { class: "controls" }, previous, pageNumber, next));
 
   function move(by) {
     const all = steps(), here = state.step === null ? all.length : all.indexOf(state.step);
-    go({ step: all[Math.min(Math.max(here + by, 0), all.length - 1)] });
+    update({ step: all[Math.min(Math.max(here + by, 0), all.length - 1)] });
   }
-  function go(change) {
+  function update(change) {
     Object.assign(state, { page: 0 }, change);
     show();
   }
@@ -107,23 +107,23 @@ function card(sample, run, state) {
   const facts = el("div", { class: "facts" }, el("strong", {}, `step ${sample.step}, problem ${sample.problem}`));
   facts.append(chip("reward", sample.reward, ...run.ranges.reward));
   for (const [name, value] of Object.entries(sample.rewards)) facts.append(chip(name, value, ...run.ranges[name]));
-  const advantage = el("span", { class: "chip" }, "advantage " + signed(sample.advantage));
+  const advantage = el("span", { class: "chip" }, "advantage " + formatSigned(sample.advantage));
   if (sample.advantage) shade(advantage, Math.abs(sample.advantage) / run.ranges.advantage, sample.advantage > 0 ? "var(--good)" : "var(--bad)");
   facts.append(advantage, el("span", {}, `${sample.length} tokens, ${sample.finished ? "finished" : "truncated"}`));
   const node = el("article", { class: "sample" }, facts);
-  node.append(el("details", {}, el("summary", {}, "Prompt"), showText(el("div", { class: "text" }), promptText(sample.prompt))));
-  node.append(showText(el("div", { class: "text completion" }), sample.completion));
+  node.append(el("details", {}, el("summary", {}, "Prompt"), appendText(el("div", { class: "text" }), promptText(sample.prompt))));
+  node.append(appendText(el("div", { class: "text completion" }), sample.completion));
   if (sample.tokens && sample.logprobs) {
-    const place = el("div");
+    const holder = el("div");
     const button = el("button", {
       type: "button", "aria-expanded": "false",
       onclick: () => {
         const open = button.getAttribute("aria-expanded") === "true";
         button.setAttribute("aria-expanded", String(!open));
-        place.replaceChildren(...(open ? [] : [tokenView(sample, state)]));
+        holder.replaceChildren(...(open ? [] : [tokenView(sample, state)]));
       },
     }, "Tokens");
-    node.append(button, place);
+    node.append(button, holder);
   }
   return node;
 }
@@ -151,19 +151,19 @@ function tokenView(sample, state) {
   const reading = el("output", { class: "reading" });
   const nodes = facts.map((token, i) => {
     const shown = token.text === "\n" ? "\u23ce\n" : token.text === "" ? "\u2205" : token.text;
-    const node = showText(el("span", { class: "token", tabindex: i ? "-1" : "0" }), shown);
-    node.addEventListener("focus", () => tell(i));
-    node.addEventListener("pointerenter", () => tell(i));
+    const node = appendText(el("span", { class: "token", tabindex: i ? "-1" : "0" }), shown);
+    node.addEventListener("focus", () => describe(i));
+    node.addEventListener("pointerenter", () => describe(i));
     node.addEventListener("click", () => node.focus());
     return node;
   });
-  function tell(i) {
+  function describe(i) {
     const t = facts[i];
     reading.replaceChildren();
-    showText(reading, `token ${i + 1} of ${facts.length} \u201c${t.text}\u201d: log-prob ${spelled(t.logprob)}`
-      + (isNumber(t.logprob) ? ` (probability ${percent(Math.exp(t.logprob))})` : "")
-      + `, after the step ${spelled(t.after)}, ratio ${spelled(t.ratio)}, advantage ${signed(t.advantage)}`
-      + (t.kl === null ? "" : `, KL to the reference ${spelled(t.kl)}`));
+    appendText(reading, `token ${i + 1} of ${facts.length} \u201c${t.text}\u201d: log-prob ${formatNumber(t.logprob)}`
+      + (isNumber(t.logprob) ? ` (probability ${formatPercent(Math.exp(t.logprob))})` : "")
+      + `, after the step ${formatNumber(t.after)}, ratio ${formatNumber(t.ratio)}, advantage ${formatSigned(t.advantage)}`
+      + (t.kl === null ? "" : `, KL to the reference ${formatNumber(t.kl)}`));
   }
   strip.addEventListener("keydown", (event) => {
     const here = nodes.indexOf(document.activeElement);
@@ -178,9 +178,9 @@ function tokenView(sample, state) {
   const available = Object.entries(QUANTITIES).filter(([, [, of]]) => facts.some((t) => isNumber(of(t))));
   const meaning = el("span", { class: "note", "aria-live": "polite" });
   function colour(name) {
-    const [, of, hasSigns, fixed, tellMeaning] = QUANTITIES[name];
+    const [, of, hasSigns, fixed, meaningOf] = QUANTITIES[name];
     const most = fixed || Math.max(1e-12, ...facts.map((t) => Math.abs(of(t) || 0)));
-    meaning.textContent = tellMeaning(most);
+    meaning.textContent = meaningOf(most);
     nodes.forEach((node, i) => {
       const value = of(facts[i]);
       node.style.background = "";

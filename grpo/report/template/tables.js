@@ -1,4 +1,4 @@
-// Overview, before and after, configuration, environment.
+// The sections Overview, Before and after, Configuration, Environment.
 function head(index) {
   return el("span", { class: "run-head" }, RUNS.length > 1 ? swatch(runColour(index)) : null, RUNS[index].name);
 }
@@ -7,7 +7,7 @@ function buildOverview(section) {
   document.getElementById("title").textContent = RUNS.length === 1 ? RUNS[0].name : `${RUNS.length} runs`;
   document.getElementById("about").textContent = `written ${DATA.generated}`;
   RUNS.forEach((run, index) => {
-    section.append(el("p", {}, head(index), ` ${run.last_step} steps in ${duration(run.seconds)}, ${run.status}`));
+    section.append(el("p", {}, head(index), ` ${run.last_step} steps in ${formatDuration(run.seconds)}, ${run.status}`));
     const lines = el("ul");
     for (const [step, hint] of run.hints) lines.append(el("li", { class: "hint" }, `step ${step}: ${hint}`));
     for (const note of run.notes) lines.append(el("li", { class: "note" }, note));
@@ -17,8 +17,9 @@ function buildOverview(section) {
 
 function side(cell, isRate) {
   if (!cell) return el("td", { class: "number" }, "\u2013");
-  const number = isRate ? percent(cell.value) : spelled(cell.value);
-  const interval = isNumber(cell.low) ? el("span", { class: "interval" }, `${(100 * cell.low).toFixed(1)}\u2013${(100 * cell.high).toFixed(1)}`) : null;
+  const number = isRate ? formatPercent(cell.value) : formatNumber(cell.value);
+  const bound = (value) => isRate ? (100 * value).toFixed(1) : formatNumber(value);
+  const interval = isNumber(cell.low) ? el("span", { class: "interval" }, `${bound(cell.low)}\u2013${bound(cell.high)}`) : null;
   return el("td", { class: "number" }, number, interval);
 }
 
@@ -42,15 +43,15 @@ function buildEvaluation(section) {
       const isRate = row.is_rate;
       const change = row.before && row.after ? row.after.value - row.before.value : null;
       const good = row.name.endsWith("truncated") ? change < 0 : change > 0;
-      const isApart = change && isNumber(row.before.low) && (row.after.low > row.before.high || row.after.high < row.before.low);
+      const areApart = change && isNumber(row.before.low) && (row.after.low > row.before.high || row.after.high < row.before.low);
       body.append(el("tr", {}, el("th", { scope: "row" }, row.name.slice(5).replaceAll("_", " ")), side(row.before, isRate), side(row.after, isRate),
-        el("td", { class: "number " + (isApart && isRate ? (good ? "better" : "worse") : "") }, change === null ? "\u2013" : isRate ? points(change) : signed(change))));
+        el("td", { class: "number " + (areApart && isRate ? (good ? "better" : "worse") : "") }, change === null ? "\u2013" : isRate ? points(change) : formatSigned(change))));
     }
     const last = run.comparison.map((row) => row.after).find(Boolean);
     tables.append(el("div", { class: "scroll" }, el("table", {}, RUNS.length > 1 ? el("caption", {}, head(index)) : null,
       el("thead", {}, el("tr", {}, el("th", {}, ""), el("th", { class: "number" }, "before"), el("th", { class: "number" }, last ? `step ${last.step}` : "after"), el("th", { class: "number" }, "change"))), body)));
   }
-  content.append(el("p", { class: "note" }, "Below each rate: 95% interval (Wilson) over the evaluation problems. It is that of one measurement: for rates over several samples of a problem it is wider than need be. Changes of rates in points; coloured where the two intervals are apart."));
+  content.append(el("p", { class: "note" }, "Below a number: its 95% confidence interval over the evaluation problems, as the evaluation computed it. Runs without intervals.jsonl have intervals of rates only, and those of rates over several samples per problem are too wide. Changes of rates are in percentage points, coloured if the two intervals do not overlap."));
 }
 
 function buildConfig(section) {
@@ -63,7 +64,7 @@ function buildConfig(section) {
   const rows = keys.map((key) => {
     const values = RUNS.map((run) => run.config[key]);
     const differs = new Set(values).size > 1;
-    const cells = values.map((value) => showText(el("td"), value === undefined ? "" : value));
+    const cells = values.map((value) => appendText(el("td"), value === undefined ? "" : value));
     return { key, differs, node: el("tr", { class: differs ? "differs" : null }, el("th", { scope: "row" }, key), ...cells) };
   });
   const only = el("input", { type: "checkbox", checked: RUNS.length > 1, onchange: show, id: "only-differences" });
@@ -76,7 +77,7 @@ function buildConfig(section) {
     const wanted = search.value.toLowerCase();
     const shown = rows.filter((row) => (RUNS.length === 1 || !only.checked || row.differs) && row.key.toLowerCase().includes(wanted));
     body.replaceChildren(...shown.map((row) => row.node));
-    if (!shown.length) body.append(el("tr", {}, el("td", {}, "nothing")));
+    if (!shown.length) body.append(el("tr", {}, el("td", {}, "no key matches")));
   }
   show();
 }
@@ -85,13 +86,13 @@ function buildEnvironment(section) {
   const content = section.querySelector(".content");
   const columns = RUNS.flatMap((run, index) => run.starts.map((start, number) => [index, number, start]));
   if (!columns.length) {
-    content.append(el("p", { class: "note" }, "No record of where it ran (run.json) was found."));
+    content.append(el("p", { class: "note" }, "No run.json was found, which records where the run was started."));
     return;
   }
   const keys = [...new Set(columns.flatMap(([, , start]) => Object.keys(start)))];
   const body = el("tbody");
   for (const key of keys) {
-    body.append(el("tr", {}, el("th", { scope: "row" }, key.replaceAll("_", " ")), ...columns.map(([, , start]) => showText(el("td"), start[key] ?? ""))));
+    body.append(el("tr", {}, el("th", { scope: "row" }, key.replaceAll("_", " ")), ...columns.map(([, , start]) => appendText(el("td"), start[key] ?? ""))));
   }
   content.append(el("table", { style: `--columns: ${columns.length + 1}` }, el("thead", {}, el("tr", {}, el("th", {}, ""), ...columns.map(([index, number]) => el("th", {}, head(index), RUNS[index].starts.length > 1 ? ` start ${number + 1}` : "")))), body));
 }

@@ -19,10 +19,7 @@ import torch
 
 from grpo.batch import Batch, Completion, Group, Problem, collate, microbatch_rows
 from grpo.distributed import World
-from grpo.rollout import waves
-from grpo.rollout.cuda_graphs import KEPT_SHARE
-from grpo.rollout.draw import draw
-from grpo.rollout.prefill import prefill
+from grpo.rollout import split_into_waves
 from grpo.run.memory.estimate import GIB
 from grpo.run.state import Run
 
@@ -101,25 +98,15 @@ def _heaviest_waves(run: Run, longest_first: Sequence[Problem], bound: int) -> l
     found = []
     for start in dict.fromkeys((0, starts[max(starts, key=tokens_in_memory)])):
         chosen = longest_first[start : start + P]
-        rows = [(p, g) for p in range(P) for g in range(G)]
-        wave = waves(rows, chosen, replace(run.sampling, tokens_in_flight=bound))[0]
-        found.append([chosen[p].prompt_ids for p, _ in wave])
+        prompts = [problem.prompt_ids for problem in chosen for _ in range(G)]
+        wave = split_into_waves(prompts, replace(run.sampling, tokens_in_flight=bound))[0]
+        found.append(prompts[wave])
     return found
 
 
 def _sample(run: Run, prompts: Sequence[tuple[int, ...]]) -> None:
-    sampling, device = run.sampling, run.world.device
-    T = sampling.max_completion_length
     averages = _adam_averages(run)
-    with run.policy.sampling():
-        decoder, logits_RV = prefill(run.policy, prompts, room=T)
-        half_R = torch.full((len(prompts),), 0.5, device=device)
-        token_R, _ = draw(logits_RV, half_R, sampling)
-        if T > 1:
-            decoder.skip(T - 2)
-            logits_RV = decoder.step(token_R)
-            draw(logits_RV.zero_(), half_R, sampling)  # logits after skipped tokens may be NaN
-            decoder.keep(torch.arange(len(prompts), device=device))
+    run.engine.dry_run(prompts, run.sampling)
     del averages
 
 
@@ -175,9 +162,7 @@ def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
     world = run.world
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
     held = _adam_averages(run)
-    if run.policy.graphs is not None and not run.sampling.stop:  # graphs keep up to this share of the device
-        total = torch.cuda.get_device_properties(world.device).total_memory
-        held.append(torch.empty(int(KEPT_SHARE * total), dtype=torch.uint8, device=world.device))
+    held.append(torch.empty(run.engine.kept_bytes(run.sampling), dtype=torch.uint8, device=world.device))
     buffers_exist = is_one_of_several or world.size > 1
     if buffers_exist and world.size == 1:
         held += [torch.empty_like(p) for p in parameters]

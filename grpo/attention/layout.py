@@ -1,0 +1,187 @@
+"""Where the tokens of a micro-batch lie in one packed row: each group's prompt once, then the completions, without padding.
+
+G completions of a prompt of P tokens take P + sum(T_g) tokens instead of G rows of P + T_max. Completions are sorted by length into
+*tiles*; the tokens of a tile are neighbours in the packed row, and their attention is one kernel call.
+
+Shapes: ``B`` rows of the micro-batch, ``S`` their padded length, ``N`` tokens of the packed row, ``M`` scored tokens, ``U`` prompts,
+``P`` longest prompt, ``R`` rows of a tile, ``C`` longest row of the tile, ``n`` tokens of the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Consecutive tokens of the packed row whose attention is one kernel call: all prompts, or completions of similar length."""
+
+    rows: int
+    width: int
+    """Tokens of the longest row."""
+    slots_n: torch.Tensor | None
+    """Index of each token in the padded ``[rows * width]`` tensor; None if all rows are equally long."""
+    prompt_R: torch.Tensor | None = None
+    """Index of the prompt that each completion continues; None for the tile of the prompts."""
+    visible_RCS: torch.Tensor | None = None
+    """``[R, C, P + C]``, True where a completion's token may attend: to its prompt, and to its own tokens up to itself."""
+
+    def pad(self, x_nHD: torch.Tensor) -> torch.Tensor:
+        """``[n, H, D]`` to ``[R, C, H, D]``, zeros at the padding."""
+        if self.slots_n is not None:
+            x_nHD = _ScatterRows.apply(x_nHD, self.slots_n, self.rows * self.width)
+        return x_nHD.unflatten(0, (self.rows, self.width))
+
+    def unpad(self, x_RCHD: torch.Tensor) -> torch.Tensor:
+        """``[R, C, H, D]`` to ``[n, H, D]``."""
+        flat = x_RCHD.flatten(0, 1)
+        return flat if self.slots_n is None else _GatherRows.apply(flat, self.slots_n)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The packed row: first all prompts, then the completions, tile by tile. A completion's last token predicts nothing and is left out."""
+
+    ids_1N: torch.Tensor
+    positions_1N: torch.Tensor
+    before_M: torch.Tensor
+    """Index in the packed row of the token before each scored token, in the order of the batch: its logits score that token."""
+    tiles: tuple[Tile, ...]
+    """The tile of the prompts first."""
+    sizes: tuple[int, ...]
+    """Tokens of each tile."""
+    masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    """Additive attention masks, built by the first layer and used by all."""
+
+
+def pack(
+    sequence_ids_BS: torch.Tensor, prompt_lengths_B: Sequence[int], lengths_B: Sequence[int], groups_B: Sequence[int]
+) -> PackedLayout:
+    """Pack the rows of a micro-batch.
+
+    Args:
+        sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding.
+        prompt_lengths_B: tokens of each prompt.
+        lengths_B: tokens of each completion.
+        groups_B: rows with the same number have the same prompt.
+
+    Returns:
+        The layout, on the device of ``sequence_ids_BS``.
+    """
+    device, S = sequence_ids_BS.device, sequence_ids_BS.shape[1]
+    first_row: dict[int, int] = {}
+    for b, group in enumerate(groups_B):
+        first_row.setdefault(group, b)
+    prompt_of_group = {group: u for u, group in enumerate(first_row)}
+    prompt_lengths_U = [prompt_lengths_B[b] for b in first_row.values()]
+
+    # (row of the batch, first token, end) of every piece, in the order of the packed row
+    spans = [(b, 0, prompt_lengths_B[b]) for b in first_row.values()]
+    tiles, sizes = [_tile(prompt_lengths_U, device)], [sum(prompt_lengths_U)]
+    start_of_completion: dict[int, int] = {}
+    end = sizes[0]
+    for rows in _similar_lengths([max(n - 1, 0) for n in lengths_B]):
+        lengths_R = [lengths_B[b] - 1 for b in rows]
+        prompt_R = torch.tensor([prompt_of_group[groups_B[b]] for b in rows])
+        tiles.append(_tile(lengths_R, device, prompt_R, torch.tensor(prompt_lengths_U)))
+        sizes.append(sum(lengths_R))
+        for b, length in zip(rows, lengths_R, strict=True):
+            spans.append((b, prompt_lengths_B[b], prompt_lengths_B[b] + length))
+            start_of_completion[b] = end
+            end += length
+
+    last_of_prompt_U = torch.tensor(prompt_lengths_U).cumsum(0).sub(1).tolist()
+    before = [torch.zeros(0, dtype=torch.long)]
+    for b, group in enumerate(groups_B):
+        if lengths_B[b]:
+            before.append(torch.tensor([last_of_prompt_U[prompt_of_group[group]]]))
+        if lengths_B[b] > 1:
+            before.append(torch.arange(start_of_completion[b], start_of_completion[b] + lengths_B[b] - 1))
+    source_N = torch.cat([torch.arange(b * S + start, b * S + end) for b, start, end in spans])
+    positions_N = torch.cat([torch.arange(start, end) for _, start, end in spans])
+    return PackedLayout(
+        ids_1N=sequence_ids_BS.flatten()[source_N.to(device)][None, :],
+        positions_1N=positions_N.to(device)[None, :],
+        before_M=torch.cat(before).to(device),
+        tiles=tuple(tiles),
+        sizes=tuple(sizes),
+    )
+
+
+def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> PackedLayout:
+    """Prompts without completions, for the prefill; ``before_M`` is the last token of each."""
+    lengths = [len(prompt) for prompt in prompts]
+    return PackedLayout(
+        ids_1N=torch.tensor([token for prompt in prompts for token in prompt], device=device)[None, :],
+        positions_1N=torch.cat([torch.arange(n) for n in lengths]).to(device)[None, :],
+        before_M=torch.tensor(lengths).cumsum(0).sub(1).to(device),
+        tiles=(_tile(lengths, device),),
+        sizes=(sum(lengths),),
+    )
+
+
+def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Row numbers, longest first, in tiles: a row joins if its length is at least 3/4 of the tile's longest, or that less 16 tokens.
+
+    Rows of length 0 are in no tile.
+    """
+    tiles: list[list[int]] = []
+    longest = 0
+    for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
+        if lengths[b] == 0:
+            break
+        if not tiles or lengths[b] < min(0.75 * longest, longest - 16):
+            tiles.append([])
+            longest = lengths[b]
+        tiles[-1].append(b)
+    return tiles
+
+
+def _tile(
+    lengths_R: list[int],
+    device: torch.device | str,
+    prompt_R: torch.Tensor | None = None,
+    prompt_lengths_U: torch.Tensor | None = None,
+) -> Tile:
+    """A tile of completions, or, without ``prompt_R``, of the prompts."""
+    R, C = len(lengths_R), max(lengths_R)
+    slots_n = None
+    if min(lengths_R) < C:
+        slots_n = torch.cat([torch.arange(r * C, r * C + n) for r, n in enumerate(lengths_R)]).to(device)
+    if prompt_R is None:
+        return Tile(R, C, slots_n)
+    P = int(prompt_lengths_U.max())
+    sees_prompt_RP = torch.arange(P, device=device) < prompt_lengths_U[prompt_R].to(device)[:, None]
+    causal_CC = torch.ones(C, C, dtype=torch.bool, device=device).tril()
+    visible_RCS = torch.cat([sees_prompt_RP[:, None, :].expand(R, C, P), causal_CC.expand(R, C, C)], dim=-1)
+    return Tile(R, C, slots_n, prompt_R.to(device), visible_RCS)
+
+
+class _ScatterRows(torch.autograd.Function):
+    """Copy rows to distinct indices of a larger tensor of zeros. Autograd would not know that they are distinct; here the gradient is a gather."""
+
+    @staticmethod
+    def forward(ctx, x, index, size):
+        ctx.save_for_backward(index)
+        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, index, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    """Take the rows at distinct indices: the inverse of :class:`_ScatterRows`."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.size = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None

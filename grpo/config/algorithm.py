@@ -1,0 +1,106 @@
+"""The section ``algorithm`` and its presets. Formulas and sources: docs/algorithm.md."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from grpo.choices import Aggregation, Baseline, ImportanceLevel, KLEstimator, Objective, Scale
+from grpo.config.schema import Section
+
+_GRPO = dict(objective="clip", baseline="mean", scale="group", aggregation="response_mean", importance_level="token")
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": _GRPO,
+    "dr_grpo": _GRPO | dict(scale="none", aggregation="constant", beta=0.0),
+    "dapo": _GRPO | dict(aggregation="token_mean", epsilon_high=0.28, beta=0.0, dynamic_sampling=True),
+    "gspo": _GRPO | dict(importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, beta=0.0),
+    "cispo": _GRPO | dict(objective="cispo", aggregation="token_mean", epsilon_high=5.0, beta=0.0),
+    "rloo": _GRPO | dict(objective="reinforce", baseline="leave_one_out", scale="none", beta=0.0),
+    "reinforce": _GRPO | dict(objective="reinforce", baseline="none", scale="none", beta=0.0),
+    "reinforce_baseline": _GRPO | dict(objective="reinforce", beta=0.0),
+}
+"""``algorithm.name`` -> the keys that it sets; the other keys keep the defaults below."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal[tuple(PRESETS)] = "grpo"  # type: ignore[valid-type]
+    """Preset that sets other keys of this section; keys that you set yourself win."""
+    objective: Objective = "clip"
+    """Loss of each token: PPO's clipped surrogate, CISPO's weighted log-prob, or REINFORCE."""
+    baseline: Baseline = "mean"
+    """Subtracted from each reward: mean of the group, mean of the other completions of the group, or 0."""
+    scale: Scale = "group"
+    """Divides the centred reward: standard deviation of the group, of the whole batch, or 1."""
+    aggregation: Aggregation = "response_mean"
+    """What the loss is averaged over: first tokens then responses, all tokens, or responses x max_completion_length."""
+    importance_level: ImportanceLevel = "token"
+    """One importance ratio per token, or one per response (GSPO)."""
+    epsilon: float = Field(0.2, ge=0)
+    """How far below 1 the importance ratio may go before it is clipped."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """How far above 1 the importance ratio may go before it is clipped; none: as far as epsilon."""
+    delta: float | None = Field(None, gt=1)
+    """Upper bound of the importance ratio where objective=clip does not clip it, for negative advantages; none: no bound."""
+    beta: float = Field(0.04, ge=0)
+    """Weight of the KL to the reference model; 0: no reference model is kept in memory."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of that KL: -d, d^2 / 2 or exp(d) - d - 1, where d is the reference's log-prob less the policy's."""
+    num_iterations: int = Field(1, ge=1)
+    """Passes over the completions of a step."""
+    num_minibatches: int = Field(1, ge=1)
+    """Optimizer updates per pass."""
+    mask_truncated_completions: bool = False
+    """Leave truncated completions out of the loss."""
+    dynamic_sampling: bool = False
+    """Replace a group whose rewards are all equal by a group of another problem (DAPO)."""
+    dynamic_sampling_attempts: int = Field(3, ge=1)
+    """How many other problems are tried for one such group; after that the last group is kept."""
+    ref_sync_steps: int = Field(0, ge=0)
+    """Move the reference model towards the policy every N steps; 0: never."""
+    ref_sync_alpha: float = Field(1.0, gt=0, le=1)
+    """How far the reference model moves: ref = alpha * policy + (1 - alpha) * ref."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            name = values.get("name", "grpo")
+            return (PRESETS.get(name, {}) if isinstance(name, str) else {}) | values
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        if self.objective == "reinforce" and self.updates_per_step > 1:
+            raise ValueError(
+                f"algorithm.objective=reinforce takes one update per rollout, got num_iterations={self.num_iterations} x "
+                f"num_minibatches={self.num_minibatches}: later updates would be off-policy and it has no importance ratio; "
+                "use objective=clip, or 1 and 1"
+            )
+        if self.delta is not None and self.delta <= 1 + self.clip_high:
+            raise ValueError(f"algorithm.delta={self.delta} must be above 1 + epsilon_high = {1 + self.clip_high:g}")
+        return self
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates from the completions of one step."""
+        return self.num_iterations * self.num_minibatches
+
+    @property
+    def clip_high(self) -> float:
+        """``epsilon_high``, with its default."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The keyword arguments of :func:`grpo.loss.policy_loss` that this section decides."""
+        return dict(
+            objective=self.objective,
+            importance_level=self.importance_level,
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+            delta=self.delta,
+            beta=self.beta,
+            kl_estimator=self.kl_estimator,
+            aggregation=self.aggregation,
+        )

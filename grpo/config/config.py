@@ -1,0 +1,128 @@
+"""The whole configuration: all sections, what they imply for each other, and the settings that contradict each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from grpo.config.algorithm import AlgorithmConfig
+from grpo.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    RuntimeConfig,
+    Section,
+)
+
+
+class Config(Section):
+    output_dir: str = "runs/default"
+    """Folder of the run: config.yaml, metrics.jsonl, completions/, checkpoint-<step>/."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """All random numbers of the run are derived from this one."""
+    debug: bool = False
+    """The same as --debug: one process, a few prompts, 2 steps, everything printed and checked."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_implied(cls, values: Any) -> Any:
+        return add_implied_rewards(values) if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _check_group_size(self) -> Config:
+        a = self.algorithm
+        if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale == "group"):
+            raise ValueError(
+                f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
+                f"algorithm.scale={a.scale}: use num_generations >= 2, or baseline=none with scale=none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_minibatches_are_equal(self) -> Config:
+        prompts, minibatches = self.rollout.prompts_per_step, self.algorithm.num_minibatches
+        if prompts % minibatches:
+            raise ValueError(
+                f"rollout.prompts_per_step={prompts} cannot be cut into algorithm.num_minibatches={minibatches} equal parts: "
+                f"use prompts_per_step={_nearest_multiples(prompts, minibatches)}"
+            )
+        return self
+
+
+def check_world_size(config: Config, world_size: int) -> None:
+    """Refuse a number of ranks that cannot share the problems of a step evenly.
+
+    Raises:
+        ValueError: naming the nearest values of ``rollout.prompts_per_step`` that work.
+    """
+    prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.num_minibatches
+    if prompts % (world_size * minibatches):
+        factors = f"{world_size} ranks"
+        if minibatches > 1:
+            factors += f" x algorithm.num_minibatches={minibatches}"
+        raise ValueError(
+            f"rollout.prompts_per_step={prompts} is not a multiple of {factors}: "
+            f"use prompts_per_step={_nearest_multiples(prompts, world_size * minibatches)}"
+        )
+    if config.debug and world_size > 1:
+        raise ValueError(f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1")
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def add_implied_rewards(values: dict[str, Any]) -> dict[str, Any]:
+    """Nested values as a user wrote them, with the reward that a dataset or a preset brings along.
+
+    Values of a wrong type are left as they are: validation reports them.
+    """
+    return _add_overlong_punishment(_add_gym_scorer(values))
+
+
+def _add_gym_scorer(values: dict[str, Any]) -> dict[str, Any]:
+    """A reasoning-gym task brings its own scorer, unless other rewards are written."""
+    data, reward, evaluation = (values.get(name, {}) for name in ("data", "reward", "eval"))
+    if not (isinstance(data, dict) and isinstance(reward, dict) and isinstance(evaluation, dict)):
+        return values
+    if not str(data.get("dataset", "")).startswith("reasoning_gym:") or "functions" in reward:
+        return values
+    # The scorer gives 1 for a right answer and less for a partly right one.
+    return values | {
+        "reward": reward | {"functions": ["reasoning_gym"]},
+        "eval": {"correct_above": 0.99} | evaluation,
+    }
+
+
+def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
+    """DAPO's soft overlong punishment is a reward; the preset ``dapo`` adds it, unless it is already written."""
+    algorithm, reward, rollout = (values.get(name, {}) for name in ("algorithm", "reward", "rollout"))
+    if not (isinstance(algorithm, dict) and isinstance(reward, dict) and isinstance(rollout, dict)):
+        return values
+    functions = reward.get("functions", [function.model_dump() for function in RewardConfig().functions])
+    length = rollout.get("max_completion_length", RolloutConfig().max_completion_length)
+    if algorithm.get("name") != "dapo" or not isinstance(functions, list) or not isinstance(length, int):
+        return values
+    names = [function.get("name") if isinstance(function, dict) else function for function in functions]
+    cache_length = length // 5  # the paper punishes the last 4,096 of 20,480 tokens
+    if not functions or "soft_overlong" in names or cache_length < 1:
+        return values
+    punishment = {"name": "soft_overlong", "args": {"max_length": length, "cache_length": cache_length}}
+    return values | {"reward": reward | {"functions": [*functions, punishment]}}

@@ -1,0 +1,84 @@
+"""Collects the numbers of one step, and reduces them over ranks once at its end."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from grpo.distributed import World
+
+
+class Accumulator:
+    """Means, totals, minima and maxima of one step.
+
+    A mean is kept as a pair (sum, count). Sums and counts are added over rows, micro-batches and ranks, and divided at the end, because
+    a mean of means would give a short micro-batch the weight of a long one.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, torch.Tensor] = {}
+        """Name -> ``[sum, count]``; for a vector both are vectors."""
+        self._totals: set[str] = set()
+        """Names in ``_pairs`` that are reported as the sum, not as sum / count."""
+        self._minima: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+        self.histograms: dict[str, list[float]] = {}
+        """Vectors that were added, summed over ranks; filled by :meth:`reduce`."""
+
+    def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1.0) -> None:
+        """Add a sum and the number of values in the sum. A vector is not a metric: its sum ends up in ``histograms``."""
+        total = torch.as_tensor(total, dtype=torch.float64)
+        count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        pair = torch.stack([total, count.expand_as(total)])
+        if name in self._pairs:
+            pair = self._pairs[name] + pair.to(self._pairs[name].device)
+        self._pairs[name] = pair
+
+    def total(self, name: str, value: torch.Tensor | float) -> None:
+        """Add to a metric that is reported as a sum, not as a mean."""
+        self.add(name, value, 0.0)
+        self._totals.add(name)
+
+    def add_values(self, name: str, values: torch.Tensor) -> None:
+        """Add several values to a mean; NaN and infinite values are left out."""
+        finite = values[torch.isfinite(values)].double()
+        self.add(name, finite.sum(), float(finite.numel()))
+
+    def add_all(self, stats: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add several metrics, each given as ``(sum, count)``."""
+        for name, (total, count) in stats.items():
+            self.add(name, total, count)
+
+    def maximum(self, name: str, value: float) -> None:
+        self._maxima[name] = max(value, self._maxima.get(name, -math.inf))
+
+    def minimum(self, name: str, value: float) -> None:
+        self._minima[name] = min(value, self._minima.get(name, math.inf))
+
+    def mean(self, name: str) -> float:
+        """The mean so far on this rank; NaN if nothing was counted."""
+        total, count = self._pairs[name].tolist()
+        return total / count if count else math.nan
+
+    def reduce(self, world: World) -> dict[str, float]:
+        """The metrics over all ranks, in two collectives: one sum, one maximum. All ranks must have added the same names."""
+        metrics: dict[str, float] = {}
+        names = sorted(self._pairs)
+        if names:
+            pairs = [self._pairs[name].cpu().view(2, -1) for name in names]
+            sums = world.sum(torch.cat(pairs, dim=1)).split([pair.shape[1] for pair in pairs], dim=1)
+            for name, (total, count) in zip(names, sums, strict=True):
+                if self._pairs[name].dim() > 1:
+                    self.histograms[name] = total.tolist()
+                else:
+                    total, count = total.item(), count.item()
+                    metrics[name] = total if name in self._totals else total / count if count else 0.0
+        # The minimum over ranks is minus the maximum of the negatives, so that one collective serves both.
+        extremes = self._maxima | {name: -value for name, value in self._minima.items()}
+        names = sorted(extremes)
+        if names:
+            reduced = world.max(torch.tensor([extremes[name] for name in names], dtype=torch.float64)).tolist()
+            for name, value in zip(names, reduced, strict=True):
+                metrics[name] = -value if name in self._minima else value
+        return metrics

@@ -1,0 +1,161 @@
+"""Everything that a run shows or writes about its steps: console, progress bars, metrics.jsonl, hints, completions/ and wandb."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from grpo.config import Config
+from grpo.telemetry.console import console_line, evaluation_line, progress_values
+from grpo.telemetry.hints import Hints
+from grpo.telemetry.metrics_file import MetricsFile
+from grpo.telemetry.samples import write_samples
+from grpo.telemetry.terminal import stderr_above_bars
+from grpo.telemetry.wandb_logger import WandbLogger
+
+
+class Reporter:
+    """Works on the main rank; on the other ranks its methods do nothing.
+
+    Args:
+        first_step: steps that are already done; 0 for a new run.
+        rewrite_first_step: the line of ``first_step`` is written (again) by this run, because the interrupted run had not finished
+            that step's evaluation.
+        wandb_run_id: wandb's id of the interrupted run, if it had one.
+        environment: facts about this start (see ``grpo.telemetry.environment``).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        is_main: bool,
+        first_step: int,
+        max_steps: int,
+        rewrite_first_step: bool = False,
+        wandb_run_id: str | None = None,
+        environment: dict[str, Any] | None = None,
+    ):
+        self.is_main, self.max_steps, self._every = is_main, max_steps, config.logging.every
+        self.wandb_run_id = wandb_run_id
+        self._wandb: WandbLogger | None = None
+        self._redirected_stderr = contextlib.ExitStack()
+        self._bar_stream = None
+        if sys.stderr.isatty():
+            self._bar_stream = sys.stderr if is_main else None
+            self._redirected_stderr.enter_context(stderr_above_bars(is_main=is_main))
+        if not is_main:
+            return
+        output_dir = Path(config.output_dir)
+        self._completions_dir = output_dir / "completions"
+        self._completions_dir.mkdir(parents=True, exist_ok=True)
+        is_first_step_written = first_step > 0 and not rewrite_first_step
+        last_kept_step = first_step if is_first_step_written else first_step - 1
+        self._metrics_file = MetricsFile(output_dir / "metrics.jsonl", last_kept_step=last_kept_step)
+        self._intervals_file = MetricsFile(output_dir / "intervals.jsonl", last_kept_step=last_kept_step)
+        self._hints = Hints()
+        for metrics in self._metrics_file.kept:  # the interrupted run has printed these hints
+            self._hints.update(metrics)
+        self._steps_bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
+        if config.logging.wandb != "disabled":
+            self._wandb = WandbLogger(
+                config,
+                run_id=wandb_run_id,
+                environment=environment or {},
+                max_steps=max_steps,
+                first_step=first_step,
+                metrics_file=self._metrics_file,
+                print_line=self.print,
+            )
+            self.wandb_run_id = self._wandb.run_id
+
+    def print(self, text: str) -> None:
+        """Print a line on the console, above the bars."""
+        if self.is_main:
+            with tqdm.external_write_mode(file=self._bar_stream):
+                print(text, flush=True)
+
+    def bar(self, description: str, total: int, unit: str = "tok", *, initial: int = 0, leave: bool = False) -> tqdm:
+        """A progress bar, shown on a terminal only. ``bar.update(n)`` adds n."""
+        return tqdm(
+            total=total,
+            desc=description,
+            unit=unit,
+            initial=initial,
+            leave=leave,
+            disable=self._bar_stream is None,
+            file=self._bar_stream,
+            dynamic_ncols=True,
+        )
+
+    def progress(self, description: str, items: Sequence[Any]) -> Iterator[Any]:
+        """Iterate over items with a progress bar."""
+        with self.bar(description, len(items), "item") as bar:
+            for item in items:
+                yield item
+                bar.update(1)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Report one step: ``metrics["step"]`` counts from 1, 0 is the evaluation before training.
+
+        ``metrics.jsonl`` and the hints see each step; console and wandb those of :meth:`is_logged`, and steps with an evaluation.
+        """
+        if not self.is_main:
+            return
+        self._metrics_file.write(metrics)
+        self._steps_bar.set_postfix(progress_values(metrics), refresh=False)
+        self._steps_bar.update(metrics["step"] - self._steps_bar.n)
+        has_evaluation = "eval/greedy_accuracy" in metrics
+        if self.is_logged(metrics["step"]) or has_evaluation:
+            if "reward" in metrics:
+                self.print(console_line(metrics, self.max_steps))
+            if has_evaluation:
+                self.print(evaluation_line(metrics, self.max_steps))
+            if self._wandb is not None:
+                self._wandb.log(metrics)
+        for hint in self._hints.update(metrics):
+            self.print(f"hint: {hint} (see docs/metrics.md)")
+
+    def intervals(self, step: int, intervals: dict[str, tuple[float, float]]) -> None:
+        """Write the 95% interval of each metric of an evaluation to ``intervals.jsonl``, for the report."""
+        if self.is_main:
+            self._intervals_file.write({"step": step, **intervals})
+
+    def sync(self) -> None:
+        """Wait until the disk has the steps reported so far, so that a power cut cannot take them away."""
+        if self.is_main:
+            self._metrics_file.sync()
+            self._intervals_file.sync()
+
+    def is_logged(self, step: int) -> bool:
+        """Whether this rank shows a step on the console and in wandb, and keeps some of its completions."""
+        return self.is_main and (step % self._every == 0 or step == self.max_steps)
+
+    def histogram(self, name: str, values: torch.Tensor | tuple[Sequence[float], Sequence[float]]) -> None:
+        """Add a histogram to the next step in wandb: its values, or ``(counts, edges)`` of bins."""
+        if self._wandb is not None:
+            self._wandb.add_histogram(name, values)
+
+    def completions(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Write some completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.telemetry.samples``)."""
+        if not self.is_main or not records:
+            return
+        write_samples(self._completions_dir / f"step_{step:06d}.parquet", records)
+        if self._wandb is not None:
+            self._wandb.add_completions(records)
+
+    def close(self) -> None:
+        if self.is_main:
+            self._steps_bar.close()
+        self._redirected_stderr.close()
+        if self.is_main:
+            self._metrics_file.close()
+            self._intervals_file.close()
+        if self._wandb is not None:
+            self._wandb.finish()

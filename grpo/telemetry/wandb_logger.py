@@ -1,0 +1,208 @@
+"""Sends a run to Weights & Biases: metrics, histograms and tables. The only file that imports wandb, and only if it is switched on.
+
+wandb never stops training: each kind of failure is one printed warning, and ``metrics.jsonl`` has every metric in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.config import Config
+from grpo.system import first_line
+from grpo.telemetry.metrics_file import MetricsFile, json_safe
+from grpo.telemetry.samples import read_samples
+
+TIMEOUTS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 20}
+"""Seconds to wait for a key to be typed in, for the server at the start, and for the upload at the end. wandb's own defaults have no
+limit; torchrun kills a process 30 seconds after it asked the process to stop."""
+TABLE_TIMEOUT = 8
+"""wandb asks the server before it accepts a table, and training waits for the answer: seconds to wait at most."""
+SLOW_TABLE, TABLE_TIME_SHARE = 5.0, 0.05
+"""After a table that took more than ``SLOW_TABLE`` seconds, tables pause until they take no more than this share of the time."""
+TABLE_ROWS, TABLES_PER_RUN = 1000, 50
+"""The table of completions: its newest rows, and about how often it is sent in a run, since each time all rows are sent."""
+
+
+class WandbLogger:
+    """One run in wandb. After a failure :meth:`log` does nothing.
+
+    Args:
+        run_id: wandb's id of the interrupted run that goes on; None draws a new one.
+        environment: facts about this start, stored in wandb beside the configuration.
+        first_step: steps that are already done.
+        metrics_file: knows the steps that the interrupted run has written.
+        print_line: prints a line on the console.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_id: str | None,
+        environment: dict[str, Any],
+        max_steps: int,
+        first_step: int,
+        metrics_file: MetricsFile,
+        print_line: Callable[[str], None],
+    ):
+        self.run_id = run_id
+        """Continues this run in wandb when it is given to a later start."""
+        self._print = print_line
+        self._every, self._max_steps = config.logging.every, max_steps
+        self._newest_earlier_step = metrics_file.newest_earlier_step
+        self._histograms: dict[str, Any] = {}
+        self._completions = _earlier_completions(Path(config.output_dir) / "completions", first_step)
+        self._evaluations = [metrics for metrics in metrics_file.kept if "eval/greedy_accuracy" in metrics]
+        self._tables_pause_until = -math.inf
+        self._slow_table_reported = False
+        self._run = self._start(config, environment)
+
+    def add_histogram(self, name: str, values: torch.Tensor | tuple[Sequence[float], Sequence[float]]) -> None:
+        """Add a histogram to the next step that is logged: its values, or ``(counts, edges)`` of bins."""
+        self._histograms[f"histograms/{name}"] = values.flatten() if isinstance(values, torch.Tensor) else values
+
+    def add_completions(self, records: Sequence[dict[str, Any]]) -> None:
+        """Add rows to the table of completions."""
+        self._completions = [*self._completions, *records][-TABLE_ROWS:]
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Send one step, with the histograms added for it and the tables that are due."""
+        if self._run is None:
+            return
+        step = metrics["step"]
+        values, self._histograms = self._histograms, {}
+        if "eval/greedy_accuracy" in metrics:
+            self._evaluations.append(metrics)
+        if self._run.offline and step <= self._newest_earlier_step:
+            return  # the interrupted run has this step in its own offline folder; `wandb sync` would send the step twice
+        try:
+            histograms, tables = self._wandb_histograms(values), self._wandb_tables(metrics)
+            if tables and time.monotonic() >= self._tables_pause_until:
+                self._log_tables(step, tables)
+            # wandb's own counter is the step too: the server then ignores the steps that a resumed run sends again.
+            self._run.log(metrics | histograms, step=step, commit=True)
+        except Exception as error:  # for example, wandb's process was killed
+            self._print(f"warning: wandb stopped ({first_line(error)}); metrics.jsonl still gets every metric")
+            self._run = None
+
+    def finish(self) -> None:
+        """Wait for the upload, within limits. While an exception is being handled, wandb shows the run as failed."""
+        if self._run is None:
+            return
+        try:
+            self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+        except Exception as error:  # for example, the server no longer answers
+            self._print(
+                f"warning: wandb could not finish ({first_line(error)}); metrics.jsonl has every metric; send the run again with: "
+                f"wandb sync --no-skip-online {Path(self._run.dir).parent}"
+            )
+
+    def _start(self, config: Config, environment: dict[str, Any]) -> Any:
+        """A wandb run, or None after a warning (no package, no key, no server)."""
+        os.environ.setdefault("WANDB_HTTP_TIMEOUT", str(TABLE_TIMEOUT))  # wandb reads the variable when it is imported
+        # If a process that uses wandb started this one, its wandb service would be shared: a run that fails to start blocks that
+        # service, and when the other process ends the service, this run ends too. Without the variable wandb starts a new service.
+        os.environ.pop("WANDB_SERVICE", None)
+        mode = config.logging.wandb
+        try:
+            import wandb
+
+            self._wandb = wandb
+            self.run_id = self.run_id or secrets.token_hex(4)
+            settings = wandb.Settings(silent=True, finish_timeout_raises=True, **TIMEOUTS)
+            options = dict(
+                project=config.logging.project,
+                name=config.logging.run_name or Path(config.output_dir).name,
+                id=self.run_id,
+                config=config.model_dump(mode="json") | {"environment": environment},
+                dir=str(config.output_dir),
+                settings=settings,
+            )
+            try:
+                run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, **options)
+            except Exception as error:  # no server, or the server refuses the key
+                if mode == "offline":
+                    raise
+                self._print(
+                    f"warning: wandb online failed ({first_line(error)}); going on offline: send the run later with `wandb sync`"
+                )
+                wandb.teardown()  # otherwise the failed attempt keeps the run's id in use
+                run = wandb.init(mode="offline", **options)
+            # Our own x axis: wandb drops points whose step is not above the last one, as those of a resumed run may be.
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
+            return run
+        except Exception as error:
+            self._print(f"warning: no wandb ({first_line(error)}); metrics.jsonl still gets every metric")
+            return None
+
+    def _log_tables(self, step: int, tables: dict[str, Any]) -> None:
+        """Add tables to a step. A server that answers late or not at all delays training once; then tables pause."""
+        started, error = time.monotonic(), None
+        try:
+            self._run.log(tables, step=step, commit=False)
+        except Exception as failure:  # the metrics are sent all the same
+            error = failure
+        seconds = time.monotonic() - started
+        if error is None and seconds <= SLOW_TABLE:
+            return
+        self._tables_pause_until = time.monotonic() + max(seconds, SLOW_TABLE) / TABLE_TIME_SHARE
+        if not self._slow_table_reported:
+            reason = f" ({first_line(error)})" if error else ""
+            self._print(
+                f"note: wandb kept a table waiting for {seconds:.0f} s{reason}: metrics are still sent, tables less often"
+            )
+        self._slow_table_reported = True
+
+    def _wandb_histograms(self, values_by_name: dict[str, Any]) -> dict[str, Any]:
+        histograms = {}
+        for name, values in values_by_name.items():
+            if isinstance(values, tuple):
+                histograms[name] = self._wandb.Histogram(np_histogram=values)
+            elif len(finite := values[torch.isfinite(values)]):
+                histograms[name] = self._wandb.Histogram(finite.tolist())
+        return histograms
+
+    def _wandb_tables(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The table of evaluations if this step has one, the table of completions if it is due."""
+        tables = {}
+        if "eval/greedy_accuracy" in metrics:
+            names = ["step", *(name for name in metrics if name.startswith("eval/"))]
+            rows = [[evaluation.get(name) for name in names] for evaluation in self._evaluations]
+            tables["tables/evaluations"] = self._wandb.Table(columns=names, data=rows)
+        if self._completions and self._is_completions_step(metrics["step"]):
+            rewards = list(self._completions[-1]["rewards"])
+            names = ["step", "prompt", "completion", "reward", "advantage", "length", "finished"]
+            rows = [
+                [str(record[name]) if name == "prompt" else record[name] for name in names]
+                + [record["rewards"].get(name) for name in rewards]
+                for record in json_safe(self._completions)
+            ]
+            columns = [*names, *(f"rewards/{name}" for name in rewards)]
+            tables["completions"] = self._wandb.Table(columns=columns, data=rows)
+        return tables
+
+    def _is_completions_step(self, step: int) -> bool:
+        """True at the last step, and about ``TABLES_PER_RUN`` times before."""
+        interval = self._every * max(self._max_steps // self._every // TABLES_PER_RUN, 1)
+        return step == self._max_steps or step % interval == 0
+
+
+def _earlier_completions(folder: Path, first_step: int) -> list[dict[str, Any]]:
+    """The newest completions that an interrupted run has written up to ``first_step``, so that the table has them too."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("step_*.parquet"), reverse=True):
+        if int(path.stem.removeprefix("step_")) <= first_step and len(rows) < TABLE_ROWS:
+            with contextlib.suppress(OSError, ValueError):  # a damaged file is left out
+                rows = read_samples(path) + rows
+    return rows

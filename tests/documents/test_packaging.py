@@ -1,0 +1,58 @@
+"""pyproject.toml, requirements.txt, and the installation commands that code and documents name."""
+
+import re
+import tomllib
+
+from conftest import ROOT
+from packaging.requirements import Requirement
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+PINS = [Requirement(line) for line in (ROOT / "requirements.txt").read_text().splitlines() if line[0] != "#"]
+
+
+def test_the_pinned_versions_are_within_the_bounds():
+    bounds = {requirement.name: requirement for requirement in map(Requirement, PROJECT["project"]["dependencies"])}
+    pins = {pin.name: next(iter(pin.specifier)) for pin in PINS}
+    assert pins.keys() == bounds.keys()
+    for name, pin in pins.items():
+        assert pin.operator == "==", name
+        assert bounds[name].specifier.contains(pin.version), f"{name}: {pin} is outside of {bounds[name]}"
+
+
+def test_extras_are_pinned():
+    for extra, requirements in EXTRAS.items():
+        for requirement in map(Requirement, requirements):
+            operators = [specifier.operator for specifier in requirement.specifier]
+            assert operators == ["=="] or requirement.name == "grpo", f"{extra}: {requirement}"
+            assert requirement.extras <= EXTRAS.keys()
+
+
+def test_every_extra_that_is_named_exists():
+    files = [
+        *(ROOT / "grpo").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "configs").glob("*.yaml"), ROOT / "launch.sh",
+    ]  # fmt: skip
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    named = {extra for text in texts for extra in re.findall(r"-e [\"']\.\[([a-z]+)\]", text)}
+    assert {"dev", "math", "plots", "bench"} <= named <= EXTRAS.keys()
+    assert not [
+        file
+        for file, text in zip(files, texts, strict=True)
+        if re.search(r"requirements-\w+\.txt", text) and file.name != "CHANGELOG.md"
+    ]
+
+
+def test_files_that_are_no_modules_are_package_data():
+    """The report's template; an installed package would lack any other."""
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    declared = {
+        path
+        for package, globs in data.items()
+        for glob in globs
+        for path in (ROOT / package.replace(".", "/")).glob(glob)
+    }
+    files = {path for path in (ROOT / "grpo").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files == declared
+    for module in (ROOT / "grpo").rglob("*.py"):
+        assert (module.parent / "__init__.py").exists(), f"{module} is in no package: setuptools would leave it out"
