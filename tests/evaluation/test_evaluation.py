@@ -122,7 +122,8 @@ def test_order_of_problems_does_not_matter(policy):
     settings = {"num_samples": 2, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
     problems = problems_of(policy, 7)
     forwards, backwards = (
-        evaluate(policy, order, by_length, ALONE, **settings).metrics for order in (problems, problems[::-1])
+        evaluate(BuiltinEngine(policy), order, by_length, ALONE, **settings).metrics
+        for order in (problems, problems[::-1])
     )
     assert forwards == pytest.approx(backwards, rel=1e-12)
 
@@ -206,8 +207,8 @@ def test_greedy_and_samples_are_counted_apart(policy):
 def test_a_bound_on_memory_changes_no_count(policy):
     settings = {"num_samples": 3, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
     problems = problems_of(policy, 6)
-    bounded = evaluate(policy, problems, by_length, ALONE, **settings, tokens_in_flight=40)
-    assert evaluate(policy, problems, by_length, ALONE, **settings).metrics == bounded.metrics
+    bounded = evaluate(BuiltinEngine(policy), problems, by_length, ALONE, **settings, tokens_in_flight=40)
+    assert evaluate(BuiltinEngine(policy), problems, by_length, ALONE, **settings).metrics == bounded.metrics
 
 
 # --- intervals
