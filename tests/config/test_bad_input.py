@@ -399,6 +399,7 @@ def refused_by_new_interpreter(tmp_path, cases: list[tuple[str, list[str]]], env
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_and_libraries_that_log(tmp_path, random_model):
     """Nothing listens on port 9 of this machine; the Hub's own client would try for 23 seconds."""
     folder = tmp_path / "model"
@@ -439,6 +440,7 @@ def test_two_ranks_speak_once(tmp_path, random_model):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
     """The main rank looks at the output folder for all: the others learn of its refusal, and keep quiet."""
     (tmp_path / "run").mkdir()

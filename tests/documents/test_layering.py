@@ -14,8 +14,8 @@ EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 ORDER = [
     "choices", "system",  # names and helpers
     "seeding", "batch", "advantages", "loss", "attention", "logprobs",  # the algorithm: tensors in, tensors out
-    "config", "distributed", "hub",  # import nothing of grpo
-    "tasks", "telemetry", "rewards", "rollout", "model", "data", "evaluation",  # the parts of a run
+    "config", "distributed", "hub",  # the ground that the parts stand on
+    "tasks", "telemetry", "rewards", "model", "data", "rollout", "evaluation",  # the parts of a run
     "run",  # puts the parts together
     "report", "chat",  # commands beside training
 ]  # fmt: skip
@@ -25,6 +25,7 @@ ALONE = {
     "config": {"choices", "system"},
     "distributed": {"config", "system"},
     "hub": set(),
+    "model": {"attention", "batch", "hub", "system", "tasks"},
     "report": {"system", "telemetry"},
 }
 """Rooms that may import only these, fewer than the order allows."""

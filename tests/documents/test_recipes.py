@@ -258,9 +258,8 @@ def gsm8k_paths(assets) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "first_principles")) for n in GSM8K_RUNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GSM8K_RUNS)
 def test_two_steps_on_gsm8k(tmp_path, assets, name):
     lines = two_steps(name, tmp_path, assets, *gsm8k_paths(assets))
     config = config_of(name)

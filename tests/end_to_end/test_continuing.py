@@ -48,6 +48,7 @@ def test_accepted_changes_of_the_optimizer_are_the_ones_used(run, tmp_path):
     assert saved["schedule"]["last_epoch"] == 12
 
 
+@pytest.mark.slow
 def test_continued_under_accepted_changes_again_it_ends_with_the_same_bits(run, tmp_path):
     changed = [
         "optim.lr_scheduler_type=cosine", "optim.max_steps=5", "optim.learning_rate=2e-3", "checkpoint.accept_changes=true",
@@ -124,6 +125,7 @@ def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp
     assert "was moved to" in run("two"), "what lies there is not what this torchrun began"
 
 
+@pytest.mark.slow
 def test_a_branch_has_its_own_wandb_run(run, tmp_path):
     pytest.importorskip("wandb")
     offline = ["logging.wandb=offline", "optim.max_steps=2"]

@@ -31,6 +31,7 @@ def rows_of(env: dict[str, str], *settings: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_gsm8k_of_the_hub_is_the_gsm8k_of_the_files(tmp_path, assets):
     files = {split: assets / "data" / "gsm8k" / f"{split}.jsonl" for split in ("train", "test")}
     publish(tmp_path / "hub", *([json.loads(line) for line in file.open()] for file in files.values()))

@@ -179,6 +179,7 @@ def test_a_rollout_too_large(tmp_path, packed, bound):
     assert "dry run of a largest step in " in done.stdout and "step 1/1" in done.stdout
 
 
+@pytest.mark.slow
 def test_not_even_one_fits(tmp_path, long_model):
     arguments = long_run(long_model, tmp_path / "run", "rollout.tokens_in_flight=500")
     assert refused(run_with(3, *arguments, tmp_path=tmp_path)) == (

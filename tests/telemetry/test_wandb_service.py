@@ -52,6 +52,7 @@ def steps_written(folder) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_server_gets_each_step_once_also_after_an_interruption(tmp_path):
     with service("well") as running:
         output, _ = report(tmp_path / "run", running.url, 0, 3)
