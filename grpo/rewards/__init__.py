@@ -1,7 +1,4 @@
-"""Reward functions, built-in and the user's own. They run in worker processes that can be killed. See ``docs/rewards.md``.
-
-This package imports no torch, because the worker processes import it too.
-"""
+"""Reward functions, built-in and the user's own, in worker processes that can be killed. The package imports no torch: they import it."""
 
 from grpo.rewards.extract import completion_text
 from grpo.rewards.registry import BUILTIN, load_reward
@@ -9,11 +6,5 @@ from grpo.rewards.result import RewardContractError, RewardResult, RewardSpec
 from grpo.rewards.runner import RewardRunner
 
 __all__ = [
-    "BUILTIN",
-    "RewardContractError",
-    "RewardResult",
-    "RewardRunner",
-    "RewardSpec",
-    "completion_text",
-    "load_reward",
-]
+    "BUILTIN", "RewardContractError", "RewardResult", "RewardRunner", "RewardSpec", "completion_text", "load_reward",
+]  # fmt: skip
