@@ -4,5 +4,6 @@ from grpo.data.problems import ProblemSet, Rows, count_shared, fingerprint, load
 from grpo.data.schedule import Schedule, check_enough
 
 __all__ = [
-    "ProblemSet", "Rows", "Schedule", "check_enough", "count_shared", "fingerprint", "load_rows", "make_problems", "render",
+    "ProblemSet", "Rows", "Schedule", "check_enough", "count_shared", "fingerprint", "load_rows", "make_problems",
+    "render",
 ]  # fmt: skip

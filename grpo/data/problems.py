@@ -52,9 +52,9 @@ def fingerprint(rows: Rows) -> str:
 
 
 def load_rows(config: DataConfig, *, train: bool, seed: int) -> Rows | None:
-    """Read and check the rows of the training split or (``train=False``) the evaluation split; None if there is no evaluation data.
+    """Read and check the rows of the training split or, with ``train=False``, the evaluation split; None if that is not configured.
 
-    ``seed`` is used by the built-in tasks.
+    ``seed`` is for tasks whose problems are drawn.
 
     Raises:
         ValueError: in one line, for a missing file, split or column, an unreadable line, an empty dataset, or a pattern that matches
@@ -175,9 +175,8 @@ def _render_row(number: int, rows: Rows, config: DataConfig, tokenizer: Any) -> 
         return render(prompt, tokenizer, rows.system_prompt, config.few_shot, config.prompt_template)
     except Exception as error:  # a chat template is a program that comes with the model
         reason = first_line(error.__cause__ or error)
-        raise ValueError(
-            f"the model's chat template does not work on row {number} of {rows.source}: {reason}"
-        ) from None
+        location = f"row {number} of {rows.source}"
+        raise ValueError(f"the model's chat template does not work on {location}: {reason}") from None
 
 
 def _with_instructions(rows: Rows, config: DataConfig, tokenizer: Any) -> Rows:

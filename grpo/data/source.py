@@ -45,9 +45,7 @@ def _read(setting: str, dataset: str, config_name: str | None, split: str, limit
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(
-        datasets.logging.CRITICAL
-    )  # it logs the errors that it raises, which are reported below
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised too, and reported below
     suffix = os.path.splitext(dataset)[1].lower()
     if not os.path.exists(dataset):
         if dataset.startswith((".", "/", "~")) or suffix in FORMATS:

@@ -55,8 +55,9 @@ class Evaluation:
 
 
 def evaluate(
-    engine: BuiltinEngine, problems: Sequence[Problem], grade: Grade, world: World, *, num_samples: int, temperature: float,
-    max_completion_length: int, stop: tuple[str, ...] = (), tokens_in_flight: int | None = None, seed: int, step: int = 0,
+    engine: BuiltinEngine, problems: Sequence[Problem], grade: Grade, world: World, *,
+    num_samples: int, temperature: float, max_completion_length: int, stop: tuple[str, ...] = (),
+    tokens_in_flight: int | None = None, seed: int, step: int = 0,
     keep_texts: bool = False, on_problems: Callable[[int], None] | None = None,
 ) -> Evaluation:  # fmt: skip
     """Evaluate one greedy completion of every problem and, if ``num_samples`` is more than 1, that many samples.
@@ -64,7 +65,7 @@ def evaluate(
     Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions, not averages, so the metrics are exact
     for any number of ranks.
 
-    An error of ``grade`` on any rank is raised on all ranks. ``on_problems`` gets the number of problems after each call of the sampler.
+    An error of ``grade`` on any rank is raised on all ranks. ``on_problems`` is called with a number of problems after each sampler call.
     """
     own_indices = range(world.rank, len(problems), world.size)
     # Problems of similar prompt length are sampled together. The order has no effect on the results.

@@ -1,4 +1,7 @@
-"""Reward functions, built-in and the user's own, in worker processes that can be killed. The package imports no torch: they import it."""
+"""Reward functions, built-in and the user's own, run in worker processes that can be killed. See ``docs/rewards.md``.
+
+The worker processes import this package too, so it imports no torch.
+"""
 
 from grpo.rewards.extract import completion_text
 from grpo.rewards.registry import BUILTIN, load_reward

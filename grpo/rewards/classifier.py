@@ -24,9 +24,8 @@ class ClassifierReward:
 
     def __init__(self, name_or_path: str):
         reward = f"reward 'classifier:{name_or_path}'"
-        is_unreachable = (
-            not os.path.exists(name_or_path) and not hub_answers()
-        )  # else the Hub's client retries for a minute
+        # Without the call of hub_answers the Hub's client would retry for a minute.
+        is_unreachable = not os.path.exists(name_or_path) and not hub_answers()
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name_or_path)
             load_model = AutoModelForSequenceClassification.from_pretrained

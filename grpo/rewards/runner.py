@@ -3,7 +3,8 @@
 ``B`` rows (completions), ``F`` functions. Each function is called once with the whole batch. If that call raises, hangs or kills its
 worker, the function is called once per row, so that one bad row costs one reward. The time per function and step is bounded:
 ``timeout_s`` for the batch, then ``timeout_s`` per row. After ``result.MAX_LOST_WORKERS`` rows that hung or killed a worker, the
-remaining rows are skipped (``None``, counted as timeouts). This module knows nothing of ranks: the training loop agrees on failures.
+remaining rows are skipped (``None``, counted as timeouts). This module knows nothing of ranks: the training loop makes all ranks agree
+on a failure.
 """
 
 import logging
@@ -77,7 +78,7 @@ class RewardRunner:
         self._pool, self._workers, self._idle = None, [], queue.SimpleQueue()
 
     def check(self, columns: Collection[str] | None = None) -> None:
-        """Load every function, and check that the rows have the columns that it needs.
+        """Load every function, so that a mistake shows early, and check that the rows have the columns that it needs.
 
         Raises:
             ValueError: in one line, for an unknown name, a file that cannot be imported, wrong arguments or a missing column.
@@ -97,9 +98,8 @@ class RewardRunner:
             raise ValueError(value)
         if kind != "ok":
             late = f"loading it took more than {LOAD_SECONDS:g} s"
-            raise ValueError(
-                f"reward {name!r} cannot be loaded: {late if value is None else f'its worker process {value}'}"
-            )
+            reason = late if kind == "timeout" else f"its worker process {value}"
+            raise ValueError(f"reward {name!r} cannot be loaded: {reason}")
         if value.row_by_row:
             self._row_by_row.add(key)
         return value

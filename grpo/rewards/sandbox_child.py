@@ -149,7 +149,7 @@ def _drive(job: dict, missing: list[str], folder: str, uid: int, results: int) -
 
 
 def _check_in_child(function) -> None:
-    """Call ``function`` in a child, so that it confines only the child. ``OSError`` if the call fails."""
+    """Call ``function`` in a child: the driver must not be confined, it still has to fork. ``OSError`` if the call fails."""
     child = os.fork()
     if child == 0:
         try:

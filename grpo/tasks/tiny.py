@@ -165,9 +165,9 @@ def warm_start(
 def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size, initializer_range=recipe.initializer_range,
+        hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_heads,
-        max_position_embeddings=512, tie_word_embeddings=True, dtype="float32",
+        max_position_embeddings=512, initializer_range=recipe.initializer_range, tie_word_embeddings=True, dtype="float32",
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
