@@ -3,11 +3,8 @@
 python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150
 python -m grpo.chat --model DIR --prompt "17+25=" --samples 8 --column answer=42
 
-Prompts are rendered as in training: system prompt, worked examples, rewards, temperature and lengths come from the configuration in
-the checkpoint, or from ``--config``.
+Prompts are rendered as in training, with the configuration in the checkpoint or of ``--config``.
 """
-
-from __future__ import annotations
 
 import argparse
 import sys
@@ -19,7 +16,7 @@ import torch
 from grpo.batch import Group
 from grpo.config import Config, load_config
 from grpo.config.arguments import read_yaml
-from grpo.data import Rows, make_problems, system_prompt_and_instructions
+from grpo.data.problems import Rows, make_problems, system_prompt_and_instructions
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
@@ -32,10 +29,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         config = _config_from(options)
-        engine = _engine_from(options, config)
-        if options.prompt is None:
-            return talk(engine, config, options)
-        return show_samples(engine, config, options)
+        run = talk if options.prompt is None else show_samples
+        return run(_engine_from(options, config), config, options)
     except (ValueError, OSError) as error:
         print_user_error(error)
         return 2
@@ -46,19 +41,13 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m grpo.chat", description="Talk to a model, or sample one prompt.")
-    parser.add_argument(
-        "--model", required=True, help="checkpoint folder, any Hugging Face folder or id, or builtin:tiny"
-    )
+    model_help = "checkpoint folder, any Hugging Face folder or id, or builtin:tiny"
+    parser.add_argument("--model", required=True, help=model_help)
     parser.add_argument("--config", help="YAML file of a run, if the model folder contains no configuration")
     parser.add_argument("--prompt", help="sample this prompt instead of starting a conversation")
     parser.add_argument("--samples", type=int, default=8, help="number of completions of --prompt (default 8)")
-    parser.add_argument(
-        "--column",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a column for the rewards, such as answer=42",
-    )
+    column_help = "a column for the rewards, such as answer=42"
+    parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help=column_help)
     parser.add_argument("--temperature", type=float, help="default: the run's rollout.temperature; 0 is greedy")
     parser.add_argument("--max-tokens", type=int, help="default: the run's rollout.max_completion_length")
     parser.add_argument("--seed", type=int, default=0)
@@ -80,32 +69,15 @@ def _engine_from(options: argparse.Namespace, config: Config) -> BuiltinEngine:
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     precision = config.runtime.precision if device.type == "cuda" else "fp32"
-    policy = load_policy(
-        path,
-        tokenizer,
-        device=device,
-        precision=precision,
-        fp32_head=config.model.fp32_head,
-        trust_remote_code=trust,
-    )
-    return BuiltinEngine(policy)
+    settings = dict(device=device, precision=precision, fp32_head=config.model.fp32_head, trust_remote_code=trust)
+    return BuiltinEngine(load_policy(path, tokenizer, **settings))
 
 
 def _sample(
-    engine: BuiltinEngine,
-    config: Config,
-    options: argparse.Namespace,
-    prompt: str | list[dict[str, str]],
-    columns: dict[str, Any],
-    *,
-    num_samples: int,
-    turn: int,
-) -> Group:
-    """Sample completions of one prompt (text or messages), which is rendered like the prompts of the run.
-
-    Raises:
-        ValueError: if prompt and completion together exceed the model's context.
-    """
+    engine: BuiltinEngine, config: Config, options: argparse.Namespace, prompt: str | list[dict[str, str]],
+    columns: dict[str, Any], *, num_samples: int, turn: int,
+) -> Group:  # fmt: skip
+    """Sample completions of one prompt. ``ValueError`` if prompt and completion together exceed the model's context."""
     rows = Rows("the prompt", [prompt], [columns], *system_prompt_and_instructions(config.data, config.data.dataset))
     context_length = engine.policy.context_length or 10**9
     max_tokens = options.max_tokens or config.rollout.max_completion_length
@@ -116,17 +88,10 @@ def _sample(
         )
     data = config.data.model_copy(update={"max_prompt_length": context_length - max_tokens})
     (problem,) = make_problems(rows, data, engine.policy.tokenizer).problems
-    temperature = config.rollout.temperature if options.temperature is None else options.temperature
     r = config.rollout
-    sampling = SamplingParams(
-        num_samples,
-        max_tokens,
-        temperature=temperature,
-        top_p=r.top_p,
-        top_k=r.top_k,
-        min_p=r.min_p,
-        stop=tuple(r.stop),
-    )
+    temperature = r.temperature if options.temperature is None else options.temperature
+    filters = dict(top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, stop=tuple(r.stop))
+    sampling = SamplingParams(num_samples, max_tokens, temperature=temperature, **filters)
     (group,) = engine.generate([problem], sampling, address=(options.seed, "chat", turn))
     return group
 
@@ -174,9 +139,8 @@ def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namesp
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples} must be at least 1")
     group = _sample(engine, config, options, options.prompt, columns, num_samples=options.samples, turn=0)
-    with RewardRunner(
-        config.reward.functions, timeout_s=config.reward.timeout_s, device=engine.policy.device
-    ) as rewards:
+    reward = config.reward
+    with RewardRunner(reward.functions, timeout_s=reward.timeout_s, device=engine.policy.device) as rewards:
         try:
             values = score_groups(rewards, [group]).values
         except ValueError as mistake:
@@ -184,10 +148,8 @@ def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namesp
         for number, (completion, row) in enumerate(zip(group.completions, values, strict=True), 1):
             weighted = [w * v for w, v in zip(rewards.weights, row, strict=True) if v is not None]
             total = f"{sum(weighted):g}" if weighted else "unscorable"
-            parts = ", ".join(
-                f"{name} {'unscorable' if value is None else format(value, 'g')}"
-                for name, value in zip(rewards.names, row, strict=True)
-            )
+            values_shown = ["unscorable" if value is None else f"{value:g}" for value in row]
+            parts = ", ".join(f"{name} {shown}" for name, shown in zip(rewards.names, values_shown, strict=True))
             ending = "finished" if completion.finished else "truncated"
             print(f"--- {number}/{options.samples}  reward {total} ({parts}), {len(completion.ids)} tokens, {ending}")
             print(printable(completion.text))

@@ -1,6 +1,4 @@
-"""Find out whether the Hugging Face Hub can be reached. Without a network, the Hub's client retries for 23 seconds before it fails."""
-
-from __future__ import annotations
+"""Find out whether the Hugging Face Hub can be reached: without a network, its client would retry for 23 seconds."""
 
 import functools
 import socket

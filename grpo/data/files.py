@@ -1,7 +1,5 @@
 """Find what is wrong with a data file. ``datasets`` does not name the line, and repairs some mistakes silently."""
 
-from __future__ import annotations
-
 import csv
 import difflib
 import json
@@ -48,9 +46,7 @@ def csv_error(path: str) -> str | None:
 def parse_error(path: str, suffix: str) -> str | None:
     """The first line of a text file that cannot be parsed, as ``:7: not valid JSON: ...``; None if there is none.
 
-    Args:
-        path: the file.
-        suffix: its suffix in lower case. Only the encoding of a ``.csv`` file is checked, and nothing of a ``.parquet`` file.
+    Only the encoding of a ``.csv`` file is checked, and nothing of a ``.parquet`` file.
     """
     if suffix == ".parquet":
         return None

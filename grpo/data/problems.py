@@ -1,7 +1,5 @@
 """Turn the rows of a dataset into problems: check the rows, render the prompts, tokenize them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -54,15 +52,9 @@ def fingerprint(rows: Rows) -> str:
 
 
 def load_rows(config: DataConfig, *, train: bool, seed: int) -> Rows | None:
-    """Read and check the rows of the training or the evaluation split. Needs neither tokenizer nor model.
+    """Read and check the rows of the training split or, with ``train=False``, the evaluation split; None if that is not configured.
 
-    Args:
-        config: the ``data`` section.
-        train: the training split if true, else the evaluation split.
-        seed: seed of the built-in tasks.
-
-    Returns:
-        None if the configuration has no evaluation data.
+    ``seed`` is for tasks whose problems are drawn.
 
     Raises:
         ValueError: in one line, for a missing file, split or column, an unreadable line, an empty dataset, or a pattern that matches
@@ -83,15 +75,13 @@ def load_rows(config: DataConfig, *, train: bool, seed: int) -> Rows | None:
     if answer_column is not None and all(row[answer_column] is None for row in rows):
         raise ValueError(f"data.answer_column={answer_column}: it is empty in every row of {source}")
     pattern = _compile(config.answer_pattern)
+    pattern_setting = f"data.answer_pattern={config.answer_pattern!r}"
     if pattern is not None and answer_column is None:
-        raise ValueError(
-            f"data.answer_pattern={config.answer_pattern!r} needs data.answer_column, the column to search for the pattern"
-        )
+        raise ValueError(f"{pattern_setting} needs data.answer_column, the column to search for the pattern")
     prompts, columns, num_without_answer = [], [], 0
     for number, row in enumerate(rows, 1):
-        prompts.append(
-            _checked_prompt(row[config.prompt_column], f"{source}, row {number}, column {config.prompt_column}")
-        )
+        location = f"{source}, row {number}, column {config.prompt_column}"
+        prompts.append(_checked_prompt(row[config.prompt_column], location))
         others = {name: value for name, value in row.items() if name != config.prompt_column}
         if answer_column is not None:
             others["answer"] = _match_answer(row[answer_column], pattern)
@@ -99,7 +89,7 @@ def load_rows(config: DataConfig, *, train: bool, seed: int) -> Rows | None:
         columns.append(others)
     if num_without_answer == len(rows):
         raise ValueError(
-            f"data.answer_pattern={config.answer_pattern!r} matches nothing in column {answer_column!r} of {source}; "
+            f"{pattern_setting} matches nothing in column {answer_column!r} of {source}; "
             f"its first value is {str(rows[0][answer_column])[:80]!r}"
         )
     return Rows(source, prompts, columns, *system_prompt_and_instructions(config, dataset), num_without_answer)
@@ -166,9 +156,8 @@ def _checked_prompt(value: Any, location: str) -> str | list[dict[str, str]]:
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         raise ValueError(f"{location}: expected text or a list of {{role, content}} messages, got {str(value)[:80]!r}")
     if value[-1]["role"] in ("system", "assistant"):
-        raise ValueError(
-            f"{location}: the last message is of role {value[-1]['role']!r}; a prompt ends with the user's"
-        )
+        role = value[-1]["role"]
+        raise ValueError(f"{location}: the last message is of role {role!r}; a prompt ends with the user's")
     return [{"role": m["role"], "content": m["content"]} for m in value]
 
 
@@ -180,16 +169,14 @@ def _render_row(number: int, rows: Rows, config: DataConfig, tokenizer: Any) -> 
     """The rendered prompt of a row; ``number`` counts rows from 1."""
     prompt = rows.prompts[number - 1]
     if config.prompt_template is not None and not isinstance(prompt, str) and len(prompt) > 1:
-        raise ValueError(
-            f"{rows.source}, row {number}: data.prompt_template takes a single question, and this prompt is a conversation of "
-            f"{len(prompt)} messages"
-        )
+        reason = f"takes a single question, and this prompt is a conversation of {len(prompt)} messages"
+        raise ValueError(f"{rows.source}, row {number}: data.prompt_template {reason}")
     try:
         return render(prompt, tokenizer, rows.system_prompt, config.few_shot, config.prompt_template)
     except Exception as error:  # a chat template is a program that comes with the model
-        raise ValueError(
-            f"the model's chat template does not work on row {number} of {rows.source}: {first_line(error.__cause__ or error)}"
-        ) from None
+        reason = first_line(error.__cause__ or error)
+        location = f"row {number} of {rows.source}"
+        raise ValueError(f"the model's chat template does not work on {location}: {reason}") from None
 
 
 def _with_instructions(rows: Rows, config: DataConfig, tokenizer: Any) -> Rows:

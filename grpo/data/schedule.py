@@ -1,7 +1,5 @@
 """Assign problems to steps and ranks, as a pure function of the step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -12,20 +10,15 @@ from grpo.seeding import derive_seed, generator
 
 
 def check_enough(num_problems: int, prompts_per_step: int, *, unit: int = 1) -> None:
-    """Check that there are enough training problems for one step.
+    """Raise ``ValueError`` if there are too few training problems for one step; the message names a ``prompts_per_step`` that works.
 
-    Args:
-        unit: ``prompts_per_step`` must be a multiple of this number (ranks times minibatches).
-
-    Raises:
-        ValueError: if there are too few; the message names a value of ``prompts_per_step`` that works.
+    ``prompts_per_step`` must be a multiple of ``unit`` (ranks times minibatches).
     """
     if num_problems < prompts_per_step:
         fits = num_problems // unit * unit
         works = f"use prompts_per_step={fits}, or more data" if fits else f"at least {unit} are needed"
-        raise ValueError(
-            f"{num_problems} training problems are fewer than rollout.prompts_per_step={prompts_per_step}: {works}"
-        )
+        wanted = f"rollout.prompts_per_step={prompts_per_step}"
+        raise ValueError(f"{num_problems} training problems are fewer than {wanted}: {works}")
 
 
 class Schedule:
@@ -69,14 +62,8 @@ class Schedule:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         key = (epoch, rank, world_size)
         if key not in self._orders:
-            sampler = DistributedSampler(
-                self.problems,
-                num_replicas=world_size,
-                rank=rank,
-                shuffle=True,
-                seed=derive_seed(self.seed, "data order"),
-                drop_last=True,
-            )
+            seed = derive_seed(self.seed, "data order")
+            sampler = DistributedSampler(self.problems, world_size, rank, shuffle=True, seed=seed, drop_last=True)
             sampler.set_epoch(epoch)
             self._orders = {k: order for k, order in self._orders.items() if k[0] == epoch}  # forget other epochs
             self._orders[key] = list(sampler)

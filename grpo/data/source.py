@@ -1,7 +1,5 @@
 """Read the rows of a dataset: the Hub, a file, a saved folder, a built-in task, reasoning-gym. The only file that imports ``datasets``."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any
@@ -43,21 +41,14 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
 
 
 def _read(setting: str, dataset: str, config_name: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
-    """The rows of one split of a file, a folder or a Hub dataset.
-
-    Raises:
-        ValueError: in one line that begins with ``setting``.
-    """
+    """The rows of one split of a file, a folder or a Hub dataset. A ``ValueError`` is one line that begins with ``setting``."""
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(
-        datasets.logging.CRITICAL
-    )  # it logs the errors that it raises, which are reported below
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised too, and reported below
     suffix = os.path.splitext(dataset)[1].lower()
-    looks_local = dataset.startswith((".", "/", "~")) or suffix in FORMATS
     if not os.path.exists(dataset):
-        if looks_local:
+        if dataset.startswith((".", "/", "~")) or suffix in FORMATS:
             raise ValueError(f"{setting} does not exist{describe_similar_files(dataset)}")
         if not hub_answers():  # use the cache at once: the Hub's client would retry for 23 seconds
             datasets.config.HF_HUB_OFFLINE = True
@@ -66,10 +57,8 @@ def _read(setting: str, dataset: str, config_name: str | None, split: str, limit
             raise ValueError(f"{setting}: files must end in {', '.join(FORMATS)}")
         if os.path.getsize(dataset) == 0:
             raise ValueError(f"{setting} is empty")
-    if suffix == ".csv" and os.path.isfile(dataset):
-        mistake = csv_error(dataset)
-        if mistake:
-            raise ValueError(setting + mistake)
+    if suffix == ".csv" and os.path.isfile(dataset) and (mistake := csv_error(dataset)):
+        raise ValueError(setting + mistake)
     try:
         rows = _load(dataset, suffix, config_name, split)
         return list(rows if limit is None else rows.select(range(min(limit, len(rows)))))
@@ -80,9 +69,8 @@ def _read(setting: str, dataset: str, config_name: str | None, split: str, limit
             names = re.findall(r"'([^']*)'", str(error).splitlines()[1])
             raise ValueError(f"{setting}: it has the configurations {', '.join(names)}: set data.config_name") from None
         if not os.path.exists(dataset) and not hub_answers():
-            raise ValueError(
-                f"{setting} is no file or folder here, the Hub cannot be reached, and its cache has no copy of that name"
-            ) from None
+            reason = "is no file or folder here, the Hub cannot be reached, and its cache has no copy of that name"
+            raise ValueError(f"{setting} {reason}") from None
         reason = f" (split {split!r}) cannot be read: {first_line(error.__cause__ or error)}"
         if os.path.isdir(dataset):
             raise ValueError(f"{setting}{reason}; give a file, or a folder saved by datasets") from None

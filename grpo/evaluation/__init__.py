@@ -4,7 +4,6 @@ The evaluations of the training loop and ``python -m grpo.evaluation --config X 
 ``grading.Grader`` grades completions, ``collect.evaluate`` samples and grades all problems. Importing this package imports no torch.
 """
 
-from grpo.evaluation.estimate import Estimate, estimates, metric_names, pass_at_k
-from grpo.evaluation.result import CompletionResult
+from grpo.evaluation.estimate import CompletionResult, Estimate, estimates, metric_names, pass_at_k
 
 __all__ = ["CompletionResult", "Estimate", "estimates", "metric_names", "pass_at_k"]

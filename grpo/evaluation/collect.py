@@ -1,15 +1,12 @@
 """Sample and grade all problems, and gather the results of all ranks, so that no metric depends on the number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo.batch import Group, Problem
 from grpo.distributed import World
-from grpo.evaluation.estimate import Estimate, estimates
-from grpo.evaluation.result import CompletionResult
+from grpo.evaluation.estimate import CompletionResult, Estimate, estimates
 from grpo.rollout import BuiltinEngine, SamplingParams
 
 ROWS_PER_CALL = 256
@@ -58,32 +55,17 @@ class Evaluation:
 
 
 def evaluate(
-    engine: BuiltinEngine,
-    problems: Sequence[Problem],
-    grade: Grade,
-    world: World,
-    *,
-    num_samples: int,
-    temperature: float,
-    max_completion_length: int,
-    stop: tuple[str, ...] = (),
-    tokens_in_flight: int | None = None,
-    seed: int,
-    step: int = 0,
-    keep_texts: bool = False,
-    on_problems: Callable[[int], None] | None = None,
-) -> Evaluation:
+    engine: BuiltinEngine, problems: Sequence[Problem], grade: Grade, world: World, *,
+    num_samples: int, temperature: float, max_completion_length: int, stop: tuple[str, ...] = (),
+    tokens_in_flight: int | None = None, seed: int, step: int = 0,
+    keep_texts: bool = False, on_problems: Callable[[int], None] | None = None,
+) -> Evaluation:  # fmt: skip
     """Evaluate one greedy completion of every problem and, if ``num_samples`` is more than 1, that many samples.
 
     Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions, not averages, so the metrics are exact
     for any number of ranks.
 
-    Args:
-        keep_texts: keep the text of every completion in its result.
-        on_problems: called with the number of problems after each call of the sampler, for a progress bar.
-
-    Raises:
-        Exception: an error of ``grade`` on any rank, on all ranks.
+    An error of ``grade`` on any rank is raised on all ranks. ``on_problems`` is called with a number of problems after each sampler call.
     """
     own_indices = range(world.rank, len(problems), world.size)
     # Problems of similar prompt length are sampled together. The order has no effect on the results.
@@ -103,17 +85,14 @@ def evaluate(
         return results
 
     options = dict(stop=stop, tokens_in_flight=tokens_in_flight)
-    greedy: dict[int, list[CompletionResult]] = {}
     samples: dict[int, list[CompletionResult]] = {}
     with world.fail_together(), world.interruptible():
         greedy = results_of("greedy", SamplingParams(1, max_completion_length, temperature=0.0, **options))
         if num_samples > 1:
             sampling = SamplingParams(num_samples, max_completion_length, temperature=temperature, **options)
             samples = results_of("samples", sampling)
-    gathered: dict[int, ProblemResult] = {}
     own = {index: (greedy[index][0], samples.get(index, [])) for index in own_indices}
-    for share in world.gather_objects(own):
-        gathered |= {index: ProblemResult(problems[index], *results) for index, results in share.items()}
-    results = [gathered[index] for index in range(len(problems))]
+    gathered = dict(item for share in world.gather_objects(own) for item in share.items())
+    results = [ProblemResult(problem, *gathered[index]) for index, problem in enumerate(problems)]
     metrics = estimates([r.greedy for r in results], [r.samples for r in results] if num_samples > 1 else [])
     return Evaluation(results, metrics)

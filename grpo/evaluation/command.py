@@ -9,10 +9,7 @@ completions and their results to OUTPUT_DIR/evaluation.json (or --output). With 
 ("before") with the last ("after").
 """
 
-from __future__ import annotations
-
 import argparse
-import dataclasses
 import errno
 import json
 import os
@@ -29,9 +26,8 @@ from grpo.config import Config, load_config
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, evaluate
-from grpo.evaluation.estimate import Estimate
+from grpo.evaluation.estimate import CompletionResult
 from grpo.evaluation.grading import Grader, check_reward_names
-from grpo.evaluation.result import CompletionResult
 from grpo.logprobs import CompletionScorer
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
@@ -50,15 +46,12 @@ INTERVAL_METHOD = (
 
 
 def main(argv: list[str]) -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m grpo.evaluation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="python -m grpo.evaluation", description=__doc__, formatter_class=formatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--model", action="append", help="folder or Hub id; can be repeated; default: the configuration's model"
-    )
+    model_help = "folder or Hub id; can be repeated; default: the configuration's model"
+    parser.add_argument("--model", action="append", help=model_help)
     parser.add_argument("--output", type=Path, help="the JSON file to write")
     options, rest = parser.parse_known_args(argv)
     world = None
@@ -75,12 +68,9 @@ def main(argv: list[str]) -> int:
 
 def run(config: Config, models: list[str], output: Path, world: World) -> list[Evaluation]:
     """Evaluate each model on all ranks. The main rank prints the results and writes the file."""
-    with RewardRunner(
-        config.reward.functions,
-        timeout_s=config.reward.timeout_s,
-        num_workers=config.reward.num_workers,
-        device=world.device,
-    ) as rewards:
+    reward = config.reward
+    settings = dict(timeout_s=reward.timeout_s, num_workers=reward.num_workers, device=world.device)
+    with RewardRunner(reward.functions, **settings) as rewards:
         with world.fail_together():
             rows = _checked_rows(config, rewards)
         with world.fail_together():
@@ -123,29 +113,19 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
         path = resolve_model(model, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
     with world.fail_together():
         engine, problems = _load(config, path, rows, world)
-    passes = 1 + (config.eval.num_samples > 1)
-    total = len(problems[world.rank :: world.size]) * passes
+    total = len(problems[world.rank :: world.size]) * (1 + (config.eval.num_samples > 1))
     show_bar = world.is_main and sys.stderr.isatty()
     with tqdm(total=total, desc=model, unit="problem", leave=False, disable=not show_bar) as bar:
+        r, e = config.rollout, config.eval
         evaluation = evaluate(
-            engine,
-            problems,
-            Grader(config.eval, rewards),
-            world,
-            num_samples=config.eval.num_samples,
-            temperature=config.eval.temperature,
-            max_completion_length=config.rollout.max_completion_length,
-            stop=tuple(config.rollout.stop),
-            tokens_in_flight=config.rollout.tokens_in_flight,
-            seed=config.seed,
-            keep_texts=True,
-            on_problems=bar.update,
-        )
+            engine, problems, Grader(e, rewards), world, num_samples=e.num_samples, temperature=e.temperature,
+            max_completion_length=r.max_completion_length, stop=tuple(r.stop), tokens_in_flight=r.tokens_in_flight,
+            seed=config.seed, keep_texts=True, on_problems=bar.update,
+        )  # fmt: skip
     num_completions = len(evaluation.completions)
     if evaluation.num_unscored == num_completions:
-        raise ValueError(
-            f"the reward that decides what is correct could score none of {num_completions} completions: there is no accuracy to report"
-        )
+        count = f"none of {num_completions} completions"
+        raise ValueError(f"the reward that decides what is correct could score {count}: there is no accuracy to report")
     return evaluation
 
 
@@ -155,11 +135,8 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
     problem_set = make_problems(rows, config.data, tokenizer)
     num_left_out = problem_set.num_too_long + problem_set.num_empty
     if num_left_out and world.is_main:
-        max_length = config.data.max_prompt_length
-        print(
-            f"note: {num_left_out} problems are left out: their prompts are longer than {max_length} tokens, or empty",
-            flush=True,
-        )
+        reason = f"their prompts are longer than {config.data.max_prompt_length} tokens, or empty"
+        print(f"note: {num_left_out} problems are left out: {reason}", flush=True)
     problems = problem_set.problems[: config.eval.max_samples]
     check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
     settings = config.model.model_dump(exclude={"name_or_path"})
@@ -170,7 +147,6 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
 
 
 def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:
-    """The lines that the command prints for one model: one metric a line, with value, interval and count."""
     n, e = len(evaluation.problems), config.eval
     samples = f" and {e.num_samples} samples at temperature {e.temperature:g}" if e.num_samples > 1 else ""
     yield f"model     {model}"
@@ -196,17 +172,16 @@ def write_json(config: Config, models: list[str], evaluations: list[Evaluation],
                 "model": model,
                 "num_problems": len(evaluation.problems),
                 "num_unscored": evaluation.num_unscored,
-                "metrics": {f"eval/{name}": _estimate_json(e) for name, e in evaluation.estimates.items()},
+                "metrics": {
+                    f"eval/{name}": {key: value for key, value in vars(estimate).items() if value is not None}
+                    for name, estimate in evaluation.estimates.items()
+                },
                 "problems": [_problem_json(result) for result in evaluation.problems],
             }
             for model, evaluation in zip(models, evaluations, strict=True)
         ],
     }
     write_atomically(output, json.dumps(json_safe(content), ensure_ascii=False, indent=1) + "\n")
-
-
-def _estimate_json(estimate: Estimate) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(estimate).items() if value is not None}
 
 
 def _problem_json(result: ProblemResult) -> dict[str, Any]:
@@ -221,5 +196,5 @@ def _problem_json(result: ProblemResult) -> dict[str, Any]:
 
 
 def _completion_json(result: CompletionResult) -> dict[str, Any]:
-    values = dataclasses.asdict(result)
+    values = dict(vars(result))
     return {"completion": values.pop("text"), **values}

@@ -1,7 +1,6 @@
 """Metrics of an evaluation from the results of its completions: rates, pass@k and means, each with a 95% interval. Imports no torch.
 
-The unit of every interval is the problem. Samples of one problem are correlated, so N problems with n samples each contain less
-information than N*n independent completions. One observation is therefore the mean over the samples of one problem.
+Samples of one problem are correlated, so one observation is the mean over the samples of one problem.
 
 - Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``, where ``se`` is the standard error of
   the mean over problems (effective size of a cluster sample: Kish, 1965; with Wilson's interval: Dean and Pagano, 2015). With one
@@ -10,23 +9,37 @@ information than N*n independent completions. One observation is therefore the m
 - Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30 problems.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from grpo.evaluation.result import CompletionResult
 from grpo.telemetry.intervals import Z, wilson
+
+
+@dataclass(frozen=True)
+class CompletionResult:
+    """The evaluation result of one completion."""
+
+    correct: bool
+    """Whether the correctness reward is above ``eval.correct_above``."""
+    formatted: bool
+    lenient: bool
+    """Whether the last number in the text equals the answer, with or without tags."""
+    length: int
+    """Tokens."""
+    truncated: bool
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """The value of each reward, without its weight; None where the reward gave no score."""
+    scored: bool = True
+    """Whether the correctness reward gave a score. A completion without a score counts as wrong."""
+    text: str | None = None
+    """The completion's text; None if the evaluation does not keep texts."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate, from ``num_samples`` samples, of the probability that at least one of ``k`` samples is correct.
 
-    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., 2021, eq. 1), with exact integers.
-
-    Raises:
-        ValueError: unless ``0 <= num_correct <= num_samples`` and ``1 <= k <= num_samples``.
+    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., 2021, eq. 1), with exact integers. ``ValueError`` if ``c`` or ``k`` exceeds ``n``.
     """
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"num_correct={num_correct} must lie in [0, num_samples={num_samples}]")
@@ -48,15 +61,12 @@ class Estimate:
 
 
 def rate_of(values: Sequence[float], samples: int, value: float | None = None) -> tuple[float, float, float]:
-    """A rate and its interval.
+    """``(rate, low, high)``: a rate and its interval.
 
     Args:
         values: one number in [0, 1] per problem.
         samples: the number of completions of each problem.
         value: the rate, if it is known more exactly than the mean of ``values``.
-
-    Returns:
-        ``(rate, low, high)``.
     """
     N = len(values)
     mean = math.fsum(values) / N
@@ -100,17 +110,14 @@ def estimates(greedy: Sequence[CompletionResult], samples: Sequence[Sequence[Com
             passed = [pass_at_k(n, sum(result.correct for result in row), k) for row in samples]
             found[f"pass@{k}"] = Estimate(*rate_of(passed, n))
         found |= _other_metrics(samples)
-        found |= {f"greedy_{name}": e for name, e in _other_metrics(greedy_rows).items() if "/" not in name}
-    else:
-        found |= _other_metrics(greedy_rows)
-    return found
+        return found | {f"greedy_{name}": e for name, e in _other_metrics(greedy_rows).items() if "/" not in name}
+    return found | _other_metrics(greedy_rows)
 
 
 def metric_names(num_samples: int, rewards: Sequence[str]) -> list[str]:
     """The names, with ``eval/``, of the metrics that an evaluation with ``num_samples`` samples per problem reports."""
-    result = CompletionResult(
-        correct=False, formatted=False, lenient=False, length=0, truncated=False, rewards=dict.fromkeys(rewards)
-    )
+    blank = dict(correct=False, formatted=False, lenient=False, length=0, truncated=False)
+    result = CompletionResult(**blank, rewards=dict.fromkeys(rewards))
     return [f"eval/{name}" for name in estimates([result], [[result] * num_samples] if num_samples > 1 else [])]
 
 
@@ -130,6 +137,5 @@ def _other_metrics(rows: Sequence[Sequence[CompletionResult]]) -> dict[str, Esti
 def _share(rows: Sequence[Sequence[CompletionResult]], attribute: str) -> Estimate:
     """The share of completions for which an attribute of their result is true."""
     counts = [sum(getattr(result, attribute) for result in row) for row in rows]
-    n = len(rows[0])
-    of = n * len(rows)
+    n, of = len(rows[0]), len(rows[0]) * len(rows)
     return Estimate(*rate_of([c / n for c in counts], n, sum(counts) / of), sum(counts), of)

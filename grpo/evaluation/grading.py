@@ -1,12 +1,10 @@
 """Grade completions with the rewards of a run: is a completion correct, well-formed, correct by its last number, truncated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from grpo.batch import Completion, Group, Problem
 from grpo.config import EvalConfig
-from grpo.evaluation.result import CompletionResult
+from grpo.evaluation.estimate import CompletionResult
 from grpo.rewards import RewardRunner
 from grpo.rewards.extract import answers_equal, extract_answer, has_format
 from grpo.rewards.groups import score_groups
@@ -37,14 +35,11 @@ class Grader:
     def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
         rows = iter(score_groups(self.rewards, groups).values)
         return [
-            [
-                self._grade(group.problem, completion, dict(zip(self.rewards.names, next(rows), strict=True)))
-                for completion in group.completions
-            ]
-            for group in groups
+            [self._grade(group.problem, completion, next(rows)) for completion in group.completions] for group in groups
         ]
 
-    def _grade(self, problem: Problem, completion: Completion, rewards: dict[str, float | None]) -> CompletionResult:
+    def _grade(self, problem: Problem, completion: Completion, row: list[float | None]) -> CompletionResult:
+        rewards = dict(zip(self.rewards.names, row, strict=True))
         correctness = rewards[self.correctness]
         answer = problem.columns.get("answer")
         last_number = extract_answer(completion.text, mode="lenient")
@@ -61,11 +56,7 @@ class Grader:
 
 
 def check_reward_names(config: EvalConfig, names: Sequence[str]) -> None:
-    """Check that ``eval.correctness`` and ``eval.format`` are among the names of the rewards.
-
-    Raises:
-        ValueError: if one is not; the message lists the rewards.
-    """
+    """Raise ``ValueError``, with a list of the rewards, unless ``eval.correctness`` and ``eval.format`` are among them."""
     for key, name in (("correctness", config.correctness), ("format", config.format)):
         if name is not None and name not in names:
             raise ValueError(f"eval.{key}={name}: no such reward; there are {', '.join(names)}")

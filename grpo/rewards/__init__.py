@@ -1,6 +1,6 @@
-"""Reward functions, built-in and the user's own. They run in worker processes that can be killed. See ``docs/rewards.md``.
+"""Reward functions, built-in and the user's own, run in worker processes that can be killed. See ``docs/rewards.md``.
 
-This package imports no torch, because the worker processes import it too.
+The worker processes import this package too, so it imports no torch.
 """
 
 from grpo.rewards.extract import completion_text
@@ -9,11 +9,5 @@ from grpo.rewards.result import RewardContractError, RewardResult, RewardSpec
 from grpo.rewards.runner import RewardRunner
 
 __all__ = [
-    "BUILTIN",
-    "RewardContractError",
-    "RewardResult",
-    "RewardRunner",
-    "RewardSpec",
-    "completion_text",
-    "load_reward",
-]
+    "BUILTIN", "RewardContractError", "RewardResult", "RewardRunner", "RewardSpec", "completion_text", "load_reward",
+]  # fmt: skip

@@ -1,43 +1,37 @@
-"""Checks of arguments and columns that the built-in rewards share."""
+"""Checks of arguments and columns that the built-in rewards share. Each raises a ``ValueError`` whose message is one line."""
 
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
+Scores = list[float | None]
+"""One reward per completion. ``None`` marks a row that cannot be scored."""
+
 
 def check_columns(reward: str, needed: Collection[str], available: Collection[str]) -> None:
-    """Check that the rows have every column that a reward needs.
-
-    Raises:
-        ValueError: in one line that lists the missing columns and those that the rows have.
-    """
+    """Check that the rows have every column that a reward needs."""
     missing = sorted(set(needed) - set(available))
     if missing:
-        raise ValueError(
-            f"reward {reward!r} needs the column(s) {', '.join(missing)}; the rows have {', '.join(sorted(available)) or 'none'}"
-        )
+        existing = ", ".join(sorted(available)) or "none"
+        raise ValueError(f"reward {reward!r} needs the column(s) {', '.join(missing)}; the rows have {existing}")
 
 
 def column_values(columns: dict[str, Any], name: str, completions: Sequence[Any], reward: str) -> Sequence[Any]:
-    """The column ``name``, one value per completion. Without completions the column may be missing.
-
-    Raises:
-        ValueError: if the rows have no such column.
-    """
+    """The column ``name``, one value per completion. Without completions the column may be missing."""
     if completions:
         check_columns(reward, [name], columns)
     return columns.get(name, [])
 
 
 def require_number(**arguments: Any) -> None:
-    """Raise ``ValueError`` with the name of the first argument that is not a finite number."""
+    """Check that every argument is a finite number."""
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"{name} must be a number, got {value!r}")
 
 
 def require_tag(tag: Any) -> None:
-    """Raise ``ValueError`` unless ``tag`` is the name of a tag without its angle brackets."""
+    """Check that ``tag`` is the name of a tag without its angle brackets."""
     if not isinstance(tag, str) or not tag or set(tag) & set("<>/ "):
         raise ValueError(f"tag must be a bare name such as 'answer' (no angle brackets), got {tag!r}")
 

@@ -1,40 +1,20 @@
 """The built-in rewards that read only the text and the columns: ``B`` completions in, ``B`` numbers out.
 
-Signature: ``fn(prompts, completions, *, <arguments>, **columns) -> list[float | None]``. The keyword-only parameters are the
-arguments that a configuration sets (``args:``), with their published values as defaults. ``None`` marks a row that cannot be scored.
+Signature: ``fn(prompts, completions, *, <arguments>, **columns) -> list[float | None]``; prompts and completions are texts or lists of
+messages. The keyword-only parameters are the arguments that a configuration sets (``args:``), with their published values as defaults.
 Each function checks its arguments before any row, so a call without rows checks a configuration.
 """
 
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from typing import Any
-
-from grpo.rewards.arguments import column_values, is_missing, require_number, require_tag
-from grpo.rewards.expression import evaluate_expression
-from grpo.rewards.extract import (
-    answers_equal,
-    compile_pattern,
-    completion_text,
-    extract_answer,
-    has_format,
-    parse_number,
-    tag_content,
-)
+from grpo.rewards import completion_text
+from grpo.rewards.arguments import Scores, column_values, is_missing, require_number, require_tag
+from grpo.rewards.expression import solves_countdown
+from grpo.rewards.extract import answers_equal, compile_pattern, extract_answer, has_format, tag_content
 
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 """Five groups: one for each tag, and one that matches if nothing follows the last tag."""
 
 
-def accuracy(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    mode: str = "strict",
-    value: float = 1.0,
-    tag: str = "answer",
-    column: str = "answer",
-    **columns: Any,
-) -> list[float | None]:
+def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", column="answer", **columns) -> Scores:
     """``value`` where the answer equals the gold answer (as a number, else as normalised text), and 0 elsewhere.
 
     ``mode="strict"`` reads the answer from the only ``<tag>...</tag>``, ``mode="lenient"`` takes the last number of the response.
@@ -42,7 +22,7 @@ def accuracy(
     extract_answer("", mode, tag)
     require_number(value=value)
     require_tag(tag)
-    rewards: list[float | None] = []
+    rewards: Scores = []
     for completion, gold in zip(completions, column_values(columns, column, completions, "accuracy"), strict=True):
         if is_missing(gold):
             rewards.append(None)
@@ -52,14 +32,7 @@ def accuracy(
     return rewards
 
 
-def format(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    pattern: str | None = None,
-    value: float = 1.0,
-    **columns: Any,
-) -> list[float]:
+def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Scores:
     """``value`` where the whole response matches ``pattern`` (DOTALL, fullmatch), else 0.
 
     The default is ``<think> ... </think> <answer> ... </answer>`` with each tag exactly once (DeepSeek-R1). A pattern that backtracks
@@ -70,15 +43,7 @@ def format(
     return [float(value) if has_format(completion_text(c), compiled) else 0.0 for c in completions]
 
 
-def tag_groups(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    pattern: str = TAGS_PATTERN,
-    per_group: float = 0.1,
-    max_value: float = 0.5,
-    **columns: Any,
-) -> list[float]:
+def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max_value=0.5, **columns) -> Scores:
     """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most ``max_value`` in total.
 
     A group counts once however often it matches, so repeating a tag earns nothing. Source of the values (0.1 and 0.5): "The One Big
@@ -90,31 +55,22 @@ def tag_groups(
         raise ValueError(f"tag_groups counts the groups of its pattern, and {pattern!r} has none")
 
     def num_matched_groups(text: str) -> int:
-        seen: set[int] = set()
-        for match in compiled.finditer(text):
-            seen.update(number for number, group in enumerate(match.groups(), 1) if group is not None)
-        return len(seen)
+        matches = [match.groups() for match in compiled.finditer(text)]
+        return sum(any(found is not None for found in group) for group in zip(*matches, strict=True))
 
     return [min(per_group * num_matched_groups(completion_text(c)), float(max_value)) for c in completions]
 
 
 def exact_or_stripped(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    exact: float = 3.0,
-    stripped: float = 1.5,
-    tag: str = "answer",
-    column: str = "answer",
-    **columns: Any,
-) -> list[float | None]:
+    prompts, completions, *, exact=3.0, stripped=1.5, tag="answer", column="answer", **columns
+) -> Scores:
     """``exact`` where the text inside the tag is the gold answer, ``stripped`` where it differs in surrounding white space, else 0.
 
     Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     require_number(exact=exact, stripped=stripped)
     require_tag(tag)
-    rewards: list[float | None] = []
+    rewards: Scores = []
     golds = column_values(columns, column, completions, "exact_or_stripped")
     for completion, gold in zip(completions, golds, strict=True):
         content = tag_content(completion_text(completion), tag)
@@ -127,15 +83,7 @@ def exact_or_stripped(
     return rewards
 
 
-def soft_overlong(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    completion_ids: Sequence[Sequence[int]],
-    *,
-    max_length: int,
-    cache_length: int,
-    **columns: Any,
-) -> list[float]:
+def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cache_length: int, **columns) -> Scores:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13, with 20480 and 4096 tokens).
 
     0 for up to ``max_length - cache_length`` tokens, then a linear decrease to -1 at ``max_length``, and -1 beyond.
@@ -148,16 +96,9 @@ def soft_overlong(
 
 
 def countdown(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    value: float = 1.0,
-    format_value: float = 0.0,
-    tag: str = "answer",
-    numbers_column: str = "numbers",
-    target_column: str = "target",
-    **columns: Any,
-) -> list[float | None]:
+    prompts, completions, *, value=1.0, format_value=0.0, tag="answer", numbers_column="numbers",
+    target_column="target", **columns,
+) -> Scores:  # fmt: skip
     """``value`` where the expression in the tag uses each number of the row exactly once and equals the row's target.
 
     ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. An equation such as ``(3 + 5) * 3 = 24`` is
@@ -167,7 +108,7 @@ def countdown(
     require_tag(tag)
     numbers = column_values(columns, numbers_column, completions, "countdown")
     targets = column_values(columns, target_column, completions, "countdown")
-    rewards: list[float | None] = []
+    rewards: Scores = []
     for completion, row_numbers, target in zip(completions, numbers, targets, strict=True):
         content = extract_answer(completion_text(completion), "strict", tag)
         if row_numbers is None or is_missing(target):
@@ -175,19 +116,5 @@ def countdown(
         elif content is None:
             rewards.append(0.0)
         else:
-            rewards.append(float(value if _solves(content, row_numbers, target) else format_value))
+            rewards.append(float(value if solves_countdown(content, row_numbers, target) else format_value))
     return rewards
-
-
-def _solves(content: str, numbers: Iterable[Any], target: Any) -> bool:
-    expression, equals, claimed = content.partition("=")
-    goal = parse_number(str(target))
-    if goal is None:
-        raise ValueError(f"the target of a countdown row must be a number, got {target!r}")
-    try:
-        result, used = evaluate_expression(expression)
-    except ValueError:
-        return False
-    if equals and parse_number(claimed) != result:
-        return False
-    return result == goal and sorted(used) == sorted(int(Fraction(str(number))) for number in numbers)

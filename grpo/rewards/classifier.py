@@ -1,7 +1,6 @@
 """``classifier:<model>``: a Hugging Face sequence classifier with one label as a reward model.
 
-The classifier runs in the training process on the rank's device, in batches and without gradient. A worker process would need a CUDA
-context of its own.
+It runs in the training process on the rank's device, because a worker process would need a CUDA context of its own.
 """
 
 import os
@@ -24,28 +23,25 @@ class ClassifierReward:
     """
 
     def __init__(self, name_or_path: str):
-        is_unreachable = (
-            not os.path.exists(name_or_path) and not hub_answers()
-        )  # the Hub's client would retry for a minute
+        reward = f"reward 'classifier:{name_or_path}'"
+        # Without the call of hub_answers the Hub's client would retry for a minute.
+        is_unreachable = not os.path.exists(name_or_path) and not hub_answers()
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-            self.model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                name_or_path, output_loading_info=True
-            )
+            load_model = AutoModelForSequenceClassification.from_pretrained
+            self.model, loaded = load_model(name_or_path, output_loading_info=True)
         except Exception as error:  # transformers raises many types of exceptions for broken files
             reason = first_line(error)
             if is_unreachable:
                 reason = "it is no folder here, the Hub cannot be reached, and its cache has no copy of that name"
-            raise ValueError(f"reward 'classifier:{name_or_path}' cannot be loaded: {reason}") from error
-        if self.model.config.num_labels != 1:
+            raise ValueError(f"{reward} cannot be loaded: {reason}") from error
+        num_labels, missing = self.model.config.num_labels, sorted(loaded["missing_keys"])
+        if num_labels != 1:
             raise ValueError(
-                f"reward 'classifier:{name_or_path}' has {self.model.config.num_labels} labels; "
-                "a reward model has num_labels=1 and its one logit is the reward"
+                f"{reward} has {num_labels} labels; a reward model has num_labels=1 and its one logit is the reward"
             )
-        if loaded["missing_keys"]:
-            raise ValueError(
-                f"reward 'classifier:{name_or_path}' is no trained classifier: it has no {', '.join(sorted(loaded['missing_keys']))}"
-            )
+        if missing:
+            raise ValueError(f"{reward} is no trained classifier: it has no {', '.join(missing)}")
         if self.tokenizer.pad_token_id is None:
             if self.tokenizer.eos_token_id is None:
                 raise ValueError(f"the tokenizer of 'classifier:{name_or_path}' has neither a pad nor an EOS token")
@@ -60,12 +56,7 @@ class ClassifierReward:
         return self
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        *,
-        batch_size: int = 16,
-        max_length: int | None = None,
+        self, prompts: Sequence[Any], completions: Sequence[Any], *, batch_size: int = 16, max_length: int | None = None
     ) -> list[float]:
         """Score prompt and completion together: concatenated text, or the tokenizer's chat template for messages.
 
@@ -77,18 +68,12 @@ class ClassifierReward:
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         # A chat template writes the special tokens into the text, so the tokenizer must not add them again.
         is_chat = bool(prompts) and not isinstance(prompts[0], str)
+        options = dict(truncation=max_length is not None, max_length=max_length, add_special_tokens=not is_chat)
         rewards: list[float] = []
         for start in range(0, len(texts), batch_size):
-            tokens = self.tokenizer(
-                texts[start : start + batch_size],
-                return_tensors="pt",
-                padding=True,
-                truncation=max_length is not None,
-                max_length=max_length,
-                add_special_tokens=not is_chat,
-            ).to(self.model.device)
+            tokens = self.tokenizer(texts[start : start + batch_size], return_tensors="pt", padding=True, **options)
             with torch.inference_mode():
-                rewards += self.model(**tokens).logits[:, 0].float().tolist()
+                rewards += self.model(**tokens.to(self.model.device)).logits[:, 0].float().tolist()
         return rewards
 
     def _text(self, prompt: Any, completion: Any) -> str:

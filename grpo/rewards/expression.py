@@ -1,8 +1,11 @@
 """A parser for arithmetic expressions: exact values, bounded time and memory, no ``eval``."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from typing import Any
+
+from grpo.rewards.extract import parse_number
 
 MAX_LENGTH = 500
 """Characters. There is no power operator, so this bounds the size of every intermediate value too."""
@@ -28,9 +31,23 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     return value, parser.used
 
 
+def solves_countdown(text: str, numbers: Iterable[Any], target: Any) -> bool:
+    """Whether an expression, or an equation whose right side is its value, equals the target and uses each number exactly once."""
+    expression, equals, claimed = text.partition("=")
+    goal = parse_number(str(target))
+    if goal is None:
+        raise ValueError(f"the target of a countdown row must be a number, got {target!r}")
+    try:
+        result, used = evaluate_expression(expression)
+    except ValueError:
+        return False
+    if equals and parse_number(claimed) != result:
+        return False
+    return result == goal and sorted(used) == sorted(int(Fraction(str(number))) for number in numbers)
+
+
 def _tokens(text: str) -> Iterator[str]:
-    text = text.rstrip()
-    position = 0
+    text, position = text.rstrip(), 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:

@@ -40,10 +40,8 @@ _LAST_NUMBER = re.compile(
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """The text of a completion, which is a string or, in TRL's conversational form, ``[{"role": "assistant", "content": ...}]``.
 
-    Several messages are joined by newlines. Content in parts (``[{"type": "text", "text": ...}]``) is concatenated.
-
-    Raises:
-        ValueError: if the completion has neither form.
+    Several messages are joined by newlines. Content in parts (``[{"type": "text", "text": ...}]``) is concatenated. Any other form is
+    a ``ValueError``.
     """
     if isinstance(completion, str):
         return completion
@@ -72,23 +70,15 @@ def tag_content(text: str, tag: str) -> str | None:
 def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
     """The answer in a response, or ``None`` if there is none.
 
-    Args:
-        text: the response.
-        mode: ``"strict"`` takes the stripped text inside ``<tag>...</tag>`` (``None`` unless there is exactly one such tag and it is
-            not empty); ``"lenient"`` takes the last number anywhere in the text.
-        tag: name of the tag, for ``"strict"``.
-
-    Raises:
-        ValueError: for any other mode.
+    ``"strict"`` takes the stripped text inside ``<tag>...</tag>`` (``None`` unless there is exactly one such tag and it is not empty),
+    ``"lenient"`` the last number anywhere in the text. Any other mode is a ``ValueError``.
     """
     if mode == "strict":
         content = tag_content(text, tag)
         return (content.strip() or None) if content is not None else None
     if mode == "lenient":
-        last = None
-        for match in _LAST_NUMBER.finditer(text.translate(_MINUS_SIGNS)):
-            last = match.group()
-        return last
+        numbers = _LAST_NUMBER.findall(text.translate(_MINUS_SIGNS))
+        return numbers[-1] if numbers else None
     raise ValueError(f"mode must be 'strict' or 'lenient', got {mode!r}")
 
 
@@ -130,11 +120,7 @@ def answers_equal(a: Any, b: Any) -> bool:
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """``re.compile`` with DOTALL.
-
-    Raises:
-        ValueError: if ``pattern`` is not a regular expression.
-    """
+    """``re.compile`` with DOTALL. ``ValueError`` if ``pattern`` is not a regular expression."""
     try:
         return re.compile(pattern, re.DOTALL)
     except (re.error, TypeError) as error:

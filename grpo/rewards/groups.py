@@ -1,8 +1,4 @@
-"""Score sampled groups: build the arguments of the reward functions from ``grpo.batch`` types.
-
-``grpo.rewards`` does not import this module, because ``grpo.batch`` imports torch and reward workers, which import that package, need
-no torch.
-"""
+"""Score sampled groups. ``grpo.rewards`` does not import this module: ``grpo.batch`` imports torch, which reward workers do not need."""
 
 from collections.abc import Sequence
 

@@ -1,23 +1,13 @@
 """The reward ``reasoning_gym``: the scorers of the package reasoning-gym, which is imported only when this reward is used."""
 
-from collections.abc import Sequence
-from typing import Any
-
-from grpo.rewards.arguments import column_values, require_number, require_tag
+from grpo.rewards.arguments import Scores, column_values, require_number, require_tag
 from grpo.rewards.extract import completion_text, extract_answer
 from grpo.system import import_extra
 
 
 def reasoning_gym(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    value: float = 1.0,
-    tag: str = "answer",
-    column: str = "answer",
-    metadata_column: str = "metadata",
-    **columns: Any,
-) -> list[float | None]:
+    prompts, completions, *, value=1.0, tag="answer", column="answer", metadata_column="metadata", **columns
+) -> Scores:
     """``value`` times the score, from 0 to 1, that the task's own scorer gives the text in the tag; 0 without a well-formed tag.
 
     The row's metadata names the task. Many scorers give a wrong answer a small score (0.01), and some give partial scores.
@@ -25,7 +15,7 @@ def reasoning_gym(
     library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
     require_number(value=value)
     require_tag(tag)
-    rewards: list[float | None] = []
+    rewards: Scores = []
     golds = column_values(columns, column, completions, "reasoning_gym")
     metadata_rows = column_values(columns, metadata_column, completions, "reasoning_gym")
     for prompt, completion, gold, metadata in zip(prompts, completions, golds, metadata_rows, strict=True):

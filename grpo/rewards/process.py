@@ -34,14 +34,12 @@ def _worker_sys_path() -> list[str]:
 class WorkerProcess:
     """One worker process, started when it is needed and restarted after it has ended. Only one thread at a time may call it.
 
-    Args:
-        functions: ``(spec, args)`` by key. A new process loads a function at its first call.
-        directory: the worker's working folder. It is fixed when the run starts, so that relative paths stay valid after a restart.
+    ``functions`` are ``(spec, args)`` by key; a new process loads a function at its first call. The working folder ``directory`` is fixed
+    when the run starts, so that relative paths stay valid after a restart.
     """
 
     def __init__(self, functions: list[tuple[str, dict[str, Any]]], directory: str):
-        self.functions = functions
-        self.directory = directory
+        self.functions, self.directory = functions, directory
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
         self._loaded: set[int] = set()
@@ -104,29 +102,15 @@ class WorkerProcess:
     def _start(self) -> None:
         ours, theirs = Pipe(duplex=True)
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    _BOOTSTRAP,
-                    json.dumps(_worker_sys_path()),
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=self.directory,
-                # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group also kills
-                # processes that a reward has started.
-                start_new_session=True,
-            )
-        self._connection = ours
-        self._loaded = set()
-        threading.Thread(
-            target=self._forward_output, args=(self._process.stdout,), daemon=True, name="reward-output"
-        ).start()
+            arguments = [json.dumps(_worker_sys_path()), str(theirs.fileno()), str(os.getpid())]
+            streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group also kills
+            # processes that a reward has started.
+            options = dict(pass_fds=[theirs.fileno()], cwd=self.directory, start_new_session=True)
+            self._process = subprocess.Popen([sys.executable, "-c", _BOOTSTRAP, *arguments], **streams, **options)
+        self._connection, self._loaded = ours, set()
+        output = self._process.stdout
+        threading.Thread(target=self._forward_output, args=(output,), daemon=True, name="reward-output").start()
 
     def _forward_output(self, output: Any) -> None:
         with output:
@@ -137,9 +121,8 @@ class WorkerProcess:
                     continue
                 text = chunk[:num_allowed].decode(errors="replace")
                 if len(chunk) > num_allowed:
-                    text += (
-                        f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
-                    )
+                    limit = f"{MAX_OUTPUT_BYTES} bytes in one step"
+                    text += f"\n[a reward printed more than {limit}; the rest is dropped]\n"
                 with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
                     sys.stderr.write(text)
                     sys.stderr.flush()
@@ -157,5 +140,4 @@ class WorkerProcess:
         self._process.kill()
         self._process.wait()
         self._connection.close()
-        self._process = self._connection = None
-        self._loaded = set()
+        self._process, self._connection, self._loaded = None, None, set()

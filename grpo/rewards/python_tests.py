@@ -1,32 +1,20 @@
 """The reward ``python_tests``: the fraction of a row's tests that the completion's code passes in the sandbox."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from grpo.rewards.arguments import column_values, require_number, require_tag
+from grpo.rewards.arguments import Scores, column_values, require_number, require_tag
 from grpo.rewards.extract import completion_text, tag_content
 from grpo.rewards.sandbox import Limits, run_python
 
 MAX_CODE_LENGTH = 100_000
-_FENCE = "```"
 
 
 def python_tests(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    value: float = 1.0,
-    tag: str | None = None,
-    column: str = "tests",
-    test_seconds: float = 2.0,
-    total_seconds: float = 6.0,
-    memory_mb: int = 512,
-    processes: int = 8,
-    output_kb: int = 1024,
-    allow_unsandboxed: bool = False,
-    **columns: Any,
-) -> list[float | None]:
+    prompts, completions, *, value=1.0, tag=None, column="tests", test_seconds=2.0, total_seconds=6.0, memory_mb=512,
+    processes=8, output_kb=1024, allow_unsandboxed=False, **columns,
+) -> Scores:  # fmt: skip
     """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
 
     The code is the last fenced block of the response, or the whole response if it has none; with ``tag``, the same inside the only
@@ -39,11 +27,9 @@ def python_tests(
     if tag is not None:
         require_tag(tag)
     limits = Limits(test_seconds, total_seconds, memory_mb=memory_mb, processes=processes, output_kb=output_kb)
-    if (
-        not completions
-    ):  # a call without rows checks a configuration: fail now on a machine that cannot provide the sandbox
+    if not completions:  # this call checks a configuration: fail now on a machine that cannot provide the sandbox
         run_python("", [{"code": ""}], limits, allow_unsandboxed=allow_unsandboxed)
-    rewards: list[float | None] = []
+    rewards: Scores = []
     for completion, given in zip(completions, column_values(columns, column, completions, "python_tests"), strict=True):
         tests = read_tests(given)
         code = extract_code(completion_text(completion), tag)
@@ -72,12 +58,8 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
     With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag). A last block without a closing
     fence, from a truncated response, counts too.
     """
-    if tag is not None:
-        inside = tag_content(text, tag)
-        if inside is None:
-            return None
-        text = inside
-    parts = text.split(_FENCE)
+    parts = (text if tag is None else tag_content(text, tag) or "").split("```")
+    text = parts[0]
     if len(parts) > 1:
         # Parts at odd positions are inside fences.
         text = parts[-2] if len(parts) % 2 else parts[-1]
@@ -87,11 +69,7 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
 
 
 def read_tests(given: Any) -> list[dict[str, str]]:
-    """The tests of a row, each as ``{"code": ...}`` or ``{"input": ..., "output": ...}``.
-
-    Raises:
-        ValueError: if a test is neither a statement nor has an input and an output.
-    """
+    """The tests of a row, each as ``{"code": ...}`` or ``{"input": ..., "output": ...}``; ``ValueError`` for any other form."""
     if isinstance(given, str):
         try:
             parsed = json.loads(given)
@@ -109,7 +87,6 @@ def read_tests(given: Any) -> list[dict[str, str]]:
     return [test for test in tests if test.get("code", "x").strip()]
 
 
-def _same_lines(first: str, second: str) -> bool:
-    return [line.rstrip() for line in first.rstrip().splitlines()] == [
-        line.rstrip() for line in second.rstrip().splitlines()
-    ]
+def _same_lines(*texts: str) -> bool:
+    first, second = ([line.rstrip() for line in text.rstrip().splitlines()] for text in texts)
+    return first == second

@@ -12,13 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-BUILTIN: dict[str, str] = {
-    "accuracy": "grpo.rewards.builtin",
-    "format": "grpo.rewards.builtin",
-    "tag_groups": "grpo.rewards.builtin",
-    "exact_or_stripped": "grpo.rewards.builtin",
-    "soft_overlong": "grpo.rewards.builtin",
-    "countdown": "grpo.rewards.builtin",
+_TEXT_REWARDS = ("accuracy", "format", "tag_groups", "exact_or_stripped", "soft_overlong", "countdown")
+BUILTIN: dict[str, str] = dict.fromkeys(_TEXT_REWARDS, "grpo.rewards.builtin") | {
     "math_verify": "grpo.rewards.symbolic",
     "r1_zero": "grpo.rewards.symbolic",
     "python_tests": "grpo.rewards.python_tests",
@@ -32,13 +27,9 @@ TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 def load_reward(spec: str) -> Callable[..., Any]:
-    """Load the reward function named by ``spec``.
+    """Load ``fn(prompts, completions, **columns) -> list[float | None]``.
 
-    Args:
-        spec: a built-in name, ``"package.module:function"``, ``"path/to/file.py:function"`` or ``"classifier:<model>"``.
-
-    Returns:
-        ``fn(prompts, completions, **columns) -> list[float | None]``.
+    ``spec`` is a built-in name, ``"package.module:function"``, ``"path/to/file.py:function"`` or ``"classifier:<model>"``.
 
     Raises:
         ValueError: if the function does not exist or its file cannot be imported. The one-line message lists the names that exist, or
@@ -125,11 +116,8 @@ def _import_error_message(error: BaseException, path: str | None) -> str:
 
 def _get_function(spec: str, module: ModuleType, location: str, function: str) -> Callable[..., Any]:
     if not hasattr(module, function):
-        own = [
-            name
-            for name, value in sorted(vars(module).items())
-            if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-        ]
+        public = {name: value for name, value in sorted(vars(module).items()) if not name.startswith("_")}
+        own = [n for n, f in public.items() if callable(f) and getattr(f, "__module__", None) == module.__name__]
         raise ValueError(
             f"reward {spec!r}: {location} has no function {function!r}{_did_you_mean(function, own)}; "
             f"it has {', '.join(own) or 'none'}"
@@ -164,13 +152,10 @@ def accepted_columns(function: Callable[..., Any]) -> tuple[frozenset[str] | Non
 
 
 def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Compare the ``args`` of a configuration with the parameters of the function.
+    """Raise ``ValueError`` unless the ``args`` of a configuration suit the function.
 
-    A built-in accepts its keyword-only parameters and nothing else, although it takes ``**columns``.
-
-    Raises:
-        ValueError: for an argument that the function does not have, an argument that the trainer passes, or, for a built-in, a missing
-            argument.
+    An argument must not be one that the trainer passes. A built-in accepts its keyword-only parameters and nothing else, although it
+    takes ``**columns``, and all that have no default must be given.
     """
     parameters, takes_any = _parameters(function)
     builtin = spec.strip() in BUILTIN
@@ -188,14 +173,10 @@ def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[
 
 
 def needed_columns(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The columns that a reward cannot run without.
-
-    For a built-in these are the values of its ``column`` and ``*_column`` arguments, for any other function its parameters without a
-    default.
-    """
+    """The columns that a reward cannot run without: for a built-in the values of its ``column`` and ``*_column`` arguments, for any
+    other function its parameters without a default."""
     parameters, _ = _parameters(function)
     if spec.strip() in BUILTIN:
         names = [n for n in parameters if n == "column" or n.endswith("_column")]
         return frozenset(str(arguments.get(n, parameters[n].default)) for n in names)
-    _, required = accepted_columns(function)
-    return required - set(TRAINER_ARGUMENTS) - set(arguments)
+    return accepted_columns(function)[1] - set(TRAINER_ARGUMENTS) - set(arguments)

@@ -24,7 +24,7 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The rewards of one batch and the failures of its functions. Lists over functions follow :attr:`RewardRunner.names`."""
+    """The rewards of one batch and the failures of its functions. Lists follow :attr:`RewardRunner.names`."""
 
     values: list[list[float | None]]
     """``[B][F]``; ``None`` where the function gave no score."""

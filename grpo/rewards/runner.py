@@ -3,11 +3,8 @@
 ``B`` rows (completions), ``F`` functions. Each function is called once with the whole batch. If that call raises, hangs or kills its
 worker, the function is called once per row, so that one bad row costs one reward. The time per function and step is bounded:
 ``timeout_s`` for the batch, then ``timeout_s`` per row. After ``result.MAX_LOST_WORKERS`` rows that hung or killed a worker, the
-remaining rows are skipped (``None``, counted as timeouts). A function that always hangs therefore takes ``(1 + 8) * timeout_s``,
-divided among ``num_workers``.
-
-This module knows nothing of ranks. A failure that must stop the run is reported (``failed_everywhere``) or raised
-(:class:`RewardContractError`), and the training loop agrees on it across ranks.
+remaining rows are skipped (``None``, counted as timeouts). This module knows nothing of ranks: the training loop makes all ranks agree
+on a failure.
 """
 
 import logging
@@ -34,22 +31,14 @@ class RewardRunner:
     """Runs the configured rewards. Each rank starts one runner and ends it with :meth:`close` or by leaving its context.
 
     Args:
-        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``.
+        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check` loads and checks them.
         timeout_s: time limit of one call, in seconds.
         num_workers: worker processes, 1 by default. More workers help if several functions, or the rows of one, are slow.
         device: where ``classifier:`` rewards run, in this process.
-
-    Raises:
-        ValueError: for an invalid setting. :meth:`check` checks the functions themselves.
     """
 
     def __init__(
-        self,
-        functions: Sequence[Any],
-        *,
-        timeout_s: float = 10.0,
-        num_workers: int | None = None,
-        device: Any = "cpu",
+        self, functions: Sequence[Any], *, timeout_s: float = 10.0, num_workers: int | None = None, device: Any = "cpu"
     ):
         if not functions:
             raise ValueError("reward.functions is empty: name at least one reward, such as {name: accuracy}")
@@ -61,9 +50,7 @@ class RewardRunner:
         self.names = _unique_names([spec.name for spec in self.specs])
         self.weights = [spec.weight for spec in self.specs]
         self.timeout_s, self.device = float(timeout_s), device
-        self._num_workers = num_workers or 1
-        self._functions = [(spec.name, spec.args) for spec in self.specs]
-        self._directory = os.getcwd()
+        self._num_workers, self._directory = num_workers or 1, os.getcwd()
         self._infos: list[FunctionInfo] | None = None
         self._classifiers: dict[int, Any] = {}
         self._row_by_row: set[int] = set()
@@ -91,10 +78,7 @@ class RewardRunner:
         self._pool, self._workers, self._idle = None, [], queue.SimpleQueue()
 
     def check(self, columns: Collection[str] | None = None) -> None:
-        """Load every function, so that a mistake in the configuration shows before the model is loaded.
-
-        Args:
-            columns: the names of the rows' columns, if they are known.
+        """Load every function, so that a mistake shows early, and check that the rows have the columns that it needs.
 
         Raises:
             ValueError: in one line, for an unknown name, a file that cannot be imported, wrong arguments or a missing column.
@@ -106,16 +90,16 @@ class RewardRunner:
                 check_columns(name, info.needed_columns, columns)
 
     def _load(self, key: int) -> FunctionInfo:
-        spec = self.specs[key]
-        if spec.name.startswith(CLASSIFIER_PREFIX):
+        name = self.specs[key].name
+        if name.startswith(CLASSIFIER_PREFIX):
             return self._load_classifier(key)
         kind, value = self._submit(lambda worker: worker.load(key)).result()
         if kind == "invalid":
             raise ValueError(value)
-        if kind == "timeout":
-            raise ValueError(f"reward {spec.name!r} cannot be loaded: loading it took more than {LOAD_SECONDS:g} s")
-        if kind == "died":
-            raise ValueError(f"reward {spec.name!r} cannot be loaded: its worker process {value}")
+        if kind != "ok":
+            late = f"loading it took more than {LOAD_SECONDS:g} s"
+            reason = late if kind == "timeout" else f"its worker process {value}"
+            raise ValueError(f"reward {name!r} cannot be loaded: {reason}")
         if value.row_by_row:
             self._row_by_row.add(key)
         return value
@@ -138,12 +122,7 @@ class RewardRunner:
         columns: dict[str, Sequence[Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> RewardResult:
-        """Score ``B`` completions.
-
-        Args:
-            prompts, completions: ``[B]``, strings or lists of messages.
-            columns: the rows' other columns, ``[B]`` each.
-            completion_ids: ``[B]`` token lists, for rewards that count tokens.
+        """Score ``B`` completions. Every argument has ``B`` entries: strings or lists of messages, values per column, token lists.
 
         Raises:
             ValueError: if lengths differ or a column that a function needs is missing.
@@ -160,9 +139,7 @@ class RewardRunner:
                 worker.begin_step()
             try:
                 self._score(RewardInputs(prompts, completions, dict(columns), completion_ids), results)
-            except (
-                BaseException
-            ):  # after a Ctrl-C, for example, threads would wait for workers whose result nobody reads
+            except BaseException:  # after a Ctrl-C, threads would wait for workers whose result nobody reads
                 self.close()
                 raise
         for result in results:
@@ -186,7 +163,8 @@ class RewardRunner:
         """Call every function with the whole batch, all at the same time; then call those that failed once per row."""
         assert self._infos is not None
         num_rows = len(inputs)
-        in_workers = self._infos_in_workers()
+        elsewhere = self._classifiers.keys() | self._row_by_row
+        in_workers = {key: info for key, info in enumerate(self._infos) if key not in elsewhere}
         async_keys = [key for key, info in in_workers.items() if info.is_async]
         batch_calls = {key: self._submit_call(key, inputs) for key, info in in_workers.items() if not info.is_async}
         async_call = self._submit_gather([(key, inputs) for key in async_keys]) if async_keys else None
@@ -203,8 +181,7 @@ class RewardRunner:
 
         by_row = sorted(self._row_by_row)
         for key, outcome in outcomes.items():
-            is_final = outcome[0] in ("ok", "contract") or (num_rows == 1 and key not in unknown_culprits)
-            if is_final:
+            if outcome[0] in ("ok", "contract") or (num_rows == 1 and key not in unknown_culprits):
                 results[key].record(outcome, range(num_rows))
             else:
                 by_row.append(key)
@@ -213,20 +190,13 @@ class RewardRunner:
         for key, futures in row_calls.items():
             for future in futures:
                 future.result()
-            batch_timed_out = key in batch_calls and outcomes[key][0] == "timeout"
-            if batch_timed_out and not results[key].timeouts:
+            if key in batch_calls and outcomes[key][0] == "timeout" and not results[key].timeouts:
                 self._row_by_row.add(key)
                 logger.warning(
                     "reward %r takes longer than reward.timeout_s = %g s for a batch of %d, but not for any single row: from now on "
                     "it is called row by row (a larger timeout_s avoids that)",
                     *(self.names[key], self.timeout_s, num_rows),
                 )
-
-    def _infos_in_workers(self) -> dict[int, FunctionInfo]:
-        """The functions, by key, that a worker calls with the whole batch."""
-        assert self._infos is not None
-        elsewhere = self._classifiers.keys() | self._row_by_row
-        return {key: info for key, info in enumerate(self._infos) if key not in elsewhere}
 
     def _score_by_row(self, key: int, rows: list[RewardInputs], result: FunctionResult, is_async: bool) -> list[Future]:
         """Call a function once per row. ``result`` is complete when the returned futures are done."""
@@ -267,7 +237,8 @@ class RewardRunner:
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
-            self._workers = [WorkerProcess(self._functions, self._directory) for _ in range(self._num_workers)]
+            functions = [(spec.name, spec.args) for spec in self.specs]
+            self._workers = [WorkerProcess(functions, self._directory) for _ in range(self._num_workers)]
             for worker in self._workers:
                 self._idle.put(worker)
         idle = self._idle
@@ -286,8 +257,7 @@ def _unique_names(specs: Sequence[str]) -> list[str]:
     """The display names of rewards; the second of the same name gets ``_2``, and so on."""
     names: list[str] = []
     for spec in specs:
-        base = display_name(spec)
-        name, number = base, 2
+        name, base, number = display_name(spec), display_name(spec), 2
         while name in names:
             name, number = f"{base}_{number}", number + 1
         names.append(name)

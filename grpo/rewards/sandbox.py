@@ -64,7 +64,6 @@ def run_python(
     """Run ``code`` once per test, each time in a new process.
 
     Args:
-        code: Python source.
         tests: ``{"code": source}`` runs after ``code`` in the same module and passes if it raises nothing. With ``{"input": text}``,
             ``code`` is a program and ``text`` its stdin; the program's output is returned, and the caller compares it.
         limits: for all tests together.
@@ -75,24 +74,13 @@ def run_python(
         SandboxUnavailable: if a layer is missing and ``allow_unsandboxed`` is off.
         SandboxError: if the sandbox failed.
     """
-    job = {
-        **asdict(limits),
-        "code": code,
-        "tests": list(tests),
-        "allow_unsandboxed": allow_unsandboxed,
-        "missing": pretend_missing,
-    }
-    launcher = subprocess.Popen(
-        # The base interpreter, because the sandbox has no virtual environment; the options keep out site-packages and environment.
-        [getattr(sys, "_base_executable", None) or sys.executable, "-I", "-S", "-B", "-X", "utf8", _CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={},
-        cwd="/",
-        start_new_session=True,
+    job = dict(
+        code=code, tests=list(tests), allow_unsandboxed=allow_unsandboxed, missing=pretend_missing, **asdict(limits)
     )
-    with launcher:
+    # The base interpreter, because the sandbox has no virtual environment; the options keep out site-packages and environment.
+    python = [getattr(sys, "_base_executable", None) or sys.executable, "-I", "-S", "-B", "-X", "utf8"]
+    streams = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with subprocess.Popen([*python, _CHILD], **streams, env={}, cwd="/", start_new_session=True) as launcher:
         try:
             # stdin stays open until this call ends: its end tells the launcher that this process has died.
             launcher.stdin.write(json.dumps(job).encode() + b"\n")

@@ -1,14 +1,12 @@
 """The processes of the sandbox: ``python -I -S sandbox_child.py``, started by ``sandbox.py``. Uses the standard library only.
 
-There are two processes. The *launcher* reads the job from stdin, prepares what must be prepared outside the sandbox, and stays outside.
-It kills the sandbox at the time limit, or when its stdin ends because the process that started it has died. The *driver* is process 1 of
-the sandbox. It runs no untrusted code: it forks one child per test and kills all other processes of the sandbox after each test. Because
-the driver is process 1, has no ``/proc`` and cannot be traced, code in the sandbox cannot kill or change it, and every process of the
-sandbox dies when the driver dies.
+The *launcher* stays outside the sandbox. It kills the sandbox at the time limit, or when its stdin ends because the process that started
+it has died. The *driver* is process 1 of the sandbox. It runs no untrusted code: it forks one child per test and kills all other
+processes of the sandbox after each test. Because the driver is process 1, has no ``/proc`` and cannot be traced, code in the sandbox
+cannot kill or change it, and every process of the sandbox dies when the driver dies.
 
-The launcher prints lines of JSON: first ``{"missing": [...]}``, the layers that this machine cannot provide (without
-``allow_unsandboxed`` nothing follows if there are any), then ``{"status": ..., "output": ...}`` per test, or ``{"error": ...}`` if the
-sandbox itself fails.
+Stdout has lines of JSON: first ``{"missing": [...]}``, the layers that this machine cannot provide (without ``allow_unsandboxed`` nothing
+follows if there are any), then ``{"status": ..., "output": ...}`` per test, or ``{"error": ...}`` if the sandbox itself fails.
 """
 
 import contextlib
@@ -63,12 +61,11 @@ def main() -> None:
 
 def _read_line(descriptor: int) -> bytes:
     # Not sys.stdin: bytes that it reads ahead would be in the memory of every child, and poll() must still see the end of the file.
-    chunks = []
-    while not chunks or not chunks[-1].endswith(b"\n"):
-        chunk = os.read(descriptor, 1 << 16)
-        if not chunk:
+    chunks = [b""]
+    while not chunks[-1].endswith(b"\n"):
+        chunks.append(os.read(descriptor, 1 << 16))
+        if not chunks[-1]:
             sys.exit(1)
-        chunks.append(chunk)
     return b"".join(chunks)
 
 
@@ -97,12 +94,12 @@ def _kill_descendants() -> None:
     """Kill the processes of a sandbox without a process namespace: all descendants, because orphans become children of a subreaper."""
     deadline = time.monotonic() + LAUNCH_SECONDS
     while time.monotonic() < deadline:
-        children = []
+        children = ""
         with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
-            children = [int(child) for child in file.read().split()]
-        for child in children:
+            children = file.read()
+        for child in children.split():
             with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGKILL)
+                os.kill(int(child), signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -152,11 +149,7 @@ def _drive(job: dict, missing: list[str], folder: str, uid: int, results: int) -
 
 
 def _check_in_child(function) -> None:
-    """Call ``function`` in a child, so that it confines only the child: the driver itself must still be able to fork.
-
-    Raises:
-        OSError: if the call fails.
-    """
+    """Call ``function`` in a child: the driver must not be confined, it still has to fork. ``OSError`` if the call fails."""
     child = os.fork()
     if child == 0:
         try:
@@ -238,16 +231,13 @@ def _kill_everything(child: int, isolated: bool) -> None:
 
 
 def _set_resource_limits(job: dict) -> None:
-    megabyte = 1 << 20
     limits = {
-        "RLIMIT_AS": job["memory_mb"] * megabyte,
+        "RLIMIT_AS": job["memory_mb"] << 20,
         "RLIMIT_CPU": math.ceil(job["test_seconds"]) + 1,
-        "RLIMIT_FSIZE": job["disk_mb"] * megabyte,
+        "RLIMIT_FSIZE": job["disk_mb"] << 20,
         "RLIMIT_NPROC": job["processes"] + 2,  # the driver and the process that writes stdin are not part of the test
         "RLIMIT_NOFILE": 64,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_MEMLOCK": 0,
-        "RLIMIT_MSGQUEUE": 0,
+        **dict.fromkeys(["RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE"], 0),
     }
     for name, value in limits.items():
         if hasattr(resource, name):
@@ -272,9 +262,7 @@ def _test_process(job: dict, test: dict, output: int) -> None:
         os.close(reader)
     os.close(output)
     _set_resource_limits(job)
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # if this fails here, the driver has reported the layer as missing
+    with contextlib.suppress(OSError, AttributeError):  # then the driver has reported the layer as missing
         linux.deny_system_calls()
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
     sys.argv = ["solution.py"]

@@ -1,7 +1,6 @@
-"""Linux kernel features that confine a process: namespaces, a private file tree, an unprivileged user, seccomp.
+"""Linux kernel features that confine a process. Every function raises ``OSError`` if the kernel refuses.
 
-Uses the standard library only and does not import grpo: ``sandbox_child.py`` imports it as a plain file, in an interpreter without
-site-packages. Every function raises ``OSError`` if the kernel refuses.
+Uses the standard library only: ``sandbox_child.py`` imports this file as a plain file, in an interpreter without site-packages.
 """
 
 import ctypes
@@ -15,6 +14,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8
 CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+_READ_ONLY = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
@@ -51,7 +51,6 @@ def _checked(result: int, what: str) -> int:
 
 
 def prctl(option: int, argument: int = 0) -> None:
-    """``prctl(option, argument)``."""
     _checked(_libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), f"prctl({option})")
 
 
@@ -61,12 +60,10 @@ def end_with_parent() -> None:
 
 
 def unshare(flags: int) -> None:
-    """``unshare(2)``."""
     _checked(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str = "none", flags: int = 0, data: str = "") -> None:
-    """``mount(2)``."""
     result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
     _checked(result, f"mount {target}")
 
@@ -78,7 +75,7 @@ def _architecture() -> tuple[int, int]:
 
 
 def drop_user(uid: int) -> None:
-    """Change from root to an unprivileged user without groups. The change cannot be undone."""
+    """Change from root to an unprivileged user without groups, for good."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(uid, uid, uid)
@@ -134,9 +131,7 @@ def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
         # In a user namespace, flags that the mount already has are locked and must be set again.
         kept = os.statvfs(folder).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048)
         relative_atime = (1 << 21) if os.statvfs(folder).f_flag & 4096 else 0
-        mount(
-            "none", root + folder, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | kept | relative_atime
-        )
+        mount("none", root + folder, flags=_READ_ONLY | kept | relative_atime)
     for file in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/etc/ld.so.cache"):
         if os.path.exists(file):
             os.makedirs(os.path.dirname(root + file), 0o755, exist_ok=True)
@@ -148,7 +143,7 @@ def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
     mount("tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mb}m,nr_inodes=1k,mode=700")
     if os.geteuid() == 0:
         os.chown(root + WORK, uid, NOBODY)
-    mount("none", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    mount("none", root, flags=_READ_ONLY)
     os.chdir(root)
     _checked(_libc.syscall((155, 41)[index], b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount the host's files")
@@ -177,9 +172,8 @@ def deny_system_calls() -> None:
         program += [(equal, 0, 1, numbers[index]), (give, 0, 0, refuse)]
     # The filter cannot read the flags of clone3, which lie behind a pointer. With ENOSYS, libc falls back to clone.
     program += [(equal, 0, 1, _CLONE3), (give, 0, 0, unknown)]
-    namespaces = (
-        CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWCGROUP
-    )
+    namespaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER
+    namespaces |= CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWCGROUP
     program += [(equal, 0, 3, _CLONE[index]), (load, 0, 0, 16), (any_bit, 0, 1, namespaces), (give, 0, 0, refuse)]
     program.append((give, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))

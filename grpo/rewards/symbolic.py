@@ -1,15 +1,13 @@
 """Rewards that compare mathematical expressions with the package ``math-verify``, which is imported only when one of them is used.
 
-The package limits its own time with SIGALRM, which works only in the main thread of a process. In any other thread it raises on every
-row (trainers that swallow the exception then score every row 0). Worker processes call rewards in their main thread. In other threads
-these rewards turn the package's limits off.
+The package limits its own time with SIGALRM, which raises outside the main thread of a process. Worker processes call rewards in their
+main thread; in other threads these rewards turn the package's limits off.
 """
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
-from grpo.rewards.arguments import column_values, is_missing, require_number
+from grpo.rewards.arguments import Scores, column_values, is_missing, require_number
 from grpo.rewards.extract import answers_equal, completion_text
 from grpo.system import import_extra
 
@@ -34,21 +32,14 @@ def _parse_gold(library: Any, gold: Any) -> list[Any]:
     return _parse(library, text if has_delimiters else f"${text}$") or _parse(library, text)
 
 
-def math_verify(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    value: float = 1.0,
-    column: str = "answer",
-    **columns: Any,
-) -> list[float | None]:
+def math_verify(prompts, completions, *, value=1.0, column="answer", **columns) -> Scores:
     """``value`` where the final expression of the response equals the gold answer symbolically, else 0.
 
     ``None`` where the gold answer is missing or cannot be parsed.
     """
     library = import_extra("math_verify", "math", "reward 'math_verify'")
     require_number(value=value)
-    rewards: list[float | None] = []
+    rewards: Scores = []
     for completion, gold in zip(completions, column_values(columns, column, completions, "math_verify"), strict=True):
         expected = [] if is_missing(gold) else _parse_gold(library, gold)
         if not expected:
@@ -59,15 +50,7 @@ def math_verify(
     return rewards
 
 
-def r1_zero(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    *,
-    value: float = 1.0,
-    format_value: float = 0.0,
-    column: str = "answer",
-    **columns: Any,
-) -> list[float | None]:
+def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer", **columns) -> Scores:
     """The r1-zero reward: ``value`` for format and answer, ``format_value`` for the format alone, else 0.
 
     The format is ``</think> <answer>`` and ``</answer>`` in the response; the prompt ends with ``<think>``. The answer is compared as a
@@ -76,7 +59,7 @@ def r1_zero(
     """
     library = import_extra("math_verify", "math", "reward 'r1_zero'")
     require_number(value=value, format_value=format_value)
-    rewards: list[float | None] = []
+    rewards: Scores = []
     for completion, gold in zip(completions, column_values(columns, column, completions, "r1_zero"), strict=True):
         text = completion_text(completion)
         if is_missing(gold):
@@ -99,5 +82,4 @@ def _is_equal(library: Any, answer: str, gold: Any) -> bool:
 
 
 # The runner calls these functions row by row, so that one slow expression does not use up the time limit of its batch.
-math_verify.row_by_row = True
-r1_zero.row_by_row = True
+math_verify.row_by_row = r1_zero.row_by_row = True

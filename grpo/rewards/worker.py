@@ -1,8 +1,7 @@
 """The worker process that runs reward functions: it answers one request after another until the connection to its parent ends.
 
-``process.py`` starts the worker with the parent's ``sys.path`` and working folder. The worker imports no torch unless a reward does, and
-calls every function in its main thread, because ``math_verify`` and others use SIGALRM. Text that a function prints goes to the worker's
-stdout and stderr, never to the connection.
+The worker imports no torch unless a reward does, and calls every function in its main thread, because ``math_verify`` and others use
+SIGALRM. Text that a function prints goes to the worker's stdout and stderr, never to the connection.
 
 A request is a tuple; the answer is ``(kind, value)``:
 
@@ -58,19 +57,15 @@ class RewardInputs:
     def row(self, index: int) -> "RewardInputs":
         """Row ``index`` as a batch of one."""
         part = slice(index, index + 1)
-        return RewardInputs(
-            self.prompts[part],
-            self.completions[part],
-            {name: values[part] for name, values in self.columns.items()},
-            None if self.completion_ids is None else self.completion_ids[part],
-        )
+        columns = {name: values[part] for name, values in self.columns.items()}
+        ids = None if self.completion_ids is None else self.completion_ids[part]
+        return RewardInputs(self.prompts[part], self.completions[part], columns, ids)
 
 
 def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: RewardInputs) -> Any:
     """Call a reward by keyword, as TRL does, with all inputs that it accepts. An entry of ``args`` replaces a column of that name."""
-    keywords: dict[str, Any] = {**inputs.columns, "prompts": inputs.prompts, "completions": inputs.completions}
-    keywords["completion_ids"] = inputs.completion_ids
-    keywords.update(args)
+    given = dict(prompts=inputs.prompts, completions=inputs.completions, completion_ids=inputs.completion_ids)
+    keywords: dict[str, Any] = {**inputs.columns, **given, **args}
     accepted, _ = accepted_columns(function)
     return function(**{name: value for name, value in keywords.items() if accepted is None or name in accepted})
 
@@ -87,10 +82,8 @@ def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
     if not isinstance(values, (list, tuple)):
         return "contract", f"returned {_short_repr(values)} of type {type(values).__name__}; {expected}"
     if len(values) != num_rows:
-        return (
-            "contract",
-            f"returned {len(values)} values for {num_rows} completions: {_short_repr(values)}; {expected}",
-        )
+        message = f"returned {len(values)} values for {num_rows} completions: {_short_repr(values)}; {expected}"
+        return "contract", message
     checked: list[float | None] = []
     for row, value in enumerate(values):
         number = value
@@ -135,12 +128,8 @@ class Worker:
         return self._loop
 
     def answer(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-        if request[0] == "load":
-            return self.load(*request[1:])
-        if request[0] == "call":
-            return self.call(*request[1:])
-        assert request[0] == "gather", request[0]
-        return self.gather(*request[1:])
+        kind, *arguments = request
+        return {"load": self.load, "call": self.call, "gather": self.gather}[kind](*arguments)
 
     def load(self, key: int, spec: str, args: dict[str, Any]) -> tuple[str, Any]:
         try:
@@ -181,7 +170,7 @@ class Worker:
                 return _error_outcome()
 
         async def all_outcomes() -> list[tuple[str, Any]]:
-            return list(await asyncio.gather(*(outcome_of(key, inputs) for key, inputs in calls)))
+            return await asyncio.gather(*(outcome_of(key, inputs) for key, inputs in calls))
 
         return "ok", self.loop.run_until_complete(all_outcomes())
 

@@ -8,11 +8,7 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Countdo
 
 
 def load_task(name: str) -> Task:
-    """The built-in task called ``name``.
-
-    Raises:
-        ValueError: if there is no such task; the message lists the tasks.
-    """
+    """The built-in task called ``name``. ``ValueError`` lists the tasks if there is none of that name."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: the built-in tasks are {', '.join(sorted(TASKS))}")
     return TASKS[name]()

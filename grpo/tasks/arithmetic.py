@@ -24,13 +24,9 @@ UNTAGGED_SHARES = {"think": 0.03, "answer": 0.12, "both": 0.03}
 
 
 def columns(left: int, operator: str, right: int, carries: bool = True) -> tuple[list[str], int]:
-    """Compute a sum or difference column by column, from the units up.
+    """The written columns of a sum or difference (``["7+5=12", "4+3=7+1=8"]``), from the units up, and the result.
 
-    Args:
-        carries: False to forget every carry and borrow (``47+35`` gives 72).
-
-    Returns:
-        The written columns (``["7+5=12", "4+3=7+1=8"]``) and the result.
+    ``carries=False`` forgets every carry and borrow (``47+35`` gives 72).
     """
     sign = 1 if operator == "+" else -1
     width = len(str(max(left, right)))

@@ -1,7 +1,5 @@
 """Problems of the package reasoning-gym (``data.dataset=reasoning_gym:<task>``), which is imported only when a task is used."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 
@@ -22,13 +20,11 @@ SYSTEM_PROMPT = (
 
 
 def rows(setting: str, split: str, seed: int, limit: int | None) -> list[dict[str, Any]]:
-    """Different problems of one split. The same seed gives the same rows, and no problem is in both splits.
+    """Different problems of one split, ``train`` or ``eval``. The same seed gives the same rows, and no problem is in both splits.
 
     Args:
         setting: key and value that name the task, ``data.dataset=reasoning_gym:chain_sum``.
-        split: ``train`` or ``eval``.
-        seed: of the run.
-        limit: the largest number of rows; none: 2048 for training, 256 for evaluation. A small task may have fewer.
+        limit: the largest number of rows; none: ``NUM_ROWS``. A small task may have fewer.
 
     Returns:
         Rows with ``prompt``, ``answer`` and ``metadata`` (what the task's scorer needs besides the two).
@@ -41,23 +37,20 @@ def rows(setting: str, split: str, seed: int, limit: int | None) -> list[dict[st
     tasks = library.factory.DATASETS
     if task not in tasks:
         similar = difflib.get_close_matches(task, tasks, n=3) or sorted(tasks)[:5]
-        raise ValueError(
-            f"{setting}: reasoning-gym has no such task; it has {len(tasks)} tasks, such as {', '.join(similar)}"
-        )
+        others = f"it has {len(tasks)} tasks, such as {', '.join(similar)}"
+        raise ValueError(f"{setting}: reasoning-gym has no such task; {others}")
     count = min(limit or NUM_ROWS[split], NUM_ROWS[split])
     max_draws = 2 * EVAL_SHARE * count + MAX_DRAWS_WITHOUT_NEW_ROW
-    dataset = library.create_dataset(
-        task, size=max_draws, seed=derive_seed(seed, f"reasoning_gym/{task}/{split}") % 2**31
-    )
+    task_seed = derive_seed(seed, f"reasoning_gym/{task}/{split}") % 2**31
+    dataset = library.create_dataset(task, size=max_draws, seed=task_seed)
     found: dict[str, dict[str, Any]] = {}
     draws_without_new_row = 0
     for number in range(max_draws):
         entry = dataset[number]
         question = entry["question"]
-        if question in found or split_of_problem(task, question) != split:
-            draws_without_new_row += 1
-        else:
-            draws_without_new_row = 0
+        is_new = question not in found and split_of_problem(task, question) == split
+        draws_without_new_row = 0 if is_new else draws_without_new_row + 1
+        if is_new:
             found[question] = {"prompt": question, "answer": entry["answer"], "metadata": entry["metadata"]}
         if len(found) == count or draws_without_new_row == MAX_DRAWS_WITHOUT_NEW_ROW:
             break

@@ -21,17 +21,13 @@ def choose_missing_tag(shares: dict[str, float], rng: random.Random) -> str:
 
 
 class Task(ABC):
-    """A family of problems that are computed, so that nothing is downloaded.
-
-    Attributes:
-        name: the name that :func:`grpo.tasks.load_task` takes.
-        instructions: the system prompt for every model except the tiny one, which is trained without it.
-        num_rows: the default number of rows per split.
-    """
+    """A family of problems that are computed, so that nothing is downloaded."""
 
     name: str
     instructions: str
+    """The system prompt for every model except the tiny one, which is trained without it."""
     num_rows = {"train": 4096, "eval": 512}
+    """The default number of rows per split."""
 
     @abstractmethod
     def draw(self, rng: random.Random) -> dict:
@@ -64,11 +60,10 @@ class Task(ABC):
         while len(rows) < count:
             row = self.draw(rng)
             key = self.problem_key(row)
-            if self.split_of(row) == split and key not in rows:
+            is_new = self.split_of(row) == split and key not in rows
+            draws_without_new_row = 0 if is_new else draws_without_new_row + 1
+            if is_new:
                 rows[key] = row
-                draws_without_new_row = 0
-            else:
-                draws_without_new_row += 1
             if draws_without_new_row > 20_000:
                 raise ValueError(f"task {self.name!r} has about {len(rows)} problems in {split!r}, not {count}")
         return list(rows.values())

@@ -1,10 +1,7 @@
-"""The tiny model: a language model of about a million parameters that is trained here in about a minute, for the demo and the tests.
+"""The tiny model: a Qwen2 of about a million parameters that is trained here in about a minute, for the demo and the tests.
 
-The model is a Qwen2 with a byte-level tokenizer of its own. It is trained on correct demonstrations of a task first, then on noisy
-ones (``Task.demonstration``), so that GRPO starts from a model that can solve the task and often makes mistakes. The result is an
-ordinary Hugging Face folder.
-
-Shapes: ``B`` demonstrations, ``S`` prompt + response tokens.
+It is trained on correct demonstrations of a task first, then on noisy ones (``Task.demonstration``), so that GRPO starts from a model
+that can solve the task and often makes mistakes. Shapes: ``B`` demonstrations, ``S`` prompt + response tokens, ``V`` vocabulary.
 """
 
 import hashlib
@@ -21,6 +18,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, pre_tokenizers
+from torch.nn.functional import cross_entropy
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from grpo.batch import IGNORE_INDEX, right_pad
@@ -58,7 +56,6 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """The total number of optimizer steps."""
         return self.clean_steps + self.noisy_steps
 
 
@@ -72,16 +69,9 @@ def build_tokenizer() -> Qwen2Tokenizer:
     transformers 5 loads any folder of a Qwen2 model with that class, whatever tokenizer was saved.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Qwen2Tokenizer(
-        vocab={symbol: i for i, symbol in enumerate((PAD, EOS, TURN, *alphabet))},
-        merges=[],
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=None,
-        additional_special_tokens=[TURN],
-        padding_side="left",
-        model_max_length=512,
-    )
+    vocabulary = {symbol: i for i, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
+    special = dict(pad_token=PAD, eos_token=EOS, unk_token=None, additional_special_tokens=[TURN])
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], padding_side="left", model_max_length=512, **special)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in (*TAGS, *ROLES)])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -102,18 +92,14 @@ def build_tiny_model(
     """Train the tiny model for a task, or return the folder of an earlier call from the cache.
 
     Args:
-        task: name of a built-in task.
+        task: name of a built-in task; ``ValueError`` for another name.
         seed: seed of initial weights and demonstrations. The same seed, recipe, torch version and thread count give the same weights.
         cache_dir: parent of the model folders; by default ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``.
-        on_progress: called as ``on_progress(steps_done, steps, loss)`` after each step (never for a cached model); the loss is in
-            nats per response token.
+        on_progress: called as ``on_progress(steps_done, steps, loss)`` after each step; the loss is in nats per response token.
         recipe: architecture and training, by default the task's entry of ``RECIPES``.
 
     Returns:
-        A folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``; weights in fp32.
-
-    Raises:
-        ValueError: if the task is unknown.
+        A Hugging Face folder with model and tokenizer; weights in fp32.
     """
     load_task(task)  # raises for an unknown task, before anything is written
     recipe = recipe or RECIPES[task]
@@ -158,17 +144,14 @@ def warm_start(
     rng = random.Random(derive_seed(seed, f"tiny/{task_name}/demonstrations"))
     model = _initial_model(tokenizer, recipe, derive_seed(seed, f"tiny/{task_name}/weights"))
     model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
-    )
+    rates = dict(lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), **rates)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
     for step in range(recipe.steps):
         ids_BS, labels_BS = _demonstrations(task, rng, tokenizer, recipe.batch_size, noisy=step >= recipe.clean_steps)
         # Padding is on the right, and causal attention looks left only, so no attention mask is needed.
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits_BSV[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORE_INDEX
-        )
+        loss = cross_entropy(logits_BSV[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -182,19 +165,11 @@ def warm_start(
 def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.num_heads,
-        num_key_value_heads=recipe.num_heads,
-        max_position_embeddings=512,
-        initializer_range=recipe.initializer_range,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+        hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_heads,
+        max_position_embeddings=512, initializer_range=recipe.initializer_range, tie_word_embeddings=True, dtype="float32",
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.random.manual_seed(seed)
         return Qwen2ForCausalLM(config).float()
