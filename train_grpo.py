@@ -80,7 +80,7 @@ def train(run: Run) -> None:
 
         metrics.maximum("step_time", time.perf_counter() - started)
         finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
-        line = step_line(run, step + 1, groups, world.gather_rows(values_PGF), all_rewards_PG, metrics, seconds)
+        line = step_line(run, groups, world.gather_rows(values_PGF), all_rewards_PG, metrics, seconds)
         progress.complete_step(line)
         scored = replace(batch, old_logprobs_BT=old_BT)
         report_details(run, groups, scored, values_PGF, all_rewards_PG, metrics)
@@ -167,8 +167,9 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
             inputs = new_BT, old_BT, micro.advantages_B, micro.loss_mask_BT
             loss_sum, stats = policy_loss(*inputs, ref_logprobs_BT=micro.ref_logprobs_BT, **options)
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
-        stats["loss"] = loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging)
-        add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, stats, is_first_pass=first_pass_BT is not None)
+        metrics.add_all(stats)
+        metrics.add("loss", loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging))
+        add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, is_first_pass=first_pass_BT is not None)
         if first_pass_BT is not None:
             first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT
     if config.debug:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo.advantages import has_equal_rewards
 from grpo.batch import Batch, Group
-from grpo.loss import Stats, importance_ratio
+from grpo.loss import importance_ratio
 from grpo.rewards import RewardResult
 from grpo.run.state import Run
 from grpo.telemetry.accumulator import Accumulator
@@ -51,17 +51,14 @@ def add_microbatch(
     new_BT: Tensor,
     old_BT: Tensor,
     entropy_BT: Tensor,
-    stats: Stats,
-    *,
     is_first_pass: bool,
 ) -> None:
-    """Add one micro-batch's statistics (the loss among them), entropy, and how far sampled and scored log-probs are apart.
+    """Add one micro-batch's entropy, importance ratios (for wandb), and how far sampled and scored log-probs are apart.
 
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
         is_first_pass: the weights are those that sampled the completions.
     """
-    metrics.add_all(stats)
     metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
     if is_first_pass:
         difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
@@ -72,15 +69,9 @@ def add_microbatch(
 
 
 def step_line(
-    run: Run,
-    step: int,
-    groups: list[Group],
-    all_values_PGF: Tensor,
-    all_rewards_PG: Tensor,
-    metrics: Accumulator,
-    seconds: dict[str, float],
+    run: Run, groups: list[Group], all_values_PGF: Tensor, all_rewards_PG: Tensor, metrics: Accumulator, seconds: dict
 ) -> dict[str, float]:
-    """The object of a (1-based) step in ``metrics.jsonl``; one reduction over ranks.
+    """The object in ``metrics.jsonl`` of the step that comes to its end; one reduction over ranks.
 
     Args:
         groups: this rank's; rewards are of all ranks.
@@ -94,6 +85,7 @@ def step_line(
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
     rewards = reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG)
+    step = run.progress.step + 1
     return {"step": step, "epoch": step / run.problems.steps_per_epoch, **rewards, **reduced}
 
 
