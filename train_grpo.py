@@ -169,7 +169,7 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
         metrics.add_all(stats)
         metrics.add("loss", loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging))
-        add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, is_first_pass=first_pass_BT is not None)
+        add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, first_pass=first_pass_BT is not None)
         if first_pass_BT is not None:
             first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT
     if config.debug:

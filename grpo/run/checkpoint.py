@@ -210,8 +210,7 @@ def restore(
 def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
     # transformers refuses to save a generation config with inconsistent values (a temperature without do_sample). A run must not fail
     # at its end because of a file it does not use: the original is written without that check.
-    original = getattr(model, "generation_config", None)
-    if original is None:
+    if (original := getattr(model, "generation_config", None)) is None:
         model.save_pretrained(folder, state_dict=weights)
         return
     model.generation_config = GenerationConfig()

@@ -45,22 +45,16 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
 
 @torch.no_grad()
 def add_microbatch(
-    run: Run,
-    metrics: Accumulator,
-    micro: Batch,
-    new_BT: Tensor,
-    old_BT: Tensor,
-    entropy_BT: Tensor,
-    is_first_pass: bool,
+    run: Run, metrics: Accumulator, micro: Batch, new_BT: Tensor, old_BT: Tensor, entropy_BT: Tensor, first_pass: bool
 ) -> None:
     """Add one micro-batch's entropy, importance ratios (for wandb), and how far sampled and scored log-probs are apart.
 
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
-        is_first_pass: the weights are those that sampled the completions.
+        first_pass: the weights are those that sampled the completions.
     """
     metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
-    if is_first_pass:
+    if first_pass:
         difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
     if run.config.logging.wandb != "disabled":
