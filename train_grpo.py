@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from grpo.advantages import group_advantages, has_equal_rewards
 from grpo.batch import Batch, Group, collate, microbatches, minibatches
@@ -25,9 +26,8 @@ from grpo.run import debug
 from grpo.run.ending import run_to_completion
 from grpo.run.optimizer import apply_update
 from grpo.run.prepare import prepare
-from grpo.run.scoring import count_reward_failures
 from grpo.run.state import Run
-from grpo.run.step_metrics import add_microbatch, kept_completions, report_histograms, step_line
+from grpo.run.step_metrics import add_microbatch, count_reward_failures, report_details, step_line
 from grpo.seeding import derive_seed
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
@@ -63,20 +63,14 @@ def train(run: Run) -> None:
         all_rewards_PG = world.gather_rows(rewards_PG)
         all_advantages_PG = group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
         advantages_PG = world.own_rows(all_advantages_PG)
-        batch = collate(
-            groups,
-            advantages_PG,
-            pad_id=run.policy.pad_id,
-            device=world.device,
-            mask_truncated=algorithm.mask_truncated_completions,
-        )
+        options = dict(device=world.device, mask_truncated=algorithm.mask_truncated_completions)
+        batch = collate(groups, advantages_PG, pad_id=run.policy.pad_id, **options)
         with world.timed("logprobs", seconds):
             batch = with_old_and_ref_logprobs(run, batch)
         if config.debug:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
-        old_BT = torch.zeros_like(
-            batch.sampling_logprobs_BT
-        )  # the old log-probs as the loss has them; the first pass fills it
+        # The old log-probs as the loss has them: the first pass over the batch fills them in.
+        old_BT = torch.zeros_like(batch.sampling_logprobs_BT)
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
                 for minibatch in run.reporter.progress("update", minibatches(batch, algorithm.num_minibatches)):
@@ -84,17 +78,12 @@ def train(run: Run) -> None:
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
             sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
 
-        step_time = time.perf_counter() - started
+        metrics.maximum("step_time", time.perf_counter() - started)
         finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
-        all_values_PGF = world.gather_rows(values_PGF)
-        line = step_line(run, step + 1, groups, all_values_PGF, all_rewards_PG, metrics, seconds, step_time)
-        progress.num_tokens = line["num_tokens"]
-        progress.complete_step(step + 1, line)
-        report_histograms(run, step + 1, groups, all_rewards_PG, all_advantages_PG, metrics)
+        line = step_line(run, groups, world.gather_rows(values_PGF), all_rewards_PG, metrics, seconds)
+        progress.complete_step(line)
         scored = replace(batch, old_logprobs_BT=old_BT)
-        run.reporter.completions(
-            step + 1, kept_completions(run, step + 1, groups, scored, values_PGF, rewards_PG, advantages_PG)
-        )
+        report_details(run, groups, scored, values_PGF, all_rewards_PG, metrics)
         end_step(run, line)
     if not config.debug:
         run.reporter.print(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
@@ -102,7 +91,7 @@ def train(run: Run) -> None:
 
 def sample_and_score(
     run: Run, step: int, seconds: dict[str, float], metrics: Accumulator
-) -> tuple[list[Group], torch.Tensor, torch.Tensor]:
+) -> tuple[list[Group], Tensor, Tensor]:
     """This rank's groups, every reward ``[P, G, F]``, and their weighted sum ``[P, G]`` (NaN: no function could score it).
 
     With dynamic sampling (DAPO, section 3.2) a group of equal rewards is replaced by a group of another problem. The substitute is a
@@ -113,20 +102,16 @@ def sample_and_score(
     problems = run.problems.at(step)
     groups: list[Group | None] = [None] * len(problems)
     values_PGF = torch.full((len(problems), run.sampling.num_generations, len(run.rewards.names)), torch.nan)
+    most_tokens = run.sampling.num_generations * run.sampling.max_completion_length  # of one problem
+    address = (run.config.seed, "rollout", step)  # what the random numbers of sampling depend on
     missing = list(range(len(problems)))  # positions in the batch that need a group
     for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
         values, result = values_PGF[missing], None
         # Out of memory, a broken reward or a signal may come on this rank only.
         with world.fail_together(), world.interruptible():
-            with world.timed("rollout", seconds):
-                total = len(missing) * run.sampling.num_generations * run.sampling.max_completion_length
-                with run.reporter.bar("rollout", total) as bar:
-                    sampled = run.engine.generate(
-                        [problems[p] for p in missing],
-                        run.sampling,
-                        address=(run.config.seed, "rollout", step),
-                        on_tokens=bar.update,
-                    )
+            with world.timed("rollout", seconds), run.reporter.bar("rollout", len(missing) * most_tokens) as bar:
+                chosen = [problems[p] for p in missing]
+                sampled = run.engine.generate(chosen, run.sampling, address=address, on_tokens=bar.update)
             with world.timed("reward", seconds):
                 if sampled:
                     values, result = run.score(sampled)
@@ -146,7 +131,7 @@ def sample_and_score(
     return groups, values_PGF, rewards_PG
 
 
-def weighted_sum(values_PGF: torch.Tensor, weights: list[float]) -> torch.Tensor:
+def weighted_sum(values_PGF: Tensor, weights: list[float]) -> Tensor:
     """``[P, G]``, over the functions that gave a value; NaN where none did."""
     rewards_PG = (values_PGF.nan_to_num(0.0) * torch.tensor(weights)).sum(dim=-1)
     return rewards_PG.masked_fill(values_PGF.isnan().all(dim=-1), torch.nan)
@@ -155,23 +140,22 @@ def weighted_sum(values_PGF: torch.Tensor, weights: list[float]) -> torch.Tensor
 def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
     """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without gradient."""
     old_BT = ref_BT = None
-    if (
-        run.config.algorithm.updates_per_step > 1
-    ):  # with one update, old = new.detach(): the same numbers, one pass less
+    # With one update per rollout, old = new.detach(): the same numbers, one pass less.
+    if run.config.algorithm.updates_per_step > 1:
         old_BT = run.logprobs(run.bare_scorer, batch)
     if run.ref_scorer is not None:
         ref_BT = run.logprobs(run.ref_scorer, batch)
     return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT)
 
 
-def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: torch.Tensor | None) -> None:
+def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: Tensor | None) -> None:
     """One optimizer update from this rank's share of a minibatch.
 
     In the first pass over the batch, the old log-probs of the minibatch's rows are written into ``first_pass_BT``.
     """
     config, world, algorithm = run.config, run.world, run.config.algorithm
-    max_length = config.rollout.max_completion_length
-    averaging = dict(aggregation=algorithm.aggregation, max_length=max_length)
+    averaging = dict(aggregation=algorithm.aggregation, max_length=config.rollout.max_completion_length)
+    options = algorithm.loss_options | averaging
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would give the tokens of a rank with
     # fewer of them more weight, and the gradient would depend on how the batch is divided.
     denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
@@ -180,21 +164,12 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: t
             with run.policy.autocast():
                 new_BT, entropy_BT = run.scorer(*micro.scorer_inputs)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
-            loss_sum, stats = policy_loss(
-                new_BT,
-                old_BT,
-                micro.advantages_B,
-                micro.loss_mask_BT,
-                ref_logprobs_BT=micro.ref_logprobs_BT,
-                max_length=max_length,
-                **algorithm.loss_options,
-            )
+            inputs = new_BT, old_BT, micro.advantages_B, micro.loss_mask_BT
+            loss_sum, stats = policy_loss(*inputs, ref_logprobs_BT=micro.ref_logprobs_BT, **options)
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
-        loss = loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging)
-        is_first_pass = first_pass_BT is not None
-        add_microbatch(
-            run, metrics, micro, new_BT.detach(), old_BT, entropy_BT, loss, stats, is_first_pass=is_first_pass
-        )
+        metrics.add_all(stats)
+        metrics.add("loss", loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging))
+        add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, first_pass=first_pass_BT is not None)
         if first_pass_BT is not None:
             first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT
     if config.debug:

@@ -38,15 +38,9 @@ def start_world(runtime: RuntimeConfig) -> World:
         timeout = timedelta(seconds=runtime.timeout_s)
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         launch_id = agree_on_launch_id(store, rank, size, runtime.timeout_s)
-        is_cuda = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
-            store=dist.PrefixStore(launch_id, store),
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=device if is_cuda else None,
-        )
+        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, store=dist.PrefixStore(launch_id, store), **options)
     return World(rank, size, local_rank, device, launch_id)
 
 
@@ -54,9 +48,8 @@ def launch_environment() -> tuple[int, int, int, int]:
     """``(rank, world size, local rank, local world size)`` from torchrun's environment variables; ``(0, 1, 0, 1)`` without them."""
     if "RANK" not in os.environ:
         return 0, 1, 0, 1
-    return tuple(int(os.environ.get(k, d)) for k, d in (
-        ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"),
-    ))  # fmt: skip
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    return tuple(int(os.environ.get(name, default)) for name, default in defaults.items())
 
 
 def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
@@ -65,10 +58,9 @@ def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.devic
         raise ValueError("runtime.device=cuda, but PyTorch sees no CUDA device: use runtime.device=auto or cpu")
     if wanted == "cpu" or not has_cuda:
         return torch.device("cpu")
-    if local_size > torch.cuda.device_count():
+    if local_size > (count := torch.cuda.device_count()):
         raise ValueError(
-            f"{local_size} processes on this machine, but {torch.cuda.device_count()} CUDA devices: "
-            f"use --nproc_per_node={torch.cuda.device_count()}"
+            f"{local_size} processes on this machine, but {count} CUDA devices: use --nproc_per_node={count}"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -17,11 +17,8 @@ def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[n
     """Wrap ``module`` in DistributedDataParallel and fix the order of its gradient buckets; with one rank return it unchanged.
 
     DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. Another bucket order is another order
-    of summation, so a run resumed at step s would differ in the last bits from one that was not interrupted (visible from three ranks
-    on). Two dummy backwards make DDP rebuild its buckets before training starts.
-
-    Args:
-        any_forward: maps the wrapped module to any scalar that depends on all its parameters.
+    of summation, so a resumed run would differ in the last bits from one that was not interrupted (visible from three ranks on). Two
+    dummy backwards make DDP rebuild its buckets before training starts. ``any_forward`` gives any scalar that depends on all parameters.
     """
     if world.size == 1:
         return module
@@ -29,9 +26,8 @@ def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[n
     # The argument that keeps a forward pass from sending buffers was renamed in torch 2.13, which warns of the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    wrapped = DistributedDataParallel(
-        module, device_ids=device_ids, gradient_as_bucket_view=True, **{sync_buffers: False}
-    )
+    options = {"device_ids": device_ids, "gradient_as_bucket_view": True, sync_buffers: False}
+    wrapped = DistributedDataParallel(module, **options)
     for _ in range(2):
         with world.collective():
             (any_forward(wrapped) * 0.0).backward()

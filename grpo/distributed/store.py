@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -17,10 +18,9 @@ from grpo.distributed.world import World
 def agree_on_launch_id(store: Any, rank: int, size: int, timeout_s: float) -> str:
     """A name that the ranks of this launch agree on, and that ranks of an earlier launch cannot have.
 
-    When torchrun restarts its processes (``--max-restarts``), its store may still hold the addresses of the processes that died
-    (torch 2.13, ``--standalone``). A rank that reads one of them tries to connect to a dead process, and the restart fails. So each
-    rank publishes a fresh random number, rank 0 publishes the list of these numbers under a new name, and a rank accepts the name
-    whose list contains its own number.
+    When torchrun restarts its processes (``--max-restarts``), its store may still hold addresses of processes that died (torch 2.13,
+    ``--standalone``), and a rank that connects to one of them fails. So each rank publishes a fresh random number, rank 0 publishes the
+    list of these numbers under a new name, and a rank accepts the name whose list contains its own number.
 
     Raises:
         ValueError: if the other ranks do not start within ``timeout_s`` seconds.
@@ -46,38 +46,24 @@ def agree_on_launch_id(store: Any, rank: int, size: int, timeout_s: float) -> st
 
 
 class SharedFlag:
-    """A text that any rank can set and all ranks can read without a collective (a collective waits for every rank).
-
-    It is kept in torchrun's store, over a connection of its own.
-    """
+    """A text in torchrun's store that any rank can set and all can read without a collective, which would wait for every rank."""
 
     def __init__(self, launch_id: str) -> None:
-        self._store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=10),
-        )
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        options = dict(is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+        self._store = dist.TCPStore(host, port, **options)
         self._key = f"{launch_id}/notice"
 
     def set(self, text: str) -> None:
         self._store.set(self._key, text)
 
     def get(self) -> str | None:
-        """The text; None before any rank has set it.
-
-        Raises:
-            RuntimeError: if the store's process has ended.
-        """
+        """The text; None before any rank has set it. RuntimeError if the store's process has ended."""
         return self._store.get(self._key).decode() if self._store.check([self._key]) else None
 
 
 def open_shared_flag(world: World) -> SharedFlag | None:
     """The flag of this launch; None for a single rank, or where the store cannot be reached."""
-    if world.size == 1:
-        return None
-    try:
-        return SharedFlag(world.launch_id)
-    except (RuntimeError, KeyError):
-        return None
+    with contextlib.suppress(RuntimeError, KeyError):
+        return SharedFlag(world.launch_id) if world.size > 1 else None
+    return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class OtherRankFailed(RuntimeError):
@@ -56,19 +57,19 @@ class World:
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
         self.phase = outer
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Elementwise sum over ranks; a new tensor on the same device."""
-        return self._all_reduce(tensor, "sum")
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
-    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+    def max(self, tensor: Tensor) -> Tensor:
         """Elementwise maximum over ranks; a new tensor on the same device."""
-        return self._all_reduce(tensor, "max")
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def all_true(self, here: bool) -> bool:
         """A vote: True if ``here`` is true on every rank. All ranks get the same answer and so take the same branch."""
         return not bool(self.max(torch.tensor(0.0 if here else 1.0)))
 
-    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather_rows(self, rows: Tensor) -> Tensor:
         """``[n, ...]`` on each rank to ``[n * size, ...]`` on all, in dataset order: rank r holds the global rows r, r + size, ... ."""
         if self.size == 1:
             return rows
@@ -77,7 +78,7 @@ class World:
             dist.all_gather(parts, rows.to(self.device).contiguous())
         return torch.stack(parts, dim=1).flatten(0, 1).to(rows.device)
 
-    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def own_rows(self, rows: Tensor) -> Tensor:
         """This rank's share of global rows; the inverse of :meth:`gather_rows`."""
         return rows[self.rank :: self.size]
 
@@ -121,11 +122,7 @@ class World:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block that a stop signal may end at once. To be used inside :meth:`fail_together`, which tells the other ranks.
-
-        Raises:
-            Interrupted: inside the block when the signal arrives, or before it if the signal came earlier.
-        """
+        """A block that a stop signal ends at once with :class:`Interrupted`; inside :meth:`fail_together`, which tells the other ranks."""
         self.may_interrupt = True
         try:
             if self.stop_signal is not None:
@@ -147,15 +144,10 @@ class World:
                 pass
 
     def check_same(self, value: str, message: str) -> None:
-        """Check that ``value`` is the same on all ranks.
-
-        Raises:
-            ValueError: on all ranks, with ``message`` and the ranks that differ.
-        """
+        """Raise a ValueError on all ranks, with ``message`` and the ranks that differ, if ``value`` is not the same on all."""
         values = self.gather_objects(value)
-        if len(set(values)) > 1:
-            others = [rank for rank, other in enumerate(values) if other != values[0]]
-            raise ValueError(f"{message}: rank {', '.join(map(str, others))} differs from rank 0")
+        if others := [str(rank) for rank, other in enumerate(values) if other != values[0]]:
+            raise ValueError(f"{message}: rank {', '.join(others)} differs from rank 0")
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -182,10 +174,10 @@ class World:
             os._exit(code)
         sys.exit(code)
 
-    def _all_reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
+    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp) -> Tensor:
         if self.size == 1:
             return tensor.clone()
         result = tensor.detach().to(self.device, copy=True)
         with self.collective():
-            dist.all_reduce(result, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[operation])
+            dist.all_reduce(result, op=operation)
         return result.to(tensor.device)

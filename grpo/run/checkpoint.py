@@ -66,7 +66,7 @@ def save_checkpoint(
     *,
     model: nn.Module,
     tokenizer: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     schedule: Any,
     reference: nn.Module | None = None,
     state: dict[str, Any] | None = None,
@@ -74,7 +74,7 @@ def save_checkpoint(
     best_step: int | None = None,
     tensors: Tensors | None = None,
 ) -> Path:
-    """Write ``checkpoint-<step>/``, then delete all but the ``keep`` newest checkpoints up to this step.
+    """Write ``checkpoint-<step>/``, then delete all but the ``keep`` newest checkpoints up to this step; returns the folder.
 
     The files go into a hidden folder first and are synced to disk, the manifest is written last, and then the folder is renamed: a
     checkpoint with its final name is complete, whenever the process is killed.
@@ -84,9 +84,6 @@ def save_checkpoint(
         state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
         best_step: the checkpoint of this step is kept whatever its age.
         tensors: a copy made earlier, written instead of the current tensors of ``model``, ``optimizer``, ...
-
-    Returns:
-        The folder.
 
     Raises:
         OSError: if the disk is full or cannot be written.
@@ -104,10 +101,7 @@ def save_checkpoint(
         torch.save(_plain({"optimizer": tensors.optimizer, "schedule": tensors.schedule}), trainer / "optimizer.pt")
         if tensors.reference is not None:
             torch.save(tensors.reference, trainer / "reference.pt")
-    except (
-        SafetensorError,
-        RuntimeError,
-    ) as error:  # how these libraries report a full disk; the callers expect OSError
+    except (SafetensorError, RuntimeError) as error:  # these libraries report a full disk in this way
         raise OSError(f"{type(error).__name__}: {error}") from error
     (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
     files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
@@ -131,11 +125,7 @@ def save_checkpoint(
 
 
 def dry_run_save(output_dir: str | Path, **arguments: Any) -> None:
-    """Save a checkpoint before the first step, verify it, delete it.
-
-    Raises:
-        OSError, ValueError: from the save, for example on a full disk or a model that cannot be saved.
-    """
+    """Save a checkpoint before the first step, verify it, delete it; raises what the save raises."""
     rehearsal = Path(output_dir) / ".rehearsal"
     try:
         verify(save_checkpoint(rehearsal, 0, **arguments))
@@ -174,22 +164,12 @@ def find_newest_valid(output_dir: str | Path) -> tuple[Path | None, list[str]]:
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest; returns the manifest.
-
-    Raises:
-        BrokenCheckpoint: with the folder and the first file that is missing or differs.
-    """
+    """Check every file of a checkpoint against its manifest, which is returned; BrokenCheckpoint names the first that differs."""
     folder = Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         expected = {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # a damaged manifest may contain anything
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # it may contain anything
         raise BrokenCheckpoint(f"{folder}: no readable {MANIFEST} ({type(error).__name__}: {error})") from None
     for name, (size, sha256) in expected.items():
         try:
@@ -202,11 +182,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """The ``state`` given to :func:`save_checkpoint`, with ``step``.
-
-    Raises:
-        BrokenCheckpoint: if the file is missing or does not hold the state of a run.
-    """
+    """The ``state`` given to :func:`save_checkpoint`, with ``step``; BrokenCheckpoint if it is missing or damaged."""
     try:
         state = json.loads((Path(folder) / "trainer" / "state.json").read_text(encoding="utf-8"))
         if isinstance(state["step"], int) and isinstance(state.get("config", {}), dict):
@@ -218,17 +194,9 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 
 
 def restore(
-    folder: str | Path,
-    *,
-    optimizer: torch.optim.Optimizer,
-    schedule: Any | None,
-    reference: nn.Module | None = None,
-    device: torch.device,
+    folder: str | Path, *, optimizer: Any, schedule: Any, reference: nn.Module | None = None, device: torch.device
 ) -> None:
-    """Load optimizer, learning-rate schedule (if given) and a reference that changes during training.
-
-    The model itself is loaded by ``from_pretrained(folder)``.
-    """
+    """Load optimizer, schedule and a reference that changes during training; ``from_pretrained(folder)`` loads the model."""
     trainer = Path(folder) / "trainer"
     # AdamW keeps its update counters on the host; load_state_dict moves the averages to the device of their weights.
     saved = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
@@ -242,8 +210,7 @@ def restore(
 def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
     # transformers refuses to save a generation config with inconsistent values (a temperature without do_sample). A run must not fail
     # at its end because of a file it does not use: the original is written without that check.
-    original = getattr(model, "generation_config", None)
-    if original is None:
+    if (original := getattr(model, "generation_config", None)) is None:
         model.save_pretrained(folder, state_dict=weights)
         return
     model.generation_config = GenerationConfig()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from grpo.batch import Batch, Group
 from grpo.run.state import Run
@@ -14,35 +14,22 @@ from grpo.telemetry.accumulator import Accumulator
 
 
 def show_step(
-    run: Run,
-    step: int,
-    groups: Sequence[Group],
-    values_PGF: torch.Tensor,
-    advantages_PG: torch.Tensor,
-    batch: Batch,
-    seconds: dict[str, float],
+    run: Run, step: int, groups: list[Group], values_PGF: Tensor, advantages_PG: Tensor, batch: Batch, seconds: dict
 ) -> None:
-    """Print one step before its update, and check its batch.
-
-    Raises:
-        AssertionError: if the batch is not what it must be, see :func:`check_batch`.
-    """
-    show = run.reporter.print
+    """Print one step before its update, and check its batch (AssertionError, see :func:`check_batch`)."""
+    show, model = run.reporter.print, run.policy.model
     show(f"\n--- step {step} " + "-" * 60)
-    model = run.policy.model
-    parameter = next(model.parameters())
-    show(
-        f"policy    {type(model).__name__}, weights {parameter.dtype} on {parameter.device}, compute {run.config.runtime.precision}"
-    )
+    weights, precision = next(model.parameters()), run.config.runtime.precision
+    show(f"policy    {type(model).__name__}, weights {weights.dtype} on {weights.device}, compute {precision}")
     for phase in ("rollout", "reward", "logprobs"):
         show(f"{phase:9} {seconds[phase]:.3f} s")
     for name, tensor in vars(batch).items():
         if tensor is not None:
             show(f"  {name:22} {tuple(tensor.shape)!s:12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
-    group = groups[0]
-    show(f"problem {group.problem.index}, {len(group.problem.prompt_ids)} prompt tokens, as the model sees it:")
-    show(textwrap.indent(run.policy.tokenizer.decode(group.problem.prompt_ids), "  | "))
-    for g, completion in enumerate(group.completions):
+    problem = groups[0].problem
+    show(f"problem {problem.index}, {len(problem.prompt_ids)} prompt tokens, as the model sees it:")
+    show(textwrap.indent(run.policy.tokenizer.decode(problem.prompt_ids), "  | "))
+    for g, completion in enumerate(groups[0].completions):
         rewards = ", ".join(f"{n} {v:g}" for n, v in zip(run.rewards.names, values_PGF[0, g].tolist(), strict=True))
         end = "finished" if completion.finished else "truncated"
         show(f"completion {g}: {len(completion.ids)} tokens, {end}; {rewards}; advantage {advantages_PG[0, g]:+.4f}")
@@ -50,7 +37,7 @@ def show_step(
     check_batch(run, step, groups, batch)
 
 
-def check_batch(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> None:
+def check_batch(run: Run, step: int, groups: list[Group], batch: Batch) -> None:
     """Masks have the recorded lengths, EOS lies inside the mask, all tensors are finite, and the KL is 0 before the first update.
 
     Raises:
@@ -60,8 +47,7 @@ def check_batch(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> N
     lengths = [len(completion.ids) for completion in completions]
     assert batch.completion_mask_BT.sum(dim=1).tolist() == lengths, "mask sums differ from the recorded lengths"
     for b, completion in enumerate(completions):
-        end = int(batch.prompt_lengths_B[b]) + len(completion.ids)
-        last = int(batch.sequence_ids_BS[b, end - 1])
+        last = int(batch.sequence_ids_BS[b, int(batch.prompt_lengths_B[b]) + lengths[b] - 1])
         assert last == completion.ids[-1], "the last token of a completion is not where the mask ends"
         ends_in_eos = last in run.policy.eos_ids or run.config.rollout.stop
         assert not completion.finished or ends_in_eos, "EOS is not inside the mask"
@@ -77,16 +63,11 @@ def check_batch(run: Run, step: int, groups: Sequence[Group], batch: Batch) -> N
 
 
 def check_update(run: Run, metrics: Accumulator) -> None:
-    """The importance ratio of the run's first update is 1 (without dropout).
-
-    Raises:
-        AssertionError: if it is not.
-    """
+    """The importance ratio of the run's first update is 1 (without dropout), or AssertionError."""
     if run.optimizer.state:
         return
     ratio = metrics.mean("ratio")  # NaN: no token counted
     tolerance = 1e-5 if run.config.runtime.precision == "fp32" else 1e-2
-    assert math.isnan(ratio) or not run.config.model.disable_dropout or abs(ratio - 1) < tolerance, (
-        f"importance ratio of the first update is {ratio}, not 1"
-    )
+    is_1 = math.isnan(ratio) or not run.config.model.disable_dropout or abs(ratio - 1) < tolerance
+    assert is_1, f"importance ratio of the first update is {ratio}, not 1"
     run.reporter.print(f"checked   importance ratio of the first update: {ratio:.6f}")

@@ -19,13 +19,19 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
     A failure ends this process at once with code 1, after an error message. If no update was under way, a checkpoint is saved first, so
     that the failure costs the current step and no more.
     """
+    saver, progress = run.saver, run.progress
     try:
         try:
             train(run)
-            run.saver.finish()
+            saver.finish()
             code = 0
         except Interrupted:  # raised on all ranks after a vote
-            _save_after_interrupt(run)
+            saver.finish()
+            assert not progress.mid_update, "an update is never interrupted"
+            if progress.step > saver.saved_step:
+                saver.save()
+                saver.finish()
+            run.reporter.print(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
             code = run.signals.exit_code
     except BaseException as failure:
         # The process ends below; nothing before that may wait for other ranks, which may wait for this one.
@@ -38,25 +44,13 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
     return code
 
 
-def _save_after_interrupt(run: Run) -> None:
-    saver, progress = run.saver, run.progress
-    saver.finish()
-    assert not progress.mid_update, "an update is never interrupted"
-    if progress.step > saver.saved_step:
-        saver.save()
-        saver.finish()
-    run.reporter.print(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
-
-
 def _report_failure(run: Run, failure: BaseException) -> None:
     """Print the error on the rank where it happened, and save what can be saved."""
-    world = run.world
+    rank, phase = run.world.rank, run.world.phase
     if not isinstance(failure, OtherRankFailed):
         traceback.print_exception(failure)
-        print(
-            f"error: [rank {world.rank}] in phase {world.phase!r}: {type(failure).__name__}: {first_line(failure)}",
-            file=sys.stderr,
-        )
+        error = f"{type(failure).__name__}: {first_line(failure)}"
+        print(f"error: [rank {rank}] in phase {phase!r}: {error}", file=sys.stderr)
     try:
         note = run.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights

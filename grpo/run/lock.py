@@ -14,19 +14,14 @@ LOCK_FILE = ".lock"
 class Lock:
     """Held by the main rank for the whole run. The file names the holder (process id, host); the kernel's lock on it is what counts."""
 
-    def __init__(self) -> None:
-        self.path: Path | None = None
-        self._handle: int | None = None
+    path: Path | None = None
+    _handle: int | None = None
 
     def acquire(self, folder: Path) -> None:
-        """Take the lock on an existing folder; nothing happens if this object holds it already.
-
-        Raises:
-            ValueError: if another run holds it.
-        """
+        """Take the lock on an existing folder, unless this object holds it already; ValueError if another run holds it."""
+        path = folder / LOCK_FILE
         if self._handle is not None:
             return
-        path = folder / LOCK_FILE
         while self._handle is None:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -50,9 +45,8 @@ class Lock:
         os.write(self._handle, f"{os.getpid()}\n{socket.gethostname()}\n".encode())
 
     def release(self) -> None:
-        if self._handle is None:
-            return
-        with contextlib.suppress(OSError):  # the folder may have been deleted
-            self.path.unlink()
-        os.close(self._handle)
-        self._handle = self.path = None
+        if self._handle is not None:
+            with contextlib.suppress(OSError):  # the folder may have been deleted
+                self.path.unlink()
+            os.close(self._handle)
+            self._handle = self.path = None

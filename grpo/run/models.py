@@ -15,7 +15,7 @@ from grpo.config import Config, ConfigError
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy, cast_reference_to_bf16, load_policy, make_reference
 from grpo.run import checkpoint
-from grpo.run.optimizer import make_lr_schedule, make_optimizer, settings_of, use_new_settings
+from grpo.run.optimizer import make_lr_schedule, make_optimizer
 from grpo.run.resume import StartPoint
 from grpo.system import first_line
 
@@ -31,6 +31,8 @@ class Models:
     lr_schedule: LRScheduler
     why_padded: str | None
     """The reason why scoring computes the prompt once per completion; None: it computes each prompt once per group."""
+    moving_reference: nn.Module | None
+    """The reference model if it changes during training (``ref_sync_steps``), so that checkpoints must hold it."""
 
 
 def build_models(
@@ -41,34 +43,25 @@ def build_models(
     Raises:
         ValueError: if the model cannot be loaded, or the checkpoint's optimizer state does not fit.
     """
-    algorithm, settings = config.algorithm, config.optim
-    options = dict(
-        device=device, precision=config.runtime.precision, **config.model.model_dump(exclude={"name_or_path"})
-    )
+    algorithm, optim, temperature = config.algorithm, config.optim, config.rollout.temperature
+    options = config.model.model_dump(exclude={"name_or_path"})
+    options |= {"device": device, "precision": config.runtime.precision}
     policy = load_policy(str(start.checkpoint or path), tokenizer, **options)
     ref_scorer = None
     if algorithm.beta > 0:
         # The reference is the model that training began with, also when the policy continues from a checkpoint.
         anchor = load_policy(path, tokenizer, **options).model if start.checkpoint else policy.model
-        ref_scorer = CompletionScorer(make_reference(anchor), config.rollout.temperature)
-    optimizer = make_optimizer(
-        policy.model,
-        learning_rate=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-    )
-    lr_schedule = make_lr_schedule(
-        optimizer,
-        name=settings.lr_scheduler_type,
-        num_updates=max_steps * algorithm.updates_per_step,
-        warmup_steps=settings.warmup_steps,
-        min_lr=settings.min_lr,
-    )
+        ref_scorer = CompletionScorer(make_reference(anchor), temperature)
+    optimizer_options = optim.model_dump(include={"learning_rate", "betas", "weight_decay"})
+    optimizer = make_optimizer(policy.model, **optimizer_options)
+    schedule_options = optim.model_dump(include={"warmup_steps", "min_lr"})
+    num_updates = max_steps * algorithm.updates_per_step
+    lr_schedule = make_lr_schedule(optimizer, name=optim.lr_scheduler_type, num_updates=num_updates, **schedule_options)
     moving_reference = ref_scorer.model if ref_scorer and algorithm.ref_sync_steps else None
     if start.checkpoint:
-        _restore(config, device, start, optimizer, lr_schedule, moving_reference)
+        _restore(start, algorithm.updates_per_step, optimizer, lr_schedule, moving_reference, device)
     policy.model.train()
-    scorer = CompletionScorer(policy.model, config.rollout.temperature)
+    scorer = CompletionScorer(policy.model, temperature)
     why_padded = _enable_packing(config, scorer)
     if ref_scorer is not None:
         if scorer.packed:
@@ -76,38 +69,28 @@ def build_models(
         ref_scorer.plain_head  # noqa: B018  measured now, while its weights are fp32
         if moving_reference is None:  # a reference that moves needs its fp32 weights
             cast_reference_to_bf16(ref_scorer.model, policy)
-    return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded)
+    return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded, moving_reference)
 
 
 def _restore(
-    config: Config,
-    device: torch.device,
-    start: StartPoint,
-    optimizer: torch.optim.Optimizer,
-    lr_schedule: LRScheduler,
-    reference: nn.Module | None,
+    start: StartPoint, updates_per_step: int, optimizer: Any, schedule: Any, reference: Any, device: torch.device
 ) -> None:
-    settings = settings_of(optimizer)
+    """Restore optimizer, schedule and reference; where settings changed, Adam's averages alone, with the new settings."""
+    folder, is_same = start.checkpoint, not start.settings_changed
+    settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+    restored = dict(optimizer=optimizer, schedule=schedule if is_same else None, reference=reference)
     try:
-        checkpoint.restore(
-            start.checkpoint,
-            optimizer=optimizer,
-            schedule=None if start.settings_changed else lr_schedule,
-            reference=reference,
-            device=device,
-        )
-    except (
-        UnpicklingError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-    ) as error:  # a valid checkpoint that another program made
-        raise ConfigError(
-            f"{start.checkpoint} cannot be continued from ({type(error).__name__}: {first_line(error)})"
-        ) from None
-    if start.settings_changed:
-        num_updates = start.state["step"] * config.algorithm.updates_per_step
-        use_new_settings(optimizer, lr_schedule, settings, num_updates=num_updates)
+        checkpoint.restore(folder, device=device, **restored)
+    except (UnpicklingError, RuntimeError, ValueError, KeyError) as error:  # a checkpoint that another program made
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"{folder} cannot be continued from ({reason})") from None
+    if is_same:
+        return
+    done = start.state["step"] * updates_per_step
+    schedule.last_epoch, schedule._step_count = done, done + 1
+    schedule._last_lr = [b * factor(done) for b, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, own, lr in zip(optimizer.param_groups, settings, schedule._last_lr, strict=True):
+        group.update(own | {"lr": lr})
 
 
 def _enable_packing(config: Config, scorer: CompletionScorer) -> str | None:

@@ -21,10 +21,8 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only: norms and biases are not pulled towards 0."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas)
 
 
@@ -36,9 +34,6 @@ def make_lr_schedule(
     Args:
         warmup_steps: optimizer updates; below 1 a fraction of ``num_updates``.
         min_lr: floor of a cosine schedule; None: 0.
-
-    Raises:
-        ValueError: on a name that transformers does not know.
     """
     warmup = round(warmup_steps * num_updates) if warmup_steps < 1 else int(warmup_steps)
     extra: dict[str, Any] = {}
@@ -52,28 +47,6 @@ def make_lr_schedule(
         raise ValueError(f"optim.lr_scheduler_type={name}: {first_line(error)}") from None
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Every setting of each parameter group (learning rate, betas, weight decay, ...), without the parameters."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def use_new_settings(
-    optimizer: torch.optim.Optimizer, lr_schedule: LambdaLR, settings: list[dict[str, Any]], *, num_updates: int
-) -> None:
-    """After Adam's averages were restored from a run with other settings: use the configuration's, ``num_updates`` updates into its schedule.
-
-    Args:
-        lr_schedule: a new schedule of ``optimizer``.
-        settings: :func:`settings_of` the optimizer before ``load_state_dict`` replaced its settings by the saved ones.
-    """
-    lr_schedule.last_epoch, lr_schedule._step_count = num_updates, num_updates + 1
-    lr_schedule._last_lr = [
-        base * factor(num_updates) for base, factor in zip(lr_schedule.base_lrs, lr_schedule.lr_lambdas, strict=True)
-    ]
-    for group, own, lr in zip(optimizer.param_groups, settings, lr_schedule._last_lr, strict=True):
-        group.update(own | {"lr": lr})
-
-
 def apply_update(run: Run, metrics: Accumulator) -> None:
     """Clip the gradient, vote on whether it is finite, step the optimizer and the schedule.
 
@@ -82,15 +55,15 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     Raises:
         ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients in a row (with ``optim.on_nonfinite=stop`` after one).
     """
-    progress = run.progress
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), run.config.optim.max_grad_norm)
+    progress, settings = run.progress, run.config.optim
+    grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), settings.max_grad_norm)
     is_finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
-    progress.skipped_in_a_row = 0 if is_finite else progress.skipped_in_a_row + 1
+    progress.skipped_in_a_row = skipped = 0 if is_finite else progress.skipped_in_a_row + 1
     if not is_finite:
         run.reporter.print("warning: a gradient is not finite; this update is left out and the weights do not change")
-        if run.config.optim.on_nonfinite == "stop" or progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        if settings.on_nonfinite == "stop" or skipped == MAX_SKIPPED_IN_A_ROW:
             raise ValueError(
-                f"{progress.skipped_in_a_row} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
+                f"{skipped} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
             )
     metrics.add("grad_norm", grad_norm if is_finite else 0.0, count=float(is_finite))
     # All ranks skip together, and totals are summed over ranks: the main rank counts for all.

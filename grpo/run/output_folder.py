@@ -17,18 +17,11 @@ RESOLVED_CONFIG = "config.yaml"
 
 
 def check_output_dir(output: Path) -> None:
-    """Refuse an ``output_dir`` that is a file, cannot be written, or holds something other than a run. Nothing is created.
-
-    Raises:
-        ConfigError: with the folder and the reason.
-    """
+    """ConfigError if ``output_dir`` is a file, cannot be written, or holds something other than a run. Nothing is created."""
     existing = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise ConfigError(
-            f"output_dir={output} is a file: choose a folder"
-            if existing == output
-            else f"output_dir={output} cannot be made: {existing} is a file, not a folder"
-        )
+        problem = f"cannot be made: {existing} is a file, not a folder"
+        raise ConfigError(f"output_dir={output} {'is a file: choose a folder' if existing == output else problem}")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"output_dir={output} cannot be written: no permission in {existing}")
     if existing != output:
@@ -40,9 +33,8 @@ def check_output_dir(output: Path) -> None:
         (folder / checkpoint.MANIFEST).exists() for _, folder in checkpoint.list_checkpoints(output)
     )
     if inside and not is_run:
-        raise ConfigError(
-            f"output_dir={output} holds something that is not a run ({', '.join(inside[:4])}): choose another folder"
-        )
+        found = ", ".join(inside[:4])
+        raise ConfigError(f"output_dir={output} holds something that is not a run ({found}): choose another folder")
 
 
 def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> None:
@@ -60,12 +52,10 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
             if step > start_step:
                 aside = _move_aside(output, [folder])
                 print(f"{folder}, which is not continued, was moved to {aside}", flush=True)
-    else:
-        results = [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl")]
-        if results:
-            others = [output / name for name in ("completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl")]
-            aside = _move_aside(output, [*results, *others])
-            print(f"an earlier run in {output} was moved to {aside}", flush=True)
+    elif results := [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl")]:
+        others = [output / name for name in ("completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl")]
+        aside = _move_aside(output, [*results, *others])
+        print(f"an earlier run in {output} was moved to {aside}", flush=True)
     resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     write_atomically(output / RESOLVED_CONFIG, resolved)
 
@@ -74,7 +64,6 @@ def _move_aside(output: Path, paths: list[Path]) -> Path:
     """Move what exists of ``paths`` into a new folder ``previous-<n>/``."""
     aside = output / f"previous-{1 + len(list(output.glob('previous-*')))}"
     aside.mkdir()
-    for path in paths:
-        if path.exists():
-            shutil.move(path, aside / path.name)
+    for path in filter(Path.exists, paths):
+        shutil.move(path, aside / path.name)
     return aside

@@ -1,14 +1,12 @@
 """From a configuration to a run. Everything is checked in the order of its cost: files and rewards, then tokenizer and data, then the model.
 
-What may fail on one rank alone (a file that one machine lacks) happens inside ``world.fail_together()``: all ranks then stop with its
-message.
+What may fail on one rank alone happens inside ``world.fail_together()``: all ranks then stop with its message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from grpo.config import Config, ConfigError, check_world_size
@@ -23,9 +21,8 @@ from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
 from grpo.run.models import any_forward, build_models
 from grpo.run.output_folder import start_output
-from grpo.run.progress import Progress
 from grpo.run.resume import find_checkpoint, print_differences, read_start_point
-from grpo.run.saver import Saver, versions
+from grpo.run.saver import Progress, Saver, versions
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
@@ -58,12 +55,8 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     checkpoint, origin = world.from_main(found)
 
     with world.fail_together():
-        rewards = RewardRunner(
-            config.reward.functions,
-            timeout_s=config.reward.timeout_s,
-            num_workers=config.reward.num_workers,
-            device=world.device,
-        )
+        options = config.reward.model_dump(include={"timeout_s", "num_workers"})
+        rewards = RewardRunner(config.reward.functions, **options, device=world.device)
         on_failure.callback(rewards.close)
 
     with world.fail_together():
@@ -80,30 +73,23 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     if world.is_main and config.model.name_or_path == "builtin:tiny" and not checkpoint:
         print("builtin:tiny: reading it from the cache, or building it (about a minute) ...", flush=True)
     with world.main_first():
-        path = resolve_model(
-            config.model.name_or_path, config.data.dataset, trust_remote_code=config.model.trust_remote_code
-        )
+        trust = config.model.trust_remote_code
+        path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=trust)
     with world.fail_together():
-        data = _tokenized(config, path, train_rows, eval_rows)
-    problems = Schedule(
-        data.train.problems,
-        prompts_per_step=config.rollout.prompts_per_step,
-        seed=config.seed,
-        rank=world.rank,
-        world_size=world.size,
-    )
+        tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)
+    options = dict(prompts_per_step=config.rollout.prompts_per_step, seed=config.seed)
+    problems = Schedule(train.problems, **options, rank=world.rank, world_size=world.size)
     max_steps = config.optim.max_steps or max(math.ceil(config.optim.num_epochs * problems.steps_per_epoch), 1)
     if progress.step >= max_steps and not progress.unwritten_line:
         if world.is_main:
-            print(
-                f"already complete: {checkpoint} is at step {progress.step} of {max_steps}; nothing to do", flush=True
-            )
+            done = f"{checkpoint} is at step {progress.step} of {max_steps}"
+            print(f"already complete: {done}; nothing to do", flush=True)
         return None
 
     with world.fail_together():
-        models = build_models(config, world.device, path, data.tokenizer, max_steps, start)
+        models = build_models(config, world.device, path, tokenizer, max_steps, start)
     policy = models.policy
-    eval_problems = data.evaluation.problems[: config.eval.max_samples]
+    eval_problems = evaluation.problems[: config.eval.max_samples]
 
     here = environment(world.size) | {"from_step": progress.step, "num_parameters": num_parameters(policy.model)}
     here["num_eval_problems"] = len(eval_problems)
@@ -120,26 +106,14 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         wandb_run_id=start.state.get("wandb_run_id"),
         environment=here,
     )
-    engine = BuiltinEngine(
-        policy,
-        fast_decode=config.runtime.fast_decode,
-        cuda_graphs=config.runtime.cuda_graphs,
-        warn=reporter.print,
-    )
+    options = config.runtime.model_dump(include={"fast_decode", "cuda_graphs"})
+    engine = BuiltinEngine(policy, **options, warn=reporter.print)
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
-    reference_moves = models.ref_scorer is not None and config.algorithm.ref_sync_steps > 0
-    saver = Saver(
-        config,
-        world,
-        policy=policy,
-        optimizer=models.optimizer,
-        lr_schedule=models.lr_schedule,
-        reference=models.ref_scorer.model if reference_moves else None,
-        reporter=reporter,
-        progress=progress,
-        max_steps=max_steps,
-        facts={"data_fingerprint": data_fingerprint, "origin": start.origin},
-    )
+    optimizer, lr_schedule = models.optimizer, models.lr_schedule
+    parts = dict(model=policy.model, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)
+    parts["reference"] = models.moving_reference
+    facts = {"data_fingerprint": data_fingerprint, "origin": start.origin}
+    saver = Saver(config, world, parts, reporter, progress, max_steps, facts)
     if not config.debug:
         saver.dry_run()
     run = Run(
@@ -150,8 +124,8 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         scorer=scorer,
         bare_scorer=models.scorer,
         ref_scorer=models.ref_scorer,
-        optimizer=models.optimizer,
-        lr_schedule=models.lr_schedule,
+        optimizer=optimizer,
+        lr_schedule=lr_schedule,
         problems=problems,
         eval_problems=eval_problems,
         rewards=rewards,
@@ -162,8 +136,8 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         max_steps=max_steps,
         progress=progress,
     )
-    print_summary(run, data.train, data.evaluation, models.why_padded, checkpoint)
-    reporter.print(memory_line(run, data.train.problems, data.evaluation.problems))
+    print_summary(run, train, evaluation, models.why_padded, checkpoint)
+    reporter.print(memory_line(run, train.problems, evaluation.problems))
     return run
 
 
@@ -183,19 +157,14 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[
     return train_rows, eval_rows
 
 
-@dataclass(frozen=True)
-class _Data:
-    tokenizer: Any
-    train: ProblemSet
-    evaluation: ProblemSet
-
-
-def _tokenized(config: Config, path: str, train_rows: Rows, eval_rows: Rows | None) -> _Data:
-    """The problems of both splits; all fit into the model's context together with a completion."""
+def _tokenized(
+    config: Config, path: str, train_rows: Rows, eval_rows: Rows | None
+) -> tuple[Any, ProblemSet, ProblemSet]:
+    """The tokenizer, and the problems of both splits; all fit into the model's context together with a completion."""
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     train = make_problems(train_rows, config.data, tokenizer)
     evaluation = make_problems(eval_rows, config.data, tokenizer) if eval_rows else ProblemSet([])
     longest = config.rollout.max_completion_length
     check_context(path, [*train.problems, *evaluation.problems], longest, trust_remote_code=trust)
-    return _Data(tokenizer, train, evaluation)
+    return tokenizer, train, evaluation

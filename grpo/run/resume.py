@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass, field
@@ -22,8 +23,6 @@ MUST_NOT_CHANGE = (
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Where a run starts."""
-
     checkpoint: Path | None = None
     """None: from scratch, at step 0."""
     origin: dict[str, str | None] | None = None
@@ -37,17 +36,13 @@ class StartPoint:
 
 
 def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, dict[str, str | None] | None]:
-    """The checkpoint to continue from, by ``checkpoint.resume``. From now on ``output_dir``, if it exists, is locked.
+    """The checkpoint to continue from (None: from scratch) and the origin, see :class:`StartPoint`. Locks ``output_dir`` if it exists.
 
     A command that names a checkpoint folder starts from it once: when the same command is started again after an interruption, the run
     it began continues instead. The same holds for ``never`` when torchrun restarts its processes.
 
-    Returns:
-        The checkpoint (None: from scratch) and the origin, see :class:`StartPoint`.
-
     Raises:
-        ConfigError: if a folder that the command names is not a valid checkpoint, or ``output_dir`` holds something other than a run.
-        ValueError: if another run uses ``output_dir``.
+        ValueError: if the folder that the command names is not a valid checkpoint, or ``output_dir`` is in use or not a run's.
     """
     output, resume = Path(config.output_dir), config.checkpoint.resume
     check_output_dir(output)
@@ -75,11 +70,7 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, dict[str, 
 def read_start_point(
     config: Config, folder: Path | None, origin: dict[str, str | None] | None, data_fingerprint: str
 ) -> StartPoint:
-    """Read the checkpoint's state and compare its settings with the run's.
-
-    Raises:
-        ConfigError: listing each setting that differs, unless ``checkpoint.accept_changes`` allows it.
-    """
+    """Read the checkpoint's state; ConfigError lists the settings that differ, unless ``checkpoint.accept_changes`` allows it."""
     if folder is None:
         return StartPoint(origin=origin)
     state = checkpoint.read_state(folder)
@@ -98,18 +89,10 @@ def read_start_point(
 def print_differences(state: dict[str, Any], world_size: int, versions: dict[str, str]) -> None:
     """Warn of differences from the checkpoint's run that may change the last bits of the results but are allowed."""
     if state.get("world_size", world_size) != world_size:
-        print(
-            f"note: the checkpoint is from {state['world_size']} rank(s), now there are {world_size}: the same problems "
-            "and completions, the same weights to rounding",
-            flush=True,
-        )
+        sizes = f"the checkpoint is from {state['world_size']} rank(s), now there are {world_size}"
+        print(f"note: {sizes}: the same problems and completions, the same weights to rounding", flush=True)
     old = state.get("versions", {})
-    changed = [
-        f"{name} {old[name]} -> {versions[name]}"
-        for name in versions
-        if old.get(name, versions[name]) != versions[name]
-    ]
-    if changed:
+    if changed := [f"{name} {old[name]} -> {now}" for name, now in versions.items() if old.get(name, now) != now]:
         print(f"warning: {', '.join(changed)} since the checkpoint: the bits of this run may differ", flush=True)
 
 
@@ -121,12 +104,10 @@ def _origin(config: Config) -> dict[str, str | None] | None:
     if resume == "never":
         run_id, parent = os.environ.get("TORCHELASTIC_RUN_ID"), os.getppid()
         return run_id and {"place": f"torchrun {run_id} {parent} {_start_time(parent)}", "digest": None}
-    folder = Path(resume).resolve()
-    try:
-        digest = hashlib.sha256((folder / checkpoint.MANIFEST).read_bytes()).hexdigest()
-    except OSError:
-        digest = None
-    return {"place": str(folder), "digest": digest}
+    origin = {"place": str(Path(resume).resolve()), "digest": None}
+    with contextlib.suppress(OSError):
+        origin["digest"] = hashlib.sha256(Path(origin["place"], checkpoint.MANIFEST).read_bytes()).hexdigest()
+    return origin
 
 
 def _start_time(pid: int) -> str:
@@ -140,20 +121,18 @@ def _start_time(pid: int) -> str:
 def _newest_from(origin: dict[str, str | None], config: Config) -> Path | None:
     """The newest valid checkpoint in ``output_dir`` of a run with this origin and the same settings."""
     output = Path(config.output_dir).resolve()
+    lies_here = Path(origin["place"]).parent == output
     for _, folder in checkpoint.list_checkpoints(output):
-        try:
+        with contextlib.suppress(checkpoint.BrokenCheckpoint):
             state = checkpoint.read_state(folder)
             saved = state.get("origin")
-            if not isinstance(saved, dict):
+            if not isinstance(saved, dict) or saved.get("place") != origin["place"]:
                 continue
             # The named checkpoint may have been deleted since, as old checkpoints are; in its own folder it may have been written again.
-            lies_here = Path(origin["place"]).parent == output
             same_content = lies_here or origin["digest"] in (None, saved.get("digest"))
-            if saved.get("place") == origin["place"] and same_content and not _differences(config, state):
+            if same_content and not _differences(config, state):
                 checkpoint.verify(folder)
                 return folder
-        except checkpoint.BrokenCheckpoint:
-            continue
     return None
 
 

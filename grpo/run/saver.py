@@ -6,19 +6,46 @@ import dataclasses
 import math
 import platform
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.config import Config
 from grpo.distributed import World
-from grpo.model import Policy
 from grpo.run import checkpoint
-from grpo.run.progress import Progress
 from grpo.telemetry.reporter import Reporter
+
+
+@dataclass
+class Progress:
+    """How far a run has come: the only thing beside weights, optimizer and reference that a checkpoint has to save."""
+
+    step: int = 0
+    """Steps that are complete."""
+    num_tokens: int = 0
+    """Prompt and completion tokens seen so far, over all ranks."""
+    skipped_in_a_row: int = 0
+    """Optimizer updates left out in a row because a gradient was not finite."""
+    before: dict[str, float] | None = None
+    """Metrics of the evaluation before training."""
+    best: dict[str, Any] | None = None
+    """``{"step", "value"}`` of the best evaluation by ``checkpoint.keep_best``."""
+    unwritten_line: dict[str, Any] | None = None
+    """Metrics of the last step while they are not in ``metrics.jsonl`` yet, because the step's evaluation comes first."""
+    mid_update: bool = False
+    """True from the first change of the weights to the end of the step: the state in memory is between two steps. Never saved as True."""
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """The progress saved in a checkpoint's state; missing names keep their defaults."""
+        return cls(**{f.name: state[f.name] for f in dataclasses.fields(cls) if f.name in state})
+
+    def complete_step(self, line: dict[str, Any]) -> None:
+        """All updates of a step are done; its metrics wait to be written."""
+        self.step, self.num_tokens = line["step"], line["num_tokens"]
+        self.unwritten_line, self.mid_update = line, False
 
 
 def versions() -> dict[str, str]:
@@ -27,54 +54,39 @@ def versions() -> dict[str, str]:
 
 
 def how_to_continue(config: Config) -> str:
-    """The end of a message about a checkpoint: the command that continues from it."""
-    if config.checkpoint.resume == "never":
-        return "the same command with checkpoint.resume=auto continues from there"
-    return "the same command continues from there"
+    """The end of a message about a checkpoint."""
+    setting = " with checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
+    return f"the same command{setting} continues from there"
 
 
+@dataclass
 class Saver:
-    """Writes checkpoints of one run.
+    """Writes checkpoints of one run, always of a complete step: never while ``progress.mid_update`` is true."""
 
-    The state in memory is that of a step boundary nearly always: rollouts, rewards and evaluations do not change it. Only between the
-    first weight change of a step and the end of that step (``progress.mid_update``) it must not be saved.
-    """
+    config: Config
+    world: World
+    parts: dict[str, Any]
+    """``model``, ``tokenizer``, ``optimizer``, ``schedule`` and ``reference``, the arguments of :func:`checkpoint.save_checkpoint`."""
+    reporter: Reporter
+    progress: Progress
+    max_steps: int
+    facts: dict[str, Any]
+    """JSON-serialisable facts that a continued run is compared with (fingerprint of the data, origin)."""
+    saved_step: int = field(init=False)
+    """The step of the newest checkpoint, or of the start."""
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        *,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        lr_schedule: LRScheduler,
-        reference: nn.Module | None,
-        reporter: Reporter,
-        progress: Progress,
-        max_steps: int,
-        facts: dict[str, Any],
-    ):
-        """
-        Args:
-            reference: only if it changes during training (``ref_sync_steps``); otherwise it is the starting model.
-            facts: JSON-serialisable facts that a continued run is compared with (fingerprint of the data, origin).
-        """
-        self.config, self.world, self.policy, self.optimizer = config, world, policy, optimizer
-        self.lr_schedule, self.reference, self.reporter = lr_schedule, reference, reporter
-        self.progress, self.max_steps, self.facts = progress, max_steps, facts
-        self.saved_step = progress.step
-        """The step of the newest checkpoint, or of the start."""
+    def __post_init__(self) -> None:
+        self.saved_step = self.progress.step
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def save_if_due(self, line: dict[str, Any]) -> None:
         """Save at the last step, every ``save_steps`` steps, or if ``line`` has the best evaluation so far."""
-        settings, step = self.config.checkpoint, self.progress.step
-        value, is_best = line.get(settings.keep_best), False
-        if value is not None and math.isfinite(value):
-            is_best = self.progress.best is None or value > self.progress.best["value"]
-            if is_best:
-                self.progress.best = {"step": step, "value": value}
+        settings, step, best = self.config.checkpoint, self.progress.step, self.progress.best
+        value = line.get(settings.keep_best)
+        is_best = value is not None and math.isfinite(value) and (best is None or value > best["value"])
+        if is_best:
+            self.progress.best = {"step": step, "value": value}
         if step == self.max_steps or is_best or (settings.save_steps and step % settings.save_steps == 0):
             self.save()
 
@@ -93,7 +105,7 @@ class Saver:
                 self.reporter.sync()
                 arguments = self._arguments()
                 if self.config.checkpoint.background and step < self.max_steps:
-                    live = (arguments[name] for name in ("model", "optimizer", "schedule", "reference"))
+                    live = (self.parts[name] for name in ("model", "optimizer", "schedule", "reference"))
                     arguments["tensors"] = checkpoint.Tensors.of(*live).on_host()
                     self._thread = threading.Thread(target=self._write, args=(step, arguments), name="checkpoint")
                     self._thread.start()
@@ -117,25 +129,20 @@ class Saver:
                     raise self._explained(0, error) from error
 
     def rescue(self) -> str | None:
-        """After a failure, without the other ranks: save the newest complete step if no checkpoint has it.
-
-        Returns:
-            A note for the user; None if there was nothing to do.
-        """
+        """After a failure, without the other ranks: save the newest complete step if no checkpoint has it; returns a note for the user."""
         if not self.world.is_main or self.config.debug:
             return None
-        error_before = self._background_error()
+        step, error_before = self.progress.step, self._background_error()
         if self.progress.mid_update:
-            return f"the failure came in the middle of an update, after step {self.progress.step}: checkpoint-{self.saved_step} is the newest"
-        if self.progress.step <= self.saved_step and error_before is None:
+            return f"the failure came in the middle of an update, after step {step}: checkpoint-{self.saved_step} is the newest"
+        if step <= self.saved_step and error_before is None:
             return None
-        self._write(self.progress.step, self._arguments())
+        self._write(step, self._arguments())
         error = self._background_error()
-        return f"{error}" if error else f"saved checkpoint-{self.progress.step}: {how_to_continue(self.config)}"
+        return f"{error}" if error else f"saved checkpoint-{step}: {how_to_continue(self.config)}"
 
     def _raise_background_error(self) -> None:
-        error = self._background_error()
-        if error is not None:
+        if error := self._background_error():
             raise error
 
     def _background_error(self) -> Exception | None:
@@ -157,22 +164,9 @@ class Saver:
         return OSError(f"checkpoint at step {step} could not be saved in {self.config.output_dir}: {error}")
 
     def _arguments(self) -> dict[str, Any]:
-        saved = dataclasses.asdict(self.progress)
-        del saved["mid_update"]
-        return dict(
-            model=self.policy.model,
-            tokenizer=self.policy.tokenizer,
-            optimizer=self.optimizer,
-            schedule=self.lr_schedule,
-            reference=self.reference,
-            keep=self.config.checkpoint.keep,
-            best_step=self.progress.best and self.progress.best["step"],
-            state={
-                **saved,
-                "wandb_run_id": self.reporter.wandb_run_id,
-                "world_size": self.world.size,
-                "versions": versions(),
-                **self.facts,
-                "config": self.config.model_dump(mode="json"),
-            },
-        )
+        state = dataclasses.asdict(self.progress)
+        del state["mid_update"]
+        state |= {"wandb_run_id": self.reporter.wandb_run_id, "world_size": self.world.size, "versions": versions()}
+        state |= {**self.facts, "config": self.config.model_dump(mode="json")}
+        best_step = self.progress.best and self.progress.best["step"]
+        return self.parts | {"keep": self.config.checkpoint.keep, "best_step": best_step, "state": state}

@@ -1,11 +1,9 @@
 """Signals that ask a run to stop or to save, turned into decisions that all ranks take together.
 
-SIGTERM, SIGINT and SIGHUP stop the run and keep its newest complete step. A rollout or an evaluation does not change the weights and is
-interrupted at once; an update is finished first. SIGUSR1 saves a checkpoint at the end of the current step and goes on.
-
-A signal to one rank counts for all: the rank sets a shared flag that the others read twice a second, and all vote before anything is
-done. The kernel reports each signal to a thread of this module (``set_wakeup_fd``), also while the main thread waits inside a collective
-for ranks that may never arrive; so a second signal always ends the process.
+SIGTERM, SIGINT and SIGHUP stop the run: rollouts and evaluations, which do not change the weights, at once; an update is finished first.
+SIGUSR1 saves a checkpoint at the end of the current step. A signal to one rank counts for all: that rank sets a shared flag, the others
+read it twice a second, and all vote before anything is done. The kernel reports each signal to a thread of this module
+(``set_wakeup_fd``), also while the main thread waits inside a collective; so a second signal always ends the process.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ class Signals:
     """Signal handlers, installed from construction until :meth:`close`. Outside the main thread nothing is installed."""
 
     def __init__(self, world: World):
-        self.world = world
-        self.save_requested = False
+        self.world, self.save_requested = world, False
         self._first_stop: float | None = None
         self._warned = False
         self._installed = threading.current_thread() is threading.main_thread()
@@ -61,12 +58,11 @@ class Signals:
 
     def vote(self) -> tuple[bool, bool]:
         """``(save, stop)`` at a step boundary: whether any rank was asked to. The same answer on all ranks."""
-        requests = torch.tensor([float(self.save_requested), float(self.world.stop_signal or 0)])
-        save, stop = self.world.max(requests).tolist()
+        save, stop = self.world.max(torch.tensor([int(self.save_requested), self.world.stop_signal or 0])).tolist()
         if save:
             self.save_requested = False
         if stop:
-            self.world.stop_signal = int(stop)
+            self.world.stop_signal = stop
         return bool(save), bool(stop)
 
     @property
@@ -110,9 +106,8 @@ class Signals:
                 self._read_shared_flag()
             elif not self._warned and time.monotonic() - self._first_stop > WARN_AFTER_SECONDS:
                 self._warned = True
-                self._print(
-                    f"was asked to stop {WARN_AFTER_SECONDS:g} s ago and is still in phase {self.world.phase!r}"
-                )
+                ago = f"{WARN_AFTER_SECONDS:g} s ago"
+                self._print(f"was asked to stop {ago} and is still in phase {self.world.phase!r}")
 
     def _on_stop_signal(self, number: int) -> None:
         now = time.monotonic()

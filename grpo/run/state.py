@@ -1,10 +1,10 @@
-"""The state of a run: its parts, which never change after the start, and its progress, which every checkpoint saves."""
+"""A run: its parts, which never change after the start, and its progress, which every checkpoint saves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -22,8 +22,7 @@ from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.lock import Lock
-from grpo.run.progress import Progress
-from grpo.run.saver import Saver
+from grpo.run.saver import Progress, Saver
 from grpo.run.signals import Signals
 from grpo.telemetry.reporter import Reporter
 
@@ -62,17 +61,8 @@ class Run:
 
     @property
     def sampling(self) -> SamplingParams:
-        r = self.config.rollout
-        return SamplingParams(
-            num_generations=r.num_generations,
-            max_completion_length=r.max_completion_length,
-            temperature=r.temperature,
-            top_p=r.top_p,
-            top_k=r.top_k,
-            min_p=r.min_p,
-            stop=tuple(r.stop),
-            tokens_in_flight=r.tokens_in_flight,
-        )
+        values = {field.name: getattr(self.config.rollout, field.name) for field in fields(SamplingParams)}
+        return SamplingParams(**values | {"stop": tuple(values["stop"])})
 
     @torch.no_grad()
     def logprobs(self, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
@@ -86,11 +76,7 @@ class Run:
         return logprobs_BT
 
     def score(self, groups: Sequence[Group]) -> tuple[torch.Tensor, RewardResult]:
-        """Every reward of every completion, ``[P, G, F]`` fp32 with NaN where a function gave None; and the failures.
-
-        Raises:
-            RewardContractError: if a function returned something other than one number or None per completion.
-        """
+        """Every reward of every completion, ``[P, G, F]`` fp32 with NaN where a function gave None; and the failures."""
         result = score_groups(self.rewards, groups)
         values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values])
         return values.view(len(groups), -1, len(self.rewards.names)), result
@@ -99,27 +85,22 @@ class Run:
         """``eval/...`` metrics of the current weights; empty without evaluation data."""
         if not self.eval_problems:
             return {}
-        settings = self.config.eval
-        passes = 1 + (settings.num_samples > 1)
-        with self.reporter.bar("evaluation", len(self.world.own_rows(self.eval_problems)) * passes, "problem") as bar:
-            evaluation = evaluate(
-                self.engine,
-                self.eval_problems,
-                Grader(self.config.eval, self.rewards),
-                self.world,
-                num_samples=settings.num_samples,
-                temperature=settings.temperature,
-                max_completion_length=self.config.rollout.max_completion_length,
-                stop=tuple(self.config.rollout.stop),
-                tokens_in_flight=self.config.rollout.tokens_in_flight,
-                seed=self.config.seed,
-                step=0,  # every evaluation draws with the same seeds, so that its curves differ by the weights alone
-                on_problems=bar.update,
-            )
+        e, sampling = self.config.eval, self.sampling
+        options = dict(num_samples=e.num_samples, temperature=e.temperature, stop=sampling.stop, seed=self.config.seed)
+        options |= dict(
+            max_completion_length=sampling.max_completion_length, tokens_in_flight=sampling.tokens_in_flight
+        )
+        total = len(self.world.own_rows(self.eval_problems)) * (1 + (e.num_samples > 1))
+        grader = Grader(e, self.rewards)
+        with self.reporter.bar("evaluation", total, "problem") as bar:
+            options |= dict(
+                step=0, on_problems=bar.update
+            )  # the same seeds in each evaluation: only the weights differ
+            evaluation = evaluate(self.engine, self.eval_problems, grader, self.world, **options)
         self.reporter.intervals(step, evaluation.intervals)
-        if evaluation.num_unscored:
+        if unscored := evaluation.num_unscored:
             self.reporter.print(
-                f"warning: {evaluation.num_unscored} completions of this evaluation could not be scored and count as wrong"
+                f"warning: {unscored} completions of this evaluation could not be scored and count as wrong"
             )
         return evaluation.metrics
 

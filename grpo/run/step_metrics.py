@@ -5,43 +5,56 @@ Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo.advantages import has_equal_rewards
 from grpo.batch import Batch, Group
-from grpo.loss import Stats, importance_ratio
+from grpo.loss import importance_ratio
+from grpo.rewards import RewardResult
 from grpo.run.state import Run
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.histograms import RATIO_EDGES, ratio_histogram
 from grpo.telemetry.samples import sample_records
 
 
-def add_microbatch(
-    run: Run,
-    metrics: Accumulator,
-    micro: Batch,
-    new_BT: torch.Tensor,
-    old_BT: torch.Tensor,
-    entropy_BT: torch.Tensor,
-    loss: tuple[torch.Tensor, torch.Tensor],
-    stats: Stats,
-    *,
-    is_first_pass: bool,
-) -> None:
-    """Add one micro-batch's loss, entropy and statistics, and how far sampled and scored log-probs are apart.
+def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumulator, *, is_whole_step: bool) -> None:
+    """Count the completions that each function failed to score.
 
     Args:
-        new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats, without gradient.
-        loss: the micro-batch's loss sum and denominator.
-        is_first_pass: the weights are those that sampled the completions.
+        result: from this rank's rewards; None if this rank had nothing to score.
+        is_whole_step: True for all completions of a step, False for substitutes of some groups: a function that fails on a single bad
+            problem is not broken.
+
+    Raises:
+        ValueError: on all ranks, if a function failed on every completion of the step.
     """
-    metrics.add_all(stats)
-    metrics.add("loss", *loss)
+    names = run.rewards.names
+    failures, rows = (result.failures, len(result.values)) if result else ([0] * len(names), 0)
+    for name, count in zip(names, failures, strict=True):
+        metrics.total(f"rewards/{name}/errors", count)
+    *failed, rows = run.world.sum(torch.tensor([*failures, rows])).tolist()
+    for name, count in zip(names, failed, strict=True):
+        if is_whole_step and rows and count == rows:
+            trace = result.first_traceback.get(name) if result else None
+            reason = f"\n{trace}" if trace else " (timeout)"
+            raise ValueError(f"reward {name!r} failed on all {rows} completions of this step{reason}")
+
+
+@torch.no_grad()
+def add_microbatch(
+    run: Run, metrics: Accumulator, micro: Batch, new_BT: Tensor, old_BT: Tensor, entropy_BT: Tensor, first_pass: bool
+) -> None:
+    """Add one micro-batch's entropy, importance ratios (for wandb), and how far sampled and scored log-probs are apart.
+
+    Args:
+        new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
+        first_pass: the weights are those that sampled the completions.
+    """
     metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
-    if is_first_pass:
+    if first_pass:
         difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
     if run.config.logging.wandb != "disabled":
@@ -50,37 +63,27 @@ def add_microbatch(
 
 
 def step_line(
-    run: Run,
-    step: int,
-    groups: Sequence[Group],
-    all_values_PGF: torch.Tensor,
-    all_rewards_PG: torch.Tensor,
-    metrics: Accumulator,
-    seconds: dict[str, float],
-    step_time: float,
+    run: Run, groups: list[Group], all_values_PGF: Tensor, all_rewards_PG: Tensor, metrics: Accumulator, seconds: dict
 ) -> dict[str, float]:
-    """The object of a (1-based) step in ``metrics.jsonl``; one reduction over ranks.
+    """The object in ``metrics.jsonl`` of the step that comes to its end; one reduction over ranks.
 
     Args:
         groups: this rank's; rewards are of all ranks.
-        seconds: of each phase on this rank; ``step_time`` of the whole step. The slowest rank's are reported.
+        metrics: with the ``step_time`` of the whole step.
+        seconds: of each phase on this rank; the slowest rank's are reported.
     """
     add_completions(groups, metrics)
     for phase, value in seconds.items():
         metrics.maximum(f"time/{phase}", value)
-    metrics.maximum("step_time", step_time)
     reduced = metrics.reduce(run.world)
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
-    return {
-        "step": step,
-        "epoch": step / run.problems.steps_per_epoch,
-        **reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG),
-        **reduced,
-    }
+    rewards = reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG)
+    step = run.progress.step + 1
+    return {"step": step, "epoch": step / run.problems.steps_per_epoch, **rewards, **reduced}
 
 
-def reward_metrics(names: Sequence[str], values_PGF: torch.Tensor, totals_PG: torch.Tensor) -> dict[str, float]:
+def reward_metrics(names: list[str], values_PGF: Tensor, totals_PG: Tensor) -> dict[str, float]:
     """Reward statistics of the whole global batch; every rank has all of it."""
     metrics = {"reward": _mean(totals_PG), "reward_std": _mean(_row_std(totals_PG))}
     metrics["frac_reward_zero_std"] = has_equal_rewards(totals_PG).float().mean().item()
@@ -92,7 +95,7 @@ def reward_metrics(names: Sequence[str], values_PGF: torch.Tensor, totals_PG: to
     return metrics
 
 
-def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
+def add_completions(groups: list[Group], metrics: Accumulator) -> None:
     """Add lengths, truncation and token counts of this rank's groups."""
     lengths = torch.tensor([len(c.ids) for group in groups for c in group.completions])
     truncated = torch.tensor([not c.finished for group in groups for c in group.completions])
@@ -105,51 +108,41 @@ def add_completions(groups: Sequence[Group], metrics: Accumulator) -> None:
     metrics.total("num_tokens", prompt_tokens + lengths.sum())
 
 
-def report_histograms(
-    run: Run,
-    step: int,
-    groups: Sequence[Group],
-    all_rewards_PG: torch.Tensor,
-    all_advantages_PG: torch.Tensor,
-    metrics: Accumulator,
+def report_details(
+    run: Run, groups: list[Group], batch: Batch, values_PGF: Tensor, all_rewards_PG: Tensor, metrics: Accumulator
 ) -> None:
-    """Hand wandb the distributions of rewards, advantages, lengths and importance ratios of a (1-based) step, over all ranks."""
-    if run.config.logging.wandb == "disabled":
-        return
-    lengths_PG = run.world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
-    if run.reporter.is_logged(step):
-        run.reporter.histogram("reward", all_rewards_PG)
-        run.reporter.histogram("advantage", all_advantages_PG)
-        run.reporter.histogram("length", lengths_PG)
-        run.reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
-
-
-def kept_completions(
-    run: Run,
-    step: int,
-    groups: Sequence[Group],
-    batch: Batch,
-    values_PGF: torch.Tensor,
-    rewards_PG: torch.Tensor,
-    advantages_PG: torch.Tensor,
-) -> list[dict[str, Any]]:
-    """Records of a few completions of a (1-based) step, scored once more under the updated weights; empty on steps that keep none.
+    """Beside the line of a complete step: histograms for wandb (over all ranks), and a few of this rank's completions in full.
 
     Args:
         batch: this rank's, with the old log-probs of the loss.
-        values_PGF, rewards_PG, advantages_PG: of this rank's groups.
     """
-    count = run.config.logging.log_completions
-    if not count or not run.reporter.is_logged(step):
-        return []
-    kept = batch.select(slice(0, count))
+    world, reporter, step = run.world, run.reporter, run.progress.step
+    advantages_PG = batch.advantages_B.view(len(groups), -1).cpu()
+    if run.config.logging.wandb != "disabled":
+        lengths_PG = world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
+        all_advantages_PG = world.gather_rows(advantages_PG)
+        if reporter.is_logged(step):
+            reporter.histogram("reward", all_rewards_PG)
+            reporter.histogram("advantage", all_advantages_PG)
+            reporter.histogram("length", lengths_PG)
+            reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
+    if run.config.logging.log_completions and reporter.is_logged(step):
+        rewards_PG = world.own_rows(all_rewards_PG)
+        reporter.completions(step, kept_completions(run, groups, batch, values_PGF, rewards_PG, advantages_PG))
+
+
+def kept_completions(
+    run: Run, groups: list[Group], batch: Batch, values_PGF: Tensor, rewards_PG: Tensor, advantages_PG: Tensor
+) -> list[dict[str, Any]]:
+    """Records of a few completions of the step that is complete, scored once more under the updated weights."""
+    kept = batch.select(slice(0, run.config.logging.log_completions))
     return sample_records(
         groups,
         values_PGF,
         rewards_PG,
         advantages_PG,
         names=run.rewards.names,
-        step=step,
+        step=run.progress.step,
         logprobs_BT=kept.old_logprobs_BT,
         updated_logprobs_BT=run.logprobs(run.bare_scorer, kept),
         ref_logprobs_BT=kept.ref_logprobs_BT,
@@ -157,10 +150,10 @@ def kept_completions(
     )
 
 
-def _mean(values: torch.Tensor) -> float:
+def _mean(values: Tensor) -> float:
     return values[~torch.isnan(values)].mean().item() if (~torch.isnan(values)).any() else 0.0
 
 
-def _row_std(values_PG: torch.Tensor) -> torch.Tensor:
+def _row_std(values_PG: Tensor) -> Tensor:
     rows = [row[~torch.isnan(row)] for row in values_PG]
     return torch.stack([row.std() if len(row) > 1 else torch.zeros(()) for row in rows])

@@ -15,14 +15,13 @@ from grpo.run.state import Run
 def print_summary(
     run: Run, train: ProblemSet, evaluation: ProblemSet, why_padded: str | None, checkpoint: Path | None
 ) -> None:
-    """Model, data, sizes of a step, algorithm, memory, and warnings, in a few lines on the console.
+    """Print model, data, sizes of a step, algorithm, and warnings in a few lines.
 
     Args:
         why_padded: the reason why scoring computes prompts once per completion; None if it does not.
         checkpoint: the one that the run continues from.
     """
-    config = run.config
-    lines = [*_facts(run, train, evaluation), *warnings_of(config, train.problems, run.eval_problems)]
+    lines = [*_facts(run, train, evaluation), *warnings_of(run.config, train.problems, run.eval_problems)]
     if why_padded:
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     if checkpoint:
@@ -33,16 +32,14 @@ def print_summary(
 
 def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]:
     config, a, r = run.config, run.config.algorithm, run.config.rollout
-    yield (
-        f"model     {config.model.name_or_path}, {num_parameters(run.policy.model) / 1e6:.2f}M parameters, "
-        f"{config.runtime.precision} on {run.world.device.type}"
-    )
+    size, precision = num_parameters(run.policy.model) / 1e6, config.runtime.precision
+    yield f"model     {config.model.name_or_path}, {size:.2f}M parameters, {precision} on {run.world.device.type}"
     yield data_line(config.data, train, evaluation, len(run.eval_problems))
-    yield (
-        f"step      {r.prompts_per_step} problems x {r.num_generations} completions = {r.prompts_per_step * r.num_generations}, "
-        f"over {run.world.size} rank(s); {a.updates_per_step} update(s) from them; {run.max_steps} steps, "
-        f"{run.problems.steps_per_epoch} to an epoch"
+    rows = f"{r.prompts_per_step} problems x {r.num_generations} completions = {r.prompts_per_step * r.num_generations}"
+    updates = (
+        f"{a.updates_per_step} update(s) from them; {run.max_steps} steps, {run.problems.steps_per_epoch} to an epoch"
     )
+    yield f"step      {rows}, over {run.world.size} rank(s); {updates}"
     yield f"algorithm {a.name}: {a.objective}, baseline {a.baseline}, scale {a.scale}, {a.aggregation}, beta {a.beta:g}"
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
     yield f"output    {config.output_dir}; the same command {restart}"
@@ -50,18 +47,13 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
 
 def data_line(data: DataConfig, train: ProblemSet, evaluation: ProblemSet, num_evaluated: int) -> str:
     """The numbers of problems to train on, to evaluate on, and left out."""
-    longest = data.max_prompt_length
-    line = f"data      {data.dataset}: {len(train.problems)} problems to train on"
-    if train.num_too_long:
-        line += f", {train.num_too_long} left out as longer than {longest} tokens"
-    if train.num_empty:
-        line += f", {train.num_empty} left out as empty"
-    if train.num_without_answer:
-        line += f", {train.num_without_answer} without an answer"
-    line += f"; {num_evaluated} to evaluate on"
-    if left_out := evaluation.num_too_long + evaluation.num_empty:
-        line += f", {left_out} left out as longer than {longest} tokens or empty"
-    return line
+    too_long = f"left out as longer than {data.max_prompt_length} tokens"
+    counts = [(train.num_too_long, too_long), (train.num_empty, "left out as empty")]
+    counts.append((train.num_without_answer, "without an answer"))
+    left_out = "".join(f", {count} {what}" for count, what in counts if count)
+    line = f"data      {data.dataset}: {len(train.problems)} problems to train on{left_out}; {num_evaluated} to evaluate on"
+    count = evaluation.num_too_long + evaluation.num_empty
+    return f"{line}, {count} {too_long} or empty" if count else line
 
 
 def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterator[str]:

@@ -65,54 +65,42 @@ def estimate(
 
 
 def _sizes(config: Any) -> tuple[int, int, int, int]:
+    """Layers, hidden width, inner width of the MLP, width of all keys of one token."""
+
     def first(*names: str, default: int = 0) -> int:
         return next((value for name in names if (value := getattr(config, name, None))), default)
 
-    hidden = first("hidden_size", "n_embd", "d_model")
-    heads = first("num_attention_heads", "n_head", default=1)
+    hidden, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head", default=1)
     inner = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    head_width = first("head_dim", default=hidden // heads)
-    return (
-        first("num_hidden_layers", "n_layer"),
-        hidden,
-        inner,
-        head_width * first("num_key_value_heads", default=heads),
-    )
+    kv_width = first("head_dim", default=hidden // heads) * first("num_key_value_heads", default=heads)
+    return first("num_hidden_layers", "n_layer"), hidden, inner, kv_width
 
 
 def estimate_line(run: Run, longest_prompt: int) -> str:
-    """The estimate for a run, as a line of its summary.
-
-    Args:
-        longest_prompt: tokens of the longest prompt in the data.
-    """
-    r = run.config.rollout
+    """The estimate for a run, as a line of its summary; ``longest_prompt`` in tokens."""
+    config, r = run.config, run.config.rollout
     reference = run.ref_scorer.model.parameters() if run.ref_scorer else ()
-    rows = r.prompts_per_step * r.num_generations // run.world.size
-    most = rows * (longest_prompt + r.max_completion_length)
-    return line(
-        estimate(
-            run.policy.model.config.get_text_config(),
-            num_parameters(run.policy.model),
-            precision=run.config.runtime.precision,
-            reference_bytes=sum(p.numel() * p.element_size() for p in reference),
-            gradient_checkpointing=run.config.model.gradient_checkpointing,
-            on_cpu=run.world.device.type == "cpu",
-            tokens_in_flight=min(r.tokens_in_flight or most, most),
-            tokens_per_microbatch=min(run.config.optim.tokens_per_microbatch, most),
-        )
+    most = r.prompts_per_step * r.num_generations // run.world.size * (longest_prompt + r.max_completion_length)
+    memory = estimate(
+        run.policy.model.config.get_text_config(),
+        num_parameters(run.policy.model),
+        precision=config.runtime.precision,
+        reference_bytes=sum(p.numel() * p.element_size() for p in reference),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        on_cpu=run.world.device.type == "cpu",
+        tokens_in_flight=min(r.tokens_in_flight or most, most),
+        tokens_per_microbatch=min(config.optim.tokens_per_microbatch, most),
     )
+    return line(memory)
 
 
 def line(memory: Memory) -> str:
     """``memory    about 3.1 GiB a rank: ...``"""
-    parts = [f"weights, gradients and optimizer {_size(memory.states)}"]
-    if memory.reference:
-        parts.append(f"reference {_size(memory.reference)}")
-    parts.append(
-        f"then KV cache and weight copies {_size(memory.cache)} while sampling, activations {_size(memory.activations)} in the update"
+    reference = f"reference {_size(memory.reference)}, " * bool(memory.reference)
+    return (
+        f"memory    about {_size(memory.peak)} a rank: weights, gradients and optimizer {_size(memory.states)}, {reference}then KV cache "
+        f"and weight copies {_size(memory.cache)} while sampling, activations {_size(memory.activations)} in the update"
     )
-    return f"memory    about {_size(memory.peak)} a rank: {', '.join(parts)}"
 
 
 def _size(num_bytes: float) -> str:

@@ -13,7 +13,6 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -27,38 +26,30 @@ DOES_NOT_FIT = "a largest step does not fit in memory: "
 
 
 def dry_run(run: Run, problems: Sequence[Problem]) -> str:
-    """Try the largest step that the run can make of these problems. Sampling uses the plain decode loop, not CUDA graphs.
+    """Try the largest step that the run can make of these problems; returns a line for the summary.
 
-    Returns:
-        A line for the summary.
+    Sampling uses the plain decode loop, not CUDA graphs.
 
     Raises:
         ValueError: on all ranks, if memory runs out on any, with the key to lower and a value that fits.
     """
-    world, seconds = run.world, {}
+    world, seconds, is_cuda = run.world, {}, run.world.device.type == "cuda"
     longest_first = sorted(problems, key=lambda problem: -len(problem.prompt_ids))
-    is_cuda = world.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
     with world.timed("memory dry run", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
         rows = _try_sampling(run, longest_first)
         tokens = _try_update(run, longest_first)
-    line = (
-        f"memory    dry run of a largest step in {seconds['memory dry run']:.1f} s: {rows} completions at once, {tokens} tokens forward "
-        "and backward"
-    )
+    tried = f"{rows} completions at once, {tokens} tokens forward and backward"
     if is_cuda:
         peak = float(world.max(torch.tensor(torch.cuda.max_memory_allocated(world.device) / GIB)))
-        line += f"; at most {peak:.1f} of {torch.cuda.get_device_properties(world.device).total_memory / GIB:.1f} GiB"
-    return line
+        total = torch.cuda.get_device_properties(world.device).total_memory / GIB
+        tried += f"; at most {peak:.1f} of {total:.1f} GiB"
+    return f"memory    dry run of a largest step in {seconds['memory dry run']:.1f} s: {tried}"
 
 
 def _try_sampling(run: Run, longest_first: Sequence[Problem]) -> int:
-    """Sample the heaviest waves; returns the completions of the largest one.
-
-    Raises:
-        ValueError: on all ranks, if it does not fit.
-    """
+    """Sample the heaviest waves; returns the completions of the largest one."""
     r = run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     whole = r.prompts_per_step // run.world.size * r.num_generations * (L + T)
@@ -74,8 +65,8 @@ def _try_sampling(run: Run, longest_first: Sequence[Problem]) -> int:
             )
         bound //= 2
     if bound < min(r.tokens_in_flight or whole, whole):
-        value = r.tokens_in_flight or f"null ({whole} tokens)"
-        raise ValueError(_does_not_fit("rollout.tokens_in_flight", value, T, L, bound))
+        setting = f"rollout.tokens_in_flight={r.tokens_in_flight or f'null ({whole} tokens)'}"
+        raise ValueError(_does_not_fit(setting, T, L, bound))
     return max(map(len, heaviest))
 
 
@@ -95,27 +86,20 @@ def _heaviest_waves(run: Run, longest_first: Sequence[Problem], bound: int) -> l
         rows = min(P * G, max(bound // (length + T), 1))
         return rows * T + math.ceil(rows / G) * length
 
-    found = []
+    found, sampling = [], replace(run.sampling, tokens_in_flight=bound)
     for start in dict.fromkeys((0, starts[max(starts, key=tokens_in_memory)])):
-        chosen = longest_first[start : start + P]
-        prompts = [problem.prompt_ids for problem in chosen for _ in range(G)]
-        wave = split_into_waves(prompts, replace(run.sampling, tokens_in_flight=bound))[0]
-        found.append(prompts[wave])
+        prompts = [problem.prompt_ids for problem in longest_first[start : start + P] for _ in range(G)]
+        found.append(prompts[split_into_waves(prompts, sampling)[0]])
     return found
 
 
 def _sample(run: Run, prompts: Sequence[tuple[int, ...]]) -> None:
-    averages = _adam_averages(run)
+    _averages = _adam_averages(run)  # held while sampling
     run.engine.dry_run(prompts, run.sampling)
-    del averages
 
 
 def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
-    """Forward and backward of the heaviest micro-batch; returns its tokens.
-
-    Raises:
-        ValueError: on all ranks, if it does not fit.
-    """
+    """Forward and backward of the heaviest micro-batch; returns its tokens."""
     config, world, r = run.config, run.world, run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // world.size // config.algorithm.num_minibatches
@@ -130,18 +114,17 @@ def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
         if _fits(world, lambda micro=micro, parts=parts: _update(run, micro, is_one_of_several=len(parts) > 1)):
             break
         if len(micro) == 1:
+            advice = "" if config.model.gradient_checkpointing else "set model.gradient_checkpointing=true, "
             raise ValueError(
                 f"{DOES_NOT_FIT}not even one completion of {T} tokens after a prompt of {L} can be trained on: "
-                f"lower rollout.max_completion_length={T}, "
-                + "set model.gradient_checkpointing=true, " * (not config.model.gradient_checkpointing)
-                + "or take a smaller model"
+                f"lower rollout.max_completion_length={T}, {advice}or take a smaller model"
             )
         bound //= 2
         while bound >= tokens:  # such a bound would give the same micro-batch again
             bound //= 2
     if bound < config.optim.tokens_per_microbatch:
-        value = config.optim.tokens_per_microbatch
-        raise ValueError(_does_not_fit("optim.tokens_per_microbatch", value, T, L, bound))
+        setting = f"optim.tokens_per_microbatch={config.optim.tokens_per_microbatch}"
+        raise ValueError(_does_not_fit(setting, T, L, bound))
     return tokens
 
 
@@ -211,19 +194,12 @@ def is_out_of_memory(error: Exception) -> bool:
     """PyTorch has an out-of-memory exception for CUDA alone; oneDNN, cuBLAS and the CPU allocator are recognised by their messages."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text
-        for sign in (
-            "DefaultCPUAllocator",
-            "bad_alloc",
-            "could not create a primitive",
-            "STATUS_ALLOC_FAILED",
-            "STATUS_NOT_INITIALIZED",
-            "CUDA error: out of memory",
-        )
-    )
+    signs = (
+        "DefaultCPUAllocator", "bad_alloc", "could not create a primitive", "STATUS_ALLOC_FAILED",
+        "STATUS_NOT_INITIALIZED", "CUDA error: out of memory",
+    )  # fmt: skip
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def _does_not_fit(key: str, value: Any, T: int, L: int, fits: int) -> str:
-    return f"{DOES_NOT_FIT}{key}={value} is too much for completions of {T} tokens after prompts of {L}; {fits} fits"
+def _does_not_fit(setting: str, T: int, L: int, fits: int) -> str:
+    return f"{DOES_NOT_FIT}{setting} is too much for completions of {T} tokens after prompts of {L}; {fits} fits"
