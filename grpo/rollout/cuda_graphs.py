@@ -60,9 +60,7 @@ class CUDAGraphRunner:
         self._warmup_stream = torch.cuda.Stream(device) if capture else None
         self._capture_stream = torch.cuda.Stream(device) if capture else None
 
-    def decode(
-        self, decoder: ForkedCacheDecoder, logits_RV, uniforms_RT, sampling: SamplingParams, on_tokens
-    ) -> Decoded:
+    def decode(self, decoder: ForkedCacheDecoder, logits_RV, uniforms_RT, sampling, on_tokens) -> Decoded:
         """Decode every row to its end, from the logits of its first token; arguments as of :class:`~grpo.rollout.decode_loop.DecodeLoop`.
 
         ``decoder`` comes from the prefill, without own tokens.
