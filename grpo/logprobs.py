@@ -32,9 +32,7 @@ def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temp
         raise ValueError(f"logits {tuple(logits_BTV.shape)} do not fit labels {tuple(labels_BT.shape)}")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0")
-    logits_NV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(0, -2)
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
+    logits_NV = _divide_by_temperature(logits_BTV.flatten(0, -2), temperature)
     losses_N = F.cross_entropy(logits_NV, labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     return -losses_N.view(labels_BT.shape)
 

@@ -37,8 +37,9 @@ def packed_attention(
     H, K = q_1HND.shape[1], k_1KND.shape[1]
     g, prompts = H // K, packed.tiles[0]
     q_UPHD, k_UPKD, v_UPKD = (prompts.pad(x[0]) for x in (q_s, k_s, v_s))
+    repeated = (x if g == 1 else x.repeat_interleave(g, dim=2) for x in (k_UPKD, v_UPKD))
+    heads_first = (x.transpose(1, 2) for x in (q_UPHD, *repeated))
     # The padding lies to the right of the tokens, where causal attention does not look.
-    heads_first = (x.transpose(1, 2) for x in (q_UPHD, _repeat_heads(k_UPKD, g), _repeat_heads(v_UPKD, g)))
     out_UHPD = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scaling)
     outs = [prompts.unpad(out_UHPD.transpose(1, 2))]
     for number, tile in enumerate(packed.tiles[1:], 1):
@@ -70,10 +71,6 @@ def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype
         bias_RgCS[..., :S].masked_fill_(~visible_RCS[:, None], float("-inf"))
         packed.masks[key] = bias_RgCS.view(R, 1, g * C, width)[..., :S]
     return packed.masks[key]
-
-
-def _repeat_heads(x_UPKD: torch.Tensor, times: int) -> torch.Tensor:
-    return x_UPKD if times == 1 else x_UPKD.repeat_interleave(times, dim=2)
 
 
 def _attention_forward(module, query, key, value, attention_mask, *, packed=None, forked=None, **options):

@@ -149,10 +149,8 @@ def _load_weights(path: str, **options: Any) -> PreTrainedModel:
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
-        problem = (
-            f"{len(mismatched)} weights are not of the shape that config.json asks for, such as {name}: {list(found)}"
-        )
-        raise ValueError(f"model.name_or_path={path}: {problem}, expected {list(expected)}")
+        problem = f"{len(mismatched)} weights are not of the shape that config.json asks for, such as {name}"
+        raise ValueError(f"model.name_or_path={path}: {problem}: {list(found)}, expected {list(expected)}")
     if missing:
         problem = f"the file lacks {len(missing)} weights that config.json asks for, such as {missing[0]}"
         raise ValueError(f"model.name_or_path={path}: {problem}")

@@ -1,7 +1,4 @@
-"""How a token is drawn: settings, filters, and the inverse of the cumulative distribution at a uniform number.
-
-Shapes: ``R`` rows, ``V`` vocabulary.
-"""
+"""How a token is drawn: settings, filters, and the inverse of the cumulative distribution; ``R`` rows, ``V`` vocabulary."""
 
 from __future__ import annotations
 

@@ -79,10 +79,7 @@ class BuiltinEngine:
         return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        """Allocate the most memory that decoding these prompts together can take, without sampling anything.
-
-        That is a prefill, one of the last tokens of every row, and one copy of the KV cache.
-        """
+        """Allocate the most memory that decoding can take: a prefill, one of the last tokens of every row, a copy of the KV cache."""
         T = sampling.max_completion_length
         with self._ready() as prefill_rows:
             decoder, logits_RV = prefill_rows(prompts, T)
