@@ -4,6 +4,8 @@ Shapes: ``B`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens, `
 tokens of all rows one after the other, ``n`` tokens of one chunk.
 """
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,8 +14,7 @@ from grpo.attention import enable_packing, pack, packed_hidden
 from grpo.batch import IGNORE_INDEX
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
-"""How many logits are in memory at once where the head works in chunks of tokens: 64 MiB in fp32, and 512 MiB on a GPU, which needs
-larger products to be busy."""
+"""Most logits in memory at once, where the head works in chunks of tokens: 64 MiB in fp32; 512 MiB on a GPU, which needs larger products."""
 
 
 def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -21,23 +22,17 @@ def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temp
 
     Args:
         logits_BTV: ``[B, T, V]`` (or any other leading shape); the logits at position ``t`` predict ``labels_BT[:, t]``.
-        labels_BT: ``[B, T]`` shifted labels: at each position the *next* token of the sequence. ``-100`` marks positions that are
-            not scored.
-        temperature: the sampling temperature, so that the result is the probability with which the token was sampled.
+        labels_BT: ``[B, T]`` at each position the *next* token of the sequence, or ``-100`` where nothing is scored.
+        temperature: the sampling temperature, above 0, so that the result is the probability with which the token was sampled.
 
     Returns:
         ``[B, T]`` in fp32 (float64 for float64 logits), in nats; 0.0 at ``-100``.
-
-    Raises:
-        ValueError: if the shapes disagree or the temperature is not positive.
     """
     if logits_BTV.shape[:-1] != labels_BT.shape:
         raise ValueError(f"logits {tuple(logits_BTV.shape)} do not fit labels {tuple(labels_BT.shape)}")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0")
-    logits_NV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(0, -2)
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
+    logits_NV = _divide_by_temperature(logits_BTV.flatten(0, -2), temperature)
     losses_N = F.cross_entropy(logits_NV, labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     return -losses_N.view(labels_BT.shape)
 
@@ -54,24 +49,17 @@ class CompletionScorer(nn.Module):
         self.temperature = temperature
         self.packed = False
         """Whether each prompt is computed once per group instead of once per completion; see :meth:`pack_groups`."""
-        self._plain_head: bool | None = None
 
     def pack_groups(self) -> str | None:
-        """Compute each prompt once per group from now on, if the model can do that.
-
-        Returns:
-            None, or the reason why the model cannot; then nothing has changed.
-        """
-        reason = enable_packing(self.model, backbone(self.model) if self.plain_head else None)
+        """Compute each prompt once per group from now on. Returns None, or the reason why the model cannot; then nothing has changed."""
+        reason = enable_packing(self.model, self.model.base_model if self.plain_head else None)
         self.packed = reason is None
         return reason
 
-    @property
+    @cached_property
     def plain_head(self) -> bool:
         """:func:`head_is_plain` of the model, computed at first use."""
-        if self._plain_head is None:
-            self._plain_head = head_is_plain(self.model)
-        return self._plain_head
+        return head_is_plain(self.model)
 
     def forward(
         self,
@@ -87,8 +75,7 @@ class CompletionScorer(nn.Module):
                 model, padding on the right has no influence on what stands left of it.
             prompt_lengths_B: ``[B]`` tokens of each prompt.
             completion_mask_BT: ``[B, T]`` True at the tokens of each completion.
-            group_B: ``[B]`` group of each row; rows of one group have the same prompt. Only used if ``packed``; without it, the
-                prompt is computed for each row.
+            group_B: ``[B]`` group of each row, if ``packed``: rows of one group have the same prompt, which is computed once.
 
         Returns:
             ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask; entropies are without gradient.
@@ -103,27 +90,24 @@ class CompletionScorer(nn.Module):
         if self.packed and group_B is not None:
             lengths_B = completion_mask_BT.sum(dim=1)
             packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
-            hidden_NH = packed_hidden(backbone(self.model), packed)
+            hidden_NH = packed_hidden(self.model.base_model, packed)
             logprobs_N, entropies_N = self._score_hidden(hidden_NH[packed.before_M], labels_N)
         elif self.plain_head:
-            hidden_BSH = backbone(self.model)(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
+            hidden_BSH = self.model.base_model(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
             logprobs_N, entropies_N = self._score_hidden(hidden_BSH[predicting_N], labels_N)
         else:
             logits_NV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits[predicting_N]
             logprobs_N, entropies_N = score_logits(logits_NV, labels_N, self.temperature)
-        zeros_BT = torch.zeros(completion_mask_BT.shape, dtype=logprobs_N.dtype, device=logprobs_N.device)
-        return (
-            zeros_BT.masked_scatter(completion_mask_BT, logprobs_N),
-            zeros_BT.masked_scatter(completion_mask_BT, entropies_N),
-        )
+        zeros_BT = logprobs_N.new_zeros(completion_mask_BT.shape)
+        return tuple(zeros_BT.masked_scatter(completion_mask_BT, values_N) for values_N in (logprobs_N, entropies_N))
 
     def _score_hidden(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies from last hidden states; in chunks of tokens where tokens x vocabulary is large."""
         head = self.model.get_output_embeddings()
-        n = -(-logits_per_chunk(hidden_NH.device) // head.weight.shape[0])
+        kind = hidden_NH.device.type
+        n = -(-(LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK) // head.weight.shape[0])
         if len(hidden_NH) <= n:
             return _ScoreLogits.apply(head(hidden_NH), labels_N, self.temperature)
-        kind = hidden_NH.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         dtype = getattr(head, "computes_in", autocast)
         return _ScoreHiddenInChunks.apply(hidden_NH, head.weight, head.bias, labels_N, self.temperature, n, dtype)
@@ -141,10 +125,9 @@ def score_logits(
 
 
 class _ScoreLogits(torch.autograd.Function):
-    """:func:`score_logits` for finite logits, with the logits as the only tensor of size ``[N, V]`` kept for the backward pass.
+    """:func:`score_logits` for finite logits, which keeps no tensor of size ``[N, V]`` but the logits for the backward pass.
 
-    Autograd's own log-softmax, softmax and entropy read and write such tensors a dozen times. At a vocabulary of 4,104 that took a
-    sixth of the time of an update and most of its memory.
+    Autograd reads and writes a dozen such tensors: at V = 4,104 a sixth of the time of an update and most of its memory.
     """
 
     @staticmethod
@@ -164,9 +147,8 @@ class _ScoreLogits(torch.autograd.Function):
 class _ScoreHiddenInChunks(torch.autograd.Function):
     """The head and :class:`_ScoreLogits`, ``n`` tokens at a time; the backward pass computes the logits a second time.
 
-    Only :func:`logits_per_chunk` logits are in memory at once; all of them can be tens of GiB at a vocabulary of 150,000. The head's
-    weight is cast once per pass. The weight's gradient is added up in the weight's own dtype: autograd would add up hundreds of
-    chunks in bf16.
+    All logits together can take tens of GiB at a vocabulary of 150,000. The head's weight is cast once per pass. The weight's gradient
+    is added up in the weight's own dtype: autograd would add up hundreds of chunks in bf16.
     """
 
     @staticmethod
@@ -185,27 +167,23 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_N, _):
-        with torch.autocast(grad_N.device.type, enabled=False):
-            return *_ScoreHiddenInChunks._gradients(ctx, grad_N), None, None, None, None
-
-    @staticmethod
-    def _gradients(ctx, grad_N):
         hidden_NH, weight_VH, bias_V, labels_N, normalizers_N = ctx.saved_tensors
-        weight, bias = weight_VH.to(ctx.dtype), None if bias_V is None else bias_V.to(ctx.dtype)
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
-        for start in range(0, len(hidden_NH), ctx.n):
-            chunk = slice(start, start + ctx.n)
-            hidden_nH = hidden_NH[chunk].to(ctx.dtype)
-            logits_nV = F.linear(hidden_nH, weight, bias)
-            grad_nV = _logits_gradient(logits_nV, labels_N[chunk], normalizers_N[chunk], grad_N[chunk], ctx.temperature)
-            grad_hidden_NH[chunk] = grad_nV @ weight
-            if grad_weight_VH is not None:
-                grad_weight_VH += grad_nV.T @ hidden_nH
-            if grad_bias_V is not None:
-                grad_bias_V += grad_nV.sum(dim=0)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V
+        with torch.autocast(grad_N.device.type, enabled=False):
+            weight, bias = weight_VH.to(ctx.dtype), None if bias_V is None else bias_V.to(ctx.dtype)
+            for start in range(0, len(hidden_NH), ctx.n):
+                chunk = slice(start, start + ctx.n)
+                hidden_nH = hidden_NH[chunk].to(ctx.dtype)
+                scored = (labels_N[chunk], normalizers_N[chunk], grad_N[chunk])
+                grad_nV = _logits_gradient(F.linear(hidden_nH, weight, bias), *scored, ctx.temperature)
+                grad_hidden_NH[chunk] = grad_nV @ weight
+                if grad_weight_VH is not None:
+                    grad_weight_VH += grad_nV.T @ hidden_nH
+                if grad_bias_V is not None:
+                    grad_bias_V += grad_nV.sum(dim=0)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
 
 
 def _score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
@@ -231,25 +209,15 @@ def _divide_by_temperature(logits_NV: torch.Tensor, temperature: float) -> torch
     return logits_NV if temperature == 1.0 else logits_NV / temperature
 
 
-def logits_per_chunk(device: torch.device) -> int:
-    """How many logits the head computes at once on this device; callers round up to whole tokens."""
-    return LOGITS_PER_CHUNK_ON_CUDA if device.type == "cuda" else LOGITS_PER_CHUNK
-
-
-def backbone(model: nn.Module) -> nn.Module:
-    """The model without its language-model head."""
-    return getattr(model, model.base_model_prefix)
-
-
 @torch.no_grad()
 def head_is_plain(model: nn.Module) -> bool:
     """Whether the model's logits are ``head(backbone(ids))`` and nothing else, found out by a run on two tokens.
 
-    False for models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone. Their completions are
-    scored from the logits that the whole model returns, all in memory at once.
+    False for models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone: their completions are scored
+    from the logits that the whole model returns, all in memory at once.
     """
-    inner, head = getattr(model, getattr(model, "base_model_prefix", ""), None), model.get_output_embeddings()
-    if inner is None or inner is model or not isinstance(head, nn.Linear):
+    inner, head = model.base_model, model.get_output_embeddings()
+    if inner is model or not isinstance(head, nn.Linear):
         return False
     ids = torch.arange(2, device=head.weight.device)[None, :]
     was_training = model.training
@@ -263,10 +231,10 @@ def head_is_plain(model: nn.Module) -> bool:
     finally:
         hook.remove()
         model.train(was_training)
-    unchanged_after_head = torch.equal(returned.float(), _ramp_like(logits[0]).float())
-    return unchanged_after_head and torch.allclose(
-        F.linear(hidden, head.weight, head.bias).float(), logits[0].float(), rtol=1e-3, atol=1e-4
-    )
+    if not torch.equal(returned.float(), _ramp_like(logits[0]).float()):
+        return False
+    expected = F.linear(hidden, head.weight, head.bias).float()
+    return torch.allclose(expected, logits[0].float(), rtol=1e-3, atol=1e-4)
 
 
 def _ramp_like(logits: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Where the tokens of a micro-batch lie in one packed row: each group's prompt once, then the completions, without padding.
 
-G completions of a prompt of P tokens take P + sum(T_g) tokens instead of G rows of P + T_max. Completions are sorted by length into
-*tiles*; the tokens of a tile are neighbours in the packed row, and their attention is one kernel call.
+Completions are sorted by length into *tiles*; the tokens of a tile are neighbours in the row, and their attention is one kernel call.
 
 Shapes: ``B`` rows of the micro-batch, ``S`` their padded length, ``N`` tokens of the packed row, ``M`` scored tokens, ``U`` prompts,
 ``P`` longest prompt, ``R`` rows of a tile, ``C`` longest row of the tile, ``n`` tokens of the tile.
@@ -60,16 +59,13 @@ class PackedLayout:
 def pack(
     sequence_ids_BS: torch.Tensor, prompt_lengths_B: Sequence[int], lengths_B: Sequence[int], groups_B: Sequence[int]
 ) -> PackedLayout:
-    """Pack the rows of a micro-batch.
+    """Pack the rows of a micro-batch, on its device.
 
     Args:
         sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding.
         prompt_lengths_B: tokens of each prompt.
         lengths_B: tokens of each completion.
         groups_B: rows with the same number have the same prompt.
-
-    Returns:
-        The layout, on the device of ``sequence_ids_BS``.
     """
     device, S = sequence_ids_BS.device, sequence_ids_BS.shape[1]
     first_row: dict[int, int] = {}
@@ -81,8 +77,7 @@ def pack(
     # (row of the batch, first token, end) of every piece, in the order of the packed row
     spans = [(b, 0, prompt_lengths_B[b]) for b in first_row.values()]
     tiles, sizes = [_tile(prompt_lengths_U, device)], [sum(prompt_lengths_U)]
-    start_of_completion: dict[int, int] = {}
-    end = sizes[0]
+    start_of_completion, end = {}, sizes[0]
     for rows in _similar_lengths([max(n - 1, 0) for n in lengths_B]):
         lengths_R = [lengths_B[b] - 1 for b in rows]
         prompt_R = torch.tensor([prompt_of_group[groups_B[b]] for b in rows])
@@ -102,50 +97,33 @@ def pack(
             before.append(torch.arange(start_of_completion[b], start_of_completion[b] + lengths_B[b] - 1))
     source_N = torch.cat([torch.arange(b * S + start, b * S + end) for b, start, end in spans])
     positions_N = torch.cat([torch.arange(start, end) for _, start, end in spans])
+    ids_1N = sequence_ids_BS.flatten()[source_N.to(device)][None, :]
     return PackedLayout(
-        ids_1N=sequence_ids_BS.flatten()[source_N.to(device)][None, :],
-        positions_1N=positions_N.to(device)[None, :],
-        before_M=torch.cat(before).to(device),
-        tiles=tuple(tiles),
-        sizes=tuple(sizes),
+        ids_1N, positions_N.to(device)[None, :], torch.cat(before).to(device), tuple(tiles), tuple(sizes)
     )
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> PackedLayout:
     """Prompts without completions, for the prefill; ``before_M`` is the last token of each."""
     lengths = [len(prompt) for prompt in prompts]
-    return PackedLayout(
-        ids_1N=torch.tensor([token for prompt in prompts for token in prompt], device=device)[None, :],
-        positions_1N=torch.cat([torch.arange(n) for n in lengths]).to(device)[None, :],
-        before_M=torch.tensor(lengths).cumsum(0).sub(1).to(device),
-        tiles=(_tile(lengths, device),),
-        sizes=(sum(lengths),),
-    )
+    ids_1N = torch.tensor([token for prompt in prompts for token in prompt], device=device)[None, :]
+    positions_1N = torch.cat([torch.arange(n) for n in lengths]).to(device)[None, :]
+    last_U = torch.tensor(lengths).cumsum(0).sub(1).to(device)
+    return PackedLayout(ids_1N, positions_1N, last_U, (_tile(lengths, device),), (sum(lengths),))
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Row numbers, longest first, in tiles: a row joins if its length is at least 3/4 of the tile's longest, or that less 16 tokens.
-
-    Rows of length 0 are in no tile.
-    """
+    """Rows that are not empty, longest first, in tiles: a row joins if its length is at least 3/4 of the tile's longest, or that less 16."""
     tiles: list[list[int]] = []
-    longest = 0
-    for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
-        if lengths[b] == 0:
-            break
+    for b in sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b]):
+        longest = lengths[tiles[-1][0]] if tiles else 0
         if not tiles or lengths[b] < min(0.75 * longest, longest - 16):
             tiles.append([])
-            longest = lengths[b]
         tiles[-1].append(b)
     return tiles
 
 
-def _tile(
-    lengths_R: list[int],
-    device: torch.device | str,
-    prompt_R: torch.Tensor | None = None,
-    prompt_lengths_U: torch.Tensor | None = None,
-) -> Tile:
+def _tile(lengths_R: list[int], device: torch.device | str, prompt_R=None, prompt_lengths_U=None) -> Tile:
     """A tile of completions, or, without ``prompt_R``, of the prompts."""
     R, C = len(lengths_R), max(lengths_R)
     slots_n = None
@@ -161,7 +139,7 @@ def _tile(
 
 
 class _ScatterRows(torch.autograd.Function):
-    """Copy rows to distinct indices of a larger tensor of zeros. Autograd would not know that they are distinct; here the gradient is a gather."""
+    """Copy rows to distinct indices of a tensor of zeros; the gradient is a gather. Autograd would not know that the indices are distinct."""
 
     @staticmethod
     def forward(ctx, x, index, size):

@@ -1,8 +1,8 @@
 """Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a transformers model use it.
 
 Only attention mixes the tokens of a row; every other layer works on single tokens and needs no change. Attention over the packed row is
-one kernel call for the prompts among themselves, and one per tile of completions of similar length, over the keys of their prompts and
-their own. A single dense mask over the whole row would spend most of its work on pairs of tokens that do not see each other.
+one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and their own. With one dense mask for
+the whole row, most of the work would be on pairs of tokens that do not see each other.
 
 Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a tile, ``C`` longest of the tile,
 ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads, ``g = H/K``, ``D`` head size.
@@ -35,15 +35,12 @@ def packed_attention(
     """Attention over a packed row; ``[1, N, H, D]``."""
     q_s, k_s, v_s = ([*x[0].transpose(0, 1).split(packed.sizes)] for x in (q_1HND, k_1KND, v_1KND))
     H, K = q_1HND.shape[1], k_1KND.shape[1]
-    g = H // K
-    prompts = packed.tiles[0]
+    g, prompts = H // K, packed.tiles[0]
     q_UPHD, k_UPKD, v_UPKD = (prompts.pad(x[0]) for x in (q_s, k_s, v_s))
+    repeated = (x if g == 1 else x.repeat_interleave(g, dim=2) for x in (k_UPKD, v_UPKD))
+    heads_first = (x.transpose(1, 2) for x in (q_UPHD, *repeated))
     # The padding lies to the right of the tokens, where causal attention does not look.
-    out_UHPD = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q_UPHD, _repeat_heads(k_UPKD, g), _repeat_heads(v_UPKD, g))),
-        is_causal=True,
-        scale=scaling,
-    )
+    out_UHPD = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scaling)
     outs = [prompts.unpad(out_UHPD.transpose(1, 2))]
     for number, tile in enumerate(packed.tiles[1:], 1):
         q_RCHD, k_RCKD, v_RCKD = (tile.pad(x[number]) for x in (q_s, k_s, v_s))
@@ -60,8 +57,7 @@ def packed_attention(
 def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype) -> torch.Tensor:
     """``[R, 1, g * C, S]`` for a tile: 0 where a token may attend, else -inf.
 
-    The mask has autocast's dtype, and on CUDA rows of a multiple of 8 elements, as the kernel requires. Otherwise every layer would
-    convert the mask and keep its own copy for the backward pass.
+    The mask has autocast's dtype, and on CUDA rows of a multiple of 8 elements, as the kernel requires: else every layer would convert it.
     """
     visible_RCS = packed.tiles[number].visible_RCS
     kind = visible_RCS.device.type
@@ -77,21 +73,7 @@ def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype
     return packed.masks[key]
 
 
-def _repeat_heads(x_UPKD: torch.Tensor, times: int) -> torch.Tensor:
-    return x_UPKD if times == 1 else x_UPKD.repeat_interleave(times, dim=2)
-
-
-def _attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    packed: PackedLayout | None = None,
-    forked: ForkedCache | None = None,
-    **options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attention_forward(module, query, key, value, attention_mask, *, packed=None, forked=None, **options):
     """The function that transformers calls in every attention layer.
 
     With ``packed``: attention over a packed row; with ``packed`` and ``forked``: the same over prompts, whose keys and values go into the
@@ -115,23 +97,19 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 def packed_hidden(backbone: nn.Module, packed: PackedLayout, forked: ForkedCache | None = None) -> torch.Tensor:
     """Last hidden states ``[N, hidden]`` of a packed row; the keys and values of its prompts go into ``forked``, if given."""
-    return _forward(
-        backbone, packed.ids_1N, position_ids=packed.positions_1N, packed=packed, forked=forked
-    ).last_hidden_state[0]
+    return _forward(backbone, packed.ids_1N, packed.positions_1N, packed=packed, forked=forked)[0]
 
 
-def forked_hidden(
-    backbone: nn.Module, ids_R: torch.Tensor, positions_R: torch.Tensor, forked: ForkedCache
-) -> torch.Tensor:
+def forked_hidden(backbone: nn.Module, ids_R: torch.Tensor, positions_R, forked: ForkedCache) -> torch.Tensor:
     """Last hidden states ``[R, hidden]`` of one more token per row; its keys and values go into ``forked``."""
     forked.begin_token()
-    return _forward(backbone, ids_R[:, None], position_ids=positions_R[:, None], forked=forked).last_hidden_state[:, 0]
+    return _forward(backbone, ids_R[:, None], positions_R[:, None], forked=forked)[:, 0]
 
 
-def _forward(backbone: nn.Module, ids: torch.Tensor, **options):
+def _forward(backbone: nn.Module, ids: torch.Tensor, positions: torch.Tensor, **caches) -> torch.Tensor:
     # transformers builds no mask if it is given a four-dimensional one; our attention function ignores this one.
-    no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    return backbone(input_ids=ids, attention_mask=no_mask, use_cache=False, **options)
+    options = dict(attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device), use_cache=False)
+    return backbone(input_ids=ids, position_ids=positions, **options, **caches).last_hidden_state
 
 
 def packing_enabled(model: nn.Module) -> bool:
@@ -143,12 +121,8 @@ def packing_enabled(model: nn.Module) -> bool:
 def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
     """Switch the model to packed and forked attention, if both give the hidden states of padded attention on a short batch.
 
-    Args:
-        model: a causal language model of transformers.
-        backbone: the model without its head; None if the head cannot be applied separately.
-
-    Returns:
-        None, or the reason why each prompt must be computed once per completion; the model is then unchanged.
+    ``backbone`` is the model without its head, or None if the head cannot be applied separately. Returns None, or the reason why each
+    prompt must be computed once per completion; the model is then unchanged.
     """
     before = model.config._attn_implementation
     if before != "sdpa":
@@ -156,17 +130,14 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
     if backbone is None:
         return "its head does more than a product with the last hidden state"
     device, was_training = next(model.parameters()).device, model.training
-    generator = torch.Generator().manual_seed(0)
     prompts, lengths, groups = [9, 9, 5, 5, 5], [4, 1, 3, 7, 2], [0, 0, 1, 1, 1]
-    ids_BS = torch.randint(model.get_input_embeddings().weight.shape[0], (5, 13), generator=generator)
+    vocabulary, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)
+    ids_BS = torch.randint(vocabulary, (5, 13), generator=generator).to(device)
     ids_BS[1, :9], ids_BS[3:, :5] = ids_BS[0, :9], ids_BS[2, :5]
-    ids_BS = ids_BS.to(device)
     model.eval()
     try:
         padded_BSH = backbone(input_ids=ids_BS, use_cache=False).last_hidden_state
-        expected = torch.cat(
-            [padded_BSH[b, p - 1 : p - 1 + n] for b, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
-        )
+        expected = [padded_BSH[b, p - 1 : p - 1 + n] for b, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
         model.set_attn_implementation(ATTENTION)
         packed = pack(ids_BS, prompts, lengths, groups)
         found = packed_hidden(backbone, packed)[packed.before_M]
@@ -176,7 +147,7 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
         forked.fork(torch.tensor([0, 1, 1, 1], device=device))
         starts = torch.tensor(prompts, device=device)[rows]
         found = torch.cat([found, forked_hidden(backbone, ids_BS[rows, starts], starts, forked)])
-        expected = torch.cat([expected, padded_BSH[rows, starts]])
+        expected = torch.cat([*expected, padded_BSH[rows, starts]])
         if torch.allclose(found, expected, rtol=0, atol=5e-5 * float(expected.abs().max())):
             return None
         reason = "its layers mix the tokens of a row in other ways than attention"

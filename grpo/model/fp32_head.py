@@ -1,7 +1,5 @@
 """A language-model head that computes logits in fp32 under bf16 autocast (``model.fp32_head``)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -27,12 +25,10 @@ class FP32Head(nn.Linear):
 def use_fp32_head(model: PreTrainedModel) -> None:
     """Replace the model's head by an :class:`FP32Head` of the same parameters: their names in checkpoints and their tying stay.
 
-    Raises:
-        ValueError: if the head is not a plain ``nn.Linear``.
+    ValueError if the head is not a plain ``nn.Linear``.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        raise ValueError(
-            f"model.fp32_head=true needs a head that is a plain nn.Linear, and it is {type(head).__name__}"
-        )
+        kind = type(head).__name__
+        raise ValueError(f"model.fp32_head=true needs a head that is a plain nn.Linear, and it is {kind}")
     model.set_output_embeddings(FP32Head(head))

@@ -25,24 +25,22 @@ transformers_logging.disable_progress_bar()  # every rank would show one per wei
 def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = False) -> str:
     """The folder or Hub id to load from. For ``builtin:tiny`` that is the cached folder of the tiny model, built if it is missing.
 
-    Raises:
-        ValueError: if the folder or Hub id holds no model that transformers can load.
+    ValueError if the folder or Hub id holds no model that transformers can load.
     """
-    if name_or_path.startswith("builtin:"):
-        if name_or_path != "builtin:tiny":
-            raise ValueError(f"model.name_or_path={name_or_path}: the only built-in model is builtin:tiny")
+    if name_or_path == "builtin:tiny":
         return _build_tiny_model(dataset)
     name_or_path = os.path.expanduser(name_or_path)
+    given = f"model.name_or_path={name_or_path}"
+    if name_or_path.startswith("builtin:"):
+        raise ValueError(f"{given}: the only built-in model is builtin:tiny")
     if os.path.isdir(name_or_path) and not os.path.exists(os.path.join(name_or_path, "config.json")):
         inside = ", ".join(sorted(os.listdir(name_or_path))[:5]) or "nothing"
-        raise ValueError(
-            f"model.name_or_path={name_or_path} is not a model folder: it has no config.json (it has {inside})"
-        )
+        raise ValueError(f"{given} is not a model folder: it has no config.json (it has {inside})")
     if os.path.isfile(name_or_path):
-        raise ValueError(f"model.name_or_path={name_or_path} is a file: give the folder that holds config.json")
+        raise ValueError(f"{given} is a file: give the folder that holds config.json")
     looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     if looks_local and not os.path.exists(name_or_path):
-        raise ValueError(f"model.name_or_path={name_or_path} does not exist")
+        raise ValueError(f"{given} does not exist")
     is_offline = not os.path.exists(name_or_path) and not hub_answers()
     try:
         AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
@@ -50,7 +48,7 @@ def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = 
         reason = f"cannot be loaded: {first_line(error)}"
         if is_offline:
             reason = "is no folder here, the Hub cannot be reached, and its cache has no copy of that name"
-        raise ValueError(f"model.name_or_path={name_or_path} {reason}") from None
+        raise ValueError(f"{given} {reason}") from None
     return name_or_path
 
 
@@ -67,37 +65,28 @@ def _build_tiny_model(dataset: str) -> str:
 
 
 def check_context(path: str, problems: Sequence[Problem], max_length: int, *, trust_remote_code: bool = False) -> None:
-    """Check, before weights are loaded, that every prompt and a completion of ``max_length`` tokens fit into the model's context.
-
-    Raises:
-        ValueError: if they do not, naming a value that would fit.
-    """
+    """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
+        fits = f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}"
         raise ValueError(
             f"rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed the model's "
-            f"context of {context}: use "
-            + (f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}")
+            f"context of {context}: use {fits}"
         )
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The tokenizer of a model folder or Hub id; ValueError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # as in resolve_model
         raise ValueError(f"model.name_or_path={path} has no tokenizer that loads: {first_line(error)}") from None
     # Without any tokenizer file transformers returns a tokenizer that has special tokens only.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
-        raise ValueError(
-            f"model.name_or_path={path} has no tokenizer: put tokenizer.json (or vocab files) beside the model"
-        )
+        needed = "put tokenizer.json (or vocab files) beside the model"
+        raise ValueError(f"model.name_or_path={path} has no tokenizer: {needed}")
     return tokenizer
 
 
@@ -115,22 +104,18 @@ def load_policy(
 ) -> Policy:
     """Load a model with fp32 master weights, whatever dtype the checkpoint has: updates at a learning rate of 1e-6 round away in bf16.
 
-    Raises:
-        ValueError: if the weights do not load or are incomplete, if tokenizer and config name no EOS token, or if the model's head
-            cannot be computed in fp32 although ``fp32_head`` asks for it.
+    ValueError if the weights do not load or are incomplete, if tokenizer and model do not fit each other, if neither names an EOS token,
+    or if ``fp32_head`` is asked for and the model's head cannot be computed in fp32.
     """
     if device.type == "cuda":
         # PyTorch prefers cuDNN's attention on Hopper since 2.11. cuDNN makes a new plan for every shape, and shapes hardly repeat here;
         # with a mask its gradients can be NaN (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model = _load_weights(
-        path, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-    )
+    options = dict(attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+    model = _load_weights(path, dtype=torch.float32, **options)
     if disable_dropout:
         turn_dropout_off(model)
-    if (
-        fp32_head and precision == "bf16"
-    ):  # in fp32 every head computes in fp32, and a plain nn.Linear is faster in rollouts
+    if fp32_head and precision == "bf16":  # in fp32 every head computes in fp32, and nn.Linear is faster in rollouts
         use_fp32_head(model)
     if gradient_checkpointing:
         # Renamed in transformers 5.23, where the old name still works and warns.
@@ -138,25 +123,19 @@ def load_policy(
         enable({"use_reentrant": False})
     model.to(device)
     eos_ids = end_tokens(model, tokenizer)
+    problem, vocabulary = None, model.get_input_embeddings().weight.shape[0]
     if not eos_ids:
-        raise ValueError(
-            f"model.name_or_path={path}: neither tokenizer nor config names an EOS token, so no completion can end"
-        )
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > vocabulary:
-        raise ValueError(
-            f"model.name_or_path={path}: the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows"
-        )
+        problem = "neither tokenizer nor config names an EOS token, so no completion can end"
+    elif len(tokenizer) > vocabulary:
+        problem = f"the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows"
+    if problem:
+        raise ValueError(f"model.name_or_path={path}: {problem}")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     return Policy(model, tokenizer, eos_ids, pad_id, device, precision)
 
 
 def _load_weights(path: str, **options: Any) -> PreTrainedModel:
-    """The model with all its weights.
-
-    Raises:
-        ValueError: if weights are missing or have other shapes. transformers would initialise these at random and continue.
-    """
+    """The model; ValueError if weights are missing or have other shapes. transformers would initialise these at random and continue."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # it prints a table of the errors raised below
     try:
@@ -170,23 +149,19 @@ def _load_weights(path: str, **options: Any) -> PreTrainedModel:
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
-        raise ValueError(
-            f"model.name_or_path={path}: {len(mismatched)} weights are not of the shape that config.json asks for, such as "
-            f"{name}: {list(found)}, expected {list(expected)}"
-        )
+        problem = f"{len(mismatched)} weights are not of the shape that config.json asks for, such as {name}"
+        raise ValueError(f"model.name_or_path={path}: {problem}: {list(found)}, expected {list(expected)}")
     if missing:
-        raise ValueError(
-            f"model.name_or_path={path}: the file lacks {len(missing)} weights that config.json asks for, such as {missing[0]}"
-        )
+        problem = f"the file lacks {len(missing)} weights that config.json asks for, such as {missing[0]}"
+        raise ValueError(f"model.name_or_path={path}: {problem}")
     return model
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every EOS id that tokenizer, config or generation config name. Nothing else is read from ``generation_config.json``."""
-    named = [tokenizer.eos_token_id, getattr(model.config, "eos_token_id", None)]
-    named.append(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
     ids = set()
-    for value in named:
+    for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
+        value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
 
@@ -199,8 +174,3 @@ def turn_dropout_off(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
                 setattr(module, name, 0.0)
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Number of parameters; tied ones count once."""
-    return sum(p.numel() for p in model.parameters())

@@ -1,8 +1,10 @@
-"""The model that is trained, with what sampling and scoring need to know about it."""
+"""The model that is trained, with what sampling and scoring need to know about it, and its frozen reference of the KL term."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,3 +57,45 @@ class Policy:
                 yield
         finally:
             self.model.train(was_training)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Number of parameters; tied ones count once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def make_reference(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy in eval mode. It has the policy's weights and runs under the same autocast, so that the KL at step 0 is exactly 0."""
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def cast_reference_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
+    """Store the weights of linear layers in bf16, with half the memory. The bits are the same, since autocast casts them at every use.
+
+    A weight that two modules use (an embedding tied to the head) stays in fp32. If a short forward pass gives other logits or fails,
+    all weights stay in fp32. Returns whether the weights are in bf16 now.
+    """
+    if policy.precision != "bf16":
+        return False
+    num_users = Counter(id(p) for module in reference.modules() for p in module.parameters(recurse=False))
+    layers = [m for m in reference.modules() if type(m) is nn.Linear and num_users[id(m.weight)] == 1]
+    ids = torch.arange(16, device=policy.device)[None, :] % reference.get_input_embeddings().weight.shape[0]
+    before = [(p, p.data) for layer in layers for p in layer.parameters(recurse=False)]
+    with policy.autocast():
+        expected = reference(input_ids=ids, use_cache=False).logits
+        for parameter, _ in before:
+            parameter.data = parameter.data.bfloat16()
+        with contextlib.suppress(Exception):  # some models' own code multiplies by fp32 tensors without autocast
+            if torch.equal(reference(input_ids=ids, use_cache=False).logits, expected):
+                return True
+    for parameter, value in before:
+        parameter.data = value
+    return False
+
+
+@torch.no_grad()
+def sync_reference(reference: nn.Module, model: nn.Module, alpha: float) -> None:
+    """``ref = alpha * policy + (1 - alpha) * ref``, in place."""
+    for old, new in zip(reference.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, alpha)

@@ -1,12 +1,9 @@
 """Decode steps as CUDA graphs: captured once per shape, then replayed with one launch.
 
-A decode step of a small model is hundreds of kernels of a few microseconds each: launching them takes longer than running them, and
-asking at every token which rows have ended makes the device wait for the host. Here everything that a step reads and writes is in static
-buffers of a few padded shapes. The first step of a shape, sampling included, is captured; later ones replay it. Every ``SYNC_EVERY``
-tokens the host reads which rows have ended, and moves the live rows to a smaller shape.
-
-The tokens are those of :mod:`grpo.rollout.decode_loop`: the same uniform numbers and the same arithmetic, with padding masked out. What
-cannot be captured is decoded by that loop instead, and a warning says so.
+Launching the hundreds of small kernels of a decode step takes longer than running them, and reading at every token which rows have ended
+makes the device wait for the host. Here all that a step reads and writes is in static buffers of a few padded shapes. The first step of a
+shape, sampling included, is captured; later ones replay it. Every ``SYNC_EVERY`` tokens the host moves the live rows to a smaller shape.
+The tokens are those of :mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured.
 
 **The capture has never run on a GPU**, since none was available. On CPU, tests run the same steps without capturing them.
 
@@ -25,6 +22,7 @@ from grpo.attention import ForkedCache
 from grpo.rollout.decode_loop import Decoded
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.llama_decoder import LlamaDecoder
+from grpo.rollout.prefill import ForkedCacheDecoder
 
 SYNC_EVERY = 8
 """Decode steps between two reads of which rows have ended."""
@@ -35,8 +33,6 @@ PROMPT_BUCKET = 256
 MAX_GRAPHS = 256
 MAX_KEPT_SHARE = 0.1
 """Buffers and graphs are kept between rollouts if they take at most this share of the device's memory. Otherwise the update gets it."""
-
-
 State = dict[str, torch.Tensor]
 """What is known of each slot, by name: its row, its prompt, the tokens drawn so far, ..."""
 
@@ -47,23 +43,12 @@ def padded_rows(number: int) -> int:
 
 
 class CUDAGraphRunner:
-    """The captured decode steps of one model, and the static buffers that they read and write."""
+    """The captured decode steps of one model, and the static buffers that they read and write.
 
-    def __init__(
-        self,
-        decoder: LlamaDecoder,
-        head: Callable[[torch.Tensor], torch.Tensor],
-        eos_ids: tuple[int, ...],
-        device: torch.device,
-        *,
-        capture: bool = True,
-    ):
-        """
-        Args:
-            decoder: hidden states of one token per row. The weights it reads must keep their addresses.
-            head: their logits; likewise.
-            capture: False runs the same steps without graphs, on any device.
-        """
+    The weights of ``decoder`` and ``head`` must keep their addresses. ``capture=False`` runs the same steps without graphs, on any device.
+    """
+
+    def __init__(self, decoder: LlamaDecoder, head, eos_ids: tuple[int, ...], device: torch.device, *, capture=True):
         self.decoder, self.head, self.device, self.capture = decoder, head, device, capture
         self.eos_E = torch.tensor(eos_ids, device=device)
         self.is_verified = False
@@ -75,29 +60,17 @@ class CUDAGraphRunner:
         self._warmup_stream = torch.cuda.Stream(device) if capture else None
         self._capture_stream = torch.cuda.Stream(device) if capture else None
 
-    def decode(
-        self,
-        cache: ForkedCache,
-        positions_R: torch.Tensor,
-        logits_RV: torch.Tensor,
-        uniforms_RT: torch.Tensor | None,
-        sampling: SamplingParams,
-        on_tokens: Callable[[int], None] | None = None,
-    ) -> Decoded:
-        """Decode every row to its end.
+    def decode(self, decoder: ForkedCacheDecoder, logits_RV, uniforms_RT, sampling, on_tokens) -> Decoded:
+        """Decode every row to its end, from the logits of its first token; arguments as of :class:`~grpo.rollout.decode_loop.DecodeLoop`.
 
-        Args:
-            cache: after the prefill and the fork, without own tokens.
-            positions_R: position of each row's first token.
-            logits_RV: logits of each row's first token.
-            uniforms_RT: the uniform number that each token is drawn with; None for greedy decoding.
+        ``decoder`` comes from the prefill, without own tokens.
         """
-        R, T = len(logits_RV), sampling.max_completion_length
+        cache, R, T = decoder.cache, len(logits_RV), sampling.max_completion_length
         state = {
             "row": torch.arange(R, device=self.device),
             "prompt": cache.prompt_R,
             "token": torch.zeros(R, dtype=torch.long, device=self.device),
-            "position": positions_R,
+            "position": decoder.positions_R,
             "live": torch.ones(R, dtype=torch.bool, device=self.device),
             "finished": torch.zeros(R, dtype=torch.bool, device=self.device),
             "length": torch.zeros(R, dtype=torch.long, device=self.device),
@@ -137,8 +110,7 @@ class CUDAGraphRunner:
 
     def release_if_large(self) -> None:
         """After a rollout: free the buffers if the update may need their memory."""
-        size = sum(flat.numel() * flat.element_size() for flat in self._buffers.values())
-        is_on_gpu = self.device.type == "cuda"
+        is_on_gpu, size = self.device.type == "cuda", sum(flat.nbytes for flat in self._buffers.values())
         if is_on_gpu and size > MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
             self.release()
 
@@ -181,9 +153,9 @@ class CUDAGraphRunner:
         return run
 
     def _captured(self, step: Callable[[], None], slots: _Slots) -> Callable[[], None]:
-        """Capture a step in a graph, after one warm-up run in which libraries initialise; returns its replay.
+        """Capture a step in a graph, after a warm-up run in which libraries initialise; returns its replay.
 
-        The state that the warm-up changes is restored. Keys and values that it writes are overwritten by the first replay.
+        The state before the warm-up is restored; the first replay overwrites its keys and values.
         """
         changed = [slots.next_1, *(slots.state[n] for n in ("token", "position", "live", "finished", "length"))]
         before = [tensor.clone() for tensor in changed]
@@ -234,8 +206,6 @@ class _Slots:
         """Index of the next token, the same for all rows."""
         self.drawn_by_dropped = 0
         """Tokens of the rows that have been dropped."""
-        keys_UKPD = next(iter(cache.prompts.values()))[0]
-        self.K, self.D = keys_UKPD.shape[1], keys_UKPD.shape[3]
         self.P = -(-int(cache.prompt_lengths_U.max()) // PROMPT_BUCKET) * PROMPT_BUCKET
         self.prompts, self.lengths_U = cache.prompts, cache.prompt_lengths_U
         self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -255,9 +225,7 @@ class _Slots:
         U, J = (min(self.U, S), min(self.J, S)) if self.own else (len(prompts_left), int(counts_U.max()))
         first_U = counts_U.cumsum(0) - counts_U
         number_R = torch.arange(R, device=runner.device) - first_U[prompt_R]
-        cell_S = torch.full(
-            (S,), U * J, device=runner.device
-        )  # padding queries go to one more cell, which nobody reads
+        cell_S = first_U.new_full((S,), U * J)  # padding queries go to one more cell, which nobody reads
         cell_S[:R] = prompt_R * J + number_R
         self.to_cell_S = runner.copy_to_static("to cell", cell_S)
         self.from_cell_S = runner.copy_to_static("from cell", cell_S.clamp(max=U * J - 1))
@@ -278,8 +246,8 @@ class _Slots:
             self.prompts[layer] = tuple(map(runner.copy_to_static, names, padded))
 
     def _move_own(self, filled_S: torch.Tensor, num_own: int) -> None:
-        shape = (len(filled_S), self.K, self.T, self.D)
-        for layer in self.prompts:
+        for layer, (keys_UKPD, _) in self.prompts.items():
+            shape = (len(filled_S), keys_UKPD.shape[1], self.T, keys_UKPD.shape[3])
             # Copied before the new buffers are made, which may be the same memory.
             tokens = [buffer[filled_S, :, :num_own] for buffer in self.own.get(layer, ())]
             names = f"own keys {layer}", f"own values {layer}"

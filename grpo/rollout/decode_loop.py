@@ -38,25 +38,12 @@ class DecodeLoop:
     """Decodes rows to their ends, as many at once as ``tokens_in_flight`` allows.
 
     A row waits until :meth:`admit` puts it into the batch. It is live until it ends, and remains in the batch, without effect, until
-    :meth:`retire` takes it out.
-
-    Waiting rows start as soon as ended rows have left memory for a whole group (continuous batching). In the cache of models that cannot
-    be packed all rows must be of the same age: there waiting rows start when all others have ended. Continuous batching gave 7% more
-    tokens a second (6 to 18) with 128 rows of which a quarter fits at once (``benchmarks/rollout.py --waves``).
+    :meth:`retire` takes it out. Waiting rows start as soon as ended rows have left memory for a whole group. In the cache of models that
+    cannot be packed all rows must be of the same age: there waiting rows start when all others have ended.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        prefill: Prefill,
-        prompts: Prompts,
-        uniforms_RT: torch.Tensor | None,
-        sampling: SamplingParams,
-    ):
-        """
-        Args:
-            uniforms_RT: the uniform number that each token is drawn with, on the policy's device; None for greedy decoding.
-        """
+    def __init__(self, policy: Policy, prefill: Prefill, prompts: Prompts, uniforms_RT, sampling: SamplingParams):
+        """``uniforms_RT``: the uniform number that each token is drawn with, on the policy's device; None for greedy decoding."""
         self.policy, self.prefill, self.prompts = policy, prefill, prompts
         self.uniforms_RT, self.sampling = uniforms_RT, sampling
         R, T, device = len(prompts), sampling.max_completion_length, policy.device
@@ -95,8 +82,7 @@ class DecodeLoop:
         if has_waiting and self.memory_was_freed and (self.rows_can_join or self.num_live == 0):
             live = self.live_B.nonzero().flatten()
             live_rows = [self.rows_B[b] for b in live.tolist()]
-            count = num_admissible(self.prompts, live_rows, self.num_started, self.sampling, self.capacity)
-            if count:
+            if count := num_admissible(self.prompts, live_rows, self.num_started, self.sampling, self.capacity):
                 self._start(count, live, live_rows)
         return self.num_live > 0
 
@@ -117,7 +103,7 @@ class DecodeLoop:
         self.num_started += count
 
     def draw_tokens(self) -> int:
-        """Draw the next token of every row in the batch, and find the rows that end with it. Returns how many rows were live before."""
+        """Draw the next token of every row in the batch, and find the rows that end with it; how many rows were live before."""
         T = self.sampling.max_completion_length
         u_B = None if self.uniforms_RT is None else self.uniforms_RT[self.rows_B, self.t_B.clamp(max=T - 1)]
         self.token_B, logprob_B = draw(self.logits_BV, u_B, self.sampling)
@@ -138,10 +124,7 @@ class DecodeLoop:
         return num_before
 
     def retire(self) -> None:
-        """Take ended rows out of the batch, if they are an eighth of it or the cache is full.
-
-        That copies the cache, while an ended row that stays costs its share of every step.
-        """
+        """Take ended rows out of the batch, which copies the cache, if they are an eighth of the batch or the cache is full."""
         num_ended = len(self.rows_B) - self.num_live
         if num_ended >= max(len(self.rows_B) // 8, 1) or self.decoder.is_full:
             live = self.live_B.nonzero().flatten()
@@ -158,17 +141,13 @@ class DecodeLoop:
         """``[B]`` whether a row's text contains a stop string."""
         # A string of n characters spans at most 4n byte-level tokens. Decoding whole completions would take quadratic time.
         most = 4 * max(len(s) for s in self.sampling.stop) + 4
-        ids = [
-            self.tokens_RT[row, max(t + 1 - most, 0) : t + 1]
-            for row, t in zip(self.rows_B, self.t_B.tolist(), strict=True)
-        ]
-        texts = [self.policy.tokenizer.decode(tail.tolist(), skip_special_tokens=True) for tail in ids]
+        ends = zip(self.rows_B, (self.t_B + 1).tolist(), strict=True)
+        tails = [self.tokens_RT[row, max(end - most, 0) : end].tolist() for row, end in ends]
+        texts = [self.policy.tokenizer.decode(tail, skip_special_tokens=True) for tail in tails]
         return torch.tensor([any(s in text for s in self.sampling.stop) for text in texts], device=self.policy.device)
 
 
-def num_admissible(
-    prompts: Prompts, in_flight: list[int], num_started: int, sampling: SamplingParams, capacity: int
-) -> int:
+def num_admissible(prompts: Prompts, in_flight: list[int], num_started: int, sampling, capacity: int) -> int:
     """How many waiting rows may start beside those in flight, so that at most ``tokens_in_flight`` tokens are in the cache.
 
     A row counts as the longest prompt among them all plus ``capacity``. Only whole groups start. If nothing is in flight and not even one

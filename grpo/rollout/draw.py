@@ -1,7 +1,4 @@
-"""How a token is drawn: settings, filters, and the inverse of the cumulative distribution at a uniform number.
-
-Shapes: ``R`` rows, ``V`` vocabulary.
-"""
+"""How a token is drawn: settings, filters, and the inverse of the cumulative distribution; ``R`` rows, ``V`` vocabulary."""
 
 from __future__ import annotations
 
@@ -34,19 +31,11 @@ class SamplingParams:
         return not self.temperature > 0
 
 
-def draw(
-    logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling: SamplingParams
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row: the first whose cumulative probability exceeds ``u``.
+def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row: the first whose cumulative probability exceeds the uniform number ``u_R`` in [0, 1); None: greedy.
 
-    Args:
-        logits_RV: ``[R, V]`` logits.
-        u_R: ``[R]`` uniform numbers in [0, 1); None for greedy decoding.
-        sampling: temperature and filters.
-
-    Returns:
-        Tokens ``[R]`` and their log-probabilities ``[R]``: in nats, at the temperature, before top-k, top-p and min-p. These are the
-        log-probabilities that the loss scores. Greedy decoding returns zeros.
+    Returns tokens ``[R]`` and their log-probabilities ``[R]``: in nats, at the temperature, before top-k, top-p and min-p, as the loss
+    scores them. Greedy decoding returns zeros.
     """
     if u_R is None:
         token_R = logits_RV.argmax(dim=-1)
@@ -84,8 +73,7 @@ def deterministic_cumsum(x_RV: torch.Tensor) -> torch.Tensor:
     """``cumsum`` along rows that also runs on CUDA with ``runtime.deterministic``.
 
     PyTorch refuses every ``cumsum`` on CUDA in deterministic mode, but only the kernel for a single row (CUB's scan) can give different
-    bits. The kernel for a matrix adds each row in a fixed order (``aten/src/ATen/native/cuda/ScanUtils.cuh``), so the mode is switched
-    off for this call, and a single row is computed as a matrix of two.
+    bits. The kernel for a matrix adds each row in a fixed order (``ScanUtils.cuh``): a single row is computed as a matrix of two.
     """
     if not (x_RV.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x_RV.cumsum(dim=-1)

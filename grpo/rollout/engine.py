@@ -1,8 +1,7 @@
 """The built-in engine: samples with the policy's own model, in the training process.
 
-Each prompt is prefilled once and its KV cache forked for its G completions. A token is drawn by inverting the cumulative distribution at
-a uniform number, and these numbers follow from the row's own seed, so that a completion depends neither on the other rows nor on the
-number of ranks. Rows that have ended leave the batch, and waiting rows take their places.
+Each prompt is prefilled once and its KV cache forked for its G completions. The uniform numbers that draw a completion's tokens follow
+from its own seed, so that it depends neither on the other rows nor on the number of ranks.
 
 Shapes: ``R`` rows (completions) that are decoded together, ``T`` most tokens of a completion, ``V`` vocabulary.
 """
@@ -31,21 +30,9 @@ from grpo.system import first_line
 
 
 class BuiltinEngine:
-    """Samples completions of problems with a policy.
+    """Samples completions of problems with a policy. What else it holds makes later rollouts faster; dropping it changes no token."""
 
-    An engine needs nothing but :meth:`generate`: prompts, sampling parameters and seeds in; token ids, the sampler's log-probabilities and
-    whether each completion finished out. Beside the policy an engine holds only what makes later rollouts faster: dropping it changes no
-    token.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        fast_decode: bool = True,
-        cuda_graphs: bool = False,
-        warn: Callable[[str], None] = print,
-    ):
+    def __init__(self, policy: Policy, *, fast_decode=True, cuda_graphs=False, warn: Callable[[str], None] = print):
         """
         Args:
             policy: its bare model is used, never a DDP wrapper; the weights of each rollout are those at its start.
@@ -70,17 +57,13 @@ class BuiltinEngine:
         address: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """Sample ``num_generations`` completions of each problem.
+        """Sample ``num_generations`` completions of each problem; one group per problem, in order.
 
         Args:
             problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part of its seeds.
-            sampling: how to sample.
             address: ``(seed, purpose, step)``. Completion g of a problem draws its uniform numbers from
                 ``derive_seed(seed, purpose, step, problem.index, g)``.
             on_tokens: called with the number of tokens drawn since the last call, for progress bars.
-
-        Returns:
-            One group per problem, in order.
         """
         G = sampling.num_generations
         rows = [(problem, g) for problem in problems for g in range(G)]
@@ -96,10 +79,7 @@ class BuiltinEngine:
         return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        """Allocate the most memory that decoding these prompts together can take, without sampling anything.
-
-        That is a prefill, one of the last tokens of every row, and one copy of the KV cache.
-        """
+        """Allocate the most memory that decoding can take: a prefill, one of the last tokens of every row, a copy of the KV cache."""
         T = sampling.max_completion_length
         with self._ready() as prefill_rows:
             decoder, logits_RV = prefill_rows(prompts, T)
@@ -116,8 +96,7 @@ class BuiltinEngine:
         """Most device memory that CUDA graphs may keep between rollouts; known after the first rollout or :meth:`dry_run`."""
         if not self._can_replay(sampling):
             return 0
-        total = torch.cuda.get_device_properties(self.policy.device).total_memory
-        return int(cuda_graphs.MAX_KEPT_SHARE * total)
+        return int(cuda_graphs.MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.policy.device).total_memory)
 
     @contextmanager
     def _ready(self) -> Iterator[Prefill]:
@@ -139,28 +118,21 @@ class BuiltinEngine:
             if self.graphs is not None:
                 self.graphs.release_if_large()
 
-    def _uniforms(
-        self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, address: tuple[int, str, int]
-    ) -> torch.Tensor | None:
+    def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, address) -> torch.Tensor | None:
         """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None for greedy decoding."""
         if sampling.is_greedy:
             return None
-        seed, purpose, step = address
-        generators = [generator(seed, purpose, step, problem.index, g) for problem, g in rows]
+        generators = [generator(*address, problem.index, g) for problem, g in rows]
         uniforms = [torch.rand(sampling.max_completion_length, generator=rng) for rng in generators]
         return torch.stack(uniforms).to(self.policy.device)
 
     def _completions(self, decoded: Decoded, sampling: SamplingParams) -> list[Completion]:
         ids = [decoded.tokens_RT[r, :n].tolist() for r, n in enumerate(decoded.lengths)]
         texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rows = zip(ids, texts, decoded.finished, decoded.logprobs_RT, strict=True)
         return [
-            Completion(
-                ids=tuple(ids[r]),
-                text=texts[r],
-                finished=decoded.finished[r],
-                sampling_logprobs=() if sampling.is_greedy else tuple(decoded.logprobs_RT[r, :n].tolist()),
-            )
-            for r, n in enumerate(decoded.lengths)
+            Completion(tuple(row), text, finished, () if sampling.is_greedy else tuple(logprobs_T[: len(row)].tolist()))
+            for row, text, finished, logprobs_T in rows
         ]
 
     def _can_replay(self, sampling: SamplingParams) -> bool:
@@ -168,24 +140,20 @@ class BuiltinEngine:
         return self.graphs is not None and not sampling.stop
 
     def _decode(self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens) -> Decoded:
-        decoded = None
-        if self._can_replay(sampling):
-            decoded = self._replay(prefill_rows, prompts, uniforms_RT, sampling, on_tokens)
-        return decoded or DecodeLoop(self.policy, prefill_rows, prompts, uniforms_RT, sampling).run(on_tokens)
+        rows = (prefill_rows, prompts, uniforms_RT, sampling)
+        decoded = self._replay(*rows, on_tokens) if self._can_replay(sampling) else None
+        return decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
 
     def _replay(
         self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens
     ) -> Decoded | None:
-        """Decode by CUDA graphs. The first rollout of at least four rows is compared with the first tokens of the decode loop.
+        """Decode by CUDA graphs; None, after switching them off, if they fail or give other tokens.
 
-        Returns:
-            None, after switching CUDA graphs off, if they fail or give other tokens.
+        The first rollout of at least four rows is compared with the first tokens of the decode loop.
         """
         try:
             decoder, logits_RV = prefill_rows(prompts, sampling.max_completion_length)
-            decoded = self.graphs.decode(
-                decoder.cache, decoder.positions_R, logits_RV, uniforms_RT, sampling, on_tokens
-            )
+            decoded = self.graphs.decode(decoder, logits_RV, uniforms_RT, sampling, on_tokens)
             if self.graphs.is_verified or len(prompts) < 4:
                 return decoded
             few = min(2 * cuda_graphs.SYNC_EVERY + 1, sampling.max_completion_length)
@@ -198,15 +166,12 @@ class BuiltinEngine:
             reason = "they give other tokens than the same steps without"
         except Exception as error:  # an operation that cannot be captured or waits for the device, or out of memory
             reason = first_line(error)
-        self._switch_graphs_off(reason)
-        return None
-
-    def _switch_graphs_off(self, reason: str) -> None:
         self.graphs.release()
         self.cuda_graphs, self.graphs, self._kept_copies = False, None, {}
         self.warn(f"note: decode steps are not captured in CUDA graphs ({reason})")
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()  # the loop needs the memory that the graphs had
+        return None
 
 
 def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
@@ -222,10 +187,9 @@ def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
 
 
 def same_up_to_rounding(decoded: Decoded, expected: Decoded, tolerance: float) -> bool:
-    """Whether at least half of the rows begin with the same tokens, and the log-probs of equal tokens differ by less than ``tolerance`` on average.
+    """Whether at least half of the rows begin with the same tokens, whose log-probs differ by less than ``tolerance`` on average.
 
-    Two correct ways to decode a row part where its uniform number is within rounding of the boundary between two tokens; in bf16 this is
-    frequent.
+    Two correct ways to decode a row part where its uniform number is within rounding of the boundary between two tokens.
     """
     T = expected.tokens_RT.shape[1]
     same_RT = (decoded.tokens_RT[:, :T] == expected.tokens_RT).cumprod(dim=1).bool()

@@ -1,7 +1,5 @@
-"""The prefill, which computes each distinct prompt once, and the decoders that continue from it one token at a time.
-
-There are two decoders with the same methods: :class:`ForkedCacheDecoder` keeps a prompt's keys and values once for all its completions,
-and needs a model that can be packed; :class:`DynamicCacheDecoder` works with every model of transformers.
+"""The prefill, and two decoders that continue from it one token at a time: :class:`ForkedCacheDecoder` keeps a prompt's keys and values
+once for all its completions, and needs a model that can be packed; :class:`DynamicCacheDecoder` works with every model of transformers.
 
 Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``L`` padded prompt length, ``V`` vocabulary.
 """
@@ -10,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
+from grpo.attention.forked import select_rows
 from grpo.model import Policy
 from grpo.rollout.llama_decoder import LlamaDecoder
 
@@ -23,25 +23,14 @@ from grpo.rollout.llama_decoder import LlamaDecoder
 def prefill(
     policy: Policy, llama_decoder: LlamaDecoder | None, prompts: Sequence[tuple[int, ...]], capacity: int
 ) -> tuple[ForkedCacheDecoder | DynamicCacheDecoder, torch.Tensor]:
-    """Compute the prompts and let each row continue its own.
+    """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
-    Neighbouring rows with equal prompts are a group, whose prompt is computed once. Equal prompts that are not neighbours are computed
-    separately.
-
-    Args:
-        llama_decoder: computes decode steps, if the model can be decoded by it.
-        prompts: the prompt of each row.
-        capacity: most tokens of a completion.
-
-    Returns:
-        A decoder, and logits ``[R, V]`` of each row's first token.
+    ``llama_decoder`` computes decode steps, if the model can be decoded by it. ``capacity`` is the most tokens of a completion. Returns a
+    decoder, and logits ``[R, V]`` of each row's first token.
     """
-    distinct, prompt_of_row = [], []
-    for prompt in prompts:
-        if not distinct or prompt != distinct[-1]:
-            distinct.append(prompt)
-        prompt_of_row.append(len(distinct) - 1)
-    prompt_R = torch.tensor(prompt_of_row, device=policy.device)
+    groups = [(prompt, len(list(rows))) for prompt, rows in groupby(prompts)]
+    distinct = [prompt for prompt, _ in groups]
+    prompt_R = torch.tensor([u for u, (_, count) in enumerate(groups) for _ in range(count)], device=policy.device)
     if packing_enabled(policy.model):
         decoder = ForkedCacheDecoder(policy, llama_decoder, distinct, capacity)
     else:
@@ -52,9 +41,7 @@ def prefill(
 class ForkedCacheDecoder:
     """Decodes with each prompt's keys and values in memory once (:mod:`grpo.attention.forked`)."""
 
-    def __init__(
-        self, policy: Policy, llama_decoder: LlamaDecoder | None, prompts: Sequence[tuple[int, ...]], capacity: int
-    ):
+    def __init__(self, policy: Policy, llama_decoder: LlamaDecoder | None, prompts: Sequence, capacity: int):
         self.head = policy.model.get_output_embeddings()
         self.hidden_of_token = llama_decoder or partial(forked_hidden, policy.backbone)
         packed = pack_prompts(prompts, policy.device)
@@ -95,7 +82,7 @@ class ForkedCacheDecoder:
 
 
 class DynamicCacheDecoder:
-    """Decodes with a cache of transformers, in which every row has its own copy of its prompt: for models that cannot be packed.
+    """The same with a cache of transformers, in which every row has its own copy of its prompt: for models that cannot be packed.
 
     Prompts are padded on the left, so that all rows continue at the same index. Rows cannot be added later.
     """
@@ -111,18 +98,19 @@ class DynamicCacheDecoder:
             ids_UL[u, L - len(prompt) :] = torch.tensor(prompt)
             mask_UK[u, : L - len(prompt)] = False
         self.mask_RK = mask_UK.to(policy.device)
-        self.cache = preallocated_cache(policy.model.config, capacity=L + capacity)
+        self.cache = DynamicCache(config=policy.model.config)
+        # Full-attention layers are preallocated, all others are those of transformers.
+        layers = self.cache.layers
+        self.cache.layers = [_PreallocatedLayer(L + capacity) if type(x) is DynamicLayer else x for x in layers]
         positions_UL = (self.mask_RK[:, :L].long().cumsum(dim=1) - 1).clamp(min=0)
         self.logits_UV = self._forward(ids_UL.to(policy.device), positions_UL)
         self.positions_R = positions_UL[:, -1] + 1
 
     def fork(self, prompt_R: torch.Tensor) -> torch.Tensor:
-        """As :meth:`ForkedCacheDecoder.fork`."""
         self.keep_rows(prompt_R)
         return self.logits_UV[prompt_R]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop all other rows."""
         self.cache.batch_select_indices(rows)
         self.mask_RK, self.positions_R = self.mask_RK[rows], self.positions_R[rows]
 
@@ -134,22 +122,14 @@ class DynamicCacheDecoder:
                 layer.length += count
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
-        """As :meth:`ForkedCacheDecoder.step`."""
         self.length += 1
         logits_RV = self._forward(token_R[:, None], self.positions_R[:, None])
         self.positions_R = self.positions_R + 1
         return logits_RV
 
     def _forward(self, ids_RN: torch.Tensor, positions_RN: torch.Tensor) -> torch.Tensor:
-        output = self.model(
-            input_ids=ids_RN,
-            attention_mask=self.mask_RK[:, : self.length],
-            position_ids=positions_RN,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
+        inputs = dict(input_ids=ids_RN, attention_mask=self.mask_RK[:, : self.length], position_ids=positions_RN)
+        return self.model(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 class _PreallocatedLayer(DynamicLayer):
@@ -160,13 +140,9 @@ class _PreallocatedLayer(DynamicLayer):
         self.capacity, self.length = capacity, 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._buffer_for(key_states), self._buffer_for(value_states)
-        self.is_initialized = True
-
-    def _buffer_for(self, states: torch.Tensor) -> torch.Tensor:
-        B, H, _, D = states.shape
-        return states.new_empty(B, H, self.capacity, D)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        both = (key_states, value_states)
+        self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in both)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:
@@ -181,15 +157,5 @@ class _PreallocatedLayer(DynamicLayer):
         return self.length
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_empty(len(indices), *old.shape[1:])
-            new[:, :, : self.length] = old[indices, :, : self.length]
-            setattr(self, name, new)
-
-
-def preallocated_cache(config: PreTrainedConfig, capacity: int) -> DynamicCache:
-    """A cache for ``capacity`` tokens: full-attention layers are preallocated, all others are those of transformers."""
-    cache = DynamicCache(config=config)
-    cache.layers = [_PreallocatedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+        self.keys = select_rows(self.keys, indices, 0, self.length)
+        self.values = select_rows(self.values, indices, 0, self.length)

@@ -1,10 +1,8 @@
 """Copies of linear layers' weights for the time of a rollout, in the form in which every decode step reads them fastest.
 
 - In the dtype of the product: autocast would cast the fp32 master weights to bf16 again at every token.
-- On CPU in the memory layout of oneDNN's kernels: a plain product reorders the weight at every call (measured on two cores with 32 rows:
-  20 to 40% of each product).
-- Layers with the same input (queries, keys and values; the two halves of a gated MLP) as one product: each call costs about 15 us,
-  whatever its size.
+- On CPU in the memory layout of oneDNN's kernels: a plain product spends 20 to 40% of its time on reordering the weight (32 rows, two cores).
+- Layers with the same input (queries, keys and values; the two halves of a gated MLP) as one product: each call costs about 15 us.
 """
 
 from __future__ import annotations
@@ -28,10 +26,9 @@ class FusedLinear:
         self.layers, self.dtype = layers, dtype
         self.sizes = [layer.out_features for layer in layers]
         self.weight = torch.cat([layer.weight.detach() for layer in layers]).to(dtype)
-        self.bias = None
-        if any(layer.bias is not None for layer in layers):
-            biases = [torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias for layer in layers]
-            self.bias = torch.cat(biases).detach().to(dtype)
+        biases = [torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias for layer in layers]
+        has_bias = any(layer.bias is not None for layer in layers)
+        self.bias = torch.cat(biases).detach().to(dtype) if has_bias else None
         self.is_reordered = _can_reorder(self.weight)
         if self.is_reordered:
             self.weight = _mkldnn._reorder_linear_weight(self.weight, None)
@@ -52,7 +49,7 @@ class FusedLinear:
         return F.linear(x.to(self.dtype), self.weight, self.bias)
 
     def output_of(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of one layer. All are computed at the first call with a tensor, and kept until the last layer has been called with it."""
+        """The output of one layer. The first call with a tensor computes all; they are kept until the last layer is called with it."""
         if x is not self._input:
             self._input, self._outputs = x, self(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
@@ -75,36 +72,25 @@ class CopiedLinear(nn.Module):
 
 
 @contextlib.contextmanager
-def copied_weights(
-    model: nn.Module, precision: str, kept: dict[nn.Linear, FusedLinear] | None = None
-) -> Iterator[None]:
-    """Until the block ends, linear layers compute from copies of their weights, where that is faster.
+def copied_weights(model: nn.Module, precision: str, kept: dict | None = None) -> Iterator[None]:
+    """Until the block ends, linear layers compute from copies of their weights, where that is faster. The weights must not change in it.
 
-    The model's weights must not change in the block. No copies are made in fp32 on a GPU, nor of layers that are not plain ``nn.Linear``
-    with fp32 weights, or whose ``forward`` was replaced or has hooks.
-
-    Args:
-        kept: filled with the copy of each layer, to outlive the block; the next call with it refreshes the copies in place. Captured CUDA
-            graphs need this, since they read the copies at fixed addresses.
+    ``kept`` is filled with the copy of each layer, and the next call with it refreshes the copies in place: captured CUDA graphs read them
+    at fixed addresses.
     """
+    copies = dict(kept or {})
     if kept:
-        copies = kept
-        for fused in dict.fromkeys(copies.values()):
+        for fused in dict.fromkeys(kept.values()):
             fused.refresh()
     else:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = [module for module in model.modules() if _is_worth_copying(module, dtype)]
-        copies = {}
         for siblings in _group_by_input(model, layers):
             copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
         if kept is not None:
             kept |= copies
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if child in copies
-    ]
+    children = ((parent, *named) for parent in model.modules() for named in parent.named_children())
+    places = [(parent, name, child) for parent, name, child in children if child in copies]
     try:
         for parent, name, child in places:
             setattr(parent, name, CopiedLinear(child, copies[child]))
@@ -115,17 +101,16 @@ def copied_weights(
 
 
 def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Plain ``nn.Linear`` layers with fp32 weights, whose ``forward`` was not replaced and has no hooks; in fp32 on CPU alone."""
     if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
         return False
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    return dtype == torch.bfloat16 or _can_reorder(module.weight)
+    is_changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return not is_changed and (dtype == torch.bfloat16 or _can_reorder(module.weight))
 
 
 def _group_by_input(model: nn.Module, layers: list[nn.Linear]) -> list[list[nn.Linear]]:
     """Layers that share their input together, every other layer alone."""
-    left = dict.fromkeys(layers)
-    groups = []
+    left, groups = dict.fromkeys(layers), []
     for parent in model.modules():
         for names in SAME_INPUT:
             group = [getattr(parent, name, None) for name in names]
@@ -138,10 +123,8 @@ def _group_by_input(model: nn.Module, layers: list[nn.Linear]) -> list[list[nn.L
 
 def _can_reorder(weight: torch.Tensor) -> bool:
     """Whether oneDNN can multiply with a reordered copy of this weight."""
-    if (
-        weight.device.type != "cpu"
-        or not torch.backends.mkldnn.is_available()
-        or not hasattr(_mkldnn, "_linear_pointwise")
+    if weight.device.type != "cpu" or not (
+        torch.backends.mkldnn.is_available() and hasattr(_mkldnn, "_linear_pointwise")
     ):
         return False
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _mkldnn._is_mkldnn_bf16_supported())
