@@ -1,24 +1,14 @@
-"""The whole configuration: all sections, what they imply for each other, and the settings that contradict each other."""
+"""The whole configuration: all sections, what they imply for each other, the settings that contradict each other, and ``--debug``."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimConfig,
-    RewardConfig,
-    RolloutConfig,
-    RuntimeConfig,
-    Section,
-)
+    CheckpointConfig, DataConfig, EvalConfig, LoggingConfig, ModelConfig, OptimConfig, RewardConfig, RolloutConfig,
+    RuntimeConfig, Section,
+)  # fmt: skip
 
 
 class Config(Section):
@@ -45,7 +35,7 @@ class Config(Section):
         return add_implied_rewards(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
-    def _check_group_size(self) -> Config:
+    def _check_group_size(self) -> Self:
         a = self.algorithm
         if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale == "group"):
             raise ValueError(
@@ -55,7 +45,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_minibatches_are_equal(self) -> Config:
+    def _check_minibatches_are_equal(self) -> Self:
         prompts, minibatches = self.rollout.prompts_per_step, self.algorithm.num_minibatches
         if prompts % minibatches:
             raise ValueError(
@@ -66,16 +56,10 @@ class Config(Section):
 
 
 def check_world_size(config: Config, world_size: int) -> None:
-    """Refuse a number of ranks that cannot share the problems of a step evenly.
-
-    Raises:
-        ValueError: naming the nearest values of ``rollout.prompts_per_step`` that work.
-    """
+    """Raise ``ValueError`` for a number of ranks that cannot share the problems of a step evenly."""
     prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.num_minibatches
     if prompts % (world_size * minibatches):
-        factors = f"{world_size} ranks"
-        if minibatches > 1:
-            factors += f" x algorithm.num_minibatches={minibatches}"
+        factors = f"{world_size} ranks" + (f" x algorithm.num_minibatches={minibatches}" if minibatches > 1 else "")
         raise ValueError(
             f"rollout.prompts_per_step={prompts} is not a multiple of {factors}: "
             f"use prompts_per_step={_nearest_multiples(prompts, world_size * minibatches)}"
@@ -99,22 +83,19 @@ def add_implied_rewards(values: dict[str, Any]) -> dict[str, Any]:
 
 def _add_gym_scorer(values: dict[str, Any]) -> dict[str, Any]:
     """A reasoning-gym task brings its own scorer, unless other rewards are written."""
-    data, reward, evaluation = (values.get(name, {}) for name in ("data", "reward", "eval"))
-    if not (isinstance(data, dict) and isinstance(reward, dict) and isinstance(evaluation, dict)):
+    data, reward, evaluation = sections = [values.get(name, {}) for name in ("data", "reward", "eval")]
+    if not all(isinstance(section, dict) for section in sections):
         return values
     if not str(data.get("dataset", "")).startswith("reasoning_gym:") or "functions" in reward:
         return values
     # The scorer gives 1 for a right answer and less for a partly right one.
-    return values | {
-        "reward": reward | {"functions": ["reasoning_gym"]},
-        "eval": {"correct_above": 0.99} | evaluation,
-    }
+    return values | dict(reward=reward | {"functions": ["reasoning_gym"]}, eval={"correct_above": 0.99} | evaluation)
 
 
 def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
     """DAPO's soft overlong punishment is a reward; the preset ``dapo`` adds it, unless it is already written."""
-    algorithm, reward, rollout = (values.get(name, {}) for name in ("algorithm", "reward", "rollout"))
-    if not (isinstance(algorithm, dict) and isinstance(reward, dict) and isinstance(rollout, dict)):
+    algorithm, reward, rollout = sections = [values.get(name, {}) for name in ("algorithm", "reward", "rollout")]
+    if not all(isinstance(section, dict) for section in sections):
         return values
     functions = reward.get("functions", [function.model_dump() for function in RewardConfig().functions])
     length = rollout.get("max_completion_length", RolloutConfig().max_completion_length)
@@ -126,3 +107,30 @@ def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
         return values
     punishment = {"name": "soft_overlong", "args": {"max_length": length, "cache_length": cache_length}}
     return values | {"reward": reward | {"functions": [*functions, punishment]}}
+
+
+_DEBUG_LARGEST: dict[str, dict[str, int]] = {
+    "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64},
+    "data": {"max_train_samples": 32, "max_eval_samples": 4},
+    "optim": {"max_steps": 2},
+    "eval": {"num_samples": 1, "max_samples": 4},
+    "logging": {"every": 1},
+}
+"""With ``--debug``, values above these, or unset, become these."""
+
+
+def debug_variant(config: Config) -> Config:
+    """What ``--debug`` runs: two small steps in one process, in a folder of their own, ``<output_dir>-debug``."""
+    values = config.model_dump()
+    for section, keys in _DEBUG_LARGEST.items():
+        for key, largest in keys.items():
+            value = values[section][key]
+            values[section][key] = largest if value is None else min(value, largest)
+    values["checkpoint"] |= {"resume": "never", "save_steps": None, "keep_best": None}
+    values["logging"] |= {"wandb": "disabled"}
+    minibatches = config.algorithm.num_minibatches
+    values["rollout"]["prompts_per_step"] = max(values["rollout"]["prompts_per_step"] // minibatches, 1) * minibatches
+    folder = config.output_dir.rstrip("/")
+    if not (config.debug and folder.endswith("-debug")):  # that is the configuration of a debug run, read again
+        folder = f"{folder}-debug"
+    return Config.model_validate(values | {"debug": True, "output_dir": folder})

@@ -1,7 +1,5 @@
 """``python -m grpo.report RUN [RUN ...] [--output FILE.html] [--figures FOLDER]``"""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

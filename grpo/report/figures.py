@@ -1,7 +1,5 @@
 """The main curves as PNG files for a paper. Needs matplotlib (``pip install -e ".[plots]"``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ element is escaped, the script puts text into text nodes only, and the page's Co
 script.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """Reads the folder of a run, also while the run goes on: half a last line, damaged files and missing values are not errors."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

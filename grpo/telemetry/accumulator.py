@@ -1,7 +1,5 @@
 """Collects the numbers of one step, and reduces them over ranks once at its end."""
 
-from __future__ import annotations
-
 import math
 
 import torch

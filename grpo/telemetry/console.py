@@ -1,7 +1,5 @@
 """The lines of a run on the console: one per step, one per evaluation, the final table; and the numbers beside the progress bar."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``run.json`` in the output folder: for each start of the run its command, versions, device and the state of the code."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -3,8 +3,6 @@
 The thresholds are rules of thumb, listed for users in ``docs/metrics.md``. A hint does not stop or change the run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from statistics import fmean, variance

@@ -3,8 +3,6 @@
 Shapes: ``B`` completions, ``T`` completion tokens, ``E`` edges between bins.
 """
 
-from __future__ import annotations
-
 import torch
 
 

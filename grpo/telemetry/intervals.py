@@ -1,7 +1,5 @@
 """The 95% confidence interval of a rate, for the evaluation and for the report."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

@@ -1,7 +1,5 @@
 """Files with one JSON object per step: ``metrics.jsonl``, and ``intervals.jsonl`` beside it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``runtime.profile``: records one step of the main rank as a trace for Perfetto or ``chrome://tracing``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

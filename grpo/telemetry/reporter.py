@@ -1,7 +1,5 @@
 """Everything that a run shows or writes about its steps: console, progress bars, metrics.jsonl, hints, completions/ and wandb."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """On a terminal, text that libraries and rewards write to stderr appears above the progress bars instead of inside them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

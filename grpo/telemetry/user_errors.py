@@ -1,7 +1,5 @@
 """Errors that the user can fix, such as a wrong setting: printed once, without a traceback, exit code 2."""
 
-from __future__ import annotations
-
 import sys
 import time
 

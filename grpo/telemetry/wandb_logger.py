@@ -3,8 +3,6 @@
 wandb never stops training: each kind of failure is one printed warning, and ``metrics.jsonl`` has every metric in any case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
