@@ -4,30 +4,27 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
-from grpo.config.schema import (
-    CheckpointConfig, DataConfig, EvalConfig, LoggingConfig, ModelConfig, OptimConfig, RewardConfig, RolloutConfig,
-    RuntimeConfig, Section,
-)  # fmt: skip
 
 
-class Config(Section):
+class Config(schema.Section):
     output_dir: str = "runs/default"
     """Folder of the run: config.yaml, metrics.jsonl, completions/, checkpoint-<step>/."""
     seed: int = Field(0, ge=0, lt=2**63)
     """All random numbers of the run are derived from this one."""
     debug: bool = False
     """The same as --debug: one process, a few prompts, 2 steps, everything printed and checked."""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    model: schema.ModelConfig = schema.ModelConfig()
+    data: schema.DataConfig = schema.DataConfig()
+    reward: schema.RewardConfig = schema.RewardConfig()
+    rollout: schema.RolloutConfig = schema.RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    optim: OptimConfig = OptimConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
+    optim: schema.OptimConfig = schema.OptimConfig()
+    eval: schema.EvalConfig = schema.EvalConfig()
+    checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
+    logging: schema.LoggingConfig = schema.LoggingConfig()
+    runtime: schema.RuntimeConfig = schema.RuntimeConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -97,8 +94,8 @@ def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
     algorithm, reward, rollout = sections = [values.get(name, {}) for name in ("algorithm", "reward", "rollout")]
     if not all(isinstance(section, dict) for section in sections):
         return values
-    functions = reward.get("functions", [function.model_dump() for function in RewardConfig().functions])
-    length = rollout.get("max_completion_length", RolloutConfig().max_completion_length)
+    functions = reward.get("functions", [function.model_dump() for function in schema.RewardConfig().functions])
+    length = rollout.get("max_completion_length", schema.RolloutConfig().max_completion_length)
     if algorithm.get("name") != "dapo" or not isinstance(functions, list) or not isinstance(length, int):
         return values
     names = [function.get("name") if isinstance(function, dict) else function for function in functions]

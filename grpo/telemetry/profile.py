@@ -14,9 +14,7 @@ def start_profiler(config: Config, world: World, step: int) -> torch.profiler.pr
     """A running profiler if this rank records this step (counted from 1); else None."""
     if step != config.runtime.profile or not world.is_main:
         return None
-    activities = [ProfilerActivity.CPU]
-    if world.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (world.device.type == "cuda")]
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     profiler.start()
     return profiler
@@ -25,14 +23,13 @@ def start_profiler(config: Config, world: World, step: int) -> torch.profiler.pr
 def finish_profiler(
     profiler: torch.profiler.profile | None, output_dir: str | Path, step: int, print_line: Callable[[str], None]
 ) -> None:
-    """Write the trace. If that fails, for example because the disk is full, print a warning and let the run go on."""
+    """Write the trace; if that fails (the disk is full, for example), print a warning and let the run go on."""
     if profiler is None:
         return
     profiler.stop()
     path = Path(output_dir) / f"trace_step_{step}.json.gz"
     try:
         profiler.export_chrome_trace(str(path))
+        print_line(f"profile   {path}; open it at https://ui.perfetto.dev")
     except OSError as error:
         print_line(f"warning: the trace of step {step} could not be written ({error})")
-        return
-    print_line(f"profile   {path}; open it at https://ui.perfetto.dev")

@@ -15,9 +15,8 @@ def print_user_error(error: Exception) -> None:
 def exit_with_user_error(error: Exception, world: World | None) -> int:
     """Print an error once across ranks. With one rank, return the exit code 2; with several, end this process.
 
-    Args:
-        world: None if the ranks are not connected yet. Then the first rank of each machine prints, and a rank that fails alone prints
-            too. With connected ranks the error is known to all of them, and rank 0 prints.
+    Connected ranks all know the error, and rank 0 prints it. If the ranks are not connected yet (``world`` is None), the first rank of
+    each machine prints, and a rank that fails alone prints too.
     """
     rank, _, local_rank, _ = launch_environment()
     if (local_rank if world is None else rank) == 0:
