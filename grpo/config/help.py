@@ -31,7 +31,8 @@ def help_text(model: type[BaseModel]) -> str:
     lines, previous_section = [USAGE, ""], ""
     for key, field in keys_of(model).items():
         section, _, _ = key.rpartition(".")
-        lines += [""] * (section != previous_section)
+        if section != previous_section:
+            lines.append("")
         previous_section = section
         meaning = " ".join((field.description or "").split())
         lines.append(f"{key}  ({_type_name(field.annotation)}; default {_default(field.default)})\n    {meaning}")

@@ -14,8 +14,8 @@ def start_profiler(config: Config, world: World, step: int) -> torch.profiler.pr
     """A running profiler if this rank records this step (counted from 1); else None."""
     if step != config.runtime.profile or not world.is_main:
         return None
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (world.device.type == "cuda")]
-    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+    cuda = [ProfilerActivity.CUDA] if world.device.type == "cuda" else []
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)
     profiler.start()
     return profiler
 
@@ -30,6 +30,7 @@ def finish_profiler(
     path = Path(output_dir) / f"trace_step_{step}.json.gz"
     try:
         profiler.export_chrome_trace(str(path))
-        print_line(f"profile   {path}; open it at https://ui.perfetto.dev")
     except OSError as error:
         print_line(f"warning: the trace of step {step} could not be written ({error})")
+    else:
+        print_line(f"profile   {path}; open it at https://ui.perfetto.dev")
