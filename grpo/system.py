@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type's name if it has none; a line that ends in a colon takes the next one along."""
@@ -35,7 +33,8 @@ def write_atomically(path: str | Path, content: str | Callable[[Path], None]) ->
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux; elsewhere nothing happens) to send this process a signal when the thread that started it ends."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
+        pr_set_pdeathsig = 1  # <linux/prctl.h>
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal_number), 0, 0, 0)
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:

@@ -32,18 +32,13 @@ class Config(schema.Section):
         return add_implied_rewards(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
-    def _check_group_size(self) -> Self:
-        a = self.algorithm
+    def _check(self) -> Self:
+        a, prompts, minibatches = self.algorithm, self.rollout.prompts_per_step, self.algorithm.num_minibatches
         if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale == "group"):
             raise ValueError(
                 f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
                 f"algorithm.scale={a.scale}: use num_generations >= 2, or baseline=none with scale=none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_minibatches_are_equal(self) -> Self:
-        prompts, minibatches = self.rollout.prompts_per_step, self.algorithm.num_minibatches
         if prompts % minibatches:
             raise ValueError(
                 f"rollout.prompts_per_step={prompts} cannot be cut into algorithm.num_minibatches={minibatches} equal parts: "
@@ -71,10 +66,7 @@ def _nearest_multiples(value: int, unit: int) -> str:
 
 
 def add_implied_rewards(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested values as a user wrote them, with the reward that a dataset or a preset brings along.
-
-    Values of a wrong type are left as they are: validation reports them.
-    """
+    """Nested values as a user wrote them, with the reward that a dataset or a preset adds. Values of a wrong type stay as they are."""
     return _add_overlong_punishment(_add_gym_scorer(values))
 
 

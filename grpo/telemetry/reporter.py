@@ -36,9 +36,8 @@ class Reporter:
         self.wandb_run_id = wandb_run_id
         self._wandb: WandbLogger | None = None
         self._redirected_stderr = contextlib.ExitStack()
-        self._bar_stream = None
+        self._bar_stream = sys.stderr if is_main and sys.stderr.isatty() else None
         if sys.stderr.isatty():
-            self._bar_stream = sys.stderr if is_main else None
             self._redirected_stderr.enter_context(stderr_above_bars(is_main=is_main))
         if not is_main:
             return

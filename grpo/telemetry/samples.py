@@ -45,24 +45,23 @@ def sample_records(
     for b, (p, g) in enumerate(rows[: len(logprobs_BT)]):
         completion = groups[p].completions[g]
         n = len(completion.ids)
-        records.append(
-            {
-                "step": step,
-                "problem": groups[p].problem.index,
-                "prompt": groups[p].problem.prompt,
-                "completion": completion.text,
-                "rewards": dict(zip(names, values_PGF[p, g].tolist(), strict=True)),
-                "reward": rewards_PG[p, g].item(),
-                "advantage": advantages_PG[p, g].item(),
-                "length": n,
-                "finished": completion.finished,
-                "token_ids": list(completion.ids),
-                "tokens": [decode([token]) for token in completion.ids],
-                "logprobs": logprobs_BT[b, :n].tolist(),
-                "updated_logprobs": updated_logprobs_BT[b, :n].tolist(),
-                "ref_logprobs": None if ref_logprobs_BT is None else ref_logprobs_BT[b, :n].tolist(),
-            }
-        )
+        record = {
+            "step": step,
+            "problem": groups[p].problem.index,
+            "prompt": groups[p].problem.prompt,
+            "completion": completion.text,
+            "rewards": dict(zip(names, values_PGF[p, g].tolist(), strict=True)),
+            "reward": rewards_PG[p, g].item(),
+            "advantage": advantages_PG[p, g].item(),
+            "length": n,
+            "finished": completion.finished,
+            "token_ids": list(completion.ids),
+            "tokens": [decode([token]) for token in completion.ids],
+            "logprobs": logprobs_BT[b, :n].tolist(),
+            "updated_logprobs": updated_logprobs_BT[b, :n].tolist(),
+            "ref_logprobs": None if ref_logprobs_BT is None else ref_logprobs_BT[b, :n].tolist(),
+        }
+        records.append(record)
     return records
 
 

@@ -19,12 +19,11 @@ def exit_with_user_error(error: Exception, world: World | None) -> int:
     each machine prints, and a rank that fails alone prints too.
     """
     rank, _, local_rank, _ = launch_environment()
-    if (local_rank if world is None else rank) == 0:
-        print_user_error(error)
-    else:
+    is_first = (local_rank if world is None else rank) == 0
+    if not is_first:
         time.sleep(2)  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
-        if world is None:
-            print_user_error(error)
+    if is_first or world is None:
+        print_user_error(error)
     if world is not None and world.size > 1:
         world.exit_now(2)
     return 2

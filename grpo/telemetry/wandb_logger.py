@@ -91,9 +91,9 @@ class WandbLogger:
         try:
             self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
         except Exception as error:  # for example, the server no longer answers
+            again = f"send the run again with: wandb sync --no-skip-online {Path(self._run.dir).parent}"
             self._print(
-                f"warning: wandb could not finish ({first_line(error)}); metrics.jsonl has every metric; send the run again with: "
-                f"wandb sync --no-skip-online {Path(self._run.dir).parent}"
+                f"warning: wandb could not finish ({first_line(error)}); metrics.jsonl has every metric; {again}"
             )
 
     def _start(self, config: Config, environment: dict[str, Any]) -> Any:
