@@ -6,8 +6,8 @@ from statistics import fmean, variance
 from typing import Any
 
 FEW, MANY, START = 5, 20, 10
-"""Number of steps to average over: ``FEW`` for what needs a quick reaction, ``MANY`` for noisy metrics; later ones are compared with
-the first ``START``."""
+"""Number of steps to average over: ``FEW`` for what needs a quick reaction, ``MANY`` for noisy metrics, and the first ``START`` steps,
+with which later ones are compared."""
 ALL_EQUAL = 10  # steps in a row without unequal rewards: a hint then does not wait for MANY steps
 
 MAX_KL = 0.5  # nats per token

@@ -8,7 +8,7 @@ Z = NormalDist().inv_cdf((1 + LEVEL) / 2)  # 1.96 standard errors on each side o
 
 
 def wilson(rate: float, observations: float) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a rate from independent observations: an effective number above 0, not always whole."""
+    """Wilson's score interval (1927) of a rate in [0, 1], from a number of independent observations (above 0, not always whole)."""
     z2 = Z * Z / observations
     centre = (rate + z2 / 2) / (1 + z2)
     half = Z / (1 + z2) * math.sqrt(rate * (1 - rate) / observations + z2 / (4 * observations))
