@@ -1,16 +1,14 @@
-"""Rewards to advantages. Pure functions.
-
-Shapes: ``P`` problems, ``G`` completions of each problem.
-"""
+"""Rewards to advantages. Pure functions. Shapes: ``P`` problems, ``G`` completions of each problem."""
 
 import torch
+from torch import Tensor
 
 from grpo.choices import Baseline, Scale, check_choice
 
 
 def group_advantages(
-    rewards_PG: torch.Tensor, *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4
-) -> torch.Tensor:
+    rewards_PG: Tensor, *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4
+) -> Tensor:
     """The advantage of each completion: ``A = (reward - baseline) / scale``.
 
     GRPO (DeepSeekMath, section 4.1) subtracts the group's mean and divides by the group's standard deviation; Dr. GRPO does not
@@ -34,32 +32,28 @@ def group_advantages(
     _check(rewards_PG, baseline, scale)
     # At least fp32: half precision would round away the small differences between rewards that the advantages are made of.
     rewards_PG = rewards_PG.to(torch.promote_types(rewards_PG.dtype, torch.float32))
-    if torch.isinf(rewards_PG).any():
-        raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
     scored_PG = ~torch.isnan(rewards_PG)
     rewards_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
 
     advantages_PG = rewards_PG - _baseline(rewards_PG, scored_PG, baseline)
-    if scale == "group":
-        advantages_PG = advantages_PG / (_std(rewards_PG, scored_PG, dim=1) + eps)
-    elif scale == "batch":
-        advantages_PG = advantages_PG / (_std(rewards_PG.flatten(), scored_PG.flatten(), dim=0) + eps)
-
     is_zero_PG = ~scored_PG
     # Equal rewards must give exactly 0. Computed, they would give a rounding error divided by eps.
     if baseline != "none" or scale == "group":
         is_zero_PG = is_zero_PG | _all_equal(rewards_PG, scored_PG, dim=1)
-    if scale == "batch":
+    if scale == "group":
+        advantages_PG = advantages_PG / (_std(rewards_PG, scored_PG, dim=1) + eps)
+    elif scale == "batch":
+        advantages_PG = advantages_PG / (_std(rewards_PG.flatten(), scored_PG.flatten(), dim=0) + eps)
         is_zero_PG = is_zero_PG | _all_equal(rewards_PG.flatten(), scored_PG.flatten(), dim=0)
     return advantages_PG.masked_fill(is_zero_PG, 0.0)
 
 
-def has_equal_rewards(rewards_PG: torch.Tensor) -> torch.Tensor:
+def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
     """``[P]`` booleans: True where all rewards of a group are equal, or none is a number, so that its advantages are 0."""
     return _all_equal(rewards_PG, ~torch.isnan(rewards_PG), dim=1).squeeze(1)
 
 
-def _check(rewards_PG: torch.Tensor, baseline: str, scale: str) -> None:
+def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
     if rewards_PG.dim() != 2:
         raise ValueError(f"expected rewards of shape [P, G], got {tuple(rewards_PG.shape)}")
     check_choice("baseline", baseline, Baseline)
@@ -68,27 +62,28 @@ def _check(rewards_PG: torch.Tensor, baseline: str, scale: str) -> None:
         raise ValueError(
             f"G = 1 with baseline={baseline!r} compares a completion with itself: use G >= 2 or baseline='none'"
         )
+    if torch.isinf(rewards_PG).any():
+        raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
 
 
-def _baseline(rewards_PG: torch.Tensor, scored_PG: torch.Tensor, baseline: Baseline) -> torch.Tensor | float:
+def _baseline(rewards_PG: Tensor, scored_PG: Tensor, baseline: Baseline) -> Tensor | float:
     """What is subtracted from each reward; rewards that are not scored must be 0."""
     if baseline == "none":
         return 0.0
-    count_P1 = scored_PG.sum(dim=1, keepdim=True)
-    total_P1 = rewards_PG.sum(dim=1, keepdim=True)
+    count_P1, total_P1 = scored_PG.sum(dim=1, keepdim=True), rewards_PG.sum(dim=1, keepdim=True)
     if baseline == "mean":
         return total_P1 / count_P1.clamp(min=1)
     return (total_P1 - rewards_PG) / (count_P1 - 1).clamp(min=1)
 
 
-def _all_equal(values: torch.Tensor, scored: torch.Tensor, dim: int) -> torch.Tensor:
+def _all_equal(values: Tensor, scored: Tensor, dim: int) -> Tensor:
     """Whether the scored values along ``dim``, which is kept, are all equal; also True where nothing is scored."""
     highest = values.masked_fill(~scored, -torch.inf).amax(dim=dim, keepdim=True)
     lowest = values.masked_fill(~scored, torch.inf).amin(dim=dim, keepdim=True)
     return highest <= lowest
 
 
-def _std(values: torch.Tensor, scored: torch.Tensor, dim: int) -> torch.Tensor:
+def _std(values: Tensor, scored: Tensor, dim: int) -> Tensor:
     """Standard deviation (n - 1) of the scored values along ``dim``, which is kept; the others must be 0."""
     count = scored.sum(dim=dim, keepdim=True)
     mean = values.sum(dim=dim, keepdim=True) / count.clamp(min=1)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.types import Device
 
 IGNORE_INDEX = -100
 """Label of positions that are not scored, as in PyTorch's ``cross_entropy``."""
@@ -49,13 +51,11 @@ class Group:
     completions: tuple[Completion, ...]
 
 
-def completion_mask(completion_ids_BT: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """Boolean ``[B, T]``: True at the first ``lengths_B[b]`` positions of row ``b``.
 
     The mask depends on lengths and never on token values, so a pad id that equals the EOS id, or several EOS ids, make no difference.
-
-    Raises:
-        ValueError: if shapes disagree or a length is not in ``[0, T]``.
+    Raises ``ValueError`` if shapes disagree or a length is not in ``[0, T]``.
     """
     if completion_ids_BT.dim() != 2 or lengths_B.shape != completion_ids_BT.shape[:1]:
         raise ValueError(
@@ -68,7 +68,7 @@ def completion_mask(completion_ids_BT: torch.Tensor, lengths_B: torch.Tensor) ->
     return positions_T[None, :] < lengths_B.to(completion_ids_BT.device)[:, None]
 
 
-def right_pad(rows: Sequence[Sequence[int]], value: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def right_pad(rows: Sequence[Sequence[int]], value: int, device: Device = "cpu") -> Tensor:
     """Rows of integers to a tensor ``[B, longest row]``, filled up with ``value`` on the right."""
     width = max((len(row) for row in rows), default=0)
     padded = torch.full((len(rows), width), value, dtype=torch.long)
@@ -81,75 +81,63 @@ def right_pad(rows: Sequence[Sequence[int]], value: int, device: torch.device | 
 class Batch:
     """Rows of tensors on the training device. ``S`` and ``T`` are the longest sequence and the longest completion among the rows."""
 
-    sequence_ids_BS: torch.Tensor
+    sequence_ids_BS: Tensor
     """Prompt, then completion, then padding."""
-    prompt_lengths_B: torch.Tensor
-    completion_mask_BT: torch.Tensor
+    prompt_lengths_B: Tensor
+    completion_mask_BT: Tensor
     """True at the tokens of each completion: those that are scored."""
-    loss_mask_BT: torch.Tensor
+    loss_mask_BT: Tensor
     """True at the tokens that are trained on: those that are scored, without truncated completions if these are masked."""
-    advantages_B: torch.Tensor
-    group_B: torch.Tensor
+    advantages_B: Tensor
+    group_B: Tensor
     """Index of each row's group on this rank. Rows of one group are neighbours and have the same prompt."""
-    row_B: torch.Tensor
+    row_B: Tensor
     """Index of each row in this rank's batch of the step; a minibatch or micro-batch keeps it."""
-    sampling_logprobs_BT: torch.Tensor
+    sampling_logprobs_BT: Tensor
     """Log-probs as computed while sampling, to compare the scored ones with; the loss does not use them."""
-    old_logprobs_BT: torch.Tensor | None = None
+    old_logprobs_BT: Tensor | None = None
     """Log-probs under the policy that sampled; None: the policy has not been updated since."""
-    ref_logprobs_BT: torch.Tensor | None = None
+    ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model; None: there is no KL term."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids_BS)
 
     @property
-    def lengths_B(self) -> torch.Tensor:
+    def lengths_B(self) -> Tensor:
         """Number of tokens of prompt and completion together."""
         return self.prompt_lengths_B + self.completion_mask_BT.sum(dim=1)
 
     @property
-    def scorer_inputs(self) -> tuple[torch.Tensor, ...]:
+    def scorer_inputs(self) -> tuple[Tensor, ...]:
         """The arguments of :class:`grpo.logprobs.CompletionScorer`."""
         return self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
 
-    def select(self, rows: torch.Tensor | slice) -> "Batch":
+    def select(self, rows: Tensor | slice) -> "Batch":
         """The batch of some rows, with padding removed up to the longest of them."""
         rows = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows
         rows = rows.to(self.sequence_ids_BS.device)
-        widths = {"S": int(self.lengths_B[rows].max()), "T": int(self.completion_mask_BT[rows].sum(dim=1).max())}
-        selected = {}
-        for name, tensor in vars(self).items():
-            if tensor is not None:
-                width = widths.get(name[-1])
-                selected[name] = tensor[rows] if width is None else tensor[rows, :width]
+        S, T = int(self.lengths_B[rows].max()), int(self.completion_mask_BT[rows].sum(dim=1).max())
+        columns = {"S": (rows, slice(S)), "T": (rows, slice(T)), "B": rows}  # by the last letter of a tensor's name
+        selected = {name: tensor[columns[name[-1]]] for name, tensor in vars(self).items() if tensor is not None}
         return replace(self, **selected)
 
 
 def collate(
-    groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
-    *,
-    pad_id: int,
-    device: torch.device | str = "cpu",
-    mask_truncated: bool = False,
+    groups: Sequence[Group], advantages_PG: Tensor, *, pad_id: int, device: Device = "cpu", mask_truncated: bool = False
 ) -> Batch:
     """Make one batch of ``P*G`` rows, group after group.
 
     Args:
-        advantages_PG: ``[P, G]`` of the completions, in the order of ``groups``.
+        advantages_PG: ``[P, G]`` of the completions, in the order of ``groups``; another number of them is a ``ValueError``.
         pad_id: token that fills up shorter rows.
         mask_truncated: leave truncated completions out of the loss.
-
-    Raises:
-        ValueError: if there are not as many advantages as completions.
     """
     pairs = [(group.problem, completion) for group in groups for completion in group.completions]
     if advantages_PG.numel() != len(pairs):
         raise ValueError(f"{len(pairs)} completions, but {advantages_PG.numel()} advantages")
     lengths_B = torch.tensor([len(completion.ids) for _, completion in pairs])
-    completion_ids_BT = right_pad([completion.ids for _, completion in pairs], pad_id)
-    mask_BT = completion_mask(completion_ids_BT, lengths_B)
+    mask_BT = completion_mask(right_pad([completion.ids for _, completion in pairs], pad_id), lengths_B)
     trained_B = torch.tensor([completion.finished or not mask_truncated for _, completion in pairs])
     sampled_BT = torch.zeros(mask_BT.shape)
     for b, (_, completion) in enumerate(pairs):
@@ -171,8 +159,7 @@ def collate(
 def minibatches(batch: Batch, count: int) -> list[Batch]:
     """``count`` equal parts of consecutive groups; each part is one optimizer update.
 
-    Rank r has the groups r, r + world_size, r + 2 * world_size, ... of the step. The m-th parts of all ranks together are therefore
-    the same groups, whatever the world size.
+    Rank r has the groups r, r + world_size, ... of the step: the m-th parts of all ranks are the same groups at every world size.
     """
     assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
     n = len(batch) // count
@@ -186,36 +173,26 @@ def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iter
         yield batch.select(rows), number == len(parts)
 
 
-def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[torch.Tensor]:
+def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
     """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens.
 
     With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group. Otherwise rows of similar length come
     together, and padding counts. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one
     micro-batch, because every rank must run a backward pass for DDP to synchronise.
     """
-    return _consecutive_rows(batch, max_tokens) if packed else _rows_of_similar_length(batch, max_tokens)
-
-
-def _rows_of_similar_length(batch: Batch, max_tokens: int) -> list[torch.Tensor]:
-    lengths = batch.lengths_B.tolist()
+    prompts, lengths, groups = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), batch.group_B.tolist()
     parts: list[list[int]] = [[]]
-    for b in sorted(range(len(batch)), key=lambda b: lengths[b]):
-        # Sorted by length: row b is the longest of its part so far, and the others are padded to its length.
-        if parts[-1] and (len(parts[-1]) + 1) * lengths[b] > max_tokens:
-            parts.append([])
-        parts[-1].append(b)
-    return [torch.tensor(rows) for rows in parts]
-
-
-def _consecutive_rows(batch: Batch, max_tokens: int) -> list[torch.Tensor]:
-    prompts, lengths = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist()
-    parts: list[list[int]] = [[]]
-    used, previous_group = 0, None
-    for b, group in enumerate(batch.group_B.tolist()):
-        cost = lengths[b] if group != previous_group else lengths[b] - prompts[b]
-        if parts[-1] and used + cost > max_tokens:
-            parts.append([])
-            used, cost = 0, lengths[b]  # the prompt is computed again in the new part
-        parts[-1].append(b)
-        used, previous_group = used + cost, group
+    used = 0  # tokens of the last part
+    for b in range(len(batch)) if packed else sorted(range(len(batch)), key=lengths.__getitem__):
+        part = parts[-1]
+        if not packed:  # sorted by length: the rows before b are padded to its length
+            used = (len(part) + 1) * lengths[b]
+        elif part and groups[part[-1]] == groups[b]:
+            used += lengths[b] - prompts[b]
+        else:
+            used += lengths[b]
+        if part and used > max_tokens:
+            part, used = [], lengths[b]  # the prompt is computed again in the new part
+            parts.append(part)
+        part.append(b)
     return [torch.tensor(rows) for rows in parts]

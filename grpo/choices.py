@@ -1,7 +1,4 @@
-"""The named choices of an algorithm, each listed once: the configuration, the loss and the advantages read them here.
-
-Imports no torch, because the configuration does not.
-"""
+"""The named choices of an algorithm, for the configuration, the loss and the advantages. Imports no torch."""
 
 from typing import Any, Literal, get_args
 
@@ -14,15 +11,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Refuse a value that is none of the choices.
-
-    Args:
-        name: of the argument, for the message.
-        choices: one of the ``Literal`` types above.
-
-    Raises:
-        ValueError: naming the value and every choice.
-    """
+    """Raise ``ValueError`` if an argument called ``name`` is none of ``choices``, one of the ``Literal`` types above."""
     allowed = get_args(choices)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: use {', '.join(allowed[:-1])} or {allowed[-1]}")

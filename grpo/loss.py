@@ -2,26 +2,28 @@
 
 Shapes: ``B`` rows (completions), ``T`` completion tokens.
 
-The sum and its denominator are two functions because the mean of the means of micro-batches (or ranks) is not the mean over all
-rows: tokens in a small micro-batch would weigh more. The caller adds up the denominator over the whole optimizer step and all ranks
-first, then divides the sum of each micro-batch by that one number.
+The sum and its denominator are two functions because in a mean of means, tokens of a small micro-batch (or rank) would weigh more.
+The caller adds up the denominator over the whole optimizer step and all ranks, then divides each micro-batch's sum by that number.
 """
 
 import torch
+from torch import Tensor
 
 from grpo.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, check_choice
 
-Stats = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Stats = dict[str, tuple[Tensor, Tensor]]
 """Name of a metric -> (sum over tokens, number of tokens)."""
+Bounds = tuple[float, float]
+"""Lowest and highest importance ratio that is not clipped."""
 
 
 def policy_loss(
-    logprobs_BT: torch.Tensor,
-    old_logprobs_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
-    mask_BT: torch.Tensor,
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_B: Tensor,
+    mask_BT: Tensor,
     *,
-    ref_logprobs_BT: torch.Tensor | None = None,
+    ref_logprobs_BT: Tensor | None = None,
     objective: Objective = "clip",
     importance_level: ImportanceLevel = "token",
     epsilon: float = 0.2,
@@ -31,7 +33,7 @@ def policy_loss(
     kl_estimator: KLEstimator = "k3",
     aggregation: Aggregation = "response_mean",
     max_length: int | None = None,
-) -> tuple[torch.Tensor, Stats]:
+) -> tuple[Tensor, Stats]:
     """The surrogate loss of every token plus ``beta`` times its KL to the reference, summed over rows.
 
     Args:
@@ -64,14 +66,13 @@ def policy_loss(
     check_choice("kl_estimator", kl_estimator, KLEstimator)
     if beta != 0 and ref_logprobs_BT is None:
         raise ValueError(f"beta={beta} needs ref_logprobs_BT")
-    lowest, highest = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    bounds = (1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     mask_BT = mask_BT.bool()
-    advantages_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
+    A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
     ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
 
-    loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, advantages_B1, lowest, highest, delta)
-    kl_BT = None
+    loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta)
     if ref_logprobs_BT is not None:
         kl_BT = kl_estimate(logprobs_BT, _zero_outside(mask_BT, ref_logprobs_BT.detach()), kl_estimator)
         if beta != 0:
@@ -79,14 +80,14 @@ def policy_loss(
     loss_sum = _sum_over_rows(loss_BT, mask_BT, aggregation)
 
     with torch.no_grad():
-        is_low_BT, is_high_BT = clipped_tokens(objective, ratio_BT, advantages_B1, lowest, highest)
+        is_low_BT, is_high_BT = clipped_tokens(objective, ratio_BT, A_B1, bounds)
         values = {
             "ratio": ratio_BT,
             "clip_ratio/low_mean": is_low_BT,
             "clip_ratio/high_mean": is_high_BT,
             "clip_ratio/region_mean": is_low_BT | is_high_BT,
         }
-        if kl_BT is not None:
+        if ref_logprobs_BT is not None:
             values["kl"] = kl_BT
         count = mask_BT.sum().to(torch.float32)
         stats = {name: (_zero_outside(mask_BT, v_BT.to(torch.float32)).sum(), count) for name, v_BT in values.items()}
@@ -94,15 +95,12 @@ def policy_loss(
 
 
 def loss_denominator(
-    mask_BT: torch.Tensor, *, aggregation: Aggregation = "response_mean", max_length: int | None = None
-) -> torch.Tensor:
+    mask_BT: Tensor, *, aggregation: Aggregation = "response_mean", max_length: int | None = None
+) -> Tensor:
     """What :func:`policy_loss`'s sum is divided by, for these rows; add it up over micro-batches and ranks.
 
     ``response_mean``: the number of responses with at least one token to train on. ``token_mean``: the number of those tokens
-    (DAPO, eq. 8). ``constant``: responses x ``max_length``, whatever their length (Dr. GRPO).
-
-    Returns:
-        Scalar fp32 tensor on the mask's device; 0 if there is no token to train on, except for ``constant``.
+    (DAPO, eq. 8). ``constant``: responses x ``max_length``, whatever their length (Dr. GRPO). A scalar in fp32 on the mask's device.
     """
     _check_aggregation(aggregation, max_length)
     mask_BT = mask_BT.bool()
@@ -116,18 +114,12 @@ def loss_denominator(
 
 
 def importance_ratio(
-    logprobs_BT: torch.Tensor,
-    old_logprobs_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    importance_level: ImportanceLevel = "token",
-) -> torch.Tensor:
+    logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor, importance_level: ImportanceLevel = "token"
+) -> Tensor:
     """How much likelier the policy being trained makes each token than the policy that sampled it, ``[B, T]``.
 
     ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at each of its
     tokens (GSPO, eq. 7); its gradient reaches every token of the response. Values outside of the mask mean nothing.
-
-    Raises:
-        ValueError: on an unknown ``importance_level``.
     """
     check_choice("importance_level", importance_level, ImportanceLevel)
     mask_BT = mask_BT.bool()
@@ -141,42 +133,41 @@ def importance_ratio(
 
 def surrogate_loss(
     objective: Objective,
-    logprobs_BT: torch.Tensor,
-    ratio_BT: torch.Tensor,
-    advantages_B1: torch.Tensor,
-    lowest: float,
-    highest: float,
+    logprobs_BT: Tensor,
+    ratio_BT: Tensor,
+    A_B1: Tensor,
+    bounds: Bounds,
     delta: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The loss of each token, ``[B, T]``, whose gradient is the policy gradient.
 
     ``clip``: ``-min(ratio * A, clip(ratio, lowest, highest) * A)``, the first ratio at most ``delta``. ``cispo``:
     ``-min(ratio, highest) * A * logprob``, without gradient through the ratio. ``reinforce``: ``-A * logprob``.
     """
+    lowest, highest = bounds
     if objective == "clip":
         bounded_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
-        return -torch.minimum(bounded_BT * advantages_B1, ratio_BT.clamp(lowest, highest) * advantages_B1)
+        return -torch.minimum(bounded_BT * A_B1, ratio_BT.clamp(lowest, highest) * A_B1)
     if objective == "cispo":
-        return -ratio_BT.detach().clamp(max=highest) * advantages_B1 * logprobs_BT
-    return -advantages_B1 * logprobs_BT  # reinforce
+        return -ratio_BT.detach().clamp(max=highest) * A_B1 * logprobs_BT
+    return -A_B1 * logprobs_BT  # reinforce
 
 
-def clipped_tokens(
-    objective: Objective, ratio_BT: torch.Tensor, advantages_B1: torch.Tensor, lowest: float, highest: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def clipped_tokens(objective: Objective, ratio_BT: Tensor, A_B1: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
     """Where the ratio is clipped for being too low, and where for being too high: two boolean ``[B, T]``.
 
     ``clip``: where the clipped term is the minimum, so that the policy gradient is 0. ``cispo``: where the weight is at its bound.
     """
+    lowest, highest = bounds
     if objective == "clip":
-        return (ratio_BT < lowest) & (advantages_B1 < 0), (ratio_BT > highest) & (advantages_B1 > 0)
+        return (ratio_BT < lowest) & (A_B1 < 0), (ratio_BT > highest) & (A_B1 > 0)
     nowhere_BT = torch.zeros_like(ratio_BT, dtype=torch.bool)
     if objective == "cispo":
-        return nowhere_BT, (ratio_BT > highest) & (advantages_B1 != 0)
+        return nowhere_BT, (ratio_BT > highest) & (A_B1 != 0)
     return nowhere_BT, nowhere_BT  # reinforce has no ratio
 
 
-def kl_estimate(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor, kl_estimator: KLEstimator) -> torch.Tensor:
+def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kl_estimator: KLEstimator) -> Tensor:
     """Estimate of the KL from policy to reference at each token, ``[B, T]``, in nats (Schulman, "Approximating KL Divergence", 2020).
 
     With ``d = ref_logprob - logprob``: ``k1`` is ``-d``, ``k2`` is ``d**2 / 2``, ``k3`` is ``exp(d) - d - 1``.
@@ -189,19 +180,19 @@ def kl_estimate(logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor, kl_est
     return -d_BT  # k1
 
 
-def _sum_over_rows(loss_BT: torch.Tensor, mask_BT: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
+def _sum_over_rows(loss_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation) -> Tensor:
     loss_BT = _zero_outside(mask_BT, loss_BT)
     if aggregation == "response_mean":
         return (loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum()
     return loss_BT.sum()
 
 
-def _zero_outside(mask_BT: torch.Tensor, values_BT: torch.Tensor) -> torch.Tensor:
+def _zero_outside(mask_BT: Tensor, values_BT: Tensor) -> Tensor:
     """Selects instead of multiplying, because NaN times 0 is NaN, in values and in gradients."""
     return torch.where(mask_BT, values_BT, 0.0)
 
 
-def _check_shapes(logprobs_BT: torch.Tensor, advantages_B: torch.Tensor, **others_BT: torch.Tensor | None) -> None:
+def _check_shapes(logprobs_BT: Tensor, advantages_B: Tensor, **others_BT: Tensor | None) -> None:
     shape = logprobs_BT.shape
     if len(shape) != 2:
         raise ValueError(f"expected logprobs of shape [B, T], got {tuple(shape)}")

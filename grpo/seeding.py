@@ -1,9 +1,7 @@
 """Every random number of a run is a pure function of the run's seed, what the number is for, and where it is used.
 
-Nothing in a training step reads PyTorch's or Python's global random state. The seed of each random stream is computed from the run's
-seed, a purpose such as ``"rollout"``, and integers that say where: for a completion the step, the dataset row and the sample's
-number. A sampled token therefore does not depend on the number of ranks, on the other rows of its batch, or on whether the run was
-resumed.
+Nothing in a training step reads a global random state. A sampled token therefore does not depend on the number of ranks, on the other
+rows of its batch, or on whether the run was resumed.
 """
 
 import hashlib
@@ -15,15 +13,12 @@ def derive_seed(seed: int, purpose: str, *coordinates: int) -> int:
     """The seed of one random stream, in ``[0, 2**63)``.
 
     The same on every machine and in every Python version (BLAKE2b of a text, not Python's ``hash``). Streams of different purposes
-    or coordinates are independent.
+    or coordinates are independent. A seed or coordinate that is not an integer is a ``ValueError``.
 
     Args:
         seed: of the run.
-        purpose: what the random numbers are for.
+        purpose: what the random numbers are for, such as ``"rollout"``.
         coordinates: where they are used, such as step, dataset row and sample.
-
-    Raises:
-        ValueError: if the seed or a coordinate is not an integer.
     """
     for value in (seed, *coordinates):
         if isinstance(value, bool) or not isinstance(value, int):

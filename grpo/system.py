@@ -1,7 +1,4 @@
-"""Small helpers that several rooms need: atomic file writes, error messages in one line, child processes that end with their parent,
-imports of optional packages."""
-
-from __future__ import annotations
+"""Small helpers that several rooms need."""
 
 import ctypes
 import importlib
@@ -11,8 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def first_line(error: BaseException) -> str:
@@ -24,11 +19,7 @@ def first_line(error: BaseException) -> str:
 def write_atomically(path: str | Path, content: str | Callable[[Path], None]) -> None:
     """Write a file so that a reader sees the old content or the new, never a part: write a temporary file beside it, then rename.
 
-    Args:
-        content: UTF-8 text, or a function that writes the file it is given.
-
-    Raises:
-        OSError: if the folder cannot be written or the disk is full.
+    ``content`` is UTF-8 text, or a function that writes the file it is given.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -42,14 +33,14 @@ def write_atomically(path: str | Path, content: str | Callable[[Path], None]) ->
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux; elsewhere nothing happens) to send this process a signal when the thread that started it ends."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
+        pr_set_pdeathsig = 1  # <linux/prctl.h>
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal_number), 0, 0, 0)
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
-    """Import a package that only some runs need and that pyproject.toml lists as the optional dependency ``extra``.
+    """Import a package that pyproject.toml lists as the optional dependency ``extra``.
 
-    Raises:
-        ValueError: if the package is not installed; the message names ``needed_by`` and the command that installs the package.
+    If it is not installed: a ``ValueError`` that names ``needed_by`` and the command that installs the package.
     """
     try:
         return importlib.import_module(module)

@@ -7,16 +7,6 @@ from grpo.config.help import help_text, keys_of
 from grpo.config.schema import DataConfig, EvalConfig, OptimConfig, RuntimeConfig
 
 __all__ = [
-    "PRESETS",
-    "AlgorithmConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "EvalConfig",
-    "OptimConfig",
-    "RuntimeConfig",
-    "check_world_size",
-    "help_text",
-    "keys_of",
-    "load_config",
-]
+    "PRESETS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "OptimConfig", "RuntimeConfig",
+    "check_world_size", "help_text", "keys_of", "load_config",
+]  # fmt: skip

@@ -1,8 +1,6 @@
 """The section ``algorithm`` and its presets. Formulas and sources: docs/algorithm.md."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -64,13 +62,13 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            name = values.get("name", "grpo")
-            return (PRESETS.get(name, {}) if isinstance(name, str) else {}) | values
-        return values
+        if not isinstance(values, dict):
+            return values
+        name = values.get("name", "grpo")
+        return (PRESETS.get(name, {}) if isinstance(name, str) else {}) | values
 
     @model_validator(mode="after")
-    def _check(self) -> AlgorithmConfig:
+    def _check(self) -> Self:
         if self.objective == "reinforce" and self.updates_per_step > 1:
             raise ValueError(
                 f"algorithm.objective=reinforce takes one update per rollout, got num_iterations={self.num_iterations} x "
@@ -94,13 +92,5 @@ class AlgorithmConfig(Section):
     @property
     def loss_options(self) -> dict[str, Any]:
         """The keyword arguments of :func:`grpo.loss.policy_loss` that this section decides."""
-        return dict(
-            objective=self.objective,
-            importance_level=self.importance_level,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon_high,
-            delta=self.delta,
-            beta=self.beta,
-            kl_estimator=self.kl_estimator,
-            aggregation=self.aggregation,
-        )
+        ratio_keys = {"importance_level", "epsilon", "epsilon_high", "delta"}
+        return self.model_dump(include={"objective", "aggregation", "beta", "kl_estimator"} | ratio_keys)

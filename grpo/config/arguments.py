@@ -1,7 +1,5 @@
 """From the command line and a YAML file to a configuration."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -11,8 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from grpo.config.config import Config
-from grpo.config.debug import debug_variant
+from grpo.config.config import Config, debug_variant
 from grpo.config.help import explain, help_text, keys_of, unknown_key
 
 
@@ -30,8 +27,7 @@ def load_config(argv: list[str], *, default_file: str | Path | None = None) -> C
         default_file: YAML file to read if ``argv`` names none, which is then said on the console; None: the defaults of the schema.
 
     Raises:
-        ConfigError: a ``ValueError``; one line per mistake.
-        SystemExit: with code 0 after ``--help``.
+        ConfigError: one line per mistake. ``SystemExit`` with code 0 after ``--help``.
     """
     parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
@@ -44,8 +40,7 @@ def load_config(argv: list[str], *, default_file: str | Path | None = None) -> C
     if options.help:
         print(help_text(Config))
         raise SystemExit(0)
-    file = options.config
-    if file is None and default_file is not None:
+    if (file := options.config) is None and default_file is not None:
         file = os.path.relpath(default_file)
         if os.environ.get("RANK", "0") == "0":  # torchrun starts this program once per rank
             print(f"config    {file}, since there is no --config", flush=True)
@@ -70,7 +65,9 @@ def _apply(override: str, values: dict[str, Any]) -> None:
     known = list(keys_of(Config))
     if key not in known and key not in Config.model_fields:
         raise ConfigError(unknown_key(key, known))
-    value = _value(key, text)
+    # A `#` starts a comment in YAML. On the command line it does not: data.answer_pattern=#### (.+) is a value.
+    is_plain = re.search(r"(^|\s)#", text) and not text.lstrip().startswith(("'", '"', "[", "{", "|", ">"))
+    value = text.strip() if is_plain else read_yaml(text, f"{key}=")
     *sections, leaf = key.split(".")
     for section in sections:
         inner = values.setdefault(section, {})
@@ -80,27 +77,17 @@ def _apply(override: str, values: dict[str, Any]) -> None:
     values[leaf] = value
 
 
-def _value(key: str, text: str) -> Any:
-    # A `#` starts a comment in YAML. On the command line it does not: data.answer_pattern=#### (.+) is a value.
-    if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in ("'", '"', "[", "{", "|", ">"):
-        return text.strip()
-    return read_yaml(text, f"{key}=")
-
-
 def _read_file(name: str) -> dict[str, Any]:
     try:
         text = Path(name).read_text(encoding="utf-8")
     except FileNotFoundError:
-        existing = ", ".join(sorted(str(path) for path in Path("configs").glob("*.yaml")))
-        raise ConfigError(
-            f"config file {name} does not exist" + (f"; there are {existing}" if existing else "")
-        ) from None
+        existing = ", ".join(sorted(map(str, Path("configs").glob("*.yaml"))))
+        raise ConfigError(f"config file {name} does not exist{existing and '; there are '}{existing}") from None
     except OSError as error:
         raise ConfigError(f"config file {name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"config file {name} cannot be read: it is not UTF-8 text ({error.reason}, byte {error.start})"
-        ) from None
+        problem = f"it is not UTF-8 text ({error.reason}, byte {error.start})"
+        raise ConfigError(f"config file {name} cannot be read: {problem}") from None
     values = read_yaml(text, name)
     if values is None:
         return {}
@@ -111,14 +98,7 @@ def _read_file(name: str) -> dict[str, Any]:
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text.
-
-    Args:
-        source: where the text comes from, for the message.
-
-    Raises:
-        ConfigError: naming ``source``, line and problem.
-    """
+    """The value of a YAML text; raises a ``ConfigError`` that names ``source``, line and problem."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.reader.ReaderError as error:  # a character that YAML does not allow, such as NUL

@@ -1,43 +1,30 @@
-"""The whole configuration: all sections, what they imply for each other, and the settings that contradict each other."""
+"""The whole configuration: all sections, what they imply for each other, the settings that contradict each other, and ``--debug``."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
-from grpo.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimConfig,
-    RewardConfig,
-    RolloutConfig,
-    RuntimeConfig,
-    Section,
-)
 
 
-class Config(Section):
+class Config(schema.Section):
     output_dir: str = "runs/default"
     """Folder of the run: config.yaml, metrics.jsonl, completions/, checkpoint-<step>/."""
     seed: int = Field(0, ge=0, lt=2**63)
     """All random numbers of the run are derived from this one."""
     debug: bool = False
     """The same as --debug: one process, a few prompts, 2 steps, everything printed and checked."""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    reward: RewardConfig = RewardConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    model: schema.ModelConfig = schema.ModelConfig()
+    data: schema.DataConfig = schema.DataConfig()
+    reward: schema.RewardConfig = schema.RewardConfig()
+    rollout: schema.RolloutConfig = schema.RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    optim: OptimConfig = OptimConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
+    optim: schema.OptimConfig = schema.OptimConfig()
+    eval: schema.EvalConfig = schema.EvalConfig()
+    checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
+    logging: schema.LoggingConfig = schema.LoggingConfig()
+    runtime: schema.RuntimeConfig = schema.RuntimeConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -45,18 +32,13 @@ class Config(Section):
         return add_implied_rewards(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
-    def _check_group_size(self) -> Config:
-        a = self.algorithm
+    def _check(self) -> Self:
+        a, prompts, minibatches = self.algorithm, self.rollout.prompts_per_step, self.algorithm.num_minibatches
         if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale == "group"):
             raise ValueError(
                 f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
                 f"algorithm.scale={a.scale}: use num_generations >= 2, or baseline=none with scale=none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_minibatches_are_equal(self) -> Config:
-        prompts, minibatches = self.rollout.prompts_per_step, self.algorithm.num_minibatches
         if prompts % minibatches:
             raise ValueError(
                 f"rollout.prompts_per_step={prompts} cannot be cut into algorithm.num_minibatches={minibatches} equal parts: "
@@ -66,16 +48,10 @@ class Config(Section):
 
 
 def check_world_size(config: Config, world_size: int) -> None:
-    """Refuse a number of ranks that cannot share the problems of a step evenly.
-
-    Raises:
-        ValueError: naming the nearest values of ``rollout.prompts_per_step`` that work.
-    """
+    """Raise ``ValueError`` for a number of ranks that cannot share the problems of a step evenly."""
     prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.num_minibatches
     if prompts % (world_size * minibatches):
-        factors = f"{world_size} ranks"
-        if minibatches > 1:
-            factors += f" x algorithm.num_minibatches={minibatches}"
+        factors = f"{world_size} ranks" + (f" x algorithm.num_minibatches={minibatches}" if minibatches > 1 else "")
         raise ValueError(
             f"rollout.prompts_per_step={prompts} is not a multiple of {factors}: "
             f"use prompts_per_step={_nearest_multiples(prompts, world_size * minibatches)}"
@@ -90,34 +66,28 @@ def _nearest_multiples(value: int, unit: int) -> str:
 
 
 def add_implied_rewards(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested values as a user wrote them, with the reward that a dataset or a preset brings along.
-
-    Values of a wrong type are left as they are: validation reports them.
-    """
+    """Nested values as a user wrote them, with the reward that a dataset or a preset adds. Values of a wrong type stay as they are."""
     return _add_overlong_punishment(_add_gym_scorer(values))
 
 
 def _add_gym_scorer(values: dict[str, Any]) -> dict[str, Any]:
     """A reasoning-gym task brings its own scorer, unless other rewards are written."""
-    data, reward, evaluation = (values.get(name, {}) for name in ("data", "reward", "eval"))
-    if not (isinstance(data, dict) and isinstance(reward, dict) and isinstance(evaluation, dict)):
+    data, reward, evaluation = sections = [values.get(name, {}) for name in ("data", "reward", "eval")]
+    if not all(isinstance(section, dict) for section in sections):
         return values
     if not str(data.get("dataset", "")).startswith("reasoning_gym:") or "functions" in reward:
         return values
     # The scorer gives 1 for a right answer and less for a partly right one.
-    return values | {
-        "reward": reward | {"functions": ["reasoning_gym"]},
-        "eval": {"correct_above": 0.99} | evaluation,
-    }
+    return values | dict(reward=reward | {"functions": ["reasoning_gym"]}, eval={"correct_above": 0.99} | evaluation)
 
 
 def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
     """DAPO's soft overlong punishment is a reward; the preset ``dapo`` adds it, unless it is already written."""
-    algorithm, reward, rollout = (values.get(name, {}) for name in ("algorithm", "reward", "rollout"))
-    if not (isinstance(algorithm, dict) and isinstance(reward, dict) and isinstance(rollout, dict)):
+    algorithm, reward, rollout = sections = [values.get(name, {}) for name in ("algorithm", "reward", "rollout")]
+    if not all(isinstance(section, dict) for section in sections):
         return values
-    functions = reward.get("functions", [function.model_dump() for function in RewardConfig().functions])
-    length = rollout.get("max_completion_length", RolloutConfig().max_completion_length)
+    functions = reward.get("functions", [function.model_dump() for function in schema.RewardConfig().functions])
+    length = rollout.get("max_completion_length", schema.RolloutConfig().max_completion_length)
     if algorithm.get("name") != "dapo" or not isinstance(functions, list) or not isinstance(length, int):
         return values
     names = [function.get("name") if isinstance(function, dict) else function for function in functions]
@@ -126,3 +96,30 @@ def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
         return values
     punishment = {"name": "soft_overlong", "args": {"max_length": length, "cache_length": cache_length}}
     return values | {"reward": reward | {"functions": [*functions, punishment]}}
+
+
+_DEBUG_LARGEST: dict[str, dict[str, int]] = {
+    "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64},
+    "data": {"max_train_samples": 32, "max_eval_samples": 4},
+    "optim": {"max_steps": 2},
+    "eval": {"num_samples": 1, "max_samples": 4},
+    "logging": {"every": 1},
+}
+"""With ``--debug``, values above these, or unset, become these."""
+
+
+def debug_variant(config: Config) -> Config:
+    """What ``--debug`` runs: two small steps in one process, in a folder of their own, ``<output_dir>-debug``."""
+    values = config.model_dump()
+    for section, keys in _DEBUG_LARGEST.items():
+        for key, largest in keys.items():
+            value = values[section][key]
+            values[section][key] = largest if value is None else min(value, largest)
+    values["checkpoint"] |= {"resume": "never", "save_steps": None, "keep_best": None}
+    values["logging"] |= {"wandb": "disabled"}
+    minibatches = config.algorithm.num_minibatches
+    values["rollout"]["prompts_per_step"] = max(values["rollout"]["prompts_per_step"] // minibatches, 1) * minibatches
+    folder = config.output_dir.rstrip("/")
+    if not (config.debug and folder.endswith("-debug")):  # that is the configuration of a debug run, read again
+        folder = f"{folder}-debug"
+    return Config.model_validate(values | {"debug": True, "output_dir": folder})

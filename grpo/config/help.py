@@ -1,6 +1,4 @@
-"""What a user reads about the keys of a configuration: ``--help``, the key that a misspelt one resembles, and what is wrong with a value."""
-
-from __future__ import annotations
+"""What a user reads about keys: ``--help``, the key that a misspelt one resembles, and what is wrong with a value."""
 
 import difflib
 import types
@@ -32,10 +30,10 @@ def help_text(model: type[BaseModel]) -> str:
     """Usage, then every key with type, default and meaning."""
     lines, previous_section = [USAGE, ""], ""
     for key, field in keys_of(model).items():
-        section = key.rpartition(".")[0]
+        section, _, _ = key.rpartition(".")
         if section != previous_section:
             lines.append("")
-            previous_section = section
+        previous_section = section
         meaning = " ".join((field.description or "").split())
         lines.append(f"{key}  ({_type_name(field.annotation)}; default {_default(field.default)})\n    {meaning}")
     return "\n".join(lines)
@@ -59,27 +57,15 @@ def _default(value: Any) -> str:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The error for a key that does not exist, naming the key that was probably meant.
-
-    Compared are, in this order: the last part with the keys of the same section, the whole key with all keys and sections, and the
-    last part with all keys.
-    """
+    """The error for a key that does not exist, naming the key that was probably meant."""
     known = [*known, *dict.fromkeys(k.split(".")[0] for k in known if "." in k)]
     section, _, leaf = key.rpartition(".")
-    by_leaf = {_leaf(k): k for k in known}
-    for written, candidates in (
-        (leaf, {_leaf(k): k for k in known if k.rpartition(".")[0] == section}),
-        (key, {k: k for k in known}),
-        (leaf, by_leaf),
-    ):
-        match = difflib.get_close_matches(written, candidates, n=1, cutoff=0.6)
-        if match:
+    by_leaf = {k.rpartition(".")[2]: k for k in known}
+    leaves_of_section = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    for written, candidates in ((leaf, leaves_of_section), (key, {k: k for k in known}), (leaf, by_leaf)):
+        if match := difflib.get_close_matches(written, candidates, n=1, cutoff=0.6):
             return f"unknown key {key!r}; did you mean {candidates[match[0]]!r}?"
     return f"unknown key {key!r}; --help lists all keys"
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def explain(error: Mapping[str, Any], known: list[str]) -> str:
@@ -88,9 +74,8 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         return unknown_key(key, known)
     message = error["msg"].removeprefix("Value error, ")
-    is_about_several_keys = not key or (error["type"] == "value_error" and any(k.startswith(f"{key}.") for k in known))
-    if is_about_several_keys:  # the message names them
-        return message
+    if not key or (error["type"] == "value_error" and any(k.startswith(f"{key}.") for k in known)):
+        return message  # it is about several keys, and names them
     if error["type"] == "missing":
         return f"{key} is missing"
     shown = repr(error["input"])

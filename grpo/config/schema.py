@@ -1,13 +1,10 @@
-"""The sections of the configuration: each key with its type, its default and its meaning, and the checks within a section.
+"""The sections of the configuration, except ``algorithm``: each key with its type, default and meaning, and the checks in a section.
 
-The text under a key is what ``--help`` prints. The section ``algorithm`` is in ``algorithm.py``; ``config.py`` puts all sections
-together.
+The text under a key is what ``--help`` prints.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -69,7 +66,14 @@ class DataConfig(Section):
     @classmethod
     def _read_file(cls, value: str | None) -> str | None:
         """Read here, so that the configuration of a run holds the text and not a file that may change."""
-        return _text_of_file(value) if value and value.endswith((".txt", ".md")) and "\n" not in value else value
+        if not value or not value.endswith((".txt", ".md")) or "\n" in value:
+            return value
+        try:
+            return Path(value).expanduser().read_text(encoding="utf-8").rstrip("\n")
+        except OSError as error:
+            raise ValueError(f"the file cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the file is not UTF-8 text ({error.reason}, byte {error.start})") from None
 
     @field_validator("prompt_template")
     @classmethod
@@ -87,7 +91,7 @@ class DataConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _template_is_the_whole_prompt(self) -> DataConfig:
+    def _template_is_the_whole_prompt(self) -> Self:
         if self.prompt_template is not None and (self.system_prompt is not None or self.few_shot):
             raise ValueError(
                 "data.prompt_template is the whole prompt: write system_prompt and few_shot into it, and leave them out"
@@ -115,9 +119,8 @@ class RewardConfig(Section):
     @field_validator("functions", mode="before")
     @classmethod
     def _names_alone(cls, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        return [{"name": item} if isinstance(item, str) else item for item in value]
+        is_list = isinstance(value, list)
+        return [{"name": item} if isinstance(item, str) else item for item in value] if is_list else value
 
 
 class RolloutConfig(Section):
@@ -183,7 +186,7 @@ class OptimConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _check_min_lr(self) -> OptimConfig:
+    def _check_min_lr(self) -> Self:
         schedule, min_lr = self.lr_scheduler_type, self.min_lr
         if min_lr is None and schedule == "cosine_with_min_lr":
             raise ValueError(f"optim.lr_scheduler_type={schedule} needs optim.min_lr")
@@ -216,7 +219,7 @@ class EvalConfig(Section):
     """Name of the reward that is above 0 for a well-formed completion; none: `format`, else <think>..</think> <answer>..</answer>."""
 
     @model_validator(mode="after")
-    def _check_samples_differ(self) -> EvalConfig:
+    def _check_samples_differ(self) -> Self:
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"eval.num_samples={self.num_samples} at eval.temperature=0 would be the same completion {self.num_samples} "
@@ -275,17 +278,3 @@ class RuntimeConfig(Section):
     """Dry-run the largest possible step at start, to find out-of-memory early; none: on CUDA only."""
     profile: int | None = Field(None, ge=1)
     """Write a torch profiler trace of step N (counted from 1) to output_dir/trace_step_N.json.gz, for Perfetto."""
-
-
-def _text_of_file(name: str) -> str:
-    """The text of a file, without the line break at its end.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
-    try:
-        return Path(name).expanduser().read_text(encoding="utf-8").rstrip("\n")
-    except OSError as error:
-        raise ValueError(f"the file cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the file is not UTF-8 text ({error.reason}, byte {error.start})") from None

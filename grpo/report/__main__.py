@@ -1,7 +1,5 @@
 """``python -m grpo.report RUN [RUN ...] [--output FILE.html] [--figures FOLDER]``"""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -14,24 +12,19 @@ from grpo.telemetry.user_errors import print_user_error
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo.report", description="Write one HTML file that shows a run or compares several."
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; the run may still be going on")
-    parser.add_argument(
+    description = "Write one HTML file that shows a run or compares several."
+    parser = argparse.ArgumentParser(prog="python -m grpo.report", description=description)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="output_dir of a run; the run may still be going on")
+    add(
         "--output",
         help="the HTML file (default: report.html in the run's folder; for several runs, in the current folder)",
     )
-    parser.add_argument(
-        "--figures", metavar="FOLDER", help="also write the main curves as PNG files to this folder (needs matplotlib)"
-    )
-    parser.add_argument(
-        "--max-samples", type=int, default=400, help="number of completions shown per run (default 400)"
-    )
+    add("--figures", metavar="FOLDER", help="also write the main curves as PNG files to this folder (needs matplotlib)")
+    add("--max-samples", type=int, default=400, help="number of completions shown per run (default 400)")
     options = parser.parse_args(argv)
-    output = Path(
-        options.output or (Path(options.runs[0]) / "report.html" if len(options.runs) == 1 else "report.html")
-    )
+    folder = Path(options.runs[0]) if len(options.runs) == 1 else Path()
+    output = Path(options.output or folder / "report.html")
     try:
         runs = [read_run(folder, max_samples=options.max_samples) for folder in options.runs]
         page = build_page(runs)
@@ -39,8 +32,7 @@ def main(argv: list[str]) -> int:
         write_atomically(output, page)
         print(f"{output}: {len(runs)} run(s), {len(page) / 1e6:.1f} MB")
         if options.figures:
-            written = write_figures(runs, options.figures)
-            print(f"{options.figures}: {len(written)} figures")
+            print(f"{options.figures}: {len(write_figures(runs, options.figures))} figures")
     except (ValueError, OSError) as error:
         print_user_error(error)
         return 2

@@ -1,7 +1,5 @@
 """The main curves as PNG files for a paper. Needs matplotlib (``pip install -e ".[plots]"``)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,11 +18,7 @@ CURVES = {
 
 
 def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
-    """One PNG a curve, all runs in it, and the accuracies before and after with their intervals; returns what was written.
-
-    Raises:
-        ValueError: if matplotlib is not installed.
-    """
+    """One PNG a curve, all runs in it, and the accuracies before and after with their intervals; returns what was written."""
     try:
         import matplotlib
     except ImportError:
@@ -34,15 +28,10 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    parts = dict.fromkeys(
-        key
-        for run in runs
-        for line in run.metrics
-        for key in line
-        if key.startswith("rewards/") and key.endswith("/mean")
-    )
+    names = dict.fromkeys(name for run in runs for line in run.metrics for name in line)
+    parts = {name: name for name in names if name.startswith("rewards/") and name.endswith("/mean")}
     written = []
-    for metric, label in (CURVES | {name: name for name in parts}).items():
+    for metric, label in (CURVES | parts).items():
         lines = [[(x["step"], x[metric]) for x in run.metrics if x.get(metric) is not None] for run in runs]
         if not any(lines):
             continue
@@ -64,12 +53,8 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
 
 
 def _comparison(runs: Sequence[RunData], folder: Path, pyplot) -> Path | None:
-    bars = []
-    for run in runs:
-        row = next((r for r in before_and_after(run) if r["name"] == "eval/greedy_accuracy"), None)
-        for when in ("before", "after"):
-            if row and row[when]:
-                bars.append((f"{run.name}\n{when}", row[when]))
+    rows = [(run.name, row) for run in runs for row in before_and_after(run) if row["name"] == "eval/greedy_accuracy"]
+    bars = [(f"{name}\n{when}", row[when]) for name, row in rows for when in ("before", "after") if row[when]]
     if not bars:
         return None
     figure, axes = pyplot.subplots(figsize=(max(3.0, 1.1 * len(bars)), 3), layout="constrained")

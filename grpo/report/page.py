@@ -1,11 +1,8 @@
 """Builds the report: one HTML file that holds the runs as JSON and a script that shows them.
 
-The text of completions and prompts is not trusted. No HTML parser ever reads it: in the JSON every character that could end the script
-element is escaped, the script puts text into text nodes only, and the page's Content Security Policy forbids the network and any other
-script.
+The text of completions is not trusted, and no HTML parser reads it: in the JSON every character that could end the script element is
+escaped, the script fills text nodes only, and the page's Content Security Policy forbids the network and any other script.
 """
-
-from __future__ import annotations
 
 import base64
 import hashlib
@@ -17,7 +14,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from grpo.report.read import RunData, before_and_after, evaluation_names, evaluations
+from grpo.report.read import RunData, before_and_after, evaluation_names, evaluations, every_nth
 from grpo.telemetry.hints import Hints
 
 SCRIPTS = ("base.js", "charts.js", "samples.js", "tables.js", "main.js")
@@ -36,15 +33,14 @@ def build_page(runs: Sequence[RunData]) -> str:
     script = f'(function () {{\n"use strict";\n{script}}})();\n'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
-        "TITLE": html.escape("GRPO: " + ", ".join(map(_printable, names))),
+        "TITLE": html.escape("".join(c if c.isprintable() else "?" for c in "GRPO: " + ", ".join(names))),
         "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'",
         "STYLE": style,
         "DATA": embed(data),
         "SCRIPT": script,
     }
     # Not str.format or repeated replace: if a part contains the name of another part, such as @@DATA@@, it stays as it is.
-    page = _template("page.html")
-    pieces = page.split("@@")
+    pieces = _template("page.html").split("@@")
     assert len(pieces) % 2 == 1
     whole = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
     return whole.encode("ascii", "xmlcharrefreplace").decode("ascii")
@@ -63,9 +59,7 @@ def _template(name: str) -> str:
 def _run(name: str, run: RunData) -> dict[str, Any]:
     steps = [line for line in run.metrics if "reward" in line]
     stride = math.ceil(len(steps) / MAX_POINTS) or 1
-    thinned = steps[::stride]
-    if steps and thinned[-1] is not steps[-1]:
-        thinned.append(steps[-1])
+    thinned = every_nth(steps, stride)
     names = dict.fromkeys(key for line in steps for key in line if key != "step" and not key.startswith("eval/"))
     evaluated = evaluations(run)
     seconds, clock = 0.0, {}
@@ -73,9 +67,7 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
         seconds += (line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0)
         clock[line["step"]] = _short(seconds)
     hints = Hints()
-    notes = list(run.notes)
-    if stride > 1:
-        notes.append(f"Curves show every {stride}th of {len(steps)} steps.")
+    thinning = [f"Curves show every {stride}th of {len(steps)} steps."] if stride > 1 else []
     return {
         "name": name,
         "status": "complete" if run.is_complete else "still running, or ended early",
@@ -90,19 +82,18 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
         "config": {key: _as_text(value) for key, value in run.config.items()},
         "starts": [{str(key): _as_text(value) for key, value in start.items()} for start in run.starts],
         "hints": [[line["step"], hint] for line in steps for hint in hints.update(line)],
-        "notes": notes,
+        "notes": run.notes + thinning,
         "samples": [_sample(record) for record in run.samples],
     }
 
 
 def _sample(record: dict[str, Any]) -> dict[str, Any]:
     kept = {key: record.get(key) for key in ("step", "problem", "prompt", "completion", "length", "finished")}
-    for key in ("reward", "advantage"):
-        kept[key] = _short(record.get(key))
+    kept |= {key: _short(record.get(key)) for key in ("reward", "advantage")}
     kept["rewards"] = {key: _short(value) for key, value in record["rewards"].items()}
     kept["tokens"] = record.get("tokens")
     for key in ("logprobs", "updated_logprobs", "ref_logprobs"):
-        kept[key] = [_short(value) for value in record[key]] if record.get(key) is not None else None
+        kept[key] = None if record.get(key) is None else [_short(value) for value in record[key]]
     return kept
 
 
@@ -115,14 +106,6 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def _distinct(names: Sequence[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    distinct = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        distinct.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return distinct
+    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts, strict=True)]

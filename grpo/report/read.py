@@ -1,7 +1,5 @@
 """Reads the folder of a run, also while the run goes on: half a last line, damaged files and missing values are not errors."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator
@@ -38,14 +36,7 @@ class RunData:
 
 
 def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
-    """Read a run.
-
-    Args:
-        max_samples: number of completions to read. If there are more, only every n-th step keeps its completions.
-
-    Raises:
-        ValueError: if the folder is not that of a run.
-    """
+    """Read a run; of more than ``max_samples`` completions, those of every n-th step. Another folder is a ``ValueError``."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
@@ -56,20 +47,12 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     metrics = [{name: _finite_or_none(value) for name, value in line.items()} for line in lines.values()]
     config = _read_config(folder / "config.yaml", notes)
     samples = _read_completions(folder / "completions", max_samples, notes)
-    name = config.get("logging.run_name") or folder.resolve().name
+    name = str(config.get("logging.run_name") or folder.resolve().name)
     is_complete = bool(metrics) and (folder / f"checkpoint-{metrics[-1]['step']}").is_dir()
     if not metrics:
         notes.append("No step has been written yet.")
-    return RunData(
-        name=str(name),
-        metrics=metrics,
-        intervals=_read_steps(folder / "intervals.jsonl", notes),
-        config=config,
-        starts=read_starts(folder),
-        samples=samples,
-        is_complete=is_complete,
-        notes=notes,
-    )
+    intervals = _read_steps(folder / "intervals.jsonl", notes)
+    return RunData(name, metrics, intervals, config, read_starts(folder), samples, is_complete, notes)
 
 
 def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
@@ -79,16 +62,13 @@ def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     except OSError:
         return {}
     steps: dict[int, dict[str, Any]] = {}
-    *lines, last = text.split("\n")  # the last one has no line break: it may be half written
-    damaged = 0
-    for line in [*lines, last]:
-        if not line.strip():
-            continue
+    lines, damaged = text.split("\n"), 0
+    for line in filter(str.strip, lines):
         try:
             record = json.loads(line)
             steps[int(record["step"])] = dict(record)
         except (ValueError, KeyError, TypeError):  # not JSON, or not an object with a step
-            damaged += line is not last
+            damaged += line is not lines[-1]  # which has no line break: it may be half written
     if damaged:
         notes.append(f"{damaged} line(s) of {path.name} could not be read.")
     return dict(sorted(steps.items()))
@@ -127,14 +107,16 @@ def _read_completions(folder: Path, max_samples: int, notes: list[str]) -> list[
         notes.append(f"{damaged} file(s) of completions could not be read.")
     if not by_step:
         return []
-    total = sum(map(len, by_step))
-    stride = math.ceil(total / max_samples) if max_samples else len(by_step) + 1
-    kept = by_step[:: max(stride, 1)]
-    if by_step[-1] is not kept[-1]:
-        kept.append(by_step[-1])
+    stride = math.ceil(sum(map(len, by_step)) / max_samples) if max_samples else len(by_step) + 1
+    kept = every_nth(by_step, max(stride, 1))
     if len(kept) < len(by_step):
         notes.append(f"Completions of {len(kept)} of {len(by_step)} steps are shown; --max-samples shows more.")
     return [record for records in kept for record in records]
+
+
+def every_nth(items: list[Any], n: int) -> list[Any]:
+    """The first item, each n-th after it, and the last."""
+    return items[::n] + (items[-1:] if (len(items) - 1) % n else [])
 
 
 def evaluations(run: RunData) -> list[dict[str, Any]]:
@@ -154,10 +136,8 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
     ``before`` is the evaluation of step 0, before training. ``low`` and ``high`` are the interval (see :func:`_interval`), or None.
     """
     found = evaluations(run)
-    if not found:
-        return []
-    first = found[0] if found[0]["step"] == 0 else None
-    last = found[-1] if found[-1] is not first else None
+    first = found[0] if found and found[0]["step"] == 0 else None
+    last = found[-1] if found and found[-1] is not first else None
 
     def side(line: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
         if line is None or line.get(name) is None:
@@ -165,18 +145,15 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
         low, high = _interval(run, line, name)
         return {"step": line["step"], "value": line[name], "low": low, "high": high}
 
-    return [
-        {"name": name, "is_rate": is_rate(name), "before": side(first, name), "after": side(last, name)}
-        for name in evaluation_names(run)
-    ]
+    names = evaluation_names(run)
+    return [dict(name=name, is_rate=is_rate(name), before=side(first, name), after=side(last, name)) for name in names]
 
 
 def _interval(run: RunData, line: dict[str, Any], name: str) -> tuple[float | None, float | None]:
     """The 95% interval that the evaluation computed.
 
-    For a run without ``intervals.jsonl``: Wilson's interval with one observation per problem, if ``run.json`` says how many problems
-    there were. That is the same interval for greedy decoding. For rates over several samples per problem it is too wide, because it
-    does not use what the samples of a problem add.
+    For a run without ``intervals.jsonl``: Wilson's interval with one observation per problem, if ``run.json`` has their number. For
+    rates over several samples per problem it is too wide, because it does not use what the samples of a problem add.
     """
     interval = run.intervals.get(line["step"], {}).get(name)
     if isinstance(interval, list) and len(interval) == 2:

@@ -1,7 +1,5 @@
 """Collects the numbers of one step, and reduces them over ranks once at its end."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -12,8 +10,8 @@ from grpo.distributed import World
 class Accumulator:
     """Means, totals, minima and maxima of one step.
 
-    A mean is kept as a pair (sum, count). Sums and counts are added over rows, micro-batches and ranks, and divided at the end, because
-    a mean of means would give a short micro-batch the weight of a long one.
+    A mean is kept as (sum, count), which are added over rows, micro-batches and ranks and divided at the end, because a mean of means
+    would give a short micro-batch the weight of a long one.
     """
 
     def __init__(self) -> None:
@@ -31,9 +29,8 @@ class Accumulator:
         total = torch.as_tensor(total, dtype=torch.float64)
         count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
         pair = torch.stack([total, count.expand_as(total)])
-        if name in self._pairs:
-            pair = self._pairs[name] + pair.to(self._pairs[name].device)
-        self._pairs[name] = pair
+        known = self._pairs.get(name)
+        self._pairs[name] = pair if known is None else known + pair.to(known.device)
 
     def total(self, name: str, value: torch.Tensor | float) -> None:
         """Add to a metric that is reported as a sum, not as a mean."""
@@ -46,7 +43,7 @@ class Accumulator:
         self.add(name, finite.sum(), float(finite.numel()))
 
     def add_all(self, stats: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add several metrics, each given as ``(sum, count)``."""
+        """Add several metrics, each as ``(sum, count)``."""
         for name, (total, count) in stats.items():
             self.add(name, total, count)
 
@@ -64,8 +61,7 @@ class Accumulator:
     def reduce(self, world: World) -> dict[str, float]:
         """The metrics over all ranks, in two collectives: one sum, one maximum. All ranks must have added the same names."""
         metrics: dict[str, float] = {}
-        names = sorted(self._pairs)
-        if names:
+        if names := sorted(self._pairs):
             pairs = [self._pairs[name].cpu().view(2, -1) for name in names]
             sums = world.sum(torch.cat(pairs, dim=1)).split([pair.shape[1] for pair in pairs], dim=1)
             for name, (total, count) in zip(names, sums, strict=True):
@@ -76,9 +72,8 @@ class Accumulator:
                     metrics[name] = total if name in self._totals else total / count if count else 0.0
         # The minimum over ranks is minus the maximum of the negatives, so that one collective serves both.
         extremes = self._maxima | {name: -value for name, value in self._minima.items()}
-        names = sorted(extremes)
-        if names:
+        if names := sorted(extremes):
             reduced = world.max(torch.tensor([extremes[name] for name in names], dtype=torch.float64)).tolist()
-            for name, value in zip(names, reduced, strict=True):
-                metrics[name] = -value if name in self._minima else value
+            signs = [-1 if name in self._minima else 1 for name in names]
+            metrics |= {name: sign * value for name, sign, value in zip(names, signs, reduced, strict=True)}
         return metrics

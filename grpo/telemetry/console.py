@@ -1,6 +1,4 @@
-"""The lines of a run on the console: one per step, one per evaluation, the final table; and the numbers beside the progress bar."""
-
-from __future__ import annotations
+"""The lines of a run on the console, and the numbers beside its progress bar."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,9 +14,8 @@ def progress_values(metrics: dict[str, Any]) -> dict[str, str]:
 def console_line(metrics: dict[str, Any], max_steps: int) -> str:
     """One step: the reward, its parts, then what tells whether training is healthy."""
     parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
-    for name, value in metrics.items():
-        if name.startswith("rewards/") and name.endswith("/mean"):
-            parts.append(f"{name.split('/')[1]} {value:.3f}")
+    means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
+    parts += [f"{name.split('/')[1]} {metrics[name]:.3f}" for name in means]
     columns = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"), ("completions/mean_length", "length", ".1f"),
                ("frac_reward_zero_std", "equal-reward groups", ".0%"), ("grad_norm", "grad norm", ".3f"),
                ("learning_rate", "lr", ".1e"), ("tokens_per_second", "tokens/s", ".0f"), ("step_time", "seconds", ".2f"))  # fmt: skip

@@ -1,7 +1,6 @@
 """``run.json`` in the output folder: for each start of the run its command, versions, device and the state of the code."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import platform
@@ -22,13 +21,10 @@ FILE_NAME = "run.json"
 
 def environment(world_size: int) -> dict[str, Any]:
     """Facts about this start. Without host name, user name and environment variables, because a report may be published."""
-    cuda = torch.cuda.is_available()
-    versions = {}
+    cuda, versions = torch.cuda.is_available(), {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(sys.argv),
@@ -47,10 +43,8 @@ def git_state(folder: Path) -> dict[str, Any]:
     """``git_commit``, ``git_branch`` and ``git_changed`` (whether tracked files differ from the commit); empty outside a git checkout."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
-        return done.stdout.strip()
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
         return {

@@ -1,9 +1,4 @@
-"""Hints: what an experienced person would point out while watching the metrics, with what to do about it. Each is given once per run.
-
-The thresholds are rules of thumb, listed for users in ``docs/metrics.md``. A hint does not stop or change the run.
-"""
-
-from __future__ import annotations
+"""Hints: what an experienced person would point out while watching the metrics, and what to do. ``docs/metrics.md`` lists them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -42,12 +37,10 @@ class Hints:
         if _number(metrics.get("reward")) is None:
             return []
         self._history.steps.append(metrics)
-        hints = []
-        for name, rule in RULES.items():
-            if name not in self._given and (hint := rule(self._history)):
-                self._given.add(name)
-                hints.append(hint)
-        return hints
+        found = {name: rule(self._history) for name, rule in RULES.items() if name not in self._given}
+        hints = {name: hint for name, hint in found.items() if hint}
+        self._given |= hints.keys()
+        return list(hints.values())
 
 
 class History:
@@ -67,9 +60,9 @@ class History:
     def values(self, name: str, steps: slice) -> list[float | None]:
         return [_number(metrics.get(name)) for metrics in self.steps[steps]]
 
-    def time_share(self, phase: str) -> float | None:
-        """Share of the step time that a phase took, over the last ``MANY`` steps; None while that is unknown, or if steps are short."""
-        part, whole = self.recent(phase, MANY), self.recent("step_time", MANY)
+    def time_share(self, phase: str, num_steps: int) -> float | None:
+        """Mean share of the step time that a phase took; None while that is unknown, or if steps are short."""
+        part, whole = self.recent(phase, num_steps), self.recent("step_time", num_steps)
         return None if part is None or whole is None or whole < MIN_STEP_TIME else part / whole
 
     def reward_rose(self, num_steps: int) -> bool | None:
@@ -89,14 +82,21 @@ def _mean(values: list[float | None], expected: int) -> float | None:
     return fmean(values) if len(values) == expected and None not in values else None
 
 
-def _kl(history: History) -> str | None:
-    kl = history.recent("kl", FEW)
-    if kl is None or kl <= MAX_KL:
-        return None
-    return (
-        f"the KL to the reference is {kl:.2f} nats per token: the policy is far from the model that training started from. Lower "
-        "optim.learning_rate or raise algorithm.beta, and read some completions: the policy may exploit a weakness of the reward"
-    )
+Rule = Callable[[History], str | None]
+"""Returns its hint if the history gives rise to it."""
+
+
+def _above(limit: float, name: str, num_steps: int, hint: str) -> Rule:
+    """A rule: the mean of a metric over the last steps (of ``time/...``: its share of the step time) is above ``limit``.
+
+    ``hint`` has ``{}`` where the number goes.
+    """
+
+    def rule(history: History) -> str | None:
+        value = (history.time_share if name.startswith("time/") else history.recent)(name, num_steps)
+        return None if value is None or value <= limit else hint.format(value)
+
+    return rule
 
 
 def _entropy(history: History) -> str | None:
@@ -104,9 +104,8 @@ def _entropy(history: History) -> str | None:
     if now is None or then is None or then <= 0 or now >= MIN_ENTROPY_KEPT * then:
         return None
     return (
-        f"the entropy fell from {then:.3f} to {now:.3f}: the completions of a prompt become identical, get equal rewards, and then "
-        "give no gradient. If the accuracy should still rise, set algorithm.epsilon_high=0.28, lower optim.learning_rate, or raise "
-        "algorithm.beta"
+        f"the entropy fell from {then:.3f} to {now:.3f}: the completions of a prompt become identical, get equal rewards, and then give "
+        "no gradient. If the accuracy should still rise, set algorithm.epsilon_high=0.28, lower optim.learning_rate, or raise algorithm.beta"
     )
 
 
@@ -131,26 +130,6 @@ def _equal_groups(history: History) -> str | None:
     )
 
 
-def _truncation(history: History) -> str | None:
-    share = history.recent("completions/clipped_ratio", MANY)
-    if share is None or share <= MAX_TRUNCATED:
-        return None
-    return (
-        f"{share:.0%} of the completions are cut off at rollout.max_completion_length, often before their answer: raise the limit, "
-        "add the reward soft_overlong against long completions, or check whether the model ever generates its end token"
-    )
-
-
-def _clipping(history: History) -> str | None:
-    share = history.recent("clip_ratio/region_mean", FEW)
-    if share is None or share <= MAX_CLIPPED:
-        return None
-    return (
-        f"{share:.0%} of the tokens are clipped and have no gradient: the updates from one rollout change the policy too much. Lower "
-        "optim.learning_rate, algorithm.num_iterations or algorithm.num_minibatches, or raise algorithm.epsilon"
-    )
-
-
 def _flat_reward(history: History) -> str | None:
     half = FLAT_AFTER // 2
     if len(history.steps) < FLAT_AFTER or history.reward_rose(half) in (True, None):
@@ -165,19 +144,17 @@ def _flat_reward(history: History) -> str | None:
 def _format_alone(history: History) -> str | None:
     accuracy_rises, format_rises = [], []
     for name in history.steps[-1]:
-        if not (name.startswith("rewards/") and name.endswith("/mean")):
-            continue
         now, then = history.recent(name, MANY), history.at_start(name)
-        if now is None or then is None:
+        if now is None or then is None or not (name.startswith("rewards/") and name.endswith("/mean")):
             continue
         function = name.split("/")[1].lower()
         if not any(part in function for part in NOT_ACCURACY):
             accuracy_rises.append(now - then)
         elif "format" in function or "tag" in function:
             format_rises.append(now - then)
-    if len(history.steps) < 2 * MANY or not accuracy_rises or not format_rises:
+    if len(history.steps) < 2 * MANY or not accuracy_rises or not format_rises or max(format_rises) < FORMAT_ROSE:
         return None
-    if max(format_rises) < FORMAT_ROSE or max(accuracy_rises) > ACCURACY_ROSE:
+    if max(accuracy_rises) > ACCURACY_ROSE:
         return None
     return (
         f"the format reward rose by {max(format_rises):.2f} while accuracy moved by {max(accuracy_rises):+.2f}: the model learns the "
@@ -185,47 +162,41 @@ def _format_alone(history: History) -> str | None:
     )
 
 
-def _logprob_difference(history: History) -> str | None:
-    difference = history.recent("sampling/logprob_difference", FEW)
-    if difference is None or difference <= MAX_LOGPROB_DIFFERENCE:
-        return None
-    return (
-        f"log-probs from sampling and from scoring differ by {difference:.3f} nats per token: the gradient is not that of the policy "
-        "which sampled. Compare with runtime.precision=fp32, and switch off what computes differently while sampling (attention "
-        "kernel, dropout)"
-    )
-
-
-def _rollout_time(history: History) -> str | None:
-    share = history.time_share("time/rollout")
-    if share is None or share <= MAX_ROLLOUT_SHARE:
-        return None
-    return (
-        f"{share:.0%} of the time goes to sampling: raise rollout.tokens_in_flight if it is set, lower "
-        "rollout.max_completion_length, or make more updates from each rollout (algorithm.num_minibatches=2)"
-    )
-
-
-def _reward_time(history: History) -> str | None:
-    share = history.time_share("time/reward")
-    if share is None or share <= MAX_REWARD_SHARE:
-        return None
-    return (
-        f"{share:.0%} of the time goes to the reward functions: raise reward.num_workers, lower reward.timeout_s (see "
-        "rewards/<name>/errors), or make the functions faster"
-    )
-
-
-RULES: dict[str, Callable[[History], str | None]] = {
-    "KL": _kl,
+RULES: dict[str, Rule] = {
+    "KL": _above(
+        MAX_KL, "kl", FEW,
+        "the KL to the reference is {:.2f} nats per token: the policy is far from the model that training started from. Lower "
+        "optim.learning_rate or raise algorithm.beta, and read some completions: the policy may exploit a weakness of the reward",
+    ),
     "entropy": _entropy,
     "equal rewards": _equal_groups,
-    "truncation": _truncation,
-    "clipping": _clipping,
+    "truncation": _above(
+        MAX_TRUNCATED, "completions/clipped_ratio", MANY,
+        "{:.0%} of the completions are cut off at rollout.max_completion_length, often before their answer: raise the limit, "
+        "add the reward soft_overlong against long completions, or check whether the model ever generates its end token",
+    ),
+    "clipping": _above(
+        MAX_CLIPPED, "clip_ratio/region_mean", FEW,
+        "{:.0%} of the tokens are clipped and have no gradient: the updates from one rollout change the policy too much. Lower "
+        "optim.learning_rate, algorithm.num_iterations or algorithm.num_minibatches, or raise algorithm.epsilon",
+    ),
     "flat reward": _flat_reward,
     "format alone": _format_alone,
-    "log-prob difference": _logprob_difference,
-    "rollout time": _rollout_time,
-    "reward time": _reward_time,
-}
+    "log-prob difference": _above(
+        MAX_LOGPROB_DIFFERENCE, "sampling/logprob_difference", FEW,
+        "log-probs from sampling and from scoring differ by {:.3f} nats per token: the gradient is not that of the policy which "
+        "sampled. Compare with runtime.precision=fp32, and switch off what computes differently while sampling (attention kernel, "
+        "dropout)",
+    ),
+    "rollout time": _above(
+        MAX_ROLLOUT_SHARE, "time/rollout", MANY,
+        "{:.0%} of the time goes to sampling: raise rollout.tokens_in_flight if it is set, lower "
+        "rollout.max_completion_length, or make more updates from each rollout (algorithm.num_minibatches=2)",
+    ),
+    "reward time": _above(
+        MAX_REWARD_SHARE, "time/reward", MANY,
+        "{:.0%} of the time goes to the reward functions: raise reward.num_workers, lower reward.timeout_s (see "
+        "rewards/<name>/errors), or make the functions faster",
+    ),
+}  # fmt: skip
 """The rules by the name they have in ``docs/metrics.md``."""

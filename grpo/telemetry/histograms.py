@@ -1,9 +1,4 @@
-"""The histogram of importance ratios that wandb shows.
-
-Shapes: ``B`` completions, ``T`` completion tokens, ``E`` edges between bins.
-"""
-
-from __future__ import annotations
+"""The histogram of importance ratios for wandb. Shapes: ``B`` completions, ``T`` completion tokens, ``E`` edges between bins."""
 
 import torch
 
@@ -18,12 +13,9 @@ RATIO_EDGES = tuple(_edges("cpu").tolist())
 
 @torch.no_grad()
 def ratio_histogram(ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """How many of the masked ratios lie in each bin of :data:`RATIO_EDGES`.
+    """How many of the masked ratios lie in each bin of :data:`RATIO_EDGES`: ``[E - 1]`` counts on the device of ``ratio_BT``.
 
     Nothing here waits for the device, as ``torch.histc`` and ``torch.bincount`` would.
-
-    Returns:
-        ``[E - 1]`` counts on the device of ``ratio_BT``. Add them up over micro-batches: ``Accumulator.add(name, counts)``.
     """
     edges_E = _edges(ratio_BT.device).to(ratio_BT.dtype)
     ratio_BT = torch.where(mask_BT.bool(), ratio_BT.clamp(max=2.0), torch.inf)

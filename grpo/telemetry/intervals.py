@@ -1,25 +1,16 @@
 """The 95% confidence interval of a rate, for the evaluation and for the report."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 
 LEVEL = 0.95
-Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-"""Standard errors on each side of the mean: 1.96."""
+Z = NormalDist().inv_cdf((1 + LEVEL) / 2)  # 1.96 standard errors on each side of the mean
 
 
 def wilson(rate: float, observations: float) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a rate.
-
-    Args:
-        rate: in [0, 1].
-        observations: number of independent observations, above 0. It may be an effective number, which is not whole.
-    """
+    """Wilson's score interval (1927) of a rate in [0, 1], from a number of independent observations (above 0, not always whole)."""
     z2 = Z * Z / observations
     centre = (rate + z2 / 2) / (1 + z2)
     half = Z / (1 + z2) * math.sqrt(rate * (1 - rate) / observations + z2 / (4 * observations))
-    return max(min(centre - half, rate), 0.0), min(
-        max(centre + half, rate), 1.0
-    )  # contains the rate, also after rounding
+    low, high = min(centre - half, rate), max(centre + half, rate)  # contains the rate, also after rounding
+    return max(low, 0.0), min(high, 1.0)

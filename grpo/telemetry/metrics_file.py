@@ -1,8 +1,7 @@
 """Files with one JSON object per step: ``metrics.jsonl``, and ``intervals.jsonl`` beside it."""
 
-from __future__ import annotations
-
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ from grpo.system import write_atomically
 
 
 class MetricsFile:
-    """Opens the file for appending, after removing what a resumed run is going to write again.
+    """Opens the file for appending, after removing the lines of steps after ``last_kept_step``, which a resumed run writes again.
 
-    Args:
-        last_kept_step: lines of later steps are removed; -1 removes all. Lines that cannot be read are removed too: a process that was
-            killed may leave half a line, a power cut anything.
+    Lines that cannot be read are removed too: a process that was killed may leave half a line, a power cut anything.
     """
 
     def __init__(self, path: str | Path, *, last_kept_step: int):
@@ -29,11 +26,7 @@ class MetricsFile:
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Append the object of one step.
-
-        Raises:
-            OSError: if the file cannot be written, for example because the disk is full; the message names the file.
-        """
+        """Append the object of one step. The message of an ``OSError`` (the disk is full, for example) names the file."""
         try:
             self._file.write(json.dumps(json_safe(metrics)) + "\n")
             self._file.flush()
@@ -41,7 +34,7 @@ class MetricsFile:
             raise OSError(f"{self.path} cannot be written: {error}") from error
 
     def sync(self) -> None:
-        """Wait until the disk has what was written, so that a power cut cannot take it away."""
+        """Wait until the disk has what was written."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -64,7 +57,7 @@ class MetricsFile:
 def json_safe(value: Any) -> Any:
     """A copy in which NaN and infinity, which JSON does not have, are None."""
     if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,5 @@
 """``runtime.profile``: records one step of the main rank as a trace for Perfetto or ``chrome://tracing``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +14,8 @@ def start_profiler(config: Config, world: World, step: int) -> torch.profiler.pr
     """A running profiler if this rank records this step (counted from 1); else None."""
     if step != config.runtime.profile or not world.is_main:
         return None
-    activities = [ProfilerActivity.CPU]
-    if world.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+    cuda = [ProfilerActivity.CUDA] if world.device.type == "cuda" else []
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True)
     profiler.start()
     return profiler
 
@@ -27,7 +23,7 @@ def start_profiler(config: Config, world: World, step: int) -> torch.profiler.pr
 def finish_profiler(
     profiler: torch.profiler.profile | None, output_dir: str | Path, step: int, print_line: Callable[[str], None]
 ) -> None:
-    """Write the trace. If that fails, for example because the disk is full, print a warning and let the run go on."""
+    """Write the trace; if that fails (the disk is full, for example), print a warning and let the run go on."""
     if profiler is None:
         return
     profiler.stop()
@@ -36,5 +32,5 @@ def finish_profiler(
         profiler.export_chrome_trace(str(path))
     except OSError as error:
         print_line(f"warning: the trace of step {step} could not be written ({error})")
-        return
-    print_line(f"profile   {path}; open it at https://ui.perfetto.dev")
+    else:
+        print_line(f"profile   {path}; open it at https://ui.perfetto.dev")

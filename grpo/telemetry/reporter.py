@@ -1,7 +1,5 @@
 """Everything that a run shows or writes about its steps: console, progress bars, metrics.jsonl, hints, completions/ and wandb."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,38 +23,28 @@ class Reporter:
 
     Args:
         first_step: steps that are already done; 0 for a new run.
-        rewrite_first_step: the line of ``first_step`` is written (again) by this run, because the interrupted run had not finished
-            that step's evaluation.
+        rewrite_first_step: this run writes the line of ``first_step``, because the interrupted run had not finished its evaluation.
         wandb_run_id: wandb's id of the interrupted run, if it had one.
         environment: facts about this start (see ``grpo.telemetry.environment``).
     """
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        is_main: bool,
-        first_step: int,
-        max_steps: int,
-        rewrite_first_step: bool = False,
-        wandb_run_id: str | None = None,
-        environment: dict[str, Any] | None = None,
-    ):
+        self, config: Config, *, is_main: bool, first_step: int, max_steps: int, rewrite_first_step: bool = False,
+        wandb_run_id: str | None = None, environment: dict[str, Any] | None = None,
+    ):  # fmt: skip
         self.is_main, self.max_steps, self._every = is_main, max_steps, config.logging.every
         self.wandb_run_id = wandb_run_id
         self._wandb: WandbLogger | None = None
         self._redirected_stderr = contextlib.ExitStack()
-        self._bar_stream = None
+        self._bar_stream = sys.stderr if is_main and sys.stderr.isatty() else None
         if sys.stderr.isatty():
-            self._bar_stream = sys.stderr if is_main else None
             self._redirected_stderr.enter_context(stderr_above_bars(is_main=is_main))
         if not is_main:
             return
         output_dir = Path(config.output_dir)
         self._completions_dir = output_dir / "completions"
         self._completions_dir.mkdir(parents=True, exist_ok=True)
-        is_first_step_written = first_step > 0 and not rewrite_first_step
-        last_kept_step = first_step if is_first_step_written else first_step - 1
+        last_kept_step = first_step - 1 if first_step == 0 or rewrite_first_step else first_step
         self._metrics_file = MetricsFile(output_dir / "metrics.jsonl", last_kept_step=last_kept_step)
         self._intervals_file = MetricsFile(output_dir / "intervals.jsonl", last_kept_step=last_kept_step)
         self._hints = Hints()
@@ -65,14 +53,9 @@ class Reporter:
         self._steps_bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
         if config.logging.wandb != "disabled":
             self._wandb = WandbLogger(
-                config,
-                run_id=wandb_run_id,
-                environment=environment or {},
-                max_steps=max_steps,
-                first_step=first_step,
-                metrics_file=self._metrics_file,
-                print_line=self.print,
-            )
+                config, run_id=wandb_run_id, environment=environment or {}, max_steps=max_steps, first_step=first_step,
+                metrics_file=self._metrics_file, print_line=self.print,
+            )  # fmt: skip
             self.wandb_run_id = self._wandb.run_id
 
     def print(self, text: str) -> None:
@@ -83,16 +66,8 @@ class Reporter:
 
     def bar(self, description: str, total: int, unit: str = "tok", *, initial: int = 0, leave: bool = False) -> tqdm:
         """A progress bar, shown on a terminal only. ``bar.update(n)`` adds n."""
-        return tqdm(
-            total=total,
-            desc=description,
-            unit=unit,
-            initial=initial,
-            leave=leave,
-            disable=self._bar_stream is None,
-            file=self._bar_stream,
-            dynamic_ncols=True,
-        )
+        where = dict(file=self._bar_stream, disable=self._bar_stream is None, dynamic_ncols=True)
+        return tqdm(total=total, desc=description, unit=unit, initial=initial, leave=leave, **where)
 
     def progress(self, description: str, items: Sequence[Any]) -> Iterator[Any]:
         """Iterate over items with a progress bar."""
@@ -128,7 +103,7 @@ class Reporter:
             self._intervals_file.write({"step": step, **intervals})
 
     def sync(self) -> None:
-        """Wait until the disk has the steps reported so far, so that a power cut cannot take them away."""
+        """Wait until the disk has the steps reported so far."""
         if self.is_main:
             self._metrics_file.sync()
             self._intervals_file.sync()

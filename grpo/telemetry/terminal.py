@@ -1,7 +1,5 @@
 """On a terminal, text that libraries and rewards write to stderr appears above the progress bars instead of inside them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys
@@ -15,8 +13,7 @@ from tqdm import tqdm
 def stderr_above_bars(*, is_main: bool) -> Iterator[None]:
     """Inside this context, whole lines written to ``sys.stderr`` go above the bars that tqdm draws on the real stderr.
 
-    Args:
-        is_main: whether this process draws the bars. If not, they are those of the main rank on the same terminal.
+    The bars are those of this process if ``is_main``, else those of the main rank on the same terminal.
     """
     stream = sys.stderr
     lines = _LinesAboveBars(stream, is_main=is_main)

@@ -1,7 +1,5 @@
 """Errors that the user can fix, such as a wrong setting: printed once, without a traceback, exit code 2."""
 
-from __future__ import annotations
-
 import sys
 import time
 
@@ -17,17 +15,15 @@ def print_user_error(error: Exception) -> None:
 def exit_with_user_error(error: Exception, world: World | None) -> int:
     """Print an error once across ranks. With one rank, return the exit code 2; with several, end this process.
 
-    Args:
-        world: None if the ranks are not connected yet. Then the first rank of each machine prints, and a rank that fails alone prints
-            too. With connected ranks the error is known to all of them, and rank 0 prints.
+    Connected ranks all know the error, and rank 0 prints it. If the ranks are not connected yet (``world`` is None), the first rank of
+    each machine prints, and a rank that fails alone prints too.
     """
     rank, _, local_rank, _ = launch_environment()
-    if (local_rank if world is None else rank) == 0:
-        print_user_error(error)
-    else:
+    is_first = (local_rank if world is None else rank) == 0
+    if not is_first:
         time.sleep(2)  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
-        if world is None:
-            print_user_error(error)
+    if is_first or world is None:
+        print_user_error(error)
     if world is not None and world.size > 1:
         world.exit_now(2)
     return 2

@@ -1,9 +1,6 @@
 """Sends a run to Weights & Biases: metrics, histograms and tables. The only file that imports wandb, and only if it is switched on.
-
 wandb never stops training: each kind of failure is one printed warning, and ``metrics.jsonl`` has every metric in any case.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math
@@ -41,20 +38,12 @@ class WandbLogger:
         environment: facts about this start, stored in wandb beside the configuration.
         first_step: steps that are already done.
         metrics_file: knows the steps that the interrupted run has written.
-        print_line: prints a line on the console.
     """
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        run_id: str | None,
-        environment: dict[str, Any],
-        max_steps: int,
-        first_step: int,
-        metrics_file: MetricsFile,
-        print_line: Callable[[str], None],
-    ):
+        self, config: Config, *, run_id: str | None, environment: dict[str, Any], max_steps: int, first_step: int,
+        metrics_file: MetricsFile, print_line: Callable[[str], None],
+    ):  # fmt: skip
         self.run_id = run_id
         """Continues this run in wandb when it is given to a later start."""
         self._print = print_line
@@ -102,9 +91,9 @@ class WandbLogger:
         try:
             self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
         except Exception as error:  # for example, the server no longer answers
+            again = f"send the run again with: wandb sync --no-skip-online {Path(self._run.dir).parent}"
             self._print(
-                f"warning: wandb could not finish ({first_line(error)}); metrics.jsonl has every metric; send the run again with: "
-                f"wandb sync --no-skip-online {Path(self._run.dir).parent}"
+                f"warning: wandb could not finish ({first_line(error)}); metrics.jsonl has every metric; {again}"
             )
 
     def _start(self, config: Config, environment: dict[str, Any]) -> Any:
@@ -119,23 +108,19 @@ class WandbLogger:
 
             self._wandb = wandb
             self.run_id = self.run_id or secrets.token_hex(4)
-            settings = wandb.Settings(silent=True, finish_timeout_raises=True, **TIMEOUTS)
+            name = config.logging.run_name or Path(config.output_dir).name
             options = dict(
-                project=config.logging.project,
-                name=config.logging.run_name or Path(config.output_dir).name,
-                id=self.run_id,
+                project=config.logging.project, name=name, id=self.run_id, dir=str(config.output_dir),
                 config=config.model_dump(mode="json") | {"environment": environment},
-                dir=str(config.output_dir),
-                settings=settings,
-            )
+                settings=wandb.Settings(silent=True, finish_timeout_raises=True, **TIMEOUTS),
+            )  # fmt: skip
             try:
                 run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, **options)
             except Exception as error:  # no server, or the server refuses the key
                 if mode == "offline":
                     raise
-                self._print(
-                    f"warning: wandb online failed ({first_line(error)}); going on offline: send the run later with `wandb sync`"
-                )
+                advice = "going on offline: send the run later with `wandb sync`"
+                self._print(f"warning: wandb online failed ({first_line(error)}); {advice}")
                 wandb.teardown()  # otherwise the failed attempt keeps the run's id in use
                 run = wandb.init(mode="offline", **options)
             # Our own x axis: wandb drops points whose step is not above the last one, as those of a resumed run may be.
@@ -148,20 +133,18 @@ class WandbLogger:
 
     def _log_tables(self, step: int, tables: dict[str, Any]) -> None:
         """Add tables to a step. A server that answers late or not at all delays training once; then tables pause."""
-        started, error = time.monotonic(), None
+        started, reason = time.monotonic(), ""
         try:
             self._run.log(tables, step=step, commit=False)
-        except Exception as failure:  # the metrics are sent all the same
-            error = failure
+        except Exception as error:  # the metrics are sent all the same
+            reason = f" ({first_line(error)})"
         seconds = time.monotonic() - started
-        if error is None and seconds <= SLOW_TABLE:
+        if not reason and seconds <= SLOW_TABLE:
             return
         self._tables_pause_until = time.monotonic() + max(seconds, SLOW_TABLE) / TABLE_TIME_SHARE
         if not self._slow_table_reported:
-            reason = f" ({first_line(error)})" if error else ""
-            self._print(
-                f"note: wandb kept a table waiting for {seconds:.0f} s{reason}: metrics are still sent, tables less often"
-            )
+            waited = f"wandb kept a table waiting for {seconds:.0f} s{reason}"
+            self._print(f"note: {waited}: metrics are still sent, tables less often")
         self._slow_table_reported = True
 
     def _wandb_histograms(self, values_by_name: dict[str, Any]) -> dict[str, Any]:
@@ -174,32 +157,27 @@ class WandbLogger:
         return histograms
 
     def _wandb_tables(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The table of evaluations if this step has one, the table of completions if it is due."""
-        tables = {}
+        """The table of evaluations if this step has one; the table of completions about ``TABLES_PER_RUN`` times and at the end."""
+        tables, step = {}, metrics["step"]
         if "eval/greedy_accuracy" in metrics:
             names = ["step", *(name for name in metrics if name.startswith("eval/"))]
             rows = [[evaluation.get(name) for name in names] for evaluation in self._evaluations]
             tables["tables/evaluations"] = self._wandb.Table(columns=names, data=rows)
-        if self._completions and self._is_completions_step(metrics["step"]):
+        interval = self._every * max(self._max_steps // self._every // TABLES_PER_RUN, 1)
+        if self._completions and (step == self._max_steps or step % interval == 0):
             rewards = list(self._completions[-1]["rewards"])
             names = ["step", "prompt", "completion", "reward", "advantage", "length", "finished"]
             rows = [
-                [str(record[name]) if name == "prompt" else record[name] for name in names]
-                + [record["rewards"].get(name) for name in rewards]
-                for record in json_safe(self._completions)
+                [*(record[name] for name in names), *(record["rewards"].get(name) for name in rewards)]
+                for record in (row | {"prompt": str(row["prompt"])} for row in json_safe(self._completions))
             ]
             columns = [*names, *(f"rewards/{name}" for name in rewards)]
             tables["completions"] = self._wandb.Table(columns=columns, data=rows)
         return tables
 
-    def _is_completions_step(self, step: int) -> bool:
-        """True at the last step, and about ``TABLES_PER_RUN`` times before."""
-        interval = self._every * max(self._max_steps // self._every // TABLES_PER_RUN, 1)
-        return step == self._max_steps or step % interval == 0
-
 
 def _earlier_completions(folder: Path, first_step: int) -> list[dict[str, Any]]:
-    """The newest completions that an interrupted run has written up to ``first_step``, so that the table has them too."""
+    """The newest completions that an interrupted run has written up to ``first_step``, for the table."""
     rows: list[dict[str, Any]] = []
     for path in sorted(folder.glob("step_*.parquet"), reverse=True):
         if int(path.stem.removeprefix("step_")) <= first_step and len(rows) < TABLE_ROWS:
