@@ -31,7 +31,7 @@ ALONE = {
 """Rooms that may import only these, fewer than the order allows."""
 
 MAX_ROOMS = 24
-MAX_LINES = 400
+MAX_LINES = 300
 
 
 def room_of(path):
