@@ -183,7 +183,8 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     prompts, lengths, groups = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), batch.group_B.tolist()
     parts: list[list[int]] = [[]]
     used = 0  # tokens of the last part
-    for b in range(len(batch)) if packed else sorted(range(len(batch)), key=lengths.__getitem__):
+    order = range(len(batch)) if packed else sorted(range(len(batch)), key=lengths.__getitem__)
+    for b in order:
         part = parts[-1]
         if not packed:  # sorted by length: the rows before b are padded to its length
             used = (len(part) + 1) * lengths[b]
