@@ -460,7 +460,7 @@ def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
     [
         "train_grpo.load_config",
         pytest.param("grpo.run.prepare.resolve_model", marks=pytest.mark.slow),
-        pytest.param("grpo.run.models.load_policy", marks=pytest.mark.slow),
+        "grpo.run.models.load_policy",
     ],
 )
 def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model, where):
