@@ -1,4 +1,4 @@
-"""The whole configuration: all sections, what they imply for each other, the settings that contradict each other, and ``--debug``."""
+"""The whole configuration: all sections, rewards that other settings imply, checks of settings that contradict each other, ``--debug``."""
 
 from typing import Any, Self
 
@@ -109,7 +109,7 @@ _DEBUG_LARGEST: dict[str, dict[str, int]] = {
 
 
 def debug_variant(config: Config) -> Config:
-    """What ``--debug`` runs: two small steps in one process, in a folder of their own, ``<output_dir>-debug``."""
+    """The configuration of ``--debug``: two small steps in one process, in a folder of its own, ``<output_dir>-debug``."""
     values = config.model_dump()
     for section, keys in _DEBUG_LARGEST.items():
         for key, largest in keys.items():

@@ -38,7 +38,7 @@ class FunctionInfo:
 
     is_async: bool
     row_by_row: bool
-    """Whether the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
+    """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
     needed_columns: frozenset[str]
 
 
