@@ -38,8 +38,8 @@ class DecodeLoop:
     """Decodes rows to their ends, as many at once as ``tokens_in_flight`` allows.
 
     A row waits until :meth:`admit` puts it into the batch. It is live until it ends, and remains in the batch, without effect, until
-    :meth:`retire` takes it out. Waiting rows start as soon as ended rows have left memory for a whole group. In the cache of models that
-    cannot be packed all rows must be of the same age: there waiting rows start when all others have ended.
+    :meth:`retire` takes it out. Waiting rows start as soon as ended rows have freed memory for a whole group. In the cache of models
+    that cannot be packed, all rows must have started together: there waiting rows start when all others have ended.
     """
 
     def __init__(self, policy: Policy, prefill: Prefill, prompts: Prompts, uniforms_RT, sampling: SamplingParams):

@@ -175,7 +175,7 @@ class BuiltinEngine:
 
 
 def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
-    """Split rows so that each part takes at most ``tokens_in_flight`` tokens of KV cache when all its completions are at their longest."""
+    """Split rows into waves of at most ``tokens_in_flight`` tokens of KV cache each, with all completions at their longest."""
     bound, T = sampling.tokens_in_flight, sampling.max_completion_length
     waves, start, longest = [], 0, 0
     for row, prompt in enumerate(prompts):

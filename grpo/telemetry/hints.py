@@ -6,7 +6,7 @@ from statistics import fmean, variance
 from typing import Any
 
 FEW, MANY, START = 5, 20, 10
-"""Number of steps to average over: ``FEW`` for what needs a quick reaction, ``MANY`` for noisy metrics, and the first ``START`` steps,
+"""Number of steps to average over: ``FEW`` for metrics that need a quick reaction, ``MANY`` for noisy metrics, and the first ``START`` steps,
 with which later ones are compared."""
 ALL_EQUAL = 10  # steps in a row without unequal rewards: a hint then does not wait for MANY steps
 

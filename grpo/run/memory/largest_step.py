@@ -1,7 +1,7 @@
 """A dry run of the largest possible step before the first one, to find out-of-memory early, with a message that says what to set.
 
 The dry run holds what a step holds at its peak: the heaviest wave of a rollout, with a last token decoded and all rows copied; then
-forward and backward of the heaviest micro-batch; beside both Adam's averages, which the first update creates. It leaves out evaluations
+forward and backward of the heaviest micro-batch. Both also hold Adam's averages, which the first update creates. It leaves out evaluations
 (at most 256 completions at once) and passes without gradient (smaller than the update).
 
 The run does not change by a bit: global generators are restored, gradients reach neither ``.grad`` nor DDP, the optimizer does not step.
