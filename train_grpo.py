@@ -50,7 +50,7 @@ def train(run: Run) -> None:
     if progress.step == 0 and config.eval.before_training:
         progress.before = run.evaluate(step=0)
         run.reporter.step({"step": 0, **progress.before})
-    if progress.unwritten_line:  # the run was stopped during this step's evaluation
+    if progress.unwritten_line:  # the run was stopped in the evaluation of its last complete step
         end_step(run, progress.unwritten_line)
     for step in range(progress.step, run.max_steps):
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)

@@ -176,9 +176,9 @@ def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iter
 def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
     """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens.
 
-    With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group. Otherwise rows are
-    sorted by length, and padding tokens count. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one
-    micro-batch, because every rank must run a backward pass for DDP to synchronise.
+    With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group. Otherwise rows are sorted by length, and
+    padding tokens count. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one micro-batch, because
+    every rank must run a backward pass for DDP to synchronise.
     """
     prompts, lengths, groups = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), batch.group_B.tolist()
     parts: list[list[int]] = [[]]

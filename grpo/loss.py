@@ -44,7 +44,7 @@ def policy_loss(
         ref_logprobs_BT: ``[B, T]`` the same under the frozen reference model; needed when ``beta > 0``.
         objective: ``clip`` (PPO; GRPO eq. 3), ``cispo`` (MiniMax-M1, eq. 4) or ``reinforce``; see :func:`surrogate_loss`.
         importance_level: one importance ratio per ``token``, or one per ``sequence``; see :func:`importance_ratio`.
-        epsilon: importance ratios below ``1 - epsilon`` are clipped.
+        epsilon: importance ratios below ``1 - epsilon`` are clipped (``clip`` only).
         epsilon_high: importance ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: above ``1 + epsilon``.
         delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2); ``None``: no bound.
         beta: weight of the KL to the reference.

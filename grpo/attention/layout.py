@@ -139,7 +139,7 @@ def _tile(lengths_R: list[int], device: torch.device | str, prompt_R=None, promp
 
 
 class _ScatterRows(torch.autograd.Function):
-    """Copy rows to distinct indices of a tensor of zeros; the gradient is a gather. Autograd does not know that the indices are distinct."""
+    """Copy rows to distinct indices of a tensor of zeros. The gradient is a gather, because the indices are distinct."""
 
     @staticmethod
     def forward(ctx, x, index, size):

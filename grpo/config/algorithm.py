@@ -31,11 +31,11 @@ class AlgorithmConfig(Section):
     scale: Scale = "group"
     """Divides the reward less its baseline: standard deviation of the group, of the whole batch, or 1."""
     aggregation: Aggregation = "response_mean"
-    """Mean that the loss is: over tokens, then over responses; over all tokens; or the sum / (responses x max_completion_length)."""
+    """Average that the loss is: over tokens, then responses; over all tokens; or the sum / (responses x max_completion_length)."""
     importance_level: ImportanceLevel = "token"
     """One importance ratio per token, or one per response (GSPO)."""
     epsilon: float = Field(0.2, ge=0)
-    """Importance ratios below 1 - epsilon are clipped."""
+    """Importance ratios below 1 - epsilon are clipped (objective=clip)."""
     epsilon_high: float | None = Field(None, ge=0)
     """Importance ratios above 1 + epsilon_high are clipped; none: above 1 + epsilon."""
     delta: float | None = Field(None, gt=1)

@@ -153,7 +153,7 @@ def _interval(run: RunData, line: dict[str, Any], name: str) -> tuple[float | No
     """The 95% interval that the evaluation computed.
 
     For a run without ``intervals.jsonl``: Wilson's interval with one observation per problem, if ``run.json`` has their number. For
-    rates over several samples per problem this interval is too wide, because it counts each problem once.
+    rates over several samples per problem this interval is too wide, because it takes each problem as one observation.
     """
     interval = run.intervals.get(line["step"], {}).get(name)
     if isinstance(interval, list) and len(interval) == 2:

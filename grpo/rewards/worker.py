@@ -114,7 +114,7 @@ def _error_outcome() -> tuple[str, str]:
 
 
 class Worker:
-    """The loaded functions by key, and one event loop for all coroutines, because an HTTP client that a function keeps is bound to its loop."""
+    """The loaded functions by key, and one event loop for all coroutines, because an HTTP client is bound to its loop."""
 
     def __init__(self) -> None:
         self.functions: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}

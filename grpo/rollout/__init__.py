@@ -1,7 +1,7 @@
 """Rollout: sample a group of completions for each problem.
 
 An engine has one method, ``generate(problems, sampling, *, address, on_tokens=None) -> list[Group]``. It takes prompts (token
-ids), :class:`SamplingParams`, and ``address``, the seeds' arguments; it returns token ids, the sampler's log-probabilities, and whether each
+ids), :class:`SamplingParams`, and ``address``, which sets the seeds. It returns token ids, the sampler's log-probabilities, and whether each
 completion finished or was cut. :class:`BuiltinEngine` is the engine in the training process.
 """
 

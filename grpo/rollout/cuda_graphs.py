@@ -32,7 +32,7 @@ PROMPT_BUCKET = 256
 """Prompts are padded to a multiple of this number of tokens."""
 MAX_GRAPHS = 256
 MAX_KEPT_SHARE = 0.1
-"""Buffers and graphs are freed after a rollout if the buffers take more than this share of the device's memory, which the update may need."""
+"""Buffers and graphs are freed after a rollout if the buffers take more than this share of device memory: the update may need it."""
 State = dict[str, torch.Tensor]
 """The state of each slot, by name: its row, its prompt, the tokens drawn so far, ..."""
 

@@ -187,7 +187,7 @@ def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
 
 
 def same_up_to_rounding(decoded: Decoded, expected: Decoded, tolerance: float) -> bool:
-    """True if at least half of the rows begin with the same tokens, and these tokens' log-probs differ by less than ``tolerance`` on average.
+    """True if at least half of the rows begin with the same tokens, and the log-probs of these differ by less than ``tolerance`` on average.
 
     Two correct decoders draw different tokens where the uniform number is within rounding of the boundary between two tokens.
     """

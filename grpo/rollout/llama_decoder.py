@@ -107,7 +107,7 @@ def has_llama_layers(backbone: nn.Module) -> bool:
 
 @torch.no_grad()
 def matches_model(model: PreTrainedModel) -> bool:
-    """True if :class:`LlamaDecoder` gives the hidden states of the model's own modules; tested with two tokens after two prompts, in fp32."""
+    """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two prompts, in fp32."""
     backbone = model.base_model
     if not packing_enabled(model) or not has_llama_layers(backbone):
         return False

@@ -34,7 +34,7 @@ def prepare(config: Config, world: World) -> Run | None:
     """Check and build everything; None if the run is already complete.
 
     Raises:
-        ValueError: on a user error, with a message of one line (``tests/config/test_bad_input.py`` has all messages).
+        ValueError: on a user error, with a message of one line (tested by ``tests/config/test_bad_input.py``).
     """
     with contextlib.ExitStack() as on_failure:
         run = _prepare(config, world, on_failure)

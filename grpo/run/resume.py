@@ -1,4 +1,4 @@
-"""The start of a run: from scratch, or from the checkpoint that ``checkpoint.resume`` selects; and the settings that must not change then."""
+"""The start of a run: from scratch, or from the checkpoint that ``checkpoint.resume`` selects; and settings that must not change then."""
 
 from __future__ import annotations
 

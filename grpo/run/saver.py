@@ -1,4 +1,4 @@
-"""Decides when a run's state is written to disk: on schedule, on request, for the best evaluation, in the background, or after a failure."""
+"""Writes a run's state to disk: on schedule, on request, for the best evaluation, in the background, or after a failure."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from statistics import fmean, variance
 from typing import Any
 
 FEW, MANY, START = 5, 20, 10
-"""Number of steps to average over: ``FEW`` for metrics that need a quick reaction, ``MANY`` for noisy metrics, and the first ``START`` steps,
+"""Number of steps to average over: ``FEW`` if a quick reaction is needed, ``MANY`` for noisy metrics, and the first ``START`` steps,
 with which later ones are compared."""
 ALL_EQUAL = 10  # steps in a row without unequal rewards: a hint then does not wait for MANY steps
 
@@ -66,7 +66,7 @@ class History:
         return None if part is None or whole is None or whole < MIN_STEP_TIME else part / whole
 
     def reward_rose(self, num_steps: int) -> bool | None:
-        """True if the mean reward of the last steps is above that of the first by two standard errors; None while there are too few steps."""
+        """True if the mean reward of the last steps is above that of the first by two standard errors; None with too few steps."""
         first, last = self.values("reward", slice(0, START)), self.values("reward", slice(-num_steps, None))
         if len(self.steps) < START + num_steps or None in first or None in last:
             return None
