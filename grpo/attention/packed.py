@@ -1,7 +1,7 @@
 """Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a transformers model use it.
 
 Only attention mixes the tokens of a row; every other layer works on single tokens and needs no change. Attention over the packed row is
-one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and their own. With one dense mask for
+one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and own tokens. With one dense mask for
 the whole row, most of the work would be on pairs of tokens that do not see each other.
 
 Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a tile, ``C`` longest of the tile,

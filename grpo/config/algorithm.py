@@ -43,7 +43,7 @@ class AlgorithmConfig(Section):
     beta: float = Field(0.04, ge=0)
     """Weight of the KL to the reference model; 0: no reference model is kept in memory."""
     kl_estimator: KLEstimator = "k3"
-    """Estimator of that KL: -d, d^2 / 2 or exp(d) - d - 1, where d is the reference's log-prob less the policy's."""
+    """Estimator of the KL to the reference model: -d, d^2 / 2 or exp(d) - d - 1, where d is the reference's log-prob less the policy's."""
     num_iterations: int = Field(1, ge=1)
     """Passes over the completions of a step."""
     num_minibatches: int = Field(1, ge=1)

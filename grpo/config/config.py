@@ -71,7 +71,7 @@ def add_implied_rewards(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_gym_scorer(values: dict[str, Any]) -> dict[str, Any]:
-    """A reasoning-gym task brings its own scorer, unless other rewards are written."""
+    """Add the scorer of a reasoning-gym task as the reward, unless the user names rewards."""
     data, reward, evaluation = sections = [values.get(name, {}) for name in ("data", "reward", "eval")]
     if not all(isinstance(section, dict) for section in sections):
         return values
@@ -105,7 +105,7 @@ _DEBUG_LARGEST: dict[str, dict[str, int]] = {
     "eval": {"num_samples": 1, "max_samples": 4},
     "logging": {"every": 1},
 }
-"""With ``--debug``, values above these, or unset, become these."""
+"""Upper bounds of values with ``--debug``; an unset value becomes its bound."""
 
 
 def debug_variant(config: Config) -> Config:

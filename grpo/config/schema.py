@@ -208,13 +208,13 @@ class EvalConfig(Section):
     num_samples: int = Field(1, ge=1)
     """Sampled completions per problem for mean@k and pass@k, besides the greedy one; 1: the greedy one only."""
     temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of these completions."""
+    """Sampling temperature of the sampled completions."""
     max_samples: int | None = Field(None, ge=1)
     """Evaluate on the first N evaluation problems; none: all."""
     correctness: str | None = None
     """Name of the reward that tells whether a completion is correct; none: the first reward that checks answers."""
     correct_above: float = 0.0
-    """A completion is correct if that reward is above this value (0.99 where a wrong answer earns a part of the reward)."""
+    """A completion is correct if the reward `correctness` is above this value (0.99 where a wrong answer earns a part of the reward)."""
     format: str | None = None
     """Name of the reward that is above 0 for a well-formed completion; none: `format`, else <think>..</think> <answer>..</answer>."""
 

@@ -182,7 +182,7 @@ async def _awaited(values: Any) -> Any:
 def main(descriptor: int, parent: int) -> None:
     """Answer requests from the connection on file ``descriptor`` until it ends; ``parent`` is the process id of the other end."""
     end_with_parent()
-    if os.getppid() != parent:  # the parent ended before the request to end with it
+    if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
     connection = Connection(descriptor)
     worker = Worker()
