@@ -1,4 +1,4 @@
-"""GRPO on one page: sample, score, centre, compute old and reference log-probs, update.
+"""GRPO on one page: sample completions, compute rewards, advantages, old and reference log-probs, update.
 
     python train_grpo.py --config configs/tiny_arithmetic.yaml             one process
     torchrun --nproc_per_node=8 train_grpo.py --config FILE.yaml           eight GPUs
@@ -40,7 +40,7 @@ PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
 
 def train(run: Run) -> None:
-    """Run every step from the run's progress to its last: sample, score, centre, compute log-probs, update; report, evaluate, save.
+    """Run all remaining steps: sample, compute rewards, advantages and log-probs, update; then report, evaluate, save.
 
     Raises:
         Interrupted: on all ranks, at the end of a step, after a signal that asks to stop.
@@ -50,7 +50,7 @@ def train(run: Run) -> None:
     if progress.step == 0 and config.eval.before_training:
         progress.before = run.evaluate(step=0)
         run.reporter.step({"step": 0, **progress.before})
-    if progress.unwritten_line:  # stopped during the evaluation that belongs to this step
+    if progress.unwritten_line:  # the run was stopped in the evaluation of its last complete step
         end_step(run, progress.unwritten_line)
     for step in range(progress.step, run.max_steps):
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
@@ -69,7 +69,7 @@ def train(run: Run) -> None:
             batch = with_old_and_ref_logprobs(run, batch)
         if config.debug:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
-        # The old log-probs as the loss has them: the first pass over the batch fills them in.
+        # The old log-probs that the loss uses; the first pass over the batch writes them.
         old_BT = torch.zeros_like(batch.sampling_logprobs_BT)
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
@@ -107,7 +107,7 @@ def sample_and_score(
     missing = list(range(len(problems)))  # positions in the batch that need a group
     for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
         values, result = values_PGF[missing], None
-        # Out of memory, a broken reward or a signal may come on this rank only.
+        # An out-of-memory error, a failing reward or a signal may occur on this rank only.
         with world.fail_together(), world.interruptible():
             with world.timed("rollout", seconds), run.reporter.bar("rollout", len(missing) * most_tokens) as bar:
                 chosen = [problems[p] for p in missing]
@@ -132,7 +132,7 @@ def sample_and_score(
 
 
 def weighted_sum(values_PGF: Tensor, weights: list[float]) -> Tensor:
-    """``[P, G]``, over the functions that gave a value; NaN where none did."""
+    """``[P, G]`` weighted sum of the reward functions' values that are not NaN; NaN where all are."""
     rewards_PG = (values_PGF.nan_to_num(0.0) * torch.tensor(weights)).sum(dim=-1)
     return rewards_PG.masked_fill(values_PGF.isnan().all(dim=-1), torch.nan)
 
@@ -140,7 +140,7 @@ def weighted_sum(values_PGF: Tensor, weights: list[float]) -> Tensor:
 def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
     """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without gradient."""
     old_BT = ref_BT = None
-    # With one update per rollout, old = new.detach(): the same numbers, one pass less.
+    # With one update per rollout, old = new.detach() has the same values and saves a forward pass.
     if run.config.algorithm.updates_per_step > 1:
         old_BT = run.logprobs(run.bare_scorer, batch)
     if run.ref_scorer is not None:

@@ -1,4 +1,4 @@
-"""Rewards to advantages. Pure functions. Shapes: ``P`` problems, ``G`` completions of each problem."""
+"""Advantages from rewards. Pure functions. Shapes: ``P`` problems, ``G`` completions of each problem."""
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
 
 
 def _baseline(rewards_PG: Tensor, scored_PG: Tensor, baseline: Baseline) -> Tensor | float:
-    """What is subtracted from each reward; rewards that are not scored must be 0."""
+    """The baseline that is subtracted from each reward; rewards that are not scored must be 0."""
     if baseline == "none":
         return 0.0
     count_P1, total_P1 = scored_PG.sum(dim=1, keepdim=True), rewards_PG.sum(dim=1, keepdim=True)
@@ -77,14 +77,14 @@ def _baseline(rewards_PG: Tensor, scored_PG: Tensor, baseline: Baseline) -> Tens
 
 
 def _all_equal(values: Tensor, scored: Tensor, dim: int) -> Tensor:
-    """Whether the scored values along ``dim``, which is kept, are all equal; also True where nothing is scored."""
+    """True where the scored values along ``dim`` are all equal or none is scored; ``dim`` remains with size 1."""
     highest = values.masked_fill(~scored, -torch.inf).amax(dim=dim, keepdim=True)
     lowest = values.masked_fill(~scored, torch.inf).amin(dim=dim, keepdim=True)
     return highest <= lowest
 
 
 def _std(values: Tensor, scored: Tensor, dim: int) -> Tensor:
-    """Standard deviation (n - 1) of the scored values along ``dim``, which is kept; the others must be 0."""
+    """Standard deviation (n - 1) of the scored values along ``dim``, which remains with size 1; values that are not scored must be 0."""
     count = scored.sum(dim=dim, keepdim=True)
     mean = values.sum(dim=dim, keepdim=True) / count.clamp(min=1)
     squares = ((values - mean) ** 2).masked_fill(~scored, 0.0).sum(dim=dim, keepdim=True)

@@ -69,7 +69,7 @@ def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def right_pad(rows: Sequence[Sequence[int]], value: int, device: Device = "cpu") -> Tensor:
-    """Rows of integers to a tensor ``[B, longest row]``, filled up with ``value`` on the right."""
+    """A tensor ``[B, longest row]`` of rows of integers, padded with ``value`` on the right."""
     width = max((len(row) for row in rows), default=0)
     padded = torch.full((len(rows), width), value, dtype=torch.long)
     for b, row in enumerate(rows):
@@ -114,7 +114,7 @@ class Batch:
         return self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
 
     def select(self, rows: Tensor | slice) -> "Batch":
-        """The batch of some rows, with padding removed up to the longest of them."""
+        """The batch of these rows only, padded to the longest of them."""
         rows = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows
         rows = rows.to(self.sequence_ids_BS.device)
         S, T = int(self.lengths_B[rows].max()), int(self.completion_mask_BT[rows].sum(dim=1).max())
@@ -129,7 +129,7 @@ def collate(
     """Make one batch of ``P*G`` rows, group after group.
 
     Args:
-        advantages_PG: ``[P, G]`` of the completions, in the order of ``groups``; another number of them is a ``ValueError``.
+        advantages_PG: ``[P, G]``, in the order of ``groups``; ``ValueError`` if there are not as many advantages as completions.
         pad_id: token that fills up shorter rows.
         mask_truncated: leave truncated completions out of the loss.
     """
@@ -176,9 +176,9 @@ def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iter
 def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
     """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens.
 
-    With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group. Otherwise rows of similar length come
-    together, and padding counts. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one
-    micro-batch, because every rank must run a backward pass for DDP to synchronise.
+    With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group. Otherwise rows are sorted by length, and
+    padding tokens count. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one micro-batch, because
+    every rank must run a backward pass for DDP to synchronise.
     """
     prompts, lengths, groups = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), batch.group_B.tolist()
     parts: list[list[int]] = [[]]

@@ -12,7 +12,7 @@ TIMEOUT_SECONDS = 5.0
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether the Hub can be reached. If not, this process uses the client's cache only from now on (``HF_HUB_OFFLINE``).
+    """True if the Hub can be reached. If not, this process uses only the client's cache from now on (``HF_HUB_OFFLINE``).
 
     A process tries to connect once. With a proxy the answer is yes, because only the proxy knows what it can reach.
     """

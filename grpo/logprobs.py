@@ -14,7 +14,7 @@ from grpo.attention import enable_packing, pack, packed_hidden
 from grpo.batch import IGNORE_INDEX
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
-"""Most logits in memory at once, where the head works in chunks of tokens: 64 MiB in fp32; 512 MiB on a GPU, which needs larger products."""
+"""Maximum number of logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products."""
 
 
 def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -48,7 +48,7 @@ class CompletionScorer(nn.Module):
         self.model = model
         self.temperature = temperature
         self.packed = False
-        """Whether each prompt is computed once per group instead of once per completion; see :meth:`pack_groups`."""
+        """True if each prompt is computed once per group instead of once per completion; see :meth:`pack_groups`."""
 
     def pack_groups(self) -> str | None:
         """Compute each prompt once per group from now on. Returns None, or the reason why the model cannot; then nothing has changed."""
@@ -127,7 +127,7 @@ def score_logits(
 class _ScoreLogits(torch.autograd.Function):
     """:func:`score_logits` for finite logits, which keeps no tensor of size ``[N, V]`` but the logits for the backward pass.
 
-    Autograd reads and writes a dozen such tensors: at V = 4,104 a sixth of the time of an update and most of its memory.
+    Autograd would use a dozen such tensors, which at V = 4,104 takes a sixth of an update's time and most of its memory.
     """
 
     @staticmethod
@@ -204,14 +204,14 @@ def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: fl
 
 
 def _divide_by_temperature(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """In fp32 or wider."""
+    """Logits divided by the temperature, in fp32 or wider."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return logits_NV if temperature == 1.0 else logits_NV / temperature
 
 
 @torch.no_grad()
 def head_is_plain(model: nn.Module) -> bool:
-    """Whether the model's logits are ``head(backbone(ids))`` and nothing else, found out by a run on two tokens.
+    """True if the model's logits are ``head(backbone(ids))`` and nothing else; tested with a forward pass of two tokens.
 
     False for models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone: their completions are scored
     from the logits that the whole model returns, all in memory at once.

@@ -44,12 +44,12 @@ def policy_loss(
         ref_logprobs_BT: ``[B, T]`` the same under the frozen reference model; needed when ``beta > 0``.
         objective: ``clip`` (PPO; GRPO eq. 3), ``cispo`` (MiniMax-M1, eq. 4) or ``reinforce``; see :func:`surrogate_loss`.
         importance_level: one importance ratio per ``token``, or one per ``sequence``; see :func:`importance_ratio`.
-        epsilon: how far below 1 the importance ratio may go before it is clipped.
-        epsilon_high: how far above 1 it may go (DAPO's clip-higher); ``None``: as far as ``epsilon``.
+        epsilon: importance ratios below ``1 - epsilon`` are clipped (``clip`` only).
+        epsilon_high: importance ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: above ``1 + epsilon``.
         delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2); ``None``: no bound.
         beta: weight of the KL to the reference.
         kl_estimator: ``k1``, ``k2`` or ``k3``; see :func:`kl_estimate`.
-        aggregation: ``response_mean`` averages over the tokens of each response here; the denominator does the rest.
+        aggregation: with ``response_mean`` each row's loss is its mean over tokens, otherwise its sum.
         max_length: bound on the length of completions, in tokens; needed by ``constant``, for the denominator.
 
     Returns:
@@ -97,7 +97,7 @@ def policy_loss(
 def loss_denominator(
     mask_BT: Tensor, *, aggregation: Aggregation = "response_mean", max_length: int | None = None
 ) -> Tensor:
-    """What :func:`policy_loss`'s sum is divided by, for these rows; add it up over micro-batches and ranks.
+    """The divisor of :func:`policy_loss`'s sum, for these rows; the caller adds it up over micro-batches and ranks.
 
     ``response_mean``: the number of responses with at least one token to train on. ``token_mean``: the number of those tokens
     (DAPO, eq. 8). ``constant``: responses x ``max_length``, whatever their length (Dr. GRPO). A scalar in fp32 on the mask's device.
@@ -116,7 +116,7 @@ def loss_denominator(
 def importance_ratio(
     logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor, importance_level: ImportanceLevel = "token"
 ) -> Tensor:
-    """How much likelier the policy being trained makes each token than the policy that sampled it, ``[B, T]``.
+    """``[B, T]`` probability of each token under the policy being trained, divided by that under the policy that sampled it.
 
     ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at each of its
     tokens (GSPO, eq. 7); its gradient reaches every token of the response. Values outside of the mask mean nothing.
@@ -154,7 +154,7 @@ def surrogate_loss(
 
 
 def clipped_tokens(objective: Objective, ratio_BT: Tensor, A_B1: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Where the ratio is clipped for being too low, and where for being too high: two boolean ``[B, T]``.
+    """Two boolean ``[B, T]``: tokens whose ratio is clipped at the lower bound, and tokens whose ratio is clipped at the upper bound.
 
     ``clip``: where the clipped term is the minimum, so that the policy gradient is 0. ``cispo``: where the weight is at its bound.
     """
@@ -188,7 +188,7 @@ def _sum_over_rows(loss_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation) -
 
 
 def _zero_outside(mask_BT: Tensor, values_BT: Tensor) -> Tensor:
-    """Selects instead of multiplying, because NaN times 0 is NaN, in values and in gradients."""
+    """0 outside of the mask. Selects instead of multiplying, because NaN times 0 is NaN, in values and in gradients."""
     return torch.where(mask_BT, values_BT, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Small helpers that several rooms need."""
+"""Small helpers that several packages need."""
 
 import ctypes
 import importlib
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name if it has none; a line that ends in a colon takes the next one along."""
+    """The first line of an error's message, or its type's name if it has none; a line that ends in a colon is joined with the next."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     return " ".join(line.strip() for line in (lines[:2] if lines[0].endswith(":") else lines[:1]))
 

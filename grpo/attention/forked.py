@@ -38,7 +38,7 @@ class ForkedCache:
         self.start_R: torch.Tensor | None = None
         """Index of each row's first own token in the buffers; None while all rows began together."""
         self.use_cascade = torch.device(device).type == "cpu"
-        """Whether prompts and own tokens are attended to separately and then merged; the kernel for it exists on CPU only."""
+        """True if attention to prompts and to own tokens is computed separately and then merged; only the CPU has the kernel for it."""
         self._update_layout()
 
     def fork(self, prompt_R: torch.Tensor) -> None:
@@ -48,11 +48,11 @@ class ForkedCache:
 
     @property
     def is_full(self) -> bool:
-        """Whether the buffers have no index left for another token, until :meth:`keep_rows` has dropped the rows that began first."""
+        """True if the buffers have no index left for another token, until :meth:`keep_rows` drops the rows that began first."""
         return self.length == self.capacity
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop all other rows, the prompts that no row continues, and the buffer indices before the first token of all rows."""
+        """Drop all rows but these, the prompts that no row continues, and the buffer indices before the first token of all rows."""
         first = 0
         if self.start_R is not None:
             first = int(self.start_R[rows].min())
@@ -97,7 +97,7 @@ class ForkedCache:
             self.own_bias = _additive(self.own_padding, self.dtype)
 
     def skip_tokens(self, count: int) -> None:
-        """Advance by ``count`` tokens whose keys and values are arbitrary, to measure the memory of late tokens."""
+        """Advance by ``count`` tokens whose keys and values are arbitrary, to measure the memory of a completion's last tokens."""
         self.length += count
 
     def attend(self, layer: int, q_RH1D, k_RK1D, v_RK1D, scaling: float | None) -> torch.Tensor:
@@ -141,7 +141,7 @@ class ForkedCache:
         returns log Z with each part. It takes 15% off the whole attention with one thread.
         """
         q_UKjD = self._rows_to_prompts(q_RKgD)
-        if self.prompt_padding is not None and self._prompt_bias is None:  # once for all layers and tokens of a layout
+        if self.prompt_padding is not None and self._prompt_bias is None:  # once until the rows change
             self._prompt_bias = _additive(self.prompt_padding, self.dtype)
         mask = None if self._prompt_bias is None else self._prompt_bias.expand(-1, -1, q_UKjD.shape[2], -1)
         prompt_out, prompt_log_z = _flash_attention_cpu(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
@@ -184,7 +184,7 @@ class ForkedCache:
 
 
 def _scores(q_RKgD: torch.Tensor, k_RKCD: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``[R, K, g, C]``, in fp32 for half-precision inputs, as in fused kernels. Above 64, bf16 would be wrong by up to 0.25 nats each."""
+    """``[R, K, g, C]``, in fp32 for half-precision inputs, as in fused kernels: bf16 would round scores above 64 by up to 0.25 nats."""
     if q_RKgD.dtype in (torch.bfloat16, torch.float16):
         q, k = q_RKgD.flatten(0, 1), k_RKCD.flatten(0, 1).transpose(1, 2)
         return torch.bmm(q, k, out_dtype=torch.float32).unflatten(0, q_RKgD.shape[:2]).mul_(scaling)

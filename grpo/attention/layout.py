@@ -1,4 +1,4 @@
-"""Where the tokens of a micro-batch lie in one packed row: each group's prompt once, then the completions, without padding.
+"""The layout of a micro-batch as one packed row of tokens: each group's prompt once, then the completions, without padding.
 
 Completions are sorted by length into *tiles*; the tokens of a tile are neighbours in the row, and their attention is one kernel call.
 
@@ -113,7 +113,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows that are not empty, longest first, in tiles: a row joins if its length is at least 3/4 of the tile's longest, or that less 16."""
+    """Nonempty rows, longest first, in tiles: a row joins a tile if its length is at least 3/4 of the longest, or the longest - 16."""
     tiles: list[list[int]] = []
     for b in sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b]):
         longest = lengths[tiles[-1][0]] if tiles else 0
@@ -139,7 +139,7 @@ def _tile(lengths_R: list[int], device: torch.device | str, prompt_R=None, promp
 
 
 class _ScatterRows(torch.autograd.Function):
-    """Copy rows to distinct indices of a tensor of zeros; the gradient is a gather. Autograd would not know that the indices are distinct."""
+    """Copy rows to distinct indices of a tensor of zeros. The gradient is a gather, because the indices are distinct."""
 
     @staticmethod
     def forward(ctx, x, index, size):

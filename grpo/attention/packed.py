@@ -1,7 +1,7 @@
 """Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a transformers model use it.
 
 Only attention mixes the tokens of a row; every other layer works on single tokens and needs no change. Attention over the packed row is
-one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and their own. With one dense mask for
+one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and own tokens. With one dense mask for
 the whole row, most of the work would be on pairs of tokens that do not see each other.
 
 Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a tile, ``C`` longest of the tile,
@@ -113,7 +113,7 @@ def _forward(backbone: nn.Module, ids: torch.Tensor, positions: torch.Tensor, **
 
 
 def packing_enabled(model: nn.Module) -> bool:
-    """Whether :func:`enable_packing` has switched this model to packed and forked attention."""
+    """True if :func:`enable_packing` has switched this model to packed and forked attention."""
     return model.config._attn_implementation == ATTENTION
 
 
@@ -121,8 +121,8 @@ def packing_enabled(model: nn.Module) -> bool:
 def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
     """Switch the model to packed and forked attention, if both give the hidden states of padded attention on a short batch.
 
-    ``backbone`` is the model without its head, or None if the head cannot be applied separately. Returns None, or the reason why each
-    prompt must be computed once per completion; the model is then unchanged.
+    ``backbone`` is the model without its head, or None if the head cannot be applied separately. Returns None, or the reason why
+    packing is impossible; the model is then unchanged.
     """
     before = model.config._attn_implementation
     if before != "sdpa":
@@ -143,7 +143,7 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
         found = packed_hidden(backbone, packed)[packed.before_M]
         forked = ForkedCache([9, 5], capacity=1, device=device)
         packed_hidden(backbone, pack_prompts([ids_BS[0, :9].tolist(), ids_BS[2, :5].tolist()], device), forked)
-        rows = [0, 2, 3, 4]  # those whose completion has a second token to predict
+        rows = [0, 2, 3, 4]  # rows whose completion has a second token to predict
         forked.fork(torch.tensor([0, 1, 1, 1], device=device))
         starts = torch.tensor(prompts, device=device)[rows]
         found = torch.cat([found, forked_hidden(backbone, ids_BS[rows, starts], starts, forked)])

@@ -29,21 +29,21 @@ class AlgorithmConfig(Section):
     baseline: Baseline = "mean"
     """Subtracted from each reward: mean of the group, mean of the other completions of the group, or 0."""
     scale: Scale = "group"
-    """Divides the centred reward: standard deviation of the group, of the whole batch, or 1."""
+    """Divides the reward less its baseline: standard deviation of the group, of the whole batch, or 1."""
     aggregation: Aggregation = "response_mean"
-    """What the loss is averaged over: first tokens then responses, all tokens, or responses x max_completion_length."""
+    """Average that the loss is: over tokens, then responses; over all tokens; or the sum / (responses x max_completion_length)."""
     importance_level: ImportanceLevel = "token"
     """One importance ratio per token, or one per response (GSPO)."""
     epsilon: float = Field(0.2, ge=0)
-    """How far below 1 the importance ratio may go before it is clipped."""
+    """Importance ratios below 1 - epsilon are clipped (objective=clip)."""
     epsilon_high: float | None = Field(None, ge=0)
-    """How far above 1 the importance ratio may go before it is clipped; none: as far as epsilon."""
+    """Importance ratios above 1 + epsilon_high are clipped; none: above 1 + epsilon."""
     delta: float | None = Field(None, gt=1)
     """Upper bound of the importance ratio where objective=clip does not clip it, for negative advantages; none: no bound."""
     beta: float = Field(0.04, ge=0)
     """Weight of the KL to the reference model; 0: no reference model is kept in memory."""
     kl_estimator: KLEstimator = "k3"
-    """Estimator of that KL: -d, d^2 / 2 or exp(d) - d - 1, where d is the reference's log-prob less the policy's."""
+    """Estimator of the KL to the reference model: -d, d^2 / 2 or exp(d) - d - 1, where d is the reference's log-prob less the policy's."""
     num_iterations: int = Field(1, ge=1)
     """Passes over the completions of a step."""
     num_minibatches: int = Field(1, ge=1)
@@ -53,11 +53,11 @@ class AlgorithmConfig(Section):
     dynamic_sampling: bool = False
     """Replace a group whose rewards are all equal by a group of another problem (DAPO)."""
     dynamic_sampling_attempts: int = Field(3, ge=1)
-    """How many other problems are tried for one such group; after that the last group is kept."""
+    """Number of other problems that are tried for such a group; if all fail, the last group is kept."""
     ref_sync_steps: int = Field(0, ge=0)
     """Move the reference model towards the policy every N steps; 0: never."""
     ref_sync_alpha: float = Field(1.0, gt=0, le=1)
-    """How far the reference model moves: ref = alpha * policy + (1 - alpha) * ref."""
+    """Weight of the policy in the moved reference model: ref = alpha * policy + (1 - alpha) * ref."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""From the command line and a YAML file to a configuration."""
+"""Read a configuration from the command line and a YAML file."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ def load_config(argv: list[str], *, default_file: str | Path | None = None) -> C
 
     Args:
         argv: command line arguments, without the program's name.
-        default_file: YAML file to read if ``argv`` names none, which is then said on the console; None: the defaults of the schema.
+        default_file: YAML file to read, with a note on the console, if ``argv`` names none; None: the defaults of the schema.
 
     Raises:
         ConfigError: one line per mistake. ``SystemExit`` with code 0 after ``--help``.

@@ -1,4 +1,4 @@
-"""The whole configuration: all sections, what they imply for each other, the settings that contradict each other, and ``--debug``."""
+"""The whole configuration: all sections, rewards that other settings imply, checks of settings that contradict each other, ``--debug``."""
 
 from typing import Any, Self
 
@@ -71,7 +71,7 @@ def add_implied_rewards(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_gym_scorer(values: dict[str, Any]) -> dict[str, Any]:
-    """A reasoning-gym task brings its own scorer, unless other rewards are written."""
+    """Add the scorer of a reasoning-gym task as the reward, unless the user names rewards."""
     data, reward, evaluation = sections = [values.get(name, {}) for name in ("data", "reward", "eval")]
     if not all(isinstance(section, dict) for section in sections):
         return values
@@ -105,11 +105,11 @@ _DEBUG_LARGEST: dict[str, dict[str, int]] = {
     "eval": {"num_samples": 1, "max_samples": 4},
     "logging": {"every": 1},
 }
-"""With ``--debug``, values above these, or unset, become these."""
+"""Upper bounds of values with ``--debug``; an unset value becomes its bound."""
 
 
 def debug_variant(config: Config) -> Config:
-    """What ``--debug`` runs: two small steps in one process, in a folder of their own, ``<output_dir>-debug``."""
+    """The configuration of ``--debug``: two small steps in one process, in a folder of its own, ``<output_dir>-debug``."""
     values = config.model_dump()
     for section, keys in _DEBUG_LARGEST.items():
         for key, largest in keys.items():

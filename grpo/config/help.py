@@ -1,4 +1,4 @@
-"""What a user reads about keys: ``--help``, the key that a misspelt one resembles, and what is wrong with a value."""
+"""Texts about keys: ``--help``, the key that a misspelt one resembles, and the error in a value."""
 
 import difflib
 import types

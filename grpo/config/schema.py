@@ -172,7 +172,7 @@ class OptimConfig(Section):
     max_steps: int | None = Field(None, ge=1)
     """Steps (batches of completions) to train; none: as many as num_epochs gives."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
-    """If a gradient is not finite on any rank: skip leaves the update out on all ranks (10 in a row stop the run), stop ends the run."""
+    """If a gradient is not finite on any rank: skip omits the update on all ranks (10 in a row stop the run), stop ends the run."""
     num_epochs: float = Field(1.0, gt=0)
     """Passes over the training problems, if max_steps is none."""
     tokens_per_microbatch: int = Field(16384, ge=1)
@@ -208,13 +208,13 @@ class EvalConfig(Section):
     num_samples: int = Field(1, ge=1)
     """Sampled completions per problem for mean@k and pass@k, besides the greedy one; 1: the greedy one only."""
     temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of these completions."""
+    """Sampling temperature of the sampled completions."""
     max_samples: int | None = Field(None, ge=1)
     """Evaluate on the first N evaluation problems; none: all."""
     correctness: str | None = None
     """Name of the reward that tells whether a completion is correct; none: the first reward that checks answers."""
     correct_above: float = 0.0
-    """A completion is correct if that reward is above this value (0.99 where a wrong answer earns a part of the reward)."""
+    """A completion is correct if the reward `correctness` is above this value (0.99 where a wrong answer earns a part of the reward)."""
     format: str | None = None
     """Name of the reward that is above 0 for a well-formed completion; none: `format`, else <think>..</think> <answer>..</answer>."""
 
@@ -232,7 +232,7 @@ class CheckpointConfig(Section):
     save_steps: int | None = Field(None, ge=1)
     """Save a checkpoint every N steps; the last step is always saved."""
     keep: int = Field(2, ge=1)
-    """How many checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: str | None = Field(None, pattern=r"^eval/")
     """Also keep the checkpoint with the highest value of this evaluation metric (eval/greedy_accuracy, for example)."""
     background: bool = False

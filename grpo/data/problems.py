@@ -17,7 +17,7 @@ from grpo.tasks.tiny import is_tiny_tokenizer
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """The problems of one split, and the number of rows that are not among them."""
+    """The problems of one split, and the numbers of rows left out and of rows without an answer."""
 
     problems: list[Problem]
     num_too_long: int = 0

@@ -1,4 +1,4 @@
-"""Ranks: starting them, sums and votes over them, DDP. The only room that imports ``torch.distributed``.
+"""Ranks: starting them, sums and votes over them, DDP. The only package that imports ``torch.distributed``.
 
 Everything works the same under torchrun on GPUs (NCCL), under torchrun on the CPU (gloo), and in a single process without a launcher.
 """

@@ -78,7 +78,7 @@ def _end_with_torchrun() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """True also where the command line of the process cannot be read."""
+    """True if the process runs Python, or if its command line cannot be read."""
     try:
         return b"python" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -151,7 +151,7 @@ class World:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around each collective: a timeout error names the rank that waits, so print which phase that rank was waiting in."""
+        """Wraps each collective: the error of a timeout does not name the phase in which this rank waited, so print the phase."""
         try:
             yield
         except RuntimeError as error:

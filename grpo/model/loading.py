@@ -23,7 +23,7 @@ transformers_logging.disable_progress_bar()  # every rank would show one per wei
 
 
 def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = False) -> str:
-    """The folder or Hub id to load from. For ``builtin:tiny`` that is the cached folder of the tiny model, built if it is missing.
+    """The folder or Hub id to load from. For ``builtin:tiny``: the cached folder of the tiny model, which is built if it is missing.
 
     ValueError if the folder or Hub id holds no model that transformers can load.
     """
@@ -167,7 +167,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Set every dropout probability to 0: those of dropout modules, and the attributes that attention functions read."""
+    """Set every dropout probability to 0: in dropout modules, and in the attributes that attention functions read."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

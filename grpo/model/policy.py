@@ -1,4 +1,4 @@
-"""The model that is trained, with what sampling and scoring need to know about it, and its frozen reference of the KL term."""
+"""The model that is trained, with its tokenizer, token ids and precision, and the frozen reference model of the KL term."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Policy:
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Eval mode, no gradients, autocast. The mode before is restored, also after an exception.
+        """Eval mode, no gradients, autocast. The previous mode is restored, also after an exception.
 
         In train mode transformers ignores the KV cache while gradient checkpointing is on, and dropout would change the policy.
         """
@@ -71,7 +71,7 @@ def make_reference(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def cast_reference_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
-    """Store the weights of linear layers in bf16, with half the memory. The bits are the same, since autocast casts them at every use.
+    """Store the weights of linear layers in bf16, in half the memory. Logits keep their bits, since autocast casts at every use.
 
     A weight that two modules use (an embedding tied to the head) stays in fp32. If a short forward pass gives other logits or fails,
     all weights stay in fp32. Returns whether the weights are in bf16 now.

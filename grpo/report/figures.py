@@ -18,7 +18,7 @@ CURVES = {
 
 
 def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
-    """One PNG a curve, all runs in it, and the accuracies before and after with their intervals; returns what was written."""
+    """Write one PNG per curve, with all runs, and one of the accuracies before and after with intervals; returns the paths."""
     try:
         import matplotlib
     except ImportError:

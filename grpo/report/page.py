@@ -98,7 +98,7 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: Any) -> float | None:
-    """Five digits: more than a curve can show, and a smaller file."""
+    """Rounded to five digits: more than a curve can show, and a smaller file."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 

@@ -32,7 +32,7 @@ class RunData:
     """Records of ``grpo.telemetry.samples``, by step."""
     is_complete: bool
     notes: list[str] = field(default_factory=list)
-    """What could not be read or was left out; shown in the report."""
+    """Notes on data that could not be read or was left out; shown in the report."""
 
 
 def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
@@ -68,7 +68,7 @@ def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
             record = json.loads(line)
             steps[int(record["step"])] = dict(record)
         except (ValueError, KeyError, TypeError):  # not JSON, or not an object with a step
-            damaged += line is not lines[-1]  # which has no line break: it may be half written
+            damaged += line is not lines[-1]  # the last line has no line break: it may be half written
     if damaged:
         notes.append(f"{damaged} line(s) of {path.name} could not be read.")
     return dict(sorted(steps.items()))
@@ -153,7 +153,7 @@ def _interval(run: RunData, line: dict[str, Any], name: str) -> tuple[float | No
     """The 95% interval that the evaluation computed.
 
     For a run without ``intervals.jsonl``: Wilson's interval with one observation per problem, if ``run.json`` has their number. For
-    rates over several samples per problem it is too wide, because it does not use what the samples of a problem add.
+    rates over several samples per problem this interval is too wide, because it takes each problem as one observation.
     """
     interval = run.intervals.get(line["step"], {}).get(name)
     if isinstance(interval, list) and len(interval) == 2:

@@ -37,5 +37,5 @@ def require_tag(tag: Any) -> None:
 
 
 def is_missing(gold: Any) -> bool:
-    """Whether a row has no gold answer (``None`` or blank text). Such a row cannot be scored; its completions are not wrong."""
+    """True if a row has no gold answer (``None`` or blank text). Such a row cannot be scored; its completions are not wrong."""
     return gold is None or (isinstance(gold, str) and not gold.strip())

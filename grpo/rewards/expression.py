@@ -32,7 +32,7 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
 
 
 def solves_countdown(text: str, numbers: Iterable[Any], target: Any) -> bool:
-    """Whether an expression, or an equation whose right side is its value, equals the target and uses each number exactly once."""
+    """True if an expression, or an equation whose right side is its value, equals the target and uses each number exactly once."""
     expression, equals, claimed = text.partition("=")
     goal = parse_number(str(target))
     if goal is None:

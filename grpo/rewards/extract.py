@@ -111,7 +111,7 @@ def normalize_text(text: str) -> str:
 
 
 def answers_equal(a: Any, b: Any) -> bool:
-    """Whether two answers are equal: numbers exactly (``"$1,000.00"`` is ``1000``, ``"0.33"`` is not ``"1/3"``), anything else as
+    """True if two answers are equal: numbers exactly (``"$1,000.00"`` is ``1000``, ``"0.33"`` is not ``"1/3"``), anything else as
     normalised text."""
     first, second = parse_number(str(a)), parse_number(str(b))
     if first is not None or second is not None:
@@ -128,7 +128,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def has_format(text: str, pattern: str | re.Pattern[str] | None = None) -> bool:
-    """Whether the whole of ``text`` matches ``pattern`` (DOTALL); by default :data:`DEFAULT_FORMAT`, each tag exactly once."""
+    """True if the whole of ``text`` matches ``pattern`` (DOTALL); by default :data:`DEFAULT_FORMAT`, each tag exactly once."""
     if pattern is None:
         # With each tag known to occur once, a lazy ``.*?`` has one place to stop at, so matching is linear.
         return all(text.count(tag) == 1 for tag in _DEFAULT_TAGS) and has_format(text, DEFAULT_FORMAT)

@@ -13,7 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 LOAD_SECONDS = 120.0
-"""Time limit for starting a worker and importing a reward. A call has a limit of its own: an import may load a whole library."""
+"""Time limit for starting a worker and importing a reward, longer than that of a call: an import may load a whole library."""
 MAX_OUTPUT_BYTES = 32 * 1024
 """Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
 

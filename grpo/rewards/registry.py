@@ -129,7 +129,7 @@ def _get_function(spec: str, module: ModuleType, location: str, function: str) -
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine: an ``async def`` function, or an object whose ``__call__`` is one."""
+    """True if a call returns a coroutine: an ``async def`` function, or an object whose ``__call__`` is one."""
     call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 

@@ -1,10 +1,10 @@
-"""Score completions with several reward functions. No function can hang, kill or silence the training process.
+"""Score completions with several reward functions. No function can hang or kill the training process.
 
 ``B`` rows (completions), ``F`` functions. Each function is called once with the whole batch. If that call raises, hangs or kills its
 worker, the function is called once per row, so that one bad row costs one reward. The time per function and step is bounded:
 ``timeout_s`` for the batch, then ``timeout_s`` per row. After ``result.MAX_LOST_WORKERS`` rows that hung or killed a worker, the
-remaining rows are skipped (``None``, counted as timeouts). This module knows nothing of ranks: the training loop makes all ranks agree
-on a failure.
+remaining rows are skipped (``None``, counted as timeouts). This module does not communicate between ranks: the
+training loop makes all ranks agree on a failure.
 """
 
 import logging

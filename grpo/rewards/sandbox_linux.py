@@ -155,7 +155,7 @@ def drop_capabilities() -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break  # there is no such capability, or this process may not drop any: capset below is what counts
+            break  # there is no such capability, or this process may not drop any: capset below drops all that it has
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _checked(_libc.capset(header, struct.pack("=6I", 0, 0, 0, 0, 0, 0)), "capset")
     prctl(PR_SET_DUMPABLE, 0)

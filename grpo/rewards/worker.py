@@ -38,7 +38,7 @@ class FunctionInfo:
 
     is_async: bool
     row_by_row: bool
-    """Whether the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
+    """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
     needed_columns: frozenset[str]
 
 
@@ -114,7 +114,7 @@ def _error_outcome() -> tuple[str, str]:
 
 
 class Worker:
-    """The loaded functions by key, and one event loop for all coroutines: a client that a function keeps is bound to its loop."""
+    """The loaded functions by key, and one event loop for all coroutines, because an HTTP client is bound to its loop."""
 
     def __init__(self) -> None:
         self.functions: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
@@ -182,7 +182,7 @@ async def _awaited(values: Any) -> Any:
 def main(descriptor: int, parent: int) -> None:
     """Answer requests from the connection on file ``descriptor`` until it ends; ``parent`` is the process id of the other end."""
     end_with_parent()
-    if os.getppid() != parent:  # the parent ended before the request to end with it
+    if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
     connection = Connection(descriptor)
     worker = Worker()

@@ -1,7 +1,7 @@
-"""Problems to groups of sampled completions.
+"""Rollout: sample a group of completions for each problem.
 
-An engine samples: it has one method, ``generate(problems, sampling, *, address, on_tokens=None) -> list[Group]``. It takes prompts (token
-ids), :class:`SamplingParams`, and the seeds that ``address`` names; it returns token ids, the sampler's log-probabilities, and whether each
+An engine has one method, ``generate(problems, sampling, *, address, on_tokens=None) -> list[Group]``. It takes prompts (token
+ids), :class:`SamplingParams`, and ``address``, which sets the seeds. It returns token ids, the sampler's log-probabilities, and whether each
 completion finished or was cut. :class:`BuiltinEngine` is the engine in the training process.
 """
 

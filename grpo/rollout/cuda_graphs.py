@@ -27,14 +27,14 @@ from grpo.rollout.prefill import ForkedCacheDecoder
 SYNC_EVERY = 8
 """Decode steps between two reads of which rows have ended."""
 OWN_BUCKET = 256
-"""A step attends to a multiple of so many own tokens: each multiple is a shape."""
+"""The number of own tokens that a step attends to is rounded up to a multiple of this; each multiple is a shape."""
 PROMPT_BUCKET = 256
-"""Prompts are padded to a multiple of so many tokens."""
+"""Prompts are padded to a multiple of this number of tokens."""
 MAX_GRAPHS = 256
 MAX_KEPT_SHARE = 0.1
-"""Buffers and graphs are kept between rollouts if they take at most this share of the device's memory. Otherwise the update gets it."""
+"""Buffers and graphs are freed after a rollout if the buffers take more than this share of device memory: the update may need it."""
 State = dict[str, torch.Tensor]
-"""What is known of each slot, by name: its row, its prompt, the tokens drawn so far, ..."""
+"""The state of each slot, by name: its row, its prompt, the tokens drawn so far, ..."""
 
 
 def padded_rows(number: int) -> int:
@@ -52,7 +52,7 @@ class CUDAGraphRunner:
         self.decoder, self.head, self.device, self.capture = decoder, head, device, capture
         self.eos_E = torch.tensor(eos_ids, device=device)
         self.is_verified = False
-        """Whether its tokens have been compared with those of the decode loop."""
+        """True once the graphs' tokens have agreed with those of the decode loop."""
         self._buffers: dict[str, torch.Tensor] = {}
         self._steps: dict[tuple, tuple[Callable[[], None], Callable[[], None]]] = {}
         """By shape: the replay of the graph, and the captured function, whose tensors must live as long as the graph."""
@@ -213,7 +213,7 @@ class _Slots:
         self.keep(torch.arange(self.num_rows, device=runner.device), 0)
 
     def keep(self, slots: torch.Tensor, num_own: int) -> None:
-        """Drop all other rows and move these to the smallest shape that holds them; ``num_own`` own tokens of each are in the cache."""
+        """Keep only the rows in ``slots``, in the smallest shape that holds them; each has ``num_own`` own tokens in the cache."""
         runner, R = self.runner, len(slots)
         self.drawn_by_dropped += int(self.state["length"][: self.num_rows].sum() - self.state["length"][slots].sum())
         # The first shape has exactly as many slots as rows: memory was bounded for these.
@@ -225,7 +225,7 @@ class _Slots:
         U, J = (min(self.U, S), min(self.J, S)) if self.own else (len(prompts_left), int(counts_U.max()))
         first_U = counts_U.cumsum(0) - counts_U
         number_R = torch.arange(R, device=runner.device) - first_U[prompt_R]
-        cell_S = first_U.new_full((S,), U * J)  # padding queries go to one more cell, which nobody reads
+        cell_S = first_U.new_full((S,), U * J)  # padding queries go to one more cell, which is never read
         cell_S[:R] = prompt_R * J + number_R
         self.to_cell_S = runner.copy_to_static("to cell", cell_S)
         self.from_cell_S = runner.copy_to_static("from cell", cell_S.clamp(max=U * J - 1))

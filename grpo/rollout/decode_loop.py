@@ -16,17 +16,17 @@ from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.prefill import DynamicCacheDecoder, ForkedCacheDecoder
 
 SPARE_SHARE = 8
-"""Where rows join later, the KV cache has 1/8 more slots per row than a completion needs, so that it is compacted less often."""
+"""If rows join later, the KV cache has T/8 more slots per row than a completion needs, so that it is compacted less often."""
 
 Prompts = Sequence[tuple[int, ...]]
 """The prompt of each row. Rows of one group are neighbours."""
 Decoder = ForkedCacheDecoder | DynamicCacheDecoder
 Prefill = Callable[[Prompts, int], tuple[Decoder, torch.Tensor]]
-"""Prompts and capacity to a decoder and the logits of each row's first token (:func:`grpo.rollout.prefill.prefill`)."""
+"""From prompts and capacity, a decoder and the logits of each row's first token (:func:`grpo.rollout.prefill.prefill`)."""
 
 
 class Decoded(NamedTuple):
-    """What was drawn, on the CPU: tokens and log-probs ``[R, T]``, each row's length, and whether it ended by itself (was not cut)."""
+    """The decoded rows, on the CPU: tokens and log-probs ``[R, T]``, each row's length, and whether the row ended before it was cut."""
 
     tokens_RT: torch.Tensor
     logprobs_RT: torch.Tensor
@@ -38,8 +38,8 @@ class DecodeLoop:
     """Decodes rows to their ends, as many at once as ``tokens_in_flight`` allows.
 
     A row waits until :meth:`admit` puts it into the batch. It is live until it ends, and remains in the batch, without effect, until
-    :meth:`retire` takes it out. Waiting rows start as soon as ended rows have left memory for a whole group. In the cache of models that
-    cannot be packed all rows must be of the same age: there waiting rows start when all others have ended.
+    :meth:`retire` takes it out. Waiting rows start as soon as ended rows have freed memory for a whole group. In the cache of models
+    that cannot be packed, all rows must have started together: there waiting rows start when all others have ended.
     """
 
     def __init__(self, policy: Policy, prefill: Prefill, prompts: Prompts, uniforms_RT, sampling: SamplingParams):
@@ -103,7 +103,7 @@ class DecodeLoop:
         self.num_started += count
 
     def draw_tokens(self) -> int:
-        """Draw the next token of every row in the batch, and find the rows that end with it; how many rows were live before."""
+        """Draw the next token of every row in the batch, and mark the rows that end with it. Returns the number of rows live before."""
         T = self.sampling.max_completion_length
         u_B = None if self.uniforms_RT is None else self.uniforms_RT[self.rows_B, self.t_B.clamp(max=T - 1)]
         self.token_B, logprob_B = draw(self.logits_BV, u_B, self.sampling)
@@ -148,10 +148,10 @@ class DecodeLoop:
 
 
 def num_admissible(prompts: Prompts, in_flight: list[int], num_started: int, sampling, capacity: int) -> int:
-    """How many waiting rows may start beside those in flight, so that at most ``tokens_in_flight`` tokens are in the cache.
+    """The number of waiting rows that may start beside those in flight, so that at most ``tokens_in_flight`` tokens are in the cache.
 
-    A row counts as the longest prompt among them all plus ``capacity``. Only whole groups start. If nothing is in flight and not even one
-    group fits, a part of the group starts, and at least one row.
+    Each row counts as many tokens as the longest prompt of all these rows plus ``capacity``. Only whole groups start. If nothing is in
+    flight and not even one group fits, a part of the group starts, and at least one row.
     """
     R, bound = len(prompts), sampling.tokens_in_flight
     if bound is None:

@@ -1,4 +1,4 @@
-"""How a token is drawn: settings, filters, and the inverse of the cumulative distribution; ``R`` rows, ``V`` vocabulary."""
+"""Sampling of a token: settings, filters, and the inverse of the cumulative distribution; ``R`` rows, ``V`` vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are sampled. Every value is explicit: nothing is read from a model's ``generation_config.json``."""
+    """Sampling settings. Every value is explicit: nothing is read from a model's ``generation_config.json``."""
 
     num_generations: int
     """Completions per problem."""

@@ -30,7 +30,7 @@ from grpo.system import first_line
 
 
 class BuiltinEngine:
-    """Samples completions of problems with a policy. What else it holds makes later rollouts faster; dropping it changes no token."""
+    """Samples completions of problems with a policy. The other attributes are caches: they change the speed, not the tokens."""
 
     def __init__(self, policy: Policy, *, fast_decode=True, cuda_graphs=False, warn: Callable[[str], None] = print):
         """
@@ -45,7 +45,7 @@ class BuiltinEngine:
         self.graphs: CUDAGraphRunner | None = None
         """Created in the first rollout with CUDA graphs."""
         self._is_llama: bool | None = None
-        """Whether the written-out decode step gives what the model gives; checked in the first rollout."""
+        """True if :class:`LlamaDecoder` computes what the model computes; tested in the first rollout; None before."""
         self._kept_copies: dict[nn.Linear, FusedLinear] = {}
         """Copied weights, at the addresses that captured graphs read; empty without graphs."""
 
@@ -70,7 +70,7 @@ class BuiltinEngine:
         prompts = [problem.prompt_ids for problem, _ in rows]
         completions: list[Completion] = []
         with self._ready() as prefill_rows:
-            # CUDA graphs decode a fixed set of rows at a time. The loop takes all rows, and starts waiting ones as others end.
+            # CUDA graphs decode a fixed set of rows at a time. The decode loop starts waiting rows as others end.
             waves = split_into_waves(prompts, sampling) if self._can_replay(sampling) else [slice(None)] * bool(rows)
             for wave in waves:
                 uniforms_RT = self._uniforms(rows[wave], sampling, address)
@@ -136,7 +136,7 @@ class BuiltinEngine:
         ]
 
     def _can_replay(self, sampling: SamplingParams) -> bool:
-        """Whether CUDA graphs decode these rows. Stop strings need the text of every token, which only the host can decode."""
+        """True if CUDA graphs can decode with these settings. Stop strings need the text of every token, which only the host can decode."""
         return self.graphs is not None and not sampling.stop
 
     def _decode(self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens) -> Decoded:
@@ -175,7 +175,7 @@ class BuiltinEngine:
 
 
 def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
-    """Split rows so that each part takes at most ``tokens_in_flight`` tokens of KV cache when all its completions are at their longest."""
+    """Split rows into waves of at most ``tokens_in_flight`` tokens of KV cache each, with all completions at their longest."""
     bound, T = sampling.tokens_in_flight, sampling.max_completion_length
     waves, start, longest = [], 0, 0
     for row, prompt in enumerate(prompts):
@@ -187,9 +187,9 @@ def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
 
 
 def same_up_to_rounding(decoded: Decoded, expected: Decoded, tolerance: float) -> bool:
-    """Whether at least half of the rows begin with the same tokens, whose log-probs differ by less than ``tolerance`` on average.
+    """True if at least half of the rows begin with the same tokens, and the log-probs of these differ by less than ``tolerance`` on average.
 
-    Two correct ways to decode a row part where its uniform number is within rounding of the boundary between two tokens.
+    Two correct decoders draw different tokens where the uniform number is within rounding of the boundary between two tokens.
     """
     T = expected.tokens_RT.shape[1]
     same_RT = (decoded.tokens_RT[:, :T] == expected.tokens_RT).cumprod(dim=1).bool()

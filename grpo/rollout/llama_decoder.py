@@ -87,7 +87,7 @@ def _rms_norm(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
 
 
 def has_llama_layers(backbone: nn.Module) -> bool:
-    """Whether the model has the parts that a :class:`LlamaDecoder` computes, and no others. :func:`matches_model` checks what they compute."""
+    """True if the model has exactly the modules that :class:`LlamaDecoder` computes. :func:`matches_model` tests what they compute."""
     parts = dict(backbone.named_children())
     if set(parts) != MODEL_PARTS or type(parts["embed_tokens"]) is not nn.Embedding:
         return False
@@ -107,7 +107,7 @@ def has_llama_layers(backbone: nn.Module) -> bool:
 
 @torch.no_grad()
 def matches_model(model: PreTrainedModel) -> bool:
-    """Whether a :class:`LlamaDecoder` gives the hidden states of the model's own modules: two tokens after two prompts, without autocast."""
+    """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two prompts, in fp32."""
     backbone = model.base_model
     if not packing_enabled(model) or not has_llama_layers(backbone):
         return False
@@ -124,7 +124,7 @@ def matches_model(model: PreTrainedModel) -> bool:
             for tokens in (ids[13:16], ids[15:18]):
                 try:
                     hidden = decode(torch.tensor(tokens, device=device), positions_R, cache)
-                except Exception:  # the parts have Llama's names, but other interfaces
+                except Exception:  # modules with Llama's names, but with another interface
                     return False
                 positions_R = positions_R + 1
         results.append(hidden)

@@ -25,7 +25,7 @@ def prefill(
 ) -> tuple[ForkedCacheDecoder | DynamicCacheDecoder, torch.Tensor]:
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
-    ``llama_decoder`` computes decode steps, if the model can be decoded by it. ``capacity`` is the most tokens of a completion. Returns a
+    ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the most tokens of a completion. Returns a
     decoder, and logits ``[R, V]`` of each row's first token.
     """
     groups = [(prompt, len(list(rows))) for prompt, rows in groupby(prompts)]
@@ -56,7 +56,7 @@ class ForkedCacheDecoder:
         return self.head(self.hidden_UH)[prompt_R]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop all other rows."""
+        """Drop all rows but these."""
         self.cache.keep_rows(rows)
         self.positions_R = self.positions_R[rows]
 
@@ -67,7 +67,7 @@ class ForkedCacheDecoder:
 
     @property
     def is_full(self) -> bool:
-        """Whether :meth:`keep_rows` must free buffer space before the next token."""
+        """True if :meth:`keep_rows` must free buffer space before the next token."""
         return self.cache.is_full
 
     def skip_tokens(self, count: int) -> None:
@@ -82,7 +82,7 @@ class ForkedCacheDecoder:
 
 
 class DynamicCacheDecoder:
-    """The same with a cache of transformers, in which every row has its own copy of its prompt: for models that cannot be packed.
+    """Decodes with transformers' ``DynamicCache``, in which every row has its own copy of its prompt; for models that cannot be packed.
 
     Prompts are padded on the left, so that all rows continue at the same index. Rows cannot be added later.
     """
@@ -99,7 +99,7 @@ class DynamicCacheDecoder:
             mask_UK[u, : L - len(prompt)] = False
         self.mask_RK = mask_UK.to(policy.device)
         self.cache = DynamicCache(config=policy.model.config)
-        # Full-attention layers are preallocated, all others are those of transformers.
+        # Full-attention layers are preallocated; all others are transformers' own.
         layers = self.cache.layers
         self.cache.layers = [_PreallocatedLayer(L + capacity) if type(x) is DynamicLayer else x for x in layers]
         positions_UL = (self.mask_RK[:, :L].long().cumsum(dim=1) - 1).clamp(min=0)

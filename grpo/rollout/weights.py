@@ -16,7 +16,7 @@ from torch import nn
 
 _mkldnn = torch.ops.mkldnn
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that most architectures call with the same tensor. Where they are not, each is computed separately."""
+"""Names of sibling layers that most architectures call with the same tensor; called with different tensors, each gives its own output."""
 
 
 class FusedLinear:
@@ -73,7 +73,7 @@ class CopiedLinear(nn.Module):
 
 @contextlib.contextmanager
 def copied_weights(model: nn.Module, precision: str, kept: dict | None = None) -> Iterator[None]:
-    """Until the block ends, linear layers compute from copies of their weights, where that is faster. The weights must not change in it.
+    """Inside the block, linear layers compute from copies of their weights, where that is faster. The weights must not change there.
 
     ``kept`` is filled with the copy of each layer, and the next call with it refreshes the copies in place: captured CUDA graphs read them
     at fixed addresses.
@@ -101,7 +101,7 @@ def copied_weights(model: nn.Module, precision: str, kept: dict | None = None) -
 
 
 def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Plain ``nn.Linear`` layers with fp32 weights, whose ``forward`` was not replaced and has no hooks; in fp32 on CPU alone."""
+    """True for a plain ``nn.Linear`` with fp32 weights, its own ``forward`` and no hooks; in fp32 only if oneDNN can reorder."""
     if type(module) is not nn.Linear or module.weight.dtype != torch.float32:
         return False
     is_changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
@@ -109,7 +109,7 @@ def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _group_by_input(model: nn.Module, layers: list[nn.Linear]) -> list[list[nn.Linear]]:
-    """Layers that share their input together, every other layer alone."""
+    """Groups of layers that share their input; every other layer is a group of its own."""
     left, groups = dict.fromkeys(layers), []
     for parent in model.modules():
         for names in SAME_INPUT:
@@ -122,7 +122,7 @@ def _group_by_input(model: nn.Module, layers: list[nn.Linear]) -> list[list[nn.L
 
 
 def _can_reorder(weight: torch.Tensor) -> bool:
-    """Whether oneDNN can multiply with a reordered copy of this weight."""
+    """True if oneDNN can multiply with a reordered copy of this weight."""
     if weight.device.type != "cpu" or not (
         torch.backends.mkldnn.is_available() and hasattr(_mkldnn, "_linear_pointwise")
     ):

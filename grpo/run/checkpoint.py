@@ -140,7 +140,7 @@ def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
 
 
 def recover(output_dir: str | Path) -> None:
-    """Delete unfinished checkpoints, and restore one whose replacement by a new one of the same step was cut off by a kill."""
+    """Delete unfinished checkpoints. Restore a checkpoint if the process was killed while replacing it by a new one of the same step."""
     for unfinished in [*Path(output_dir).glob(".partial-checkpoint-*"), *Path(output_dir).glob(".rehearsal")]:
         shutil.rmtree(unfinished, ignore_errors=True)
     for replaced in Path(output_dir).glob(".replaced-checkpoint-*"):
@@ -169,7 +169,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         expected = {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # it may contain anything
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the file may contain anything
         raise BrokenCheckpoint(f"{folder}: no readable {MANIFEST} ({type(error).__name__}: {error})") from None
     for name, (size, sha256) in expected.items():
         try:

@@ -38,7 +38,7 @@ def show_step(
 
 
 def check_batch(run: Run, step: int, groups: list[Group], batch: Batch) -> None:
-    """Masks have the recorded lengths, EOS lies inside the mask, all tensors are finite, and the KL is 0 before the first update.
+    """Check that masks have the recorded lengths, EOS is inside the mask, tensors are finite, and the KL is 0 before the first update.
 
     Raises:
         AssertionError: naming what does not hold.
@@ -63,7 +63,7 @@ def check_batch(run: Run, step: int, groups: list[Group], batch: Batch) -> None:
 
 
 def check_update(run: Run, metrics: Accumulator) -> None:
-    """The importance ratio of the run's first update is 1 (without dropout), or AssertionError."""
+    """AssertionError if the importance ratio of the run's first update is not 1 (without dropout)."""
     if run.optimizer.state:
         return
     ratio = metrics.mean("ratio")  # NaN: no token counted

@@ -17,7 +17,7 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
     """Train, and return the exit code: 0 when complete, 128 + signal number when asked to stop.
 
     A failure ends this process at once with code 1, after an error message. If no update was under way, a checkpoint is saved first, so
-    that the failure costs the current step and no more.
+    that only the current step is lost.
     """
     saver, progress = run.saver, run.progress
     try:

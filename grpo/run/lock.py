@@ -12,7 +12,7 @@ LOCK_FILE = ".lock"
 
 
 class Lock:
-    """Held by the main rank for the whole run. The file names the holder (process id, host); the kernel's lock on it is what counts."""
+    """Held by the main rank for the whole run. The file names the holder (process id, host); the lock is the kernel's ``flock``."""
 
     path: Path | None = None
     _handle: int | None = None
@@ -35,7 +35,7 @@ class Lock:
                 ) from None
             except OSError as error:  # a network file system without locks
                 print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run there", flush=True)
-            # The holder before may have deleted the file between the open and the lock: then lock the new file.
+            # The previous holder may have deleted the file between the open and the lock: then lock the new file.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(path)):
                     self._handle, self.path = handle, path

@@ -66,7 +66,7 @@ def build_models(
     if ref_scorer is not None:
         if scorer.packed:
             ref_scorer.pack_groups()
-        ref_scorer.plain_head  # noqa: B018  measured now, while its weights are fp32
+        ref_scorer.plain_head  # noqa: B018  computed now, while its weights are fp32
         if moving_reference is None:  # a reference that moves needs its fp32 weights
             cast_reference_to_bf16(ref_scorer.model, policy)
     return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded, moving_reference)

@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and one update from the gradients that the backward passes left."""
+"""AdamW, its learning-rate schedule, and one update from the accumulated gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_lr_schedule(
 def apply_update(run: Run, metrics: Accumulator) -> None:
     """Clip the gradient, vote on whether it is finite, step the optimizer and the schedule.
 
-    If the gradient is not finite on any rank, all ranks leave the update out, and the weights do not change.
+    If the gradient is not finite on any rank, all ranks skip the update, and the weights do not change.
 
     Raises:
         ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients in a row (with ``optim.on_nonfinite=stop`` after one).
@@ -66,7 +66,7 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
                 f"{skipped} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
             )
     metrics.add("grad_norm", grad_norm if is_finite else 0.0, count=float(is_finite))
-    # All ranks skip together, and totals are summed over ranks: the main rank counts for all.
+    # All ranks skip together, and totals are summed over ranks: only the main rank counts the update.
     metrics.total("skipped_updates", float(not is_finite and run.world.is_main))
     metrics.add("learning_rate", run.optimizer.param_groups[0]["lr"])
     progress.mid_update = True

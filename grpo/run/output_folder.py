@@ -46,7 +46,7 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
         raise ConfigError(f"output_dir={output} cannot be made: {error.strerror}") from None
     lock.acquire(output)
     if start_checkpoint is not None and start_checkpoint.parent.resolve() == output.resolve():
-        # Checkpoints after the start are broken or belong to another branch: `auto` must not choose them later.
+        # Later checkpoints are broken or of steps that this run computes again: `auto` must not choose them.
         start_step = checkpoint.read_state(start_checkpoint)["step"]
         for step, folder in checkpoint.list_checkpoints(output):
             if step > start_step:

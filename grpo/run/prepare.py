@@ -1,6 +1,6 @@
-"""From a configuration to a run. Everything is checked in the order of its cost: files and rewards, then tokenizer and data, then the model.
+"""Builds a run from its configuration. Cheap checks come first: files and rewards, then tokenizer and data, then the model.
 
-What may fail on one rank alone happens inside ``world.fail_together()``: all ranks then stop with its message.
+Code that may fail on one rank alone is inside ``world.fail_together()``: all ranks then stop with that rank's message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def prepare(config: Config, world: World) -> Run | None:
     """Check and build everything; None if the run is already complete.
 
     Raises:
-        ValueError: on a user error, with one line that says what is wrong (``tests/config/test_bad_input.py`` has them all).
+        ValueError: on a user error, with a message of one line (tested by ``tests/config/test_bad_input.py``).
     """
     with contextlib.ExitStack() as on_failure:
         run = _prepare(config, world, on_failure)
@@ -50,7 +50,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     lock, found = Lock(), None
     on_failure.callback(lock.release)
     with world.fail_together():
-        if world.is_main:  # two ranks that look into a changing folder could find two things
+        if world.is_main:  # in a folder that changes, two ranks could find different checkpoints
             found = find_checkpoint(config, lock)
     checkpoint, origin = world.from_main(found)
 

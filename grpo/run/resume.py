@@ -1,4 +1,4 @@
-"""Where a run starts: from scratch, or from the checkpoint that ``checkpoint.resume`` selects; and which settings may differ then."""
+"""The start of a run: from scratch, or from the checkpoint that ``checkpoint.resume`` selects; and settings that must not change then."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StartPoint:
     checkpoint: Path | None = None
     """None: from scratch, at step 0."""
     origin: dict[str, str | None] | None = None
-    """The checkpoint folder, or the launch, that the command names as its start; saved in every checkpoint of the run."""
+    """The checkpoint folder that ``checkpoint.resume`` names, or for ``never`` this launch of torchrun; saved in every checkpoint."""
     state: dict[str, Any] = field(default_factory=dict)
     """The checkpoint's state (``trainer/state.json``); empty from scratch."""
     is_fork: bool = False
@@ -38,8 +38,8 @@ class StartPoint:
 def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, dict[str, str | None] | None]:
     """The checkpoint to continue from (None: from scratch) and the origin, see :class:`StartPoint`. Locks ``output_dir`` if it exists.
 
-    A command that names a checkpoint folder starts from it once: when the same command is started again after an interruption, the run
-    it began continues instead. The same holds for ``never`` when torchrun restarts its processes.
+    A command that names a checkpoint folder starts from it once: the same command, started again after an interruption,
+    continues its own run instead. The same holds for ``never`` when torchrun restarts its processes.
 
     Raises:
         ValueError: if the folder that the command names is not a valid checkpoint, or ``output_dir`` is in use or not a run's.
@@ -111,7 +111,7 @@ def _origin(config: Config) -> dict[str, str | None] | None:
 
 
 def _start_time(pid: int) -> str:
-    """The start time of a process in clock ticks since boot (Linux; else empty): process ids are used again."""
+    """The start time of a process in clock ticks since boot (Linux; else empty), because process ids are reused."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

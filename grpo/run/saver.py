@@ -1,4 +1,4 @@
-"""When a run's state is written to disk: on schedule, on request, for the best evaluation, in the background, or after a failure."""
+"""Writes a run's state to disk: on schedule, on request, for the best evaluation, in the background, or after a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo.telemetry.reporter import Reporter
 
 @dataclass
 class Progress:
-    """How far a run has come: the only thing beside weights, optimizer and reference that a checkpoint has to save."""
+    """The progress of a run: all that a checkpoint must save beside weights, optimizer and reference."""
 
     step: int = 0
     """Steps that are complete."""
@@ -43,7 +43,7 @@ class Progress:
         return cls(**{f.name: state[f.name] for f in dataclasses.fields(cls) if f.name in state})
 
     def complete_step(self, line: dict[str, Any]) -> None:
-        """All updates of a step are done; its metrics wait to be written."""
+        """Record that all updates of a step are done; its metrics are written later."""
         self.step, self.num_tokens = line["step"], line["num_tokens"]
         self.unwritten_line, self.mid_update = line, False
 
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def how_to_continue(config: Config) -> str:
-    """The end of a message about a checkpoint."""
+    """The last words of a message about a checkpoint: the command that continues the run."""
     setting = " with checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
     return f"the same command{setting} continues from there"
 
@@ -146,7 +146,7 @@ class Saver:
             raise error
 
     def _background_error(self) -> Exception | None:
-        """Wait for the thread; its error, which is then forgotten."""
+        """Wait for the thread; return its error, and clear the error."""
         if self._thread is not None:
             self._thread.join()
         self._thread, error, self._error = None, self._error, None

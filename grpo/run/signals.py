@@ -57,7 +57,7 @@ class Signals:
         self._thread.start()
 
     def vote(self) -> tuple[bool, bool]:
-        """``(save, stop)`` at a step boundary: whether any rank was asked to. The same answer on all ranks."""
+        """``(save, stop)`` at a step boundary: True if any rank was asked to. All ranks get the same answer."""
         save, stop = self.world.max(torch.tensor([int(self.save_requested), self.world.stop_signal or 0])).tolist()
         if save:
             self.save_requested = False

@@ -1,4 +1,4 @@
-"""The metrics of a step, and the completions that are kept of it.
+"""The metrics of a step, and the few completions of a step that are written to a file.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` rows, ``T`` completion tokens.
 """
@@ -47,11 +47,11 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
 def add_microbatch(
     run: Run, metrics: Accumulator, micro: Batch, new_BT: Tensor, old_BT: Tensor, entropy_BT: Tensor, first_pass: bool
 ) -> None:
-    """Add one micro-batch's entropy, importance ratios (for wandb), and how far sampled and scored log-probs are apart.
+    """Add one micro-batch's entropy, importance ratios (for wandb), and difference between sampled and scored log-probs.
 
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
-        first_pass: the weights are those that sampled the completions.
+        first_pass: this is the first pass over the batch; later passes have the same old log-probs, which count once.
     """
     metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
     if first_pass:
@@ -65,7 +65,7 @@ def add_microbatch(
 def step_line(
     run: Run, groups: list[Group], all_values_PGF: Tensor, all_rewards_PG: Tensor, metrics: Accumulator, seconds: dict
 ) -> dict[str, float]:
-    """The object in ``metrics.jsonl`` of the step that comes to its end; one reduction over ranks.
+    """The object of the current step for ``metrics.jsonl``, reduced over ranks.
 
     Args:
         groups: this rank's; rewards are of all ranks.
@@ -111,7 +111,7 @@ def add_completions(groups: list[Group], metrics: Accumulator) -> None:
 def report_details(
     run: Run, groups: list[Group], batch: Batch, values_PGF: Tensor, all_rewards_PG: Tensor, metrics: Accumulator
 ) -> None:
-    """Beside the line of a complete step: histograms for wandb (over all ranks), and a few of this rank's completions in full.
+    """Report a complete step's histograms to wandb (over all ranks), and write a few of this rank's completions to a file.
 
     Args:
         batch: this rank's, with the old log-probs of the loss.

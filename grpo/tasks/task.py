@@ -1,4 +1,4 @@
-"""What all built-in tasks share: rows drawn from a seed, and a split into training and evaluation that no seed changes."""
+"""The base class of the built-in tasks: rows drawn from a seed, and a split into training and evaluation that no seed changes."""
 
 import hashlib
 import random

@@ -78,7 +78,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def is_tiny_tokenizer(tokenizer: Any) -> bool:
-    """Whether a tokenizer has the vocabulary of :func:`build_tokenizer`, also if it was loaded from a folder."""
+    """True if a tokenizer has the vocabulary of :func:`build_tokenizer`, also if it was loaded from a folder."""
     return tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
 

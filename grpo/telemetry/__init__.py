@@ -1,1 +1,1 @@
-"""What a run shows and writes about itself: console, progress bars, metrics.jsonl, wandb, hints, completions/, run.json, traces."""
+"""Output of a run about itself: console, progress bars, metrics.jsonl, wandb, hints, completions/, run.json, traces."""

@@ -12,7 +12,7 @@ def progress_values(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 def console_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One step: the reward, its parts, then what tells whether training is healthy."""
+    """One step: the reward, its parts, then metrics that show whether training is healthy."""
     parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
     means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     parts += [f"{name.split('/')[1]} {metrics[name]:.3f}" for name in means]
@@ -48,7 +48,7 @@ def evaluation_form(name: str) -> str:
 
 
 def is_rate(name: str) -> bool:
-    """Whether an evaluation metric is a share of problems or completions. Rewards and lengths are not."""
+    """True if an evaluation metric is a share of problems or completions, False for rewards and lengths."""
     return not name.startswith("eval/rewards/") and not name.endswith("mean_length")
 
 

@@ -1,4 +1,4 @@
-"""Hints: what an experienced person would point out while watching the metrics, and what to do. ``docs/metrics.md`` lists them."""
+"""Hints: problems that an experienced person would see in the metrics, and what to do about each. ``docs/metrics.md`` lists them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from statistics import fmean, variance
 from typing import Any
 
 FEW, MANY, START = 5, 20, 10
-"""Number of steps to average over: ``FEW`` for what needs a quick reaction, ``MANY`` for noisy metrics, and the first ``START`` steps,
+"""Number of steps to average over: ``FEW`` if a quick reaction is needed, ``MANY`` for noisy metrics, and the first ``START`` steps,
 with which later ones are compared."""
 ALL_EQUAL = 10  # steps in a row without unequal rewards: a hint then does not wait for MANY steps
 
@@ -33,7 +33,7 @@ class Hints:
         self._given: set[str] = set()
 
     def update(self, metrics: Mapping[str, Any]) -> list[str]:
-        """The hints that this step gives rise to and that were not given before. Lines without a reward (evaluations) are ignored."""
+        """The hints that this step triggers and that were not given before. Lines without a reward (evaluations) are ignored."""
         if _number(metrics.get("reward")) is None:
             return []
         self._history.steps.append(metrics)
@@ -66,7 +66,7 @@ class History:
         return None if part is None or whole is None or whole < MIN_STEP_TIME else part / whole
 
     def reward_rose(self, num_steps: int) -> bool | None:
-        """Whether the mean reward of the last steps is above that of the first by two standard errors; None while that is unknown."""
+        """True if the mean reward of the last steps is above that of the first by two standard errors; None with too few steps."""
         first, last = self.values("reward", slice(0, START)), self.values("reward", slice(-num_steps, None))
         if len(self.steps) < START + num_steps or None in first or None in last:
             return None
@@ -83,7 +83,7 @@ def _mean(values: list[float | None], expected: int) -> float | None:
 
 
 Rule = Callable[[History], str | None]
-"""Returns its hint if the history gives rise to it."""
+"""Returns a hint if the history triggers it."""
 
 
 def _above(limit: float, name: str, num_steps: int, hint: str) -> Rule:

@@ -13,7 +13,7 @@ RATIO_EDGES = tuple(_edges("cpu").tolist())
 
 @torch.no_grad()
 def ratio_histogram(ratio_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """How many of the masked ratios lie in each bin of :data:`RATIO_EDGES`: ``[E - 1]`` counts on the device of ``ratio_BT``.
+    """The number of ratios inside of the mask in each bin of :data:`RATIO_EDGES`: ``[E - 1]`` counts on the device of ``ratio_BT``.
 
     Nothing here waits for the device, as ``torch.histc`` and ``torch.bincount`` would.
     """

@@ -109,7 +109,7 @@ class Reporter:
             self._intervals_file.sync()
 
     def is_logged(self, step: int) -> bool:
-        """Whether this rank shows a step on the console and in wandb, and keeps some of its completions."""
+        """True if this rank shows a step on the console and in wandb, and keeps some of its completions."""
         return self.is_main and (step % self._every == 0 or step == self.max_steps)
 
     def histogram(self, name: str, values: torch.Tensor | tuple[Sequence[float], Sequence[float]]) -> None:

@@ -37,7 +37,7 @@ class WandbLogger:
         run_id: wandb's id of the interrupted run that goes on; None draws a new one.
         environment: facts about this start, stored in wandb beside the configuration.
         first_step: steps that are already done.
-        metrics_file: knows the steps that the interrupted run has written.
+        metrics_file: holds the steps that the interrupted run has written.
     """
 
     def __init__(

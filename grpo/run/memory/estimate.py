@@ -25,7 +25,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """Sampling and updating do not happen at the same time."""
+        """Bytes at the peak; sampling and updating do not happen at the same time."""
         return self.states + self.reference + max(self.cache, self.activations)
 
 

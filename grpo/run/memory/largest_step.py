@@ -1,7 +1,7 @@
 """A dry run of the largest possible step before the first one, to find out-of-memory early, with a message that says what to set.
 
-The dry run holds what a step holds at its peak: the heaviest wave of a rollout, with a late token decoded and all rows copied once; then
-forward and backward of the heaviest micro-batch; beside both Adam's averages, which the first update creates. It leaves out evaluations
+The dry run holds what a step holds at its peak: the heaviest wave of a rollout, with a last token decoded and all rows copied; then
+forward and backward of the heaviest micro-batch. Both also hold Adam's averages, which the first update creates. It leaves out evaluations
 (at most 256 completions at once) and passes without gradient (smaller than the update).
 
 The run does not change by a bit: global generators are restored, gradients reach neither ``.grad`` nor DDP, the optimizer does not step.
@@ -191,7 +191,7 @@ def _fits(world: World, attempt: Callable[[], None]) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """PyTorch has an out-of-memory exception for CUDA alone; oneDNN, cuBLAS and the CPU allocator are recognised by their messages."""
+    """True if memory ran out. PyTorch has an exception for CUDA alone; oneDNN, cuBLAS and the CPU allocator are recognised by message."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     signs = (
