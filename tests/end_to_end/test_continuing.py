@@ -29,6 +29,7 @@ def settings_of(folder, step):
     return torch.load(folder / f"checkpoint-{step}" / "trainer" / "optimizer.pt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_accepted_changes_of_the_optimizer_are_the_ones_used(run, tmp_path):
     """Moments stay, all else is the new configuration's: also where in the schedule the run is."""
     first = ["optim.lr_scheduler_type=linear", "optim.max_steps=3"]
@@ -112,6 +113,7 @@ def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
     assert run("other", *again, code=2) == ""
 
 
+@pytest.mark.slow
 def test_never_starts_afresh_but_not_when_torchrun_restarts_it(random_model, tmp_path):
     def run(launch):
         never = ["checkpoint.save_steps=1", "checkpoint.keep=9", "optim.max_steps=3", "checkpoint.resume=never"]

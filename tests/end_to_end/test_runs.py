@@ -80,7 +80,10 @@ def test_equal_rewards_move_nothing(tmp_path, random_model):
     assert_same_weights(random_model, tmp_path / "run" / "checkpoint-3")
 
 
-@pytest.mark.parametrize(("reward", "ranks"), [("raises", 1), ("raises", 2), ("wrong_length", 2)])
+@pytest.mark.parametrize(
+    ("reward", "ranks"),
+    [("raises", 2), *(pytest.param(*p, marks=pytest.mark.slow) for p in (("raises", 1), ("wrong_length", 2)))],
+)
 def test_a_broken_reward_stops_all_ranks_with_its_name(tmp_path, random_model, reward, ranks):
     done = run_trainer(
         *small_run(random_model, tmp_path / "run"),

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import yaml
 from conftest import ROOT, run_trainer, small_run
 from outputs import assert_same_weights, lines
@@ -14,6 +15,7 @@ def huge(prompts, completions, **columns):
 """
 
 
+@pytest.mark.slow
 def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path, random_model):
     """The checkpoints after the chosen one, broken or of another branch, do not push out the new ones."""
     arguments = [*small_run(random_model, tmp_path), "checkpoint.save_steps=1", "checkpoint.keep=2"]
@@ -45,6 +47,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random
     assert "lower optim.learning_rate" in stopped.stderr
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_memory_alone(tmp_path, random_model):
     for name in ("false", "true"):
         run_trainer(

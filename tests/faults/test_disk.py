@@ -114,7 +114,7 @@ def lose_manifest(folder):
     (folder / "manifest.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, flip, lose_manifest])
+@pytest.mark.parametrize("damage", [flip, *(pytest.param(d, marks=pytest.mark.slow) for d in (cut, lose_manifest))])
 def test_a_damaged_newest_checkpoint_costs_its_steps_only(capsys, tmp_path, random_model, straight, damage):
     output = tmp_path / "run"
     saves = ["checkpoint.save_steps=1", "checkpoint.keep=3"]

@@ -83,6 +83,7 @@ def test_every_kind_of_run(tmp_path, random_model, options):
     assert_same_run(tmp_path / "whole", tmp_path / "run", STEPS)
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_from_the_seed_too(tmp_path, whole):
     model, options = save_random_model(tmp_path / "model", attention_dropout=0.1), ["model.disable_dropout=false"]
     inside(tmp_path / "whole", model, *options)

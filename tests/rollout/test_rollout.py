@@ -307,7 +307,13 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
 
 @pytest.mark.parametrize(
     ("rows", "temperature", "spare"),
-    [(1, 0.0, 8), (3, 1.0, 8), (8, 1.0, 8), (9, 1.0, 8), (20, 0.0, 8), (20, 1.0, 50), (30, 1.0, 8)],
+    [
+        (3, 1.0, 8),
+        (8, 1.0, 8),
+        (20, 0.0, 8),
+        (20, 1.0, 50),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in ((1, 0.0, 8), (9, 1.0, 8), (30, 1.0, 8))),
+    ],
 )
 def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatch, rows, temperature, spare):
     monkeypatch.setattr("grpo.rollout.decode_loop.SPARE_SHARE", spare)

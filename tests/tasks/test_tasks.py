@@ -59,6 +59,7 @@ def test_commutative_duplicates_are_one_problem():
     )
 
 
+@pytest.mark.slow
 def test_rows_depend_on_the_seed_and_on_nothing_else():
     rows = {name: rows_of(name, "eval", 3)[:200] for name in TASKS}
     for name in TASKS:

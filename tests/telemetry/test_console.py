@@ -2,11 +2,13 @@
 
 import re
 
+import pytest
 from conftest import run_trainer, small_run
 
 import train_grpo
 
 
+@pytest.mark.slow
 def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, random_model):
     done = run_trainer(
         *small_run(random_model, tmp_path / "run"),

@@ -102,6 +102,7 @@ def test_a_run_without_a_server_goes_on_offline(tmp_path, random_model):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_run_without_the_package_goes_on(tmp_path, random_model):
     (tmp_path / "wandb.py").write_text("raise ImportError('no wandb here')")
     done = run_trainer(

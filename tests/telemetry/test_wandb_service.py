@@ -70,6 +70,7 @@ def test_a_server_gets_each_step_once_also_after_an_interruption(tmp_path):
     assert steps_written(tmp_path / "run") == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parent", [False, True])
 def test_a_server_that_refuses_makes_the_run_go_on_offline(tmp_path, parent):
     with service("refuses") as running:
