@@ -271,7 +271,7 @@ class RuntimeConfig(Section):
     timeout_s: float = Field(1800.0, gt=0)
     """Seconds that a rank waits for the other ranks before it stops with an error."""
     deterministic: bool = False
-    """Use only kernels that give the same bits every time (CUDA; slower)."""
+    """Use only kernels that give the same bits every time (slower; needed on CUDA, and on CPU with several threads)."""
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of each rank; none: the cores of this machine / its ranks."""
     rehearse: bool | None = None
