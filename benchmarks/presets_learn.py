@@ -1,4 +1,4 @@
-"""What every preset of docs/algorithm.md learns on a tiny task (arithmetic): same initial model, same steps, several seeds.
+"""Learning of every preset of docs/algorithm.md on a tiny task (arithmetic): same initial model, same steps, several seeds.
 
     python benchmarks/presets_learn.py                        8 presets x 3 seeds x 100 steps
     python benchmarks/presets_learn.py --steps 3 --seeds 0    a quick check

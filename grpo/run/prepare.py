@@ -55,8 +55,12 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     checkpoint, origin = world.from_main(found)
 
     with world.fail_together():
-        options = config.reward.model_dump(include={"timeout_s", "num_workers"})
-        rewards = RewardRunner(config.reward.functions, **options, device=world.device)
+        rewards = RewardRunner(
+            config.reward.functions,
+            timeout_s=config.reward.timeout_s,
+            num_workers=config.reward.num_workers,
+            device=world.device,
+        )
         on_failure.callback(rewards.close)
 
     with world.fail_together():
@@ -77,13 +81,18 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=trust)
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)
-    options = dict(prompts_per_step=config.rollout.prompts_per_step, seed=config.seed)
-    problems = Schedule(train.problems, **options, rank=world.rank, world_size=world.size)
+    problems = Schedule(
+        train.problems,
+        prompts_per_step=config.rollout.prompts_per_step,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+    )
     max_steps = config.optim.max_steps or max(math.ceil(config.optim.num_epochs * problems.steps_per_epoch), 1)
     if progress.step >= max_steps and not progress.unwritten_line:
         if world.is_main:
-            done = f"{checkpoint} is at step {progress.step} of {max_steps}"
-            print(f"already complete: {done}; nothing to do", flush=True)
+            where = f"{checkpoint} is at step {progress.step} of {max_steps}"
+            print(f"already complete: {where}; nothing to do", flush=True)
         return None
 
     with world.fail_together():
@@ -106,8 +115,10 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         wandb_run_id=start.state.get("wandb_run_id"),
         environment=here,
     )
-    options = config.runtime.model_dump(include={"fast_decode", "cuda_graphs"})
-    engine = BuiltinEngine(policy, **options, warn=reporter.print)
+    runtime = config.runtime
+    engine = BuiltinEngine(
+        policy, fast_decode=runtime.fast_decode, cuda_graphs=runtime.cuda_graphs, warn=reporter.print
+    )
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     optimizer, lr_schedule = models.optimizer, models.lr_schedule
     parts = dict(model=policy.model, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)

@@ -29,8 +29,6 @@ class StartPoint:
     """The checkpoint folder that ``checkpoint.resume`` names, or for ``never`` this launch of torchrun; saved in every checkpoint."""
     state: dict[str, Any] = field(default_factory=dict)
     """The checkpoint's state (``trainer/state.json``); empty from scratch."""
-    is_fork: bool = False
-    """The checkpoint lies in another output folder, whose wandb run and best checkpoint are not continued."""
     settings_changed: bool = False
     """Settings differ from the checkpoint's, and ``checkpoint.accept_changes`` allows it."""
 
@@ -80,10 +78,10 @@ def read_start_point(
             f"{config.output_dir} was started with other settings ({'; '.join(differences)}): "
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
         )
-    is_fork = folder.parent.resolve() != Path(config.output_dir).resolve()
-    if is_fork:
+    if folder.parent.resolve() != Path(config.output_dir).resolve():
+        # A branch of a run in another folder: that run's wandb run and best checkpoint are not continued.
         state = state | {"best": None, "wandb_run_id": None}
-    return StartPoint(folder, origin or state.get("origin"), state, is_fork, settings_changed=bool(differences))
+    return StartPoint(folder, origin or state.get("origin"), state, settings_changed=bool(differences))
 
 
 def print_differences(state: dict[str, Any], world_size: int, versions: dict[str, str]) -> None:

@@ -85,18 +85,23 @@ class Run:
         """``eval/...`` metrics of the current weights; empty without evaluation data."""
         if not self.eval_problems:
             return {}
-        e, sampling = self.config.eval, self.sampling
-        options = dict(num_samples=e.num_samples, temperature=e.temperature, stop=sampling.stop, seed=self.config.seed)
-        options |= dict(
-            max_completion_length=sampling.max_completion_length, tokens_in_flight=sampling.tokens_in_flight
-        )
-        total = len(self.world.own_rows(self.eval_problems)) * (1 + (e.num_samples > 1))
-        grader = Grader(e, self.rewards)
+        settings, rollout = self.config.eval, self.config.rollout
+        total = len(self.world.own_rows(self.eval_problems)) * (1 + (settings.num_samples > 1))
         with self.reporter.bar("evaluation", total, "problem") as bar:
-            options |= dict(
-                step=0, on_problems=bar.update
-            )  # the same seeds in each evaluation: only the weights differ
-            evaluation = evaluate(self.engine, self.eval_problems, grader, self.world, **options)
+            evaluation = evaluate(
+                self.engine,
+                self.eval_problems,
+                Grader(settings, self.rewards),
+                self.world,
+                num_samples=settings.num_samples,
+                temperature=settings.temperature,
+                max_completion_length=rollout.max_completion_length,
+                stop=tuple(rollout.stop),
+                tokens_in_flight=rollout.tokens_in_flight,
+                seed=self.config.seed,
+                step=0,  # the same seeds in each evaluation, so that metrics differ by the weights alone
+                on_problems=bar.update,
+            )
         self.reporter.intervals(step, evaluation.intervals)
         if unscored := evaluation.num_unscored:
             self.reporter.print(

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from architectures import SIZES, V
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -27,19 +28,6 @@ from grpo.logprobs import CompletionScorer, head_is_plain, logprobs_from_logits,
 
 torch.set_num_threads(1)
 
-V = 64
-SIZES = dict(
-    vocab_size=V,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
 PROMPTS, COMPLETIONS = (3, 7, 1, 5), (4, 2, 6, 0)
 
 

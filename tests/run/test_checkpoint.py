@@ -156,7 +156,7 @@ def test_an_odd_generation_config_does_not_stop_a_save(random_model, tmp_path):
     assert things["model"].generation_config is odd
 
 
-def test_rehearsal_leaves_nothing(random_model, tmp_path):
+def test_a_dry_run_of_a_save_leaves_nothing(random_model, tmp_path):
     dry_run_save(tmp_path, **trained(random_model))
     assert os.listdir(tmp_path) == []
     (tmp_path / "file").write_text("")
