@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo.advantages import group_advantages, has_equal_rewards
+from grpo.advantages import group_advantages, has_no_advantage
 from grpo.batch import Batch, Group, collate, microbatches, minibatches
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
@@ -94,9 +94,9 @@ def sample_and_score(
 ) -> tuple[list[Group], Tensor, Tensor]:
     """This rank's groups, every reward ``[P, G, F]``, and their weighted sum ``[P, G]`` (NaN: no function could score it).
 
-    With dynamic sampling (DAPO, section 3.2) a group of equal rewards is replaced by a group of another problem. The substitute is a
-    function of (step, position in the batch, attempt), so that neither the world size nor a resume changes it; after the last attempt
-    the group is kept as it is.
+    With dynamic sampling (DAPO, section 3.2) a group whose advantages are all 0 is replaced by a group of another problem. The
+    substitute is a function of (step, position in the batch, attempt), so that neither the world size nor a resume changes it; after
+    the last attempt the group is kept as it is.
     """
     world, algorithm = run.world, run.config.algorithm
     problems = run.problems.at(step)
@@ -121,8 +121,8 @@ def sample_and_score(
         rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
         if not algorithm.dynamic_sampling or attempt == algorithm.dynamic_sampling_attempts:
             break
-        equal = has_equal_rewards(rewards_PG).nonzero().flatten().tolist()
-        substitutes = {p: run.problems.substitute(step, p, attempt) for p in equal}
+        empty_P = has_no_advantage(rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
+        substitutes = {p: run.problems.substitute(step, p, attempt) for p in empty_P.nonzero().flatten().tolist()}
         missing = [p for p, problem in substitutes.items() if problem is not None]
         for p in missing:
             problems[p] = substitutes[p]
@@ -132,9 +132,10 @@ def sample_and_score(
 
 
 def weighted_sum(values_PGF: Tensor, weights: list[float]) -> Tensor:
-    """``[P, G]`` weighted sum of the reward functions' values that are not NaN; NaN where all are."""
-    rewards_PG = (values_PGF.nan_to_num(0.0) * torch.tensor(weights)).sum(dim=-1)
-    return rewards_PG.masked_fill(values_PGF.isnan().all(dim=-1), torch.nan)
+    """``[P, G]`` weighted sum of the reward functions' values that are not NaN; NaN where all values with a weight are."""
+    weights_F = torch.tensor(weights)
+    rewards_PG = (values_PGF.nan_to_num(0.0) * weights_F).sum(dim=-1)
+    return rewards_PG.masked_fill((values_PGF.isnan() | (weights_F == 0)).all(dim=-1), torch.nan)
 
 
 def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:

@@ -31,7 +31,9 @@ def group_advantages(
     """
     _check(rewards_PG, baseline, scale)
     # At least fp32: half precision would round away the small differences between rewards that the advantages are made of.
-    rewards_PG = rewards_PG.to(torch.promote_types(rewards_PG.dtype, torch.float32))
+    dtype = torch.promote_types(rewards_PG.dtype, torch.float32)
+    # In fp32 the squares of rewards above 1e19 would be infinite, and all their advantages 0.
+    rewards_PG = rewards_PG.double()
     scored_PG = ~torch.isnan(rewards_PG)
     rewards_PG = rewards_PG.masked_fill(~scored_PG, 0.0)
 
@@ -45,12 +47,23 @@ def group_advantages(
     elif scale == "batch":
         advantages_PG = advantages_PG / (_std(rewards_PG.flatten(), scored_PG.flatten(), dim=0) + eps)
         is_zero_PG = is_zero_PG | _all_equal(rewards_PG.flatten(), scored_PG.flatten(), dim=0)
-    return advantages_PG.masked_fill(is_zero_PG, 0.0)
+    return advantages_PG.masked_fill(is_zero_PG, 0.0).to(dtype)
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
-    """``[P]`` booleans: True where all rewards of a group are equal, or none is a number, so that its advantages are 0."""
+    """``[P]`` booleans: True where all rewards of a group are equal, or none is a number."""
     return _all_equal(rewards_PG, ~torch.isnan(rewards_PG), dim=1).squeeze(1)
+
+
+def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
+    """``[P]`` booleans: True where all advantages of a group are 0, whatever the rewards of the other groups are.
+
+    Those of equal rewards are, except that without a baseline an advantage is a multiple of its reward.
+    """
+    has_zero_advantages_P = has_equal_rewards(rewards_PG)
+    if baseline == "none" and scale != "group":
+        has_zero_advantages_P = has_zero_advantages_P & (rewards_PG.nan_to_num(0.0) == 0).all(dim=1)
+    return has_zero_advantages_P
 
 
 def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:

@@ -22,6 +22,7 @@ from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run import checkpoint
+from grpo.system import printable
 from grpo.telemetry.user_errors import print_user_error
 
 
@@ -146,7 +147,7 @@ def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namesp
         except ValueError as mistake:
             raise ValueError(f"{mistake}; add --column NAME=VALUE") from None
         for number, (completion, row) in enumerate(zip(group.completions, values, strict=True), 1):
-            weighted = [w * v for w, v in zip(rewards.weights, row, strict=True) if v is not None]
+            weighted = [w * v for w, v in zip(rewards.weights, row, strict=True) if w and v is not None]
             total = f"{sum(weighted):g}" if weighted else "unscorable"
             values_shown = ["unscorable" if value is None else f"{value:g}" for value in row]
             parts = ", ".join(f"{name} {shown}" for name, shown in zip(rewards.names, values_shown, strict=True))
@@ -154,11 +155,6 @@ def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namesp
             print(f"--- {number}/{options.samples}  reward {total} ({parts}), {len(completion.ids)} tokens, {ending}")
             print(printable(completion.text))
     return 0
-
-
-def printable(text: str) -> str:
-    """The text with control and format characters escaped, so that it cannot move the cursor or hide parts of itself."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in (lines[:2] if lines[0].endswith(":") else lines[:1]))
 
 
+def printable(text: str) -> str:
+    """The text with control and format characters escaped, so that it cannot move the cursor of a terminal or hide parts of itself."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
+
+
 def write_atomically(path: str | Path, content: str | Callable[[Path], None]) -> None:
     """Write a file so that a reader sees the old content or the new, never a part: write a temporary file beside it, then rename.
 

@@ -51,7 +51,7 @@ class AlgorithmConfig(Section):
     mask_truncated_completions: bool = False
     """Leave truncated completions out of the loss."""
     dynamic_sampling: bool = False
-    """Replace a group whose rewards are all equal by a group of another problem (DAPO)."""
+    """Replace a group whose advantages are all 0 (equal rewards) by a group of another problem (DAPO)."""
     dynamic_sampling_attempts: int = Field(3, ge=1)
     """Number of other problems that are tried for such a group; if all fail, the last group is kept."""
     ref_sync_steps: int = Field(0, ge=0)

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo.config.config import Config, debug_variant
-from grpo.config.help import explain, help_text, keys_of, unknown_key
+from grpo.config.help import explain, help_text, keys_of, not_a_section, unknown_key
 
 
 class ConfigError(ValueError):
@@ -72,14 +72,14 @@ def _apply(override: str, values: dict[str, Any]) -> None:
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{section}={inner!r}: expected a section with keys")
+            raise ConfigError(not_a_section(section, known))
         values = inner
     values[leaf] = value
 
 
 def _read_file(name: str) -> dict[str, Any]:
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = Path(name).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
         existing = ", ".join(sorted(map(str, Path("configs").glob("*.yaml"))))
         raise ConfigError(f"config file {name} does not exist{existing and '; there are '}{existing}") from None

@@ -1,11 +1,13 @@
 """The whole configuration: all sections, rewards that other settings imply, checks of settings that contradict each other, ``--debug``."""
 
+import os
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
+from grpo.config.masking import masked
 
 
 class Config(schema.Section):
@@ -25,6 +27,15 @@ class Config(schema.Section):
     checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
     logging: schema.LoggingConfig = schema.LoggingConfig()
     runtime: schema.RuntimeConfig = schema.RuntimeConfig()
+
+    def for_writing(self) -> dict[str, Any]:
+        """The values as they are written to files and sent to wandb: JSON types, secrets masked."""
+        return masked(self.model_dump(mode="json"))
+
+    @field_validator("output_dir")
+    @classmethod
+    def _expand_home(cls, value: str) -> str:
+        return os.path.expanduser(value)  # the shell expands `~` at the start of a word, not after `=`
 
     @model_validator(mode="before")
     @classmethod

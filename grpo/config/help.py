@@ -68,13 +68,20 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {key!r}; --help lists all keys"
 
 
+def not_a_section(key: str, known: list[str]) -> str:
+    """The error for a value given to a whole section."""
+    return f"{key} is a section: write {next(k for k in known if k.startswith(f'{key}.'))}=..."
+
+
 def explain(error: Mapping[str, Any], known: list[str]) -> str:
     """One of pydantic's errors in one line: the key, the value and what would work."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return unknown_key(key, known)
-    message = error["msg"].removeprefix("Value error, ")
-    if not key or (error["type"] == "value_error" and any(k.startswith(f"{key}.") for k in known)):
+    message, is_section = error["msg"].removeprefix("Value error, "), any(k.startswith(f"{key}.") for k in known)
+    if is_section and error["type"] == "model_type":
+        return not_a_section(key, known)
+    if not key or (error["type"] == "value_error" and is_section):
         return message  # it is about several keys, and names them
     if error["type"] == "missing":
         return f"{key} is missing"

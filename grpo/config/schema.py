@@ -3,6 +3,7 @@
 The text under a key is what ``--help`` prints.
 """
 
+import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -241,6 +242,11 @@ class CheckpointConfig(Section):
     """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; a checkpoint folder: start from it."""
     accept_changes: bool = False
     """Continue even if model, data, rewards, algorithm, optimizer, rollout, precision or seed differ from the checkpoint's."""
+
+    @field_validator("resume")
+    @classmethod
+    def _expand_home(cls, value: str) -> str:
+        return os.path.expanduser(value)
 
 
 class LoggingConfig(Section):

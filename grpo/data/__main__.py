@@ -8,6 +8,7 @@ from typing import Any
 from grpo.config import Config, load_config
 from grpo.data import ProblemSet, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
+from grpo.system import printable
 from grpo.telemetry.user_errors import print_user_error
 
 NUM_PROMPTS = 3
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
         trust = config.model.trust_remote_code
         path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=trust)
         for line in preview(config, load_tokenizer(path, trust_remote_code=trust)):
-            print(line)
+            print(printable(line))
     except (ValueError, OSError) as error:
         print_user_error(error)
         return 2

@@ -27,7 +27,7 @@ from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, evaluate
 from grpo.evaluation.estimate import CompletionResult
-from grpo.evaluation.grading import Grader, check_reward_names
+from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.logprobs import CompletionScorer
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
@@ -80,6 +80,8 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
     if world.is_main:
         for model, evaluation in zip(models, evaluations, strict=True):
             print("\n".join(report(config, model, evaluation)), flush=True)
+        if note := correctness_note(config.eval, rewards.names):
+            print(note)
         if len(evaluations) > 1:
             print(evaluation_table(evaluations[0].metrics, evaluations[-1].metrics))
         write_json(config, models, evaluations, output)
@@ -163,7 +165,8 @@ def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:
 
 def write_json(config: Config, models: list[str], evaluations: list[Evaluation], output: Path) -> None:
     """Write the configuration, and per model all metrics and the results of every problem."""
-    sections = config.model_dump(mode="json", include={"seed", "data", "reward", "rollout", "eval"})
+    values = config.for_writing()
+    sections = {name: values[name] for name in ("seed", "data", "reward", "rollout", "eval")}
     content = {
         "config": sections,
         "interval": {"level": LEVEL, "method": INTERVAL_METHOD},

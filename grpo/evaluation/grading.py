@@ -28,7 +28,7 @@ class Grader:
     def __init__(self, config: EvalConfig, rewards: RewardRunner):
         names = rewards.names
         self.rewards = rewards
-        self.correctness = config.correctness or next((name for name in names if name in ANSWER_CHECKERS), names[0])
+        self.correctness = config.correctness or next(filter(_checks_answers, names), names[0])
         self.correct_above = config.correct_above
         self.format = config.format or ("format" if "format" in names else None)
 
@@ -53,6 +53,20 @@ class Grader:
             scored=correctness is not None,
             text=completion.text,
         )
+
+
+def _checks_answers(reward: str) -> bool:
+    return reward in ANSWER_CHECKERS
+
+
+def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
+    """What evaluations count as correct, where the configuration does not say it and none of the rewards is known to check answers."""
+    if config.correctness or any(map(_checks_answers, names)):
+        return None
+    rule = f"a completion as correct if {names[0]} > {config.correct_above:g}"
+    return (
+        f"note: evaluations count {rule}, since no reward is known to check answers: eval.correctness names another one"
+    )
 
 
 def check_reward_names(config: EvalConfig, names: Sequence[str]) -> None:

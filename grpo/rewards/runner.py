@@ -15,11 +15,13 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
+from grpo.config.masking import with_environment
 from grpo.rewards.arguments import check_columns
 from grpo.rewards.process import LOAD_SECONDS, WorkerProcess
 from grpo.rewards.registry import CLASSIFIER_PREFIX, check_arguments, display_name, load_reward
 from grpo.rewards.result import FunctionResult, RewardContractError, RewardResult, RewardSpec
 from grpo.rewards.worker import FunctionInfo, RewardInputs, call_reward, check_values
+from grpo.system import printable
 
 GATHER_GRACE_SECONDS = 1.0
 """The worker cancels coroutines after ``timeout_s``. A worker that has not answered this many seconds later is blocked and is killed."""
@@ -46,7 +48,9 @@ class RewardRunner:
             raise ValueError(f"reward.timeout_s must be positive, got {timeout_s}")
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"reward.num_workers must be at least 1, got {num_workers}")
-        self.specs = [RewardSpec(str(f.name).strip(), float(f.weight), dict(f.args or {})) for f in functions]
+        specs = [str(f.name).strip() for f in functions]
+        args = [with_environment(dict(f.args or {}), f"reward {s!r}") for s, f in zip(specs, functions, strict=True)]
+        self.specs = [RewardSpec(s, float(f.weight), a) for s, f, a in zip(specs, functions, args, strict=True)]
         self.names = _unique_names([spec.name for spec in self.specs])
         self.weights = [spec.weight for spec in self.specs]
         self.timeout_s, self.device = float(timeout_s), device
@@ -149,7 +153,7 @@ class RewardRunner:
                 self._logged.add(result.name)
                 logger.warning(
                     "reward %r failed on %d of %d completions (logged once per run); the first failure:\n%s",
-                    *(result.name, result.failures, num_rows, result.first_traceback),
+                    *(result.name, result.failures, num_rows, printable(result.first_traceback)),
                 )
         return RewardResult(
             values=[list(row) for row in zip(*(result.values for result in results), strict=True)],

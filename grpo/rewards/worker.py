@@ -30,6 +30,8 @@ from grpo.rewards.registry import accepted_columns, check_arguments, is_async, l
 from grpo.system import end_with_parent
 
 MAX_TRACEBACK_LENGTH = 8000
+MAX_REWARD = 3.4028234663852886e38
+"""The largest number in fp32, in which the trainer stores rewards."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: Rewa
 def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
     """Turn the return value of a reward into an outcome: one float or ``None`` per row. NaN becomes ``None``.
 
-    Lists, tuples, arrays and tensors of numbers of any type are accepted. A string, an infinite value or another length is a
-    ``"contract"`` outcome; nothing is guessed.
+    Lists, tuples, arrays and tensors of numbers of any type are accepted. A string, a value beyond :data:`MAX_REWARD` or another
+    length is a ``"contract"`` outcome; nothing is guessed.
     """
     expected = f"expected a list of {num_rows} values, each a float or None, one per completion"
     if hasattr(values, "tolist"):  # numpy, torch
@@ -92,7 +94,7 @@ def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
                 number = float(value)
             except (TypeError, ValueError, OverflowError):
                 number = "not a number"
-        if isinstance(number, (str, bytes)) or number in (math.inf, -math.inf):
+        if isinstance(number, (str, bytes)) or (number is not None and abs(number) > MAX_REWARD):
             kind = type(value).__name__
             return "contract", f"returned {_short_repr(value)} of type {kind} for completion {row}; {expected}"
         checked.append(None if number is None or math.isnan(number) else number)

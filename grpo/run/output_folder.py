@@ -56,7 +56,7 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
         others = [output / name for name in ("completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl")]
         aside = _move_aside(output, [*results, *others])
         print(f"an earlier run in {output} was moved to {aside}", flush=True)
-    resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    resolved = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)
     write_atomically(output / RESOLVED_CONFIG, resolved)
 
 

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from grpo.config import Config, ConfigError, check_world_size
+from grpo.config.masking import mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
@@ -100,6 +101,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     policy = models.policy
     eval_problems = evaluation.problems[: config.eval.max_samples]
 
+    mask_command_line(config.model_dump())
     here = environment(world.size) | {"from_step": progress.step, "num_parameters": num_parameters(policy.model)}
     here["num_eval_problems"] = len(eval_problems)
     with world.main_first():

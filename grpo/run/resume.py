@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import Config, ConfigError
+from grpo.config.masking import masked
 from grpo.run import checkpoint
 from grpo.run.lock import Lock
 from grpo.run.output_folder import check_output_dir
@@ -136,7 +137,7 @@ def _newest_from(origin: dict[str, str | None], config: Config) -> Path | None:
 
 def _differences(config: Config, state: dict[str, Any], data_fingerprint: str | None = None) -> list[str]:
     """``"key: checkpoint <old>, now <new>"`` for each setting, and for the data, that must not change and does."""
-    saved, now = state.get("config", {}), config.model_dump(mode="json")
+    saved, now = masked(state.get("config", {})), config.for_writing()
     pairs: list[tuple[str, Any, Any]] = []
     if data_fingerprint is not None:
         pairs.append(("data_fingerprint", state.get("data_fingerprint", data_fingerprint), data_fingerprint))

@@ -167,6 +167,6 @@ class Saver:
         state = dataclasses.asdict(self.progress)
         del state["mid_update"]
         state |= {"wandb_run_id": self.reporter.wandb_run_id, "world_size": self.world.size, "versions": versions()}
-        state |= {**self.facts, "config": self.config.model_dump(mode="json")}
+        state |= {**self.facts, "config": self.config.for_writing()}
         best_step = self.progress.best and self.progress.best["step"]
         return self.parts | {"keep": self.config.checkpoint.keep, "best_step": best_step, "state": state}

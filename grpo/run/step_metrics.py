@@ -151,9 +151,11 @@ def kept_completions(
 
 
 def _mean(values: Tensor) -> float:
-    return values[~torch.isnan(values)].mean().item() if (~torch.isnan(values)).any() else 0.0
+    """The mean of the values that are not NaN; NaN if there is none. In float64, in which rewards of any size have a sum."""
+    return values.double().nanmean().item()
 
 
 def _row_std(values_PG: Tensor) -> Tensor:
-    rows = [row[~torch.isnan(row)] for row in values_PG]
-    return torch.stack([row.std() if len(row) > 1 else torch.zeros(()) for row in rows])
+    """``[P]`` the standard deviation (n - 1) of each row's values that are not NaN: 0 for a single value, NaN for none."""
+    rows = [row[~torch.isnan(row)].double() for row in values_PG]
+    return torch.stack([row.std(correction=len(row) > 1) if len(row) else row.mean() for row in rows])

@@ -8,6 +8,7 @@ from pathlib import Path
 from grpo.batch import Problem
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
+from grpo.evaluation.grading import correctness_note
 from grpo.model import num_parameters
 from grpo.run.state import Run
 
@@ -22,6 +23,8 @@ def print_summary(
         checkpoint: the one that the run continues from.
     """
     lines = [*_facts(run, train, evaluation), *warnings_of(run.config, train.problems, run.eval_problems)]
+    if run.eval_problems and (note := correctness_note(run.config.eval, run.rewards.names)):
+        lines.append(note)
     if why_padded:
         lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
     if checkpoint:

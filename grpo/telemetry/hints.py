@@ -1,7 +1,7 @@
 """Hints: problems that an experienced person would see in the metrics, and what to do about each. ``docs/metrics.md`` lists them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from statistics import fmean, variance
 from typing import Any
 
@@ -26,11 +26,11 @@ NOT_ACCURACY = ("format", "tag", "overlong", "length", "brevity")
 
 
 class Hints:
-    """Takes the metrics of one step after the other, and gives each hint once."""
+    """Takes the metrics of one step after the other, and gives each hint once; those of the rules ``without`` never."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, without: Collection[str] = ()) -> None:
         self._history = History()
-        self._given: set[str] = set()
+        self._given: set[str] = set(without)
 
     def update(self, metrics: Mapping[str, Any]) -> list[str]:
         """The hints that this step triggers and that were not given before. Lines without a reward (evaluations) are ignored."""

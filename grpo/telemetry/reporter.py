@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from grpo.config import Config
+from grpo.system import printable
 from grpo.telemetry.console import console_line, evaluation_line, progress_values
 from grpo.telemetry.hints import Hints
 from grpo.telemetry.metrics_file import MetricsFile
@@ -47,7 +48,9 @@ class Reporter:
         last_kept_step = first_step - 1 if first_step == 0 or rewrite_first_step else first_step
         self._metrics_file = MetricsFile(output_dir / "metrics.jsonl", last_kept_step=last_kept_step)
         self._intervals_file = MetricsFile(output_dir / "intervals.jsonl", last_kept_step=last_kept_step)
-        self._hints = Hints()
+        # Without a baseline, a group of equal rewards has advantages too.
+        needs_differences = config.algorithm.baseline != "none" or config.algorithm.scale == "group"
+        self._hints = Hints(without=() if needs_differences else ("equal rewards",))
         for metrics in self._metrics_file.kept:  # the interrupted run has printed these hints
             self._hints.update(metrics)
         self._steps_bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
@@ -62,7 +65,7 @@ class Reporter:
         """Print a line on the console, above the bars."""
         if self.is_main:
             with tqdm.external_write_mode(file=self._bar_stream):
-                print(text, flush=True)
+                print(printable(text), flush=True)
 
     def bar(self, description: str, total: int, unit: str = "tok", *, initial: int = 0, leave: bool = False) -> tqdm:
         """A progress bar, shown on a terminal only. ``bar.update(n)`` adds n."""

@@ -4,11 +4,12 @@ import sys
 import time
 
 from grpo.distributed import World, launch_environment
+from grpo.system import printable
 
 
 def print_user_error(error: Exception) -> None:
     """Print an error on stderr; each line of its message starts with ``error: ``."""
-    for line in str(error).splitlines():
+    for line in printable(str(error)).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 

@@ -111,7 +111,7 @@ class WandbLogger:
             name = config.logging.run_name or Path(config.output_dir).name
             options = dict(
                 project=config.logging.project, name=name, id=self.run_id, dir=str(config.output_dir),
-                config=config.model_dump(mode="json") | {"environment": environment},
+                config=config.for_writing() | {"environment": environment},
                 settings=wandb.Settings(silent=True, finish_timeout_raises=True, **TIMEOUTS),
             )  # fmt: skip
             try:

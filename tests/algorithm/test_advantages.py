@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from grpo.advantages import group_advantages, has_equal_rewards
+from grpo.advantages import group_advantages, has_equal_rewards, has_no_advantage
 
 NAN = math.nan
 BASELINES = ("mean", "leave_one_out", "none")
@@ -144,6 +144,22 @@ def test_equal_rewards_without_a_baseline_are_not_divided_by_eps(scale):
 def test_equal_groups_are_told_from_the_rest():
     rewards = torch.tensor([[0.1, 0.1, 0.1], [0.1, NAN, 0.1], [NAN, NAN, NAN], [0, 0, 1], [NAN, 0, 1], [NAN, NAN, 3]])
     assert has_equal_rewards(rewards).tolist() == [True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_groups_without_advantage_are_those_whose_advantages_are_0(baseline, scale):
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [NAN, NAN], [NAN, 0.5], [0.0, 1.0], [NAN, 0.0]])
+    advantages = group_advantages(rewards, baseline=baseline, scale=scale)
+    found = has_no_advantage(rewards, baseline=baseline, scale=scale)
+    assert found.tolist() == (advantages == 0).all(dim=1).tolist()
+    assert found[0] == (baseline != "none" or scale == "group"), "equal rewards teach where nothing is subtracted"
+
+
+@pytest.mark.parametrize("unit", [1e20, 1e37, 1e-30])
+def test_the_unit_of_the_rewards_does_not_matter(unit):
+    rewards = torch.tensor([[0.0, 1.0, 2.0, NAN]])
+    torch.testing.assert_close(group_advantages(rewards * unit, eps=0.0), group_advantages(rewards, eps=0.0))
 
 
 def test_no_baseline_and_no_scale_is_the_reward_itself():

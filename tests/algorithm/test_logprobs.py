@@ -24,7 +24,7 @@ from transformers import (
 
 import grpo.logprobs
 from grpo.batch import completion_mask
-from grpo.logprobs import CompletionScorer, head_is_plain, logprobs_from_logits, score_logits
+from grpo.logprobs import CompletionScorer, _ScoreLogits, head_is_plain, logprobs_from_logits, score_logits
 
 torch.set_num_threads(1)
 
@@ -160,6 +160,14 @@ def test_disagreeing_shapes_and_temperatures_are_refused():
     for temperature in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="must be above 0"):
             logprobs_from_logits(torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.long), temperature)
+
+
+def test_entropy_is_not_negative_at_a_low_temperature():
+    logits = 30 + torch.randn(50, 200, generator=torch.Generator().manual_seed(0)) * 1e-2
+    _, entropies = _ScoreLogits.apply(logits, torch.zeros(50, dtype=torch.long), 1e-3)
+    expected = torch.special.entr((logits.double() / 1e-3).softmax(dim=-1)).sum(dim=-1)
+    assert (entropies >= 0).all()
+    torch.testing.assert_close(entropies.double(), expected, rtol=0, atol=2e-2)
 
 
 def test_entropy_by_hand():

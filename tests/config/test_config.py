@@ -300,8 +300,6 @@ def test_an_unknown_key_of_a_reward_is_refused():
         ("reward.functions=accuracy", "list"),
         ("reward.functions=[]", "at least 1"),
         ("data.few_shot=[{prompt: 1, completion: a}]", "string"),
-        ("rollout=5", "dictionary"),
-        ("algorithm=dapo", "dictionary"),
         ("output_dir=", "string"),
         ("rollout.top_k=null", "integer"),
         ("rollout.stop=['']", "empty string"),
@@ -318,11 +316,24 @@ def test_a_value_out_of_range_names_key_value_and_what_is_allowed(override, allo
 
 
 @pytest.mark.parametrize(
-    "argv", [["algorithm.name=[1]"], ["algorithm.name={a: 1}"], ["algorithm.name=dapo", "rollout=5"]]
+    "argv", [["algorithm.name=[1]"], ["algorithm.name={a: 1}"], ["algorithm.name=dapo", "rollout.top_k=[5]"]]
 )
 def test_a_value_of_the_wrong_kind_is_one_line_too(argv):
     (line,) = mistakes(argv)
     assert line.startswith(argv[-1].partition("=")[0] + "=")
+
+
+@pytest.mark.parametrize("argv", [["optim=3"], ["optim=[1]"], ["optim="], ["optim=3", "optim.learning_rate=1e-3"]])
+def test_a_value_for_a_whole_section_names_a_key_of_it(argv):
+    assert mistakes(argv) == ["optim is a section: write optim.learning_rate=..."]
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.yaml").write_text("seed: 7")
+    config = load_config(["--config=~/a.yaml", "output_dir=~/runs/x", "checkpoint.resume=~/runs/y/checkpoint-2"])
+    assert (config.seed, config.output_dir) == (7, f"{tmp_path}/runs/x")
+    assert config.checkpoint.resume == f"{tmp_path}/runs/y/checkpoint-2"
 
 
 def test_every_mistake_is_reported_at_once(file):

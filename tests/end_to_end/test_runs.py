@@ -8,6 +8,8 @@ from conftest import ROOT, run_trainer, small_run
 from outputs import assert_same_weights, lines, weights
 
 import train_grpo
+from grpo.run.step_metrics import reward_metrics
+from grpo.telemetry.metrics_file import json_safe
 
 PRESETS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_baseline"]
 
@@ -103,6 +105,20 @@ def test_a_reward_that_gives_no_value_leaves_the_others_in_the_sum():
     values_PGF = torch.tensor([[[1.0, 2.0], [nan, 2.0], [1.0, nan], [nan, nan]]])
     rewards_PG = train_grpo.weighted_sum(values_PGF, [1.0, 0.5])
     torch.testing.assert_close(rewards_PG, torch.tensor([[2.0, 1.0, 1.0, nan]]), equal_nan=True)
+    # A value without weight does not make a completion scored.
+    rewards_PG = train_grpo.weighted_sum(values_PGF, [1.0, 0.0])
+    torch.testing.assert_close(rewards_PG, torch.tensor([[1.0, nan, 1.0, nan]]), equal_nan=True)
+
+
+def test_a_reward_that_scored_nothing_has_no_mean():
+    nan = float("nan")
+    values_PGF = torch.tensor([[[2e38, nan], [3e38, nan]], [[nan, nan], [1e38, nan]]])
+    metrics = reward_metrics(["some", "none"], values_PGF, values_PGF[..., 0])
+    assert metrics["rewards/some/mean"] == pytest.approx(2e38) and metrics["rewards/some/std"] == pytest.approx(1e38)
+    assert metrics["reward_std"] == pytest.approx((0.5e38 * 2**0.5 + 0) / 2), "0 for a single reward"
+    for name in ("rewards/none/mean", "rewards/none/std"):
+        assert json_safe(metrics)[name] is None
+    assert json_safe(reward_metrics(["none"], values_PGF[..., 1:], values_PGF[..., 1]))["reward"] is None
 
 
 def test_unscorable_completions_are_counted(tmp_path, random_model):

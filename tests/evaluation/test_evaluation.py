@@ -16,7 +16,7 @@ from grpo.distributed import World
 from grpo.evaluation import CompletionResult, estimates, pass_at_k
 from grpo.evaluation.collect import evaluate
 from grpo.evaluation.estimate import mean_of, rate_of, wilson
-from grpo.evaluation.grading import Grader, check_reward_names
+from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.rollout import BuiltinEngine
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -314,6 +314,15 @@ def test_the_configuration_says_which_reward_decides(rewards, settings, correct,
     ((result,),) = grade([Group(Problem(0, "q", (1,)), (Completion((1,), "text", True),))])
     assert (result.correct, result.formatted) == (correct, formatted)
     assert result.scored is (rewards.get("accuracy", 0) is not None)
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "noted"),
+    [(["length"], {}, True), (["format", "mine"], {}, True), (["format", "accuracy"], {}, False), (["length"], {"correctness": "length"}, False)],
+)  # fmt: skip
+def test_what_counts_as_correct_is_said_where_nothing_is_known_to_check_answers(names, settings, noted):
+    note = correctness_note(EvalConfig(**settings), names)
+    assert (note or "").startswith(f"note: evaluations count a completion as correct if {names[0]} > 0") is noted
 
 
 def test_a_name_that_no_reward_has_is_refused():

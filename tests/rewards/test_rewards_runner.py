@@ -232,6 +232,7 @@ def test_rows_are_shared_by_workers(run):
         ("[1.0, math.inf]", "'given' returned inf of type float for completion 1"),
         ("[1.0, [2.0]]", "of type list for completion 1"),
         ("[10 ** 400, 1]", "of type int for completion 0"),
+        ("[1.0, -1e39]", "'given' returned -1e\\+39 of type float for completion 1"),
         ("1.0", "'given' returned 1.0 of type float; expected"),
         ("'ab'", "of type str; expected"),
         ("None", "returned None of type NoneType"),

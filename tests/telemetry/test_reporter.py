@@ -7,6 +7,7 @@ import pytest
 from grpo.config import Config
 from grpo.telemetry.console import console_line, evaluation_table, without_most_pass_at_k
 from grpo.telemetry.reporter import Reporter
+from grpo.telemetry.user_errors import print_user_error
 
 
 def reporter(folder, *, every=100, **changes):
@@ -42,6 +43,30 @@ def test_other_ranks_write_nothing(tmp_path):
     other_rank.sync()
     other_rank.close()
     assert not (tmp_path / "run").exists()
+
+
+def test_escape_sequences_do_not_reach_the_terminal(tmp_path, capsys):
+    writer = reporter(tmp_path)
+    writer.print("prompt \x1b]0;title\x07 \x1b[2J\rend\n\tindented")
+    print_user_error(ValueError("row 3: \x1b[31mred"))
+    shown = capsys.readouterr()
+    assert shown.out == "prompt \\u001b]0;title\\u0007 \\u001b[2J\\u000dend\n\tindented\n"
+    assert shown.err == "error: row 3: \\u001b[31mred\n"
+    writer.close()
+
+
+@pytest.mark.parametrize(("algorithm", "expected"), [({}, 1), ({"name": "reinforce"}, 0)])
+def test_equal_rewards_are_no_hint_where_nothing_is_subtracted_from_them(tmp_path, capsys, algorithm, expected):
+    writer = Reporter(
+        Config(output_dir=str(tmp_path), logging={"every": 100}, algorithm=algorithm),
+        is_main=True,
+        first_step=0,
+        max_steps=30,
+    )
+    for step in range(1, 31):
+        writer.step({"step": step, "reward": 1.0, "frac_reward_zero_std": 1.0})
+    assert capsys.readouterr().out.count("nothing to learn from") == expected
+    writer.close()
 
 
 def test_the_console_line_starts_with_the_reward():

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import run_trainer, small_run
+from conftest import ROOT, run_trainer, small_run
 
 from grpo.telemetry.samples import read_samples
 
@@ -49,8 +49,11 @@ def offline_records(folder, start: int = -1):
 def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_model):
     run_trainer(
         *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2",
+        f"reward.functions=[{{name: '{ROOT}/tests/rewards_for_tests.py:share_of_digits', args: {{api_key: sk-of-the-test}}}}]",
         "algorithm.num_iterations=2", ranks=2,
     )  # fmt: skip
+    with_the_key = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and b"sk-of-the-test" in p.read_bytes()]
+    assert not with_the_key and "api_key: '***'" in (tmp_path / "run" / "config.yaml").read_text()
     history, config, axes = offline_records(tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [h["step"] for h in history] == [line["step"] for line in lines] == [0, 1, 2, 3]
