@@ -122,9 +122,9 @@ def _library_folders() -> list[str]:
     return chosen
 
 
-def _make_read_only(folder: str) -> None:
+def _make_read_only(folder: str, flags: int = _READ_ONLY) -> None:
     """Make the mount ``folder`` and every mount below it read-only. Mounts of the host below a library folder were bound with it."""
-    attributes = struct.pack("=4Q", _READ_ONLY, 0, 0, 0)
+    attributes = struct.pack("=4Q", flags, 0, 0, 0)
     if _libc.syscall(_MOUNT_SETATTR, AT_FDCWD, folder.encode(), AT_RECURSIVE, attributes, len(attributes)) == 0:
         return
     with open("/proc/self/mountinfo") as file:  # Linux before 5.12: one mount at a time
@@ -134,7 +134,7 @@ def _make_read_only(folder: str) -> None:
             # In a user namespace, flags that the mount already has are locked and must be set again.
             present = os.statvfs(path).f_flag
             kept = present & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048) | ((1 << 21) if present & 4096 else 0)
-            mount("none", path, flags=MS_REMOUNT | MS_BIND | _READ_ONLY | kept)
+            mount("none", path, flags=MS_REMOUNT | MS_BIND | flags | kept)
 
 
 def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
@@ -158,6 +158,7 @@ def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
             os.makedirs(os.path.dirname(root + file), 0o755, exist_ok=True)
             os.close(os.open(root + file, os.O_CREAT, 0o644))
             mount(file, root + file, flags=MS_BIND)
+            _make_read_only(root + file, MS_RDONLY | MS_NOSUID)
     os.mkdir(root + WORK)
     if not os.path.lexists(root + "/tmp"):  # it exists if this Python is installed below /tmp
         os.symlink(WORK, root + "/tmp")
@@ -197,14 +198,8 @@ def deny_system_calls() -> None:
     namespaces |= CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWCGROUP
     program += [(equal, 0, 3, _CLONE[index]), (load, 0, 0, 16), (any_bit, 0, 1, namespaces), (give, 0, 0, refuse)]
     # The limits of the process itself (0) may be changed, those of another, such as the driver, not.
-    program += [
-        (load, 0, 0, 0),
-        (equal, 0, 3, _PRLIMIT64[index]),
-        (load, 0, 0, 16),
-        (equal, 1, 0, 0),
-        (give, 0, 0, refuse),
-    ]
-    program.append((give, 0, 0, allow))
+    program += [(load, 0, 0, 0), (equal, 0, 3, _PRLIMIT64[index]), (load, 0, 0, 16)]
+    program += [(equal, 1, 0, 0), (give, 0, 0, refuse), (give, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
