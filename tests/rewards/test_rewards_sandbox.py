@@ -102,6 +102,9 @@ def test_through_the_runner(sandboxed):
         0.0,
     ]  # code that hangs scores 0: it is the policy's fault
     assert result.failures == [0]
+    late = pytest.raises(ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s = 0\.5")
+    with late, RewardRunner([spec], timeout_s=0.5) as runner:
+        runner.check()
 
 
 def test_what_programs_need_works(attack):
