@@ -1,34 +1,38 @@
 """Start a worker process, send it requests with a time limit, and kill it when a limit passes."""
 
 import contextlib
-import json
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from multiprocessing.connection import Pipe
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+from grpo.rewards.worker import HEADER
 
 LOAD_SECONDS = 120.0
 """Time limit for starting a worker and importing a reward, longer than that of a call: an import may load a whole library."""
 MAX_OUTPUT_BYTES = 32 * 1024
 """Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
+MAX_ANSWER_BYTES = 256 * 1024**2
 
 _POLL_SECONDS = 0.05
+# Until sys.path is set, the working folder comes first in it: nothing but sys, which is no file, may be imported.
 _BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from grpo.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
 
-def _worker_sys_path() -> list[str]:
-    """Our ``sys.path``, with '' replaced by the working folder, and the folders that the worker needs added."""
+def _worker_sys_path(directory: str) -> list[str]:
+    """Our ``sys.path``, then the working folder: a ``json.py`` there does not replace the module of the standard library."""
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = [entry or os.getcwd() for entry in sys.path]
-    return path + [entry for entry in (os.getcwd(), package_root) if entry not in path]
+    path = [entry for entry in path if entry == package_root or entry not in (directory, os.getcwd())]
+    return path + [entry for entry in (package_root, directory) if entry not in path]
 
 
 class WorkerProcess:
@@ -43,7 +47,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
         self._loaded: set[int] = set()
-        self._num_printed_bytes = 0
+        self._num_jobs = self._num_printed_bytes = 0
 
     def load(self, key: int) -> tuple[str, Any]:
         """Load function ``key``: ``("ok", FunctionInfo)``, ``("invalid", message)``, ``("timeout", None)`` or ``("died", cause)``."""
@@ -58,6 +62,8 @@ class WorkerProcess:
 
         After a timeout or a death the process has ended; the next call starts a new one.
         """
+        if self._process is not None and self._process.poll() is not None:
+            self.kill()  # the process ended after its last answer, which is not the fault of this call
         for key in keys:
             if key not in self._loaded:
                 kind, value = self.load(key)
@@ -69,24 +75,53 @@ class WorkerProcess:
         if self._process is None:
             self._start()
         try:
-            message = ForkingPickler.dumps(request)
+            message = pickle.dumps(request)
         except Exception as error:
             raise ValueError(f"a column cannot be sent to the worker process of the rewards: {error}") from error
         deadline = time.monotonic() + seconds
+        self._num_jobs += 1
         try:
-            self._connection.send_bytes(message)
-            while True:
-                remaining = deadline - time.monotonic()
-                if self._connection.poll(max(0.0, min(_POLL_SECONDS, remaining))):
-                    return self._connection.recv()
-                # A child of the worker may keep the connection open, so the end of the worker does not always end the connection.
-                if self._process.poll() is not None and not self._connection.poll(0):
-                    return self._cause_of_death()
-                if remaining <= 0:
-                    self.kill()
-                    return "timeout", None
+            self._connection.settimeout(seconds)
+            self._connection.sendall(HEADER.pack(self._num_jobs, len(message)) + message)
+            job, length = HEADER.unpack(self._receive(HEADER.size, deadline))
+            if job != self._num_jobs:
+                cause = "a reward wrote to the worker's connection, a file descriptor that is not its own"
+            elif length > MAX_ANSWER_BYTES:
+                cause = f"its answer has {length} bytes, and the limit is {MAX_ANSWER_BYTES}"
+            else:
+                answer = self._receive(length, deadline)
+                try:
+                    return pickle.loads(answer)
+                except Exception as error:
+                    cause = f"its answer cannot be read: {type(error).__name__}: {error}"
+        except TimeoutError:
+            self.kill()
+            return "timeout", None
         except (EOFError, ConnectionError):
             return self._cause_of_death()
+        self.kill()
+        return "died", f"was killed: {cause}"
+
+    def _receive(self, num_bytes: int, deadline: float) -> bytes:
+        """Exactly ``num_bytes`` from the worker. Raises ``TimeoutError`` at the deadline, ``EOFError`` if the worker has ended."""
+        received = bytearray()
+        while len(received) < num_bytes:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            ended = self._process.poll() is not None
+            self._connection.settimeout(min(remaining, 0.001 if ended else _POLL_SECONDS))
+            try:
+                chunk = self._connection.recv(min(num_bytes - len(received), 1 << 20))
+            except TimeoutError:
+                # A child of the worker may keep the connection open, so the end of the worker does not always end the connection.
+                if ended:
+                    raise EOFError from None
+                continue
+            if not chunk:
+                raise EOFError
+            received += chunk
+        return bytes(received)
 
     def _cause_of_death(self) -> tuple[str, Any]:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -100,9 +135,9 @@ class WorkerProcess:
         return "died", f"exited with status {code}"
 
     def _start(self) -> None:
-        ours, theirs = Pipe(duplex=True)
+        ours, theirs = socket.socketpair()
         with theirs:
-            arguments = [json.dumps(_worker_sys_path()), str(theirs.fileno()), str(os.getpid())]
+            arguments = [str(theirs.fileno()), str(os.getpid()), *_worker_sys_path(self.directory)]
             streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group also kills
             # processes that a reward has started.

@@ -20,6 +20,7 @@ from grpo.rewards.arguments import check_columns
 from grpo.rewards.process import LOAD_SECONDS, WorkerProcess
 from grpo.rewards.registry import CLASSIFIER_PREFIX, check_arguments, display_name, load_reward
 from grpo.rewards.result import FunctionResult, RewardContractError, RewardResult, RewardSpec
+from grpo.rewards.sandbox import Limits
 from grpo.rewards.worker import FunctionInfo, RewardInputs, call_reward, check_values
 from grpo.system import printable
 
@@ -104,6 +105,10 @@ class RewardRunner:
             late = f"loading it took more than {LOAD_SECONDS:g} s"
             reason = late if kind == "timeout" else f"its worker process {value}"
             raise ValueError(f"reward {name!r} cannot be loaded: {reason}")
+        seconds = self.specs[key].args.get("total_seconds", Limits.total_seconds)
+        if name == "python_tests" and seconds >= self.timeout_s:
+            limit = f"reward.timeout_s = {self.timeout_s:g}"  # otherwise code that hangs scores None, not 0
+            raise ValueError(f"reward 'python_tests': total_seconds = {seconds:g} must be less than {limit}")
         if value.row_by_row:
             self._row_by_row.add(key)
         return value

@@ -6,7 +6,7 @@ processes of the sandbox after each test. Because the driver is process 1, has n
 cannot kill or change it, and every process of the sandbox dies when the driver dies.
 
 Stdout has lines of JSON: first ``{"missing": [...]}``, the layers that this machine cannot provide (without ``allow_unsandboxed`` nothing
-follows if there are any), then ``{"status": ..., "output": ...}`` per test, or ``{"error": ...}`` if the sandbox itself fails.
+follows if there are any), then ``{"status": ..., "output": ...}`` per test, or ``{"error": ...}`` if the driver itself fails.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ import threading
 import time
 import types
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # last: no file of that folder replaces a standard module
 import sandbox_linux as linux
 
-del sys.path[0], sys.modules["sandbox_linux"]
+del sys.path[-1], sys.modules["sandbox_linux"]
 
 LAUNCH_SECONDS = 5.0
 """Time limit for setting up, in addition to the time limit of the tests."""
@@ -113,8 +113,12 @@ def _drive(job: dict, missing: list[str], folder: str, uid: int, results: int) -
     status = 1
     try:
         isolated = not missing
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace gets only the signals that it handles
         with contextlib.suppress(OSError, AttributeError):
             linux.end_with_parent()
+        # Without memory, the kernel ends the sandbox and not the reward worker or the trainer.
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
         if isolated:
             _try_layer(missing, "a file tree of its own", linux.enter_private_root, folder, uid, job["disk_mb"])
         work = linux.WORK if not missing else folder
@@ -168,7 +172,7 @@ def _write(descriptor: int, message: dict) -> None:
 
 
 def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bool) -> dict:
-    """Run one test in a child, and kill every process that the test leaves behind."""
+    """Run one test in a child, and kill every process that the test leaves behind. An error while it runs is a failed test."""
     if time.monotonic() >= deadline:
         return {"status": "timeout", "output": ""}
     # The child reports success by writing this secret at its end. Code that ends the child early, by os._exit(0), cannot pass.
@@ -185,7 +189,9 @@ def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bo
         finally:
             os._exit(0)
     os.close(report_end), os.close(output_end)
-    status, text = _read_output(child, output, deadline, job["output_kb"] * 1024)
+    status, text = "failed", b""
+    with contextlib.suppress(Exception):
+        status, text = _read_output(child, output, deadline, job["output_kb"] * 1024)
     _kill_everything(child, isolated)
     os.set_blocking(report, False)
     with contextlib.suppress(BlockingIOError):

@@ -14,7 +14,8 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8
 CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-_READ_ONLY = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
+_READ_ONLY = MS_RDONLY | MS_NOSUID | MS_NODEV  # mount_setattr(2) has the same three values
+_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
@@ -25,8 +26,9 @@ FIRST_PRIVATE_UID = 2_000_000_000
 
 WORK = "/sandbox"  # the working folder inside the sandbox; contains no Python installation
 
-# System calls to deny, with their numbers on x86_64 and aarch64. Programming exercises need none of them, and sandboxes have been escaped,
-# or RLIMIT_AS evaded, through them. ``socket`` is denied; ``socketpair``, which asyncio needs, is not.
+# System calls to deny, with their numbers on x86_64 and aarch64. Programming exercises need none of them. With them sandboxes have been
+# escaped, RLIMIT_AS evaded, programs of the host run, and the driver, which has the same user, slowed down. ``socket`` is denied;
+# ``socketpair``, which asyncio needs, is not.
 _DENIED = {
     "socket": (41, 198), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
@@ -35,9 +37,11 @@ _DENIED = {
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "shmget": (29, 194), "memfd_create": (319, 279), "memfd_secret": (447, 447),
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "execve": (59, 221), "execveat": (322, 281),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
 }  # fmt: skip
-_CLONE, _CLONE3 = (56, 220), 435
+_CLONE, _CLONE3, _PRLIMIT64 = (56, 220), 435, (302, 261)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -87,7 +91,12 @@ def enter_namespaces(uid: int) -> None:
     Root creates them directly and changes its user after the file tree is set up. Other users, and root without the capability for
     that, create a user namespace too, in which they keep their id.
     """
-    flags = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    _unshare_namespaces(CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS, uid)
+    for change in (_libc.sethostname, _libc.setdomainname):  # the new namespace begins with the names of the host
+        _checked(change(b"sandbox", 7), "sethostname")
+
+
+def _unshare_namespaces(flags: int, uid: int) -> None:
     if os.geteuid() == 0:
         try:
             return unshare(flags)
@@ -113,6 +122,21 @@ def _library_folders() -> list[str]:
     return chosen
 
 
+def _make_read_only(folder: str, flags: int = _READ_ONLY) -> None:
+    """Make the mount ``folder`` and every mount below it read-only. Mounts of the host below a library folder were bound with it."""
+    attributes = struct.pack("=4Q", flags, 0, 0, 0)
+    if _libc.syscall(_MOUNT_SETATTR, AT_FDCWD, folder.encode(), AT_RECURSIVE, attributes, len(attributes)) == 0:
+        return
+    with open("/proc/self/mountinfo") as file:  # Linux before 5.12: one mount at a time
+        mounts = [line.split()[4] for line in file]
+    for path in mounts:
+        if (path + "/").startswith(folder + "/"):
+            # In a user namespace, flags that the mount already has are locked and must be set again.
+            present = os.statvfs(path).f_flag
+            kept = present & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048) | ((1 << 21) if present & 4096 else 0)
+            mount("none", path, flags=MS_REMOUNT | MS_BIND | flags | kept)
+
+
 def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
     """Make the empty folder ``root`` the root of a private file tree: read-only libraries, four devices and a small :data:`WORK`.
 
@@ -128,22 +152,20 @@ def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
             continue
         os.makedirs(root + folder, 0o755, exist_ok=True)
         mount(folder, root + folder, flags=MS_BIND | MS_REC)
-        # In a user namespace, flags that the mount already has are locked and must be set again.
-        kept = os.statvfs(folder).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048)
-        relative_atime = (1 << 21) if os.statvfs(folder).f_flag & 4096 else 0
-        mount("none", root + folder, flags=_READ_ONLY | kept | relative_atime)
+        _make_read_only(root + folder)
     for file in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/etc/ld.so.cache"):
         if os.path.exists(file):
             os.makedirs(os.path.dirname(root + file), 0o755, exist_ok=True)
             os.close(os.open(root + file, os.O_CREAT, 0o644))
             mount(file, root + file, flags=MS_BIND)
+            _make_read_only(root + file, MS_RDONLY | MS_NOSUID)
     os.mkdir(root + WORK)
     if not os.path.lexists(root + "/tmp"):  # it exists if this Python is installed below /tmp
         os.symlink(WORK, root + "/tmp")
     mount("tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mb}m,nr_inodes=1k,mode=700")
     if os.geteuid() == 0:
         os.chown(root + WORK, uid, NOBODY)
-    mount("none", root, flags=_READ_ONLY)
+    mount("none", root, flags=MS_REMOUNT | MS_BIND | _READ_ONLY)
     os.chdir(root)
     _checked(_libc.syscall((155, 41)[index], b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", MNT_DETACH), "umount the host's files")
@@ -175,7 +197,9 @@ def deny_system_calls() -> None:
     namespaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER
     namespaces |= CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWCGROUP
     program += [(equal, 0, 3, _CLONE[index]), (load, 0, 0, 16), (any_bit, 0, 1, namespaces), (give, 0, 0, refuse)]
-    program.append((give, 0, 0, allow))
+    # The limits of the process itself (0) may be changed, those of another, such as the driver, not.
+    program += [(load, 0, 0, 0), (equal, 0, 3, _PRLIMIT64[index]), (load, 0, 0, 16)]
+    program += [(equal, 1, 0, 0), (give, 0, 0, refuse), (give, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
     prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -1,5 +1,8 @@
 """The worker process that runs reward functions: it answers one request after another until the connection to its parent ends.
 
+A message on the connection is :data:`HEADER`, the number of the job and the length of the rest, then a pickle. An answer has the number
+of its request.
+
 The worker imports no torch unless a reward does, and calls every function in its main thread, because ``math_verify`` and others use
 SIGALRM. Text that a function prints goes to the worker's stdout and stderr, never to the connection.
 
@@ -16,19 +19,24 @@ An outcome is ``("ok", [float | None] * B)``, ``("error", traceback)``, ``("time
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import math
 import os
+import pickle
+import reprlib
+import socket
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo.rewards.registry import accepted_columns, check_arguments, is_async, load_reward, needed_columns
 from grpo.system import end_with_parent
 
+HEADER = struct.Struct("=QQ")
 MAX_TRACEBACK_LENGTH = 8000
 MAX_REWARD = 3.4028234663852886e38
 """The largest number in fp32, in which the trainer stores rewards."""
@@ -101,12 +109,9 @@ def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
     return "ok", checked
 
 
-def _short_repr(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:
-        text = f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
-    return text if len(text) <= 100 else text[:97] + "..."
+_reprs = reprlib.Repr()  # reads the first elements only, however large the value is
+_reprs.maxstring = _reprs.maxother = 100
+_short_repr = _reprs.repr
 
 
 def _error_outcome() -> tuple[str, str]:
@@ -172,7 +177,8 @@ class Worker:
                 return _error_outcome()
 
         async def all_outcomes() -> list[tuple[str, Any]]:
-            return await asyncio.gather(*(outcome_of(key, inputs) for key, inputs in calls))
+            # Copies: the functions run at the same time, and one that changes its arguments must not change those of another.
+            return await asyncio.gather(*(outcome_of(key, copy.deepcopy(inputs)) for key, inputs in calls))
 
         return "ok", self.loop.run_until_complete(all_outcomes())
 
@@ -186,14 +192,16 @@ def main(descriptor: int, parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
-    connection = Connection(descriptor)
-    worker = Worker()
-    while True:
-        try:
-            request = connection.recv()
-        except EOFError:
-            return
-        answer = worker.answer(request)
+    os.set_inheritable(descriptor, False)  # programs that a reward starts do not get the connection
+    connection = socket.socket(fileno=descriptor).makefile("rwb")
+    worker, own_id = Worker(), os.getpid()
+    while header := connection.read(HEADER.size):
+        job, length = HEADER.unpack(header)
+        answer = worker.answer(pickle.loads(connection.read(length)))
+        if os.getpid() != own_id:  # a child that a reward forked has returned from the reward; it must not answer too
+            os._exit(0)
         with contextlib.suppress(Exception):  # a reward may have closed or replaced sys.stdout
             sys.stdout.flush()
-        connection.send(answer)
+        message = pickle.dumps(answer)
+        connection.write(HEADER.pack(job, len(message)) + message)
+        connection.flush()

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo.rewards import RewardContractError, RewardRunner, RewardSpec
+from grpo.rewards import process as process_module
 from grpo.rewards import runner as runner_module
 from grpo.rewards.result import MAX_LOST_WORKERS
 
@@ -71,6 +72,28 @@ def orphan(completions, **kwargs):                 # leaves a process behind tha
         time.sleep(60)
         os._exit(0)
     os._exit(1)
+
+def forks(completions, **kwargs):                  # the child returns first
+    child = os.fork()
+    if child == 0:
+        return [-1.0] * len(completions)
+    os.waitpid(child, 0)
+    return [float(c) for c in completions]
+
+def spoils(completions, **kwargs):                 # writes to the connection of its worker
+    connection = int(sys.argv[1])
+    for c in completions:
+        if c == "junk": os.write(connection, b"x" * 100)
+        if c == "half": os.write(connection, b"x"), os._exit(3)
+        if c == "large": raise RuntimeError("x" * 5000)
+    return [1.0] * len(completions)
+
+async def changes(completions, messages, **kwargs):
+    messages[0]["content"] = messages[1] = None
+    return [1.0] * len(completions)
+
+async def reads(completions, messages, **kwargs):
+    return [float(message == {"content": "text"}) for message in messages]
 
 def given(completions, value, **kwargs):
     return eval(value)
@@ -266,9 +289,32 @@ def test_the_worker_lives_across_steps_and_ends_with_close(path):
         first = int(runner.score(["q"], ["a"], {}).values[0][0])
         assert runner.score(["q"], ["a"], {}).values == [[float(first)]]
         assert first != os.getpid()
-        os.kill(first, 0)
+        os.kill(first, signal.SIGKILL)  # between two steps, so that no row is to blame
+        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        result = runner.score(["q"], ["a"], {})
+        second = int(result.values[0][0])
+        assert second != first and result.errors == [0]
     with pytest.raises(ProcessLookupError):
-        os.kill(first, 0)
+        os.kill(second, 0)
+
+
+def test_the_child_of_a_reward_that_forks_does_not_answer(path):
+    with RewardRunner([RewardSpec(f"{path}:forks")], timeout_s=5.0) as runner:
+        for step in (["1", "2"], ["3", "4"], ["5", "6"]):
+            assert column(runner.score(["q"] * 2, step, {})) == [float(text) for text in step]
+
+
+def test_what_a_reward_writes_to_its_connection_is_named(path, monkeypatch):
+    monkeypatch.setattr(process_module, "MAX_ANSWER_BYTES", 4000)
+    with RewardRunner([RewardSpec(f"{path}:spoils")], timeout_s=5.0) as runner:
+        for word, message in [
+            ("junk", "was killed: a reward wrote to the worker's connection, a file descriptor that is not its own"),
+            ("half", "exited with status 3"),
+            ("large", "bytes, and the limit is 4000"),
+        ]:
+            result = runner.score(["q"], [word], {})
+            assert result.errors == [1] and message in result.first_traceback["spoils"]
+        assert column(runner.score(["q"], ["ok"], {})) == [1.0]
 
 
 def test_a_worker_that_dies_leaving_a_child_is_noticed(run):
@@ -310,6 +356,11 @@ def test_async_rewards_of_a_step_run_concurrently(run):
     """Each of the two returns only when the other has started: one after the other, the first would time out."""
     result = run(["waits_for_another", "length", "waits_too"], ["a", "b"])
     assert result.values == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]] and result.failures == [0, 0, 0]
+
+
+def test_async_rewards_have_copies_of_their_own(run):
+    result = run(["changes", "reads"], ["a", "b"], {"messages": [{"content": "text"}, {"content": "text"}]})
+    assert result.values == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_async_rows_fail_alone(run):
@@ -369,12 +420,16 @@ def test_a_pattern_that_backtracks_without_end_is_stopped():
     assert result.values == [[1.0], [None]] and result.timeouts == [1]
 
 
-def test_a_relative_file_is_found_after_the_folder_changed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["relative_rewards.py:fragile", "relative_rewards:fragile"])
+def test_the_working_folder_is_that_of_the_start_and_last_on_the_path(tmp_path, monkeypatch, name):
     (tmp_path / "relative_rewards.py").write_text(
         "import os\ndef fragile(completions, **_):\n    if 'die' in completions: os._exit(1)\n    return [1.0] * len(completions)\n"
     )
+    for standard in ("json", "asyncio", "pickle"):
+        (tmp_path / f"{standard}.py").write_text("raise RuntimeError('a file of the working folder')")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as under python -c
     monkeypatch.chdir(tmp_path)
-    with RewardRunner([RewardSpec("relative_rewards.py:fragile")]) as runner:
+    with RewardRunner([RewardSpec(name)]) as runner:
         runner.check()
         monkeypatch.chdir("/")
         assert column(runner.score(["q"] * 2, ["die", "ok"], {})) == [None, 1.0]

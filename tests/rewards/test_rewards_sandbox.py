@@ -1,6 +1,8 @@
 """The sandbox attacked. Every attack is bounded itself, so that a sandbox that fails does not take the machine with it."""
 
+import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -14,7 +16,7 @@ import pytest
 
 from grpo.rewards import RewardRunner, RewardSpec, load_reward
 from grpo.rewards.python_tests import extract_code, read_tests
-from grpo.rewards.sandbox import Limits, SandboxUnavailable, run_python
+from grpo.rewards.sandbox import Limits, SandboxError, SandboxUnavailable, _results, run_python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 ROOT = Path(__file__).parents[2]
@@ -100,6 +102,9 @@ def test_through_the_runner(sandboxed):
         0.0,
     ]  # code that hangs scores 0: it is the policy's fault
     assert result.failures == [0]
+    late = pytest.raises(ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s = 0\.5")
+    with late, RewardRunner([spec], timeout_s=0.5) as runner:
+        runner.check()
 
 
 def test_what_programs_need_works(attack):
@@ -227,14 +232,58 @@ def test_writing_files_outside(attack, open_folder):
     victim.write_text("unharmed")
     victim.chmod(0o666)
     result = attack(f"""
-import os
+import errno, os
 for path in [{str(victim)!r}, {"/.." + str(victim)!r}, {str(open_folder / "new")!r}, "/new", "/etc/new", os.path.join(os.path.dirname(os.__file__), "new.py")]:
     try: open(path, "w").write("harm"); print("wrote", path)
     except OSError: pass
-open("/sandbox/mine", "w").write("x"); open("/tmp/mine too", "w").write("x")
+for path in ["/dev/null", "/etc/ld.so.cache", os.__file__]:
+    try: os.chmod(path, 0o666)
+    except OSError as error: print(path * (error.errno not in (errno.EROFS, errno.ENOENT)), end="")
+open("/sandbox/mine", "w").write("x"); open("/tmp/mine too", "w").write("x"); open("/dev/null", "w").write("x")
 """)
     assert result.status == "passed" and result.output == ""
     assert victim.read_text() == "unharmed" and not (open_folder / "new").exists()
+
+
+def test_programs_and_the_name_of_the_host(attack):
+    result = attack("""
+import glob, os, socket
+for program in glob.glob("/lib*/ld-*.so*") + ["/usr/lib/git-core/git"]:
+    if os.fork() == 0:
+        try: os.execv(program, [program, "--version"])
+        except OSError: os._exit(0)
+    os.wait()
+print(socket.gethostname(), os.uname().nodename)
+""")
+    assert result.output == "sandbox sandbox\n"
+
+
+MOUNTS = """
+import os, sys
+from grpo.rewards import sandbox_linux as linux
+from grpo.rewards.sandbox import run_python
+linux.unshare(linux.CLONE_NEWNS)
+linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+
+def mount_two(folder):
+    for path in (folder, folder + "/below"):
+        os.makedirs(path, exist_ok=True)
+        linux.mount("none", path, "tmpfs", linux.MS_NOEXEC, "mode=1777")
+    return f"for path in ({folder!r}, {folder + '/below'!r}):\\n try: open(path + '/new', 'w'); print('wrote')\\n except OSError as e: print(e.errno)"
+
+print(run_python(mount_two(os.path.dirname(os.__file__) + "/curses"), [{"input": ""}])[0].output)
+linux._MOUNT_SETATTR = 9999  # as before Linux 5.12
+attack = mount_two(sys.argv[1])
+linux._make_read_only(sys.argv[1])
+exec(attack)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_mounts_below_the_libraries_are_read_only(sandboxed, tmp_path):
+    """Two mounts, one below the other, in a mount namespace of the new process."""
+    run = subprocess.run([sys.executable, "-c", MOUNTS, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert run.stdout.split() == [str(errno.EROFS)] * 4, run.stderr
 
 
 def test_sockets(attack):
@@ -268,8 +317,29 @@ def test_altering_the_driver(attack):
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 print(libc.ptrace(16, 1, 0, 0), libc.unshare(0x10000000), libc.setns(0, 0), libc.mount(b"a", b"/sandbox", b"tmpfs", 0, b""))
+import os, resource, signal, time
+limits = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+changes = [lambda limit=limit: resource.prlimit(1, limit, (0, 0)) for limit in limits]
+changes += [lambda: os.setpriority(os.PRIO_PROCESS, 1, 19), lambda: os.sched_setaffinity(1, {0})]
+changes += [lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))]
+for change in changes:
+    try: change(); print("changed")
+    except OSError: pass
+resource.setrlimit(resource.RLIMIT_STACK, (1 << 22, 1 << 22))
+for number in range(1, 65):
+    os.kill(1, number)
+time.sleep(0.05)
 """)
     assert result.output.split() == ["-1"] * 4
+
+
+def test_a_driver_that_fails_while_the_code_runs_is_a_failed_test():
+    passed, error = {"status": "passed", "output": ""}, {"error": "OSError: no memory"}
+    results = _results([{"missing": []}, passed, error], 3, False)
+    assert [result.status for result in results] == ["passed", "failed", "failed"]
+    for before_the_code in ([], [error], [{"missing": []}, error]):
+        with pytest.raises(SandboxError):
+            _results(before_the_code, 3, False)
 
 
 def test_becoming_root(attack):
@@ -321,11 +391,17 @@ def test_the_sandbox_ends_with_the_process_that_started_it(sandboxed):
     before = _sandbox_processes()
     asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     asker.stdout.readline()
-    _wait_until(lambda: len(_sandbox_processes() - before) >= 3)
+    # Process 1 and the test, which are also the first to end if the machine has no memory left; the launcher is not.
+    _wait_until(lambda: [_ends_first(process) for process in _sandbox_processes() - before].count(True) == 2)
     asker.send_signal(signal.SIGKILL)
     asker.wait()
     asker.stdout.close()
     _wait_until(lambda: not _sandbox_processes() - before)
+
+
+def _ends_first(process):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/oom_score_adj").read_text() == "1000\n"
 
 
 def _wait_until(condition):
@@ -338,7 +414,8 @@ def _wait_until(condition):
 def test_it_leaves_no_folder_behind(sandboxed, tmp_path, monkeypatch):
     before = set(Path("/tmp").glob("grpo-sandbox-*"))
     run_python("open('x', 'w').write('x')", [{"code": ""}])
-    assert set(Path("/tmp").glob("grpo-sandbox-*")) <= before
+    new = set(Path("/tmp").glob("grpo-sandbox-*")) - before
+    _wait_until(lambda: not any(folder.exists() for folder in new))  # another process may have one for a moment
 
 
 def test_a_missing_layer_is_an_error_unless_allow_unsandboxed():
