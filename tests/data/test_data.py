@@ -1,5 +1,6 @@
 """Datasets to problems: every source reads the same, prompts are rendered exactly, nothing is changed silently; and the schedule."""
 
+import copy
 import dataclasses
 import json
 from collections import Counter
@@ -237,6 +238,16 @@ def test_answers_are_taken_out_of_their_column(tmp_path, pattern, text, answer):
     assert found.num_without_answer == (answer is None)
 
 
+def test_a_pattern_that_backtracks_is_stopped_and_names_the_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo.data.problems.PATTERN_SECONDS", 0.2)
+    rows = [{"prompt": "a", "answer": "a"}, {"prompt": "b", "answer": "a" * 60 + "b"}]
+    with pytest.raises(
+        ValueError,
+        match=r"answer_pattern='\(a\|aa\)\+\$' takes more than 0\.2 s on row 2 of data\.dataset=.*, column answer",
+    ):
+        rows_of(save(tmp_path, "jsonl", rows), answer_column="answer", answer_pattern="(a|aa)+$")
+
+
 def test_rows_without_an_answer_are_kept_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": "a", "answer": "#### 1"}, {"prompt": "b", "answer": "none"}, {"prompt": "c", "answer": None}]
     config = DataConfig(dataset=save(tmp_path, "jsonl", rows), answer_column="answer", answer_pattern="#### (.+)")
@@ -365,6 +376,29 @@ def test_all_prompts_too_long_is_an_error(tmp_path):
     config = DataConfig(dataset=save(tmp_path, "jsonl", [{"prompt": "one two three"}] * 2), max_prompt_length=3)
     with pytest.raises(ValueError, match=r"all 2 prompts of data\.dataset=.*max_prompt_length=3 .* the shortest has 4"):
         make_problems(load_rows(config, train=True, seed=0), config, plain_tokenizer())
+
+
+def test_a_prompt_of_megabytes_is_too_long_without_being_tokenized(tmp_path, tokenizer):
+    rows = [{"prompt": "1+" * 2**20}] + [{"prompt": f"{i}+1="} for i in range(200)]
+    config = DataConfig(dataset=save(tmp_path, "jsonl", rows), max_prompt_length=20)
+    sizes = []
+
+    class Counting(type(tokenizer)):
+        def __call__(self, texts, **options):
+            sizes.append(sum(map(len, texts)))
+            return super().__call__(texts, **options)
+
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.__class__ = Counting
+    found = make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
+    assert (len(found.problems), found.num_too_long) == (200, 1)
+    assert [tokenizer.decode(p.prompt_ids) for p in found.problems] == [
+        render(p.prompt, tokenizer, None, []) for p in found.problems
+    ]
+    assert max(sizes) < 10_000 and len(sizes) > 1  # one call for all cannot be interrupted
+    config = config.model_copy(update={"max_train_samples": 1})
+    with pytest.raises(ValueError, match=r"all 1 prompts .*max_prompt_length=20 tokens .*: the shortest has 2\d+ char"):
+        make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
 
 
 def test_a_chat_template_that_refuses_a_row_names_it(tmp_path):
