@@ -157,6 +157,12 @@ DATA = {
         ["data.max_prompt_length=20"],
         ["max_prompt_length=20", "longer"],
     ),
+    "tests of code": (
+        "d.jsonl",
+        '{"prompt": "a", "tests": ["assert f()"]}\n{"prompt": "b", "tests": "42"}\n',
+        ["reward.functions=[{name: python_tests, args: {allow_unsandboxed: true}}]"],
+        ["d.jsonl, row 2, column tests: a test is a statement or", "'42'"],
+    ),
     "column of a reward": ("d.jsonl", '{"prompt": "a"}\n', ["reward.functions=[accuracy]"], ["accuracy", "answer"]),
 }
 
