@@ -58,7 +58,7 @@ class DataConfig(Section):
     """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
     max_prompt_length: int = Field(512, ge=1)
     """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated. A prompt of more than 100
-    characters for each of these tokens counts as longer, without being tokenized."""
+    characters for each of these tokens (more, if the vocabulary has a longer token) counts as longer, without being tokenized."""
     max_train_samples: int | None = Field(None, ge=1)
     """Use only the first N training problems; none: all."""
     max_eval_samples: int | None = Field(None, ge=1)
