@@ -48,7 +48,8 @@ class DataConfig(Section):
     answer_column: str | None = None
     """Column with the reference answer; rewards get it as `answer`."""
     answer_pattern: str | None = None
-    """Regular expression that finds the answer in the answer column: its first group, or the whole match if it has no group."""
+    """Regular expression (of the package regex, which extends re) that finds the answer in the answer column: its first group, or the
+    whole match if it has no group."""
     system_prompt: str | None = None
     """System message before each prompt: the text, or the name of a .txt or .md file. none: the one of the dataset row, or of the
     built-in task."""
@@ -57,7 +58,8 @@ class DataConfig(Section):
     few_shot: list[dict[str, str]] = []
     """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
     max_prompt_length: int = Field(512, ge=1)
-    """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated."""
+    """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated. A prompt of more than 100
+    characters for each of these tokens (more, if the vocabulary has a longer token) counts as longer, without being tokenized."""
     max_train_samples: int | None = Field(None, ge=1)
     """Use only the first N training problems; none: all."""
     max_eval_samples: int | None = Field(None, ge=1)

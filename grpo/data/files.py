@@ -1,12 +1,20 @@
-"""Find what is wrong with a data file. ``datasets`` does not name the line, and repairs some mistakes silently."""
+"""Read data files as they are written. ``datasets`` reads other sources; it would turn texts that look like dates into dates, repair some
+mistakes silently, and not name the line of others."""
 
 import csv
 import difflib
 import json
 import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""File suffix -> the name of the builder of ``datasets`` that reads such files."""
+TEXT_FORMATS = (".jsonl", ".json", ".csv")
+"""Suffixes of the files that :func:`read_text_file` reads."""
+FORMATS = (*TEXT_FORMATS, ".parquet")
+
+
+class FileMistake(ValueError):
+    """What is wrong with a file: the end of a message that begins with the path, such as ``:7: not valid JSON: ...``."""
 
 
 def describe_similar_files(path: str) -> str:
@@ -20,55 +28,113 @@ def describe_similar_files(path: str) -> str:
     return f"; {folder} has {', '.join(found)}" if found else ""
 
 
-def csv_error(path: str) -> str | None:
-    """The first mistake in a CSV file, as ``:3: 4 fields, ...``; None if there is none.
+def read_text_file(path: str, text_columns: Collection[str | None] = ()) -> list[dict[str, Any]]:
+    """The rows of a ``.jsonl``, ``.json`` or ``.csv`` file. All rows have the same columns; a value that is not in the file is None.
 
-    pandas renames columns that occur twice, and shifts the fields of rows that are longer than the header, both without an error.
+    Args:
+        text_columns: the columns of a CSV file that are text also where every cell is a number.
+
+    Raises:
+        FileMistake: if a line cannot be read, or would not be read as it is written.
     """
-    csv.field_size_limit(2**31 - 1)
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            header = next(reader, [])
-            repeated = sorted({name for name in header if header.count(name) > 1})
-            if repeated:
-                return f": column {', '.join(map(repr, repeated))} is there more than once"
-            for row in reader:
-                if row and len(row) != len(header):
-                    return f":{reader.line_num}: {len(row)} fields, but the header has {len(header)}"
-    except UnicodeDecodeError:
-        return parse_error(path, ".csv")
-    except csv.Error as error:
-        return f":{reader.line_num}: not valid CSV: {error}"
-    return None
+    suffix = os.path.splitext(path)[1].lower()
+    rows = _read_csv(path, text_columns) if suffix == ".csv" else list(_read_json(path, suffix))
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
 
 
-def parse_error(path: str, suffix: str) -> str | None:
-    """The first line of a text file that cannot be parsed, as ``:7: not valid JSON: ...``; None if there is none.
-
-    Only the encoding of a ``.csv`` file is checked, and nothing of a ``.parquet`` file.
-    """
-    if suffix == ".parquet":
-        return None
-    if suffix == ".json":  # one document, or one document per line
-        try:
-            with open(path, encoding="utf-8-sig") as file:
-                json.load(file)
-            return None
-        except json.JSONDecodeError as error:
-            if error.msg != "Extra data":
-                return f":{error.lineno}: not valid JSON: {error.msg}"
-        except (UnicodeDecodeError, RecursionError):
-            pass  # the loop below finds the line
+def _lines(path: str) -> Iterator[str]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = json.loads(text) if text.strip() and suffix != ".csv" else {}
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                return f":{number}: not valid UTF-8: {error.reason}"
-            except (ValueError, RecursionError) as error:
-                return f":{number}: not valid JSON: {getattr(error, 'msg', error)}"
-            if suffix == ".jsonl" and not isinstance(row, dict):
-                return f":{number}: expected a JSON object, got {type(row).__name__}"
-    return None
+                raise FileMistake(f":{number}: not valid UTF-8: {error.reason}") from None
+
+
+def _read_csv(path: str, text_columns: Collection[str | None]) -> list[dict[str, Any]]:
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(_lines(path))
+    try:
+        header = next(reader, [])
+        repeated = sorted({name for name in header if header.count(name) > 1})
+        if repeated:
+            raise FileMistake(f": column {', '.join(map(repr, repeated))} is there more than once")
+        rows = []
+        for row in filter(None, reader):
+            if len(row) != len(header):
+                raise FileMistake(f":{reader.line_num}: {len(row)} fields, but the header has {len(header)}")
+            rows.append(row)
+    except csv.Error as error:
+        raise FileMistake(f":{reader.line_num}: not valid CSV: {error}") from None
+    columns = zip(*rows, strict=True) if rows else [[] for _ in header]
+    return csv_rows(dict(zip(header, columns, strict=True)), text_columns)
+
+
+def csv_rows(
+    columns: Mapping[str, Sequence[str | None]], text_columns: Collection[str | None] = ()
+) -> list[dict[str, Any]]:
+    """The rows of a CSV file, from the texts of its columns. The arguments are those of :func:`read_text_file`."""
+    values = [_column_values(cells, as_text=name in text_columns) for name, cells in columns.items()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _column_values(cells: Sequence[str | None], *, as_text: bool) -> list[Any]:
+    """The values of a CSV column: numbers where this changes no cell (``12``, ``0.5``; not ``007``, ``1.50``, ``1e5``), else texts.
+
+    An empty cell is None, and does not count.
+    """
+    for kind in () if as_text else (int, float):
+        try:
+            if all(str(kind(cell)) == cell for cell in cells if cell):
+                return [kind(cell) if cell else None for cell in cells]
+        except ValueError:
+            pass
+    return [cell or None for cell in cells]
+
+
+def _read_json(path: str, suffix: str) -> Iterator[dict[str, Any]]:
+    """One object per line, or with the suffix ``.json`` also one document: a list of rows, or a single row."""
+    if suffix == ".json":
+        text = "".join(_lines(path))
+        try:
+            document = _parse(text)
+            for row in document if isinstance(document, list) else [document]:
+                yield row if isinstance(row, dict) else {"text": row}
+            return
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # another document after the first: one per line
+                raise FileMistake(f":{error.lineno}: not valid JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:
+            raise FileMistake(f": {_reason(error)}") from None
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            row = _parse(line)
+        except (ValueError, RecursionError) as error:
+            raise FileMistake(f":{number}: {_reason(error)}") from None
+        if not isinstance(row, dict):
+            raise FileMistake(f":{number}: expected a JSON object, got {type(row).__name__}")
+        yield row
+
+
+def _parse(text: str) -> Any:
+    value = json.loads(text, object_pairs_hook=_object_without_repetition)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair (\ud83d) is no text: ValueError
+    return value
+
+
+def _object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice in one object")
+    return made
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep to be read"
+    return f"not valid JSON: {getattr(error, 'msg', error)}"

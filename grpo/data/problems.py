@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import regex
 
 from grpo.batch import Problem
 from grpo.config import DataConfig
@@ -13,6 +14,14 @@ from grpo.data.source import BUILTIN_PREFIX, dataset_setting, read_rows
 from grpo.system import first_line
 from grpo.tasks import gym, load_task
 from grpo.tasks.tiny import is_tiny_tokenizer
+
+PATTERN_SECONDS = 5.0
+"""Time limit of ``answer_pattern`` on one row. ``re`` has none, and a pattern can backtrack for years."""
+CHARACTERS_PER_TOKEN = 100
+"""A prompt of more characters for each token that is allowed is too long, without being tokenized: text has about 4, and a megabyte takes
+seconds in which no Ctrl-C is heard. A longer token in the vocabulary raises this number to its length."""
+TEXTS_AT_ONCE = 64
+"""Prompts that are tokenized in one call. Between the calls a Ctrl-C is heard."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,13 @@ def load_rows(config: DataConfig, *, train: bool, seed: int) -> Rows | None:
         prompts.append(_checked_prompt(row[config.prompt_column], location))
         others = {name: value for name, value in row.items() if name != config.prompt_column}
         if answer_column is not None:
-            others["answer"] = _match_answer(row[answer_column], pattern)
+            try:
+                others["answer"] = _match_answer(row[answer_column], pattern)
+            except TimeoutError:
+                raise ValueError(
+                    f"{pattern_setting} takes more than {PATTERN_SECONDS:g} s on row {number} of {source}, column {answer_column}: "
+                    "simplify the repetitions in it"
+                ) from None
             num_without_answer += pattern is not None and others["answer"] is None
         columns.append(others)
     if num_without_answer == len(rows):
@@ -117,35 +132,44 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
     texts = [_render_row(number, rows, config, tokenizer) for number in range(1, len(rows.prompts) + 1)]
     # A chat template writes every special token into the text. Without a template, the tokenizer adds its own (BOS).
     is_plain = not tokenizer.chat_template or config.prompt_template is not None
-    ids = tokenizer(texts, add_special_tokens=is_plain, verbose=False)["input_ids"]
+    most_characters = config.max_prompt_length * max(CHARACTERS_PER_TOKEN, *map(len, tokenizer.get_vocab()))
+    indices = [index for index, text in enumerate(texts) if len(text) <= most_characters]
+    ids: list[list[int]] = []
+    for start in range(0, len(indices), TEXTS_AT_ONCE):
+        part = [texts[index] for index in indices[start : start + TEXTS_AT_ONCE]]
+        ids += tokenizer(part, add_special_tokens=is_plain, verbose=False)["input_ids"]
     if is_plain:  # some tokenizers also add an EOS, after which a model cannot continue the prompt
-        ids = [_without_added_eos(row, text, tokenizer) for row, text in zip(ids, texts, strict=True)]
+        ids = [_without_added_eos(row, texts[index], tokenizer) for index, row in zip(indices, ids, strict=True)]
     problems = [
-        Problem(index, prompt, tuple(prompt_ids), columns)
-        for index, (prompt, prompt_ids, columns) in enumerate(zip(rows.prompts, ids, rows.columns, strict=True))
+        Problem(index, rows.prompts[index], tuple(prompt_ids), rows.columns[index])
+        for index, prompt_ids in zip(indices, ids, strict=True)
         if 0 < len(prompt_ids) <= config.max_prompt_length
     ]
     if not problems:
+        shortest = f"{min(map(len, ids))} tokens" if ids else f"{min(map(len, texts))} characters"
         raise ValueError(
-            f"all {len(ids)} prompts of {rows.source} are longer than data.max_prompt_length={config.max_prompt_length} tokens "
-            f"(or empty): the shortest has {min(map(len, ids))}"
+            f"all {len(texts)} prompts of {rows.source} are longer than data.max_prompt_length={config.max_prompt_length} tokens "
+            f"(or empty): the shortest has {shortest}"
         )
     num_empty = sum(not prompt_ids for prompt_ids in ids)
-    return ProblemSet(problems, len(ids) - len(problems) - num_empty, num_empty, rows.num_without_answer)
+    return ProblemSet(problems, len(texts) - len(problems) - num_empty, num_empty, rows.num_without_answer)
 
 
-def _compile(pattern: str | None) -> re.Pattern | None:
+def _compile(pattern: str | None) -> regex.Pattern | None:
     try:
-        return None if pattern is None else re.compile(pattern)
-    except re.error as error:
+        return None if pattern is None else regex.compile(pattern)
+    except regex.error as error:
         raise ValueError(f"data.answer_pattern={pattern!r} is not a regular expression: {error}") from None
 
 
-def _match_answer(answer: Any, pattern: re.Pattern | None) -> Any:
-    """The answer itself without a pattern; with one, the stripped text of its first group (or whole match), None if that is empty."""
+def _match_answer(answer: Any, pattern: regex.Pattern | None) -> Any:
+    """The answer itself without a pattern; with one, the stripped text of its first group (or whole match), None if that is empty.
+
+    ``TimeoutError`` if the pattern takes too long.
+    """
     if pattern is None or answer is None:
         return answer
-    match = pattern.search(str(answer))
+    match = pattern.search(str(answer), timeout=PATTERN_SECONDS)
     found = match and match.group(1 if pattern.groups else 0)  # None for a group that is not part of the match
     return (found or "").strip() or None
 

@@ -1,11 +1,14 @@
 """Read the rows of a dataset: the Hub, a file, a saved folder, a built-in task, reasoning-gym. The only file that imports ``datasets``."""
 
+import glob
+import itertools
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from grpo.config import DataConfig
-from grpo.data.files import FORMATS, csv_error, describe_similar_files, parse_error
+from grpo.data.files import FORMATS, TEXT_FORMATS, FileMistake, csv_rows, describe_similar_files, read_text_file
 from grpo.hub import hub_answers
 from grpo.system import first_line
 from grpo.tasks import TASKS, gym, load_task
@@ -37,17 +40,29 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
         if config.eval_dataset is None:
             return None
         split = "train"  # the name that `datasets` gives the only split of a file
-    return _read(setting, os.path.expanduser(dataset), config.config_name, split, limit)
+    text_columns = (config.prompt_column, config.answer_column)
+    rows = _read(setting, os.path.expanduser(dataset), config.config_name, split, text_columns)
+    return list(itertools.islice(rows, limit))
 
 
-def _read(setting: str, dataset: str, config_name: str | None, split: str, limit: int | None) -> list[dict[str, Any]]:
-    """The rows of one split of a file, a folder or a Hub dataset. A ``ValueError`` is one line that begins with ``setting``."""
+def _read(
+    setting: str, dataset: str, config_name: str | None, split: str, text_columns: Sequence[str | None]
+) -> Sequence[dict[str, Any]]:
+    """The rows of one split of a file, a folder or a Hub dataset. A ``ValueError`` is one line that begins with ``setting``.
+
+    ``text_columns`` stay text in a CSV file, also where every cell is a number.
+    """
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised too, and reported below
     suffix = os.path.splitext(dataset)[1].lower()
     if not os.path.exists(dataset):
+        if set(dataset) & set("*?["):
+            found = ", ".join(sorted(glob.glob(dataset))[:4]) or "nothing"
+            raise ValueError(
+                f"{setting} is a pattern, and a dataset is one file or folder; the pattern matches {found}"
+            )
         if dataset.startswith((".", "/", "~")) or suffix in FORMATS:
             raise ValueError(f"{setting} does not exist{describe_similar_files(dataset)}")
         if not hub_answers():  # use the cache at once: the Hub's client would retry for 23 seconds
@@ -57,11 +72,10 @@ def _read(setting: str, dataset: str, config_name: str | None, split: str, limit
             raise ValueError(f"{setting}: files must end in {', '.join(FORMATS)}")
         if os.path.getsize(dataset) == 0:
             raise ValueError(f"{setting} is empty")
-    if suffix == ".csv" and os.path.isfile(dataset) and (mistake := csv_error(dataset)):
-        raise ValueError(setting + mistake)
     try:
-        rows = _load(dataset, suffix, config_name, split)
-        return list(rows if limit is None else rows.select(range(min(limit, len(rows)))))
+        rows = _load(dataset, suffix, config_name, split, text_columns)
+    except FileMistake as error:
+        raise ValueError(f"{setting}{error}") from None
     except Exception as error:  # for a broken file, pandas, pyarrow and datasets raise exceptions without a common base
         if "corresponds to no data" in str(error):
             raise ValueError(f"{setting} has no rows (split {split!r})") from None
@@ -74,20 +88,33 @@ def _read(setting: str, dataset: str, config_name: str | None, split: str, limit
         reason = f" (split {split!r}) cannot be read: {first_line(error.__cause__ or error)}"
         if os.path.isdir(dataset):
             raise ValueError(f"{setting}{reason}; give a file, or a folder saved by datasets") from None
-        mistake = parse_error(dataset, suffix) if os.path.isfile(dataset) else None
-        raise ValueError(setting + (mistake or reason)) from None
+        raise ValueError(setting + reason) from None
+    if not len(rows):
+        raise ValueError(f"{setting} has no rows (split {split!r})")
+    return rows
 
 
-def _load(dataset: str, suffix: str, config_name: str | None, split: str):
+def _load(dataset: str, suffix: str, config_name: str | None, split: str, text_columns: Sequence[str | None]):
     import datasets
 
     if os.path.isfile(dataset):
-        # Only empty cells of a CSV file are missing values. By default pandas would also turn the texts NA, None and null into None.
-        options = {"keep_default_na": False, "na_values": [""]} if suffix == ".csv" else {}
-        return datasets.load_dataset(FORMATS[suffix], data_files=dataset, split=split, **options)
+        if suffix in TEXT_FORMATS:
+            rows = read_text_file(dataset, text_columns)
+            return [rows[i] for i in _indices(split, "train", len(rows))]
+        return datasets.load_dataset("parquet", data_files=dataset, split=split)
     if os.path.isdir(dataset) and {"dataset_dict.json", "state.json"} & set(os.listdir(dataset)):
         return _load_saved_folder(dataset, split)
-    return datasets.load_dataset(dataset, config_name, split=split)
+    rows = datasets.load_dataset(dataset, config_name, split=split)
+    if (
+        rows.builder_name == "csv"
+    ):  # again, without the types that pandas infers, in which 12 beside an empty cell is 12.0
+        features = datasets.Features({name: datasets.Value("string") for name in rows.column_names})
+        options = {"features": features, "keep_default_na": False, "na_values": [""]}
+        return csv_rows(datasets.load_dataset(dataset, config_name, split=split, **options).to_dict(), text_columns)
+    for name in {*text_columns} & {*rows.column_names} if rows.builder_name == "json" else ():
+        if str(getattr(rows.features[name], "dtype", "")).startswith(("timestamp", "date", "time")):
+            raise ValueError(f"its texts in column {name!r} look like dates, and datasets turned them into dates")
+    return rows
 
 
 def _load_saved_folder(folder: str, split: str):
@@ -100,6 +127,12 @@ def _load_saved_folder(folder: str, split: str):
         if name not in saved:
             raise ValueError(f'Unknown split "{name}". Should be one of {list(saved)}.')
         saved = saved[name]
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(saved)})
-    rows = [i for part in parts for i in range(part.from_ or 0, len(saved) if part.to is None else part.to)]
-    return saved.select(rows)
+    return saved.select(_indices(split, name, len(saved)))
+
+
+def _indices(split: str, name: str, num_rows: int) -> list[int]:
+    """The rows that ``split`` selects, such as ``train[:90%]``, of ``num_rows`` rows that are split ``name``."""
+    import datasets
+
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: num_rows})
+    return [i for part in parts for i in range(part.from_ or 0, num_rows if part.to is None else part.to)]

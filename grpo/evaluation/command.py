@@ -31,6 +31,7 @@ from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.logprobs import CompletionScorer
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
+from grpo.rewards.code_tests import check_rows
 from grpo.rollout import BuiltinEngine
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
@@ -94,6 +95,7 @@ def _checked_rows(config: Config, rewards: RewardRunner) -> Rows:
     if rows is None:
         raise ValueError("the configuration names no evaluation data: set data.eval_split or data.eval_dataset")
     rewards.check(rows.columns[0])
+    check_rows(rewards.specs, rows.columns, rows.source)
     check_reward_names(config.eval, rewards.names)
     return rows
 

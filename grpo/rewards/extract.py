@@ -58,20 +58,38 @@ def _content_text(content: Any) -> str:
     return "" if content is None else str(content)
 
 
+def after_thinking(text: str) -> str:
+    """The text after the last ``</think>``, up to a ``<think>`` that is not closed. Without these tags, the whole text."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def tag_content(text: str, tag: str) -> str | None:
-    """The text between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two occurs exactly once."""
+    """The text between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two occurs exactly once.
+
+    ``None`` also if the next tag of thinking after them is ``</think>``: they are part of the thinking.
+    """
     opening, closing = f"<{tag}>", f"</{tag}>"
     if text.count(opening) != 1 or text.count(closing) != 1:
         return None
     start, end = text.index(opening) + len(opening), text.index(closing)
+    thought, end_of_thinking, _ = text[end + len(closing) :].partition("</think>")
+    if end_of_thinking and "<think>" not in thought:
+        return None
     return text[start:end] if start <= end else None
+
+
+def last_tag_content(text: str, tag: str) -> str | None:
+    """The text inside the last ``<tag>...</tag>``, unchanged; ``None`` without one."""
+    before, _, _ = text.rpartition(f"</{tag}>")
+    _, opening, content = before.rpartition(f"<{tag}>")
+    return content if opening else None
 
 
 def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
     """The answer in a response, or ``None`` if there is none.
 
-    ``"strict"`` takes the stripped text inside ``<tag>...</tag>`` (``None`` unless there is exactly one such tag and it is not empty),
-    ``"lenient"`` the last number anywhere in the text. Any other mode is a ``ValueError``.
+    ``"strict"`` takes the stripped text inside ``<tag>...</tag>`` (``None`` unless there is exactly one such tag, it is not empty, and it
+    is not inside ``<think>...</think>``), ``"lenient"`` the last number anywhere in the text. Any other mode is a ``ValueError``.
     """
     if mode == "strict":
         content = tag_content(text, tag)

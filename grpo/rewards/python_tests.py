@@ -1,14 +1,16 @@
 """The reward ``python_tests``: the fraction of a row's tests that the completion's code passes in the sandbox."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+import re
+import textwrap
 
 from grpo.rewards.arguments import Scores, column_values, require_number, require_tag
-from grpo.rewards.extract import completion_text, tag_content
-from grpo.rewards.sandbox import Limits, run_python
+from grpo.rewards.code_tests import CALL, read_tests
+from grpo.rewards.extract import after_thinking, completion_text, tag_content
+from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
+_FENCE = re.compile(r"`{3,}|^[ \t]*~{3,}", re.MULTILINE)
 
 
 def python_tests(
@@ -17,9 +19,10 @@ def python_tests(
 ) -> Scores:  # fmt: skip
     """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
 
-    The code is the last fenced block of the response, or the whole response if it has none; with ``tag``, the same inside the only
-    ``<tag>...</tag>``. The tests of a row are a list, or its JSON, of statements such as ``"assert f(2) == 4"`` or of ``{"input": ...,
-    "output": ...}`` for a program that reads stdin. Outputs are compared outside the sandbox, up to white space at the ends of lines.
+    The code is the last fenced block after the thinking, or all text after it without a fence; with ``tag``, the same inside the only
+    ``<tag>...</tag>``. The tests of a row are statements such as ``"assert f(2) == 4"``, or inputs and outputs of a program that reads
+    stdin or of a function: :func:`grpo.rewards.code_tests.read_tests` lists the forms. Outputs are compared outside the sandbox, those
+    of a program up to white space at the ends of lines.
 
     ``total_seconds`` (all tests of one completion) must be less than ``reward.timeout_s``: code that hangs then scores 0, not ``None``.
     """
@@ -30,8 +33,10 @@ def python_tests(
     if not completions:  # this call checks a configuration: fail now on a machine that cannot provide the sandbox
         run_python("", [{"code": ""}], limits, allow_unsandboxed=allow_unsandboxed)
     rewards: Scores = []
-    for completion, given in zip(completions, column_values(columns, column, completions, "python_tests"), strict=True):
-        tests = read_tests(given)
+    golds = column_values(columns, column, completions, "python_tests")
+    entry_points = columns.get("entry_point") or [None] * len(completions)
+    for completion, given, entry_point in zip(completions, golds, entry_points, strict=True):
+        tests = read_tests(given, entry_point)
         code = extract_code(completion_text(completion), tag)
         if not tests:
             rewards.append(None)
@@ -39,13 +44,11 @@ def python_tests(
             rewards.append(0.0)
         else:
             # The code must not see the expected outputs.
-            visible_tests = [{k: v for k, v in test.items() if k != "output"} for test in tests]
+            visible_tests = [{k: v for k, v in test.items() if k in ("code", "input")} for test in tests]
+            if "function" in tests[0]:
+                code = CALL.format(code=code, function=tests[0]["function"])
             results = run_python(code, visible_tests, limits, allow_unsandboxed=allow_unsandboxed)
-            passed = [
-                result.status == "passed" and ("output" not in test or _same_lines(result.output, test["output"]))
-                for result, test in zip(results, tests, strict=True)
-            ]
-            rewards.append(value * sum(passed) / len(passed))
+            rewards.append(value * sum(map(_passed, tests, results)) / len(tests))
     return rewards
 
 
@@ -53,38 +56,34 @@ python_tests.row_by_row = True
 
 
 def extract_code(text: str, tag: str | None = None) -> str | None:
-    """The last fenced code block of a text, or the whole text without a fence; ``None`` if that is empty or too long.
+    """The last fenced code block after the thinking, or all text after it without a fence; ``None`` if that is empty or too long.
 
-    With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag). A last block without a closing
-    fence, from a truncated response, counts too.
+    With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag). Fences are of backticks or tildes.
+    A last block without a closing fence, from a truncated response, counts too. A block may be indented.
     """
-    parts = (text if tag is None else tag_content(text, tag) or "").split("```")
-    text = parts[0]
-    if len(parts) > 1:
-        # Parts at odd positions are inside fences.
-        text = parts[-2] if len(parts) % 2 else parts[-1]
-        language, newline, rest = text.partition("\n")
-        text = rest if newline and language.strip().lower() in ("", "python", "python3", "py") else text
-    return text if text.strip() and len(text) <= MAX_CODE_LENGTH else None
+    text = after_thinking(text) if tag is None else tag_content(text, tag) or ""
+    block, opening = None, ""
+    for fence in _FENCE.finditer(text):
+        if not opening:
+            block, opening = slice(fence.end(), None), fence[0].strip()
+        elif fence[0].strip().startswith(opening):
+            block, opening = slice(block.start, fence.start()), ""
+    code = text
+    if block is not None:
+        language, newline, rest = text[block].partition("\n")
+        code = rest if newline and language.strip().lower() in ("", "python", "python3", "py") else text[block]
+    return textwrap.dedent(code) if code.strip() and len(code) <= MAX_CODE_LENGTH else None
 
 
-def read_tests(given: Any) -> list[dict[str, str]]:
-    """The tests of a row, each as ``{"code": ...}`` or ``{"input": ..., "output": ...}``; ``ValueError`` for any other form."""
-    if isinstance(given, str):
-        try:
-            parsed = json.loads(given)
-        except json.JSONDecodeError:
-            parsed = given
-        given = parsed if isinstance(parsed, list) else [given]
-    tests = []
-    for test in given or []:
-        if isinstance(test, str):
-            tests.append({"code": test})
-        elif isinstance(test, Mapping) and {"input", "output"} <= set(test):
-            tests.append({"input": str(test["input"]), "output": str(test["output"])})
-        else:
-            raise ValueError(f"a test is a statement or {{'input': ..., 'output': ...}}, got {test!r:.200}")
-    return [test for test in tests if test.get("code", "x").strip()]
+def _passed(test: dict[str, str], result: SandboxResult) -> bool:
+    if result.status != "passed" or "code" in test:
+        return result.status == "passed"
+    if "function" not in test:
+        return _same_lines(result.output, test["output"])
+    try:
+        return json.loads(result.output) in json.loads(test["output"])
+    except (ValueError, RecursionError):
+        return False
 
 
 def _same_lines(*texts: str) -> bool:

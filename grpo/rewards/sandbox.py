@@ -49,7 +49,7 @@ class SandboxResult:
     """The result of one test."""
 
     status: str
-    """``"passed"`` (for a program: it ended without an error), ``"failed"``, ``"timeout"`` or ``"output"`` (it printed too much)."""
+    """``"passed"`` (for a program: it ended with status 0), ``"failed"``, ``"timeout"`` or ``"output"`` (it printed too much)."""
     output: str
     """The text that a program printed."""
 

@@ -9,6 +9,8 @@ Stdout has lines of JSON: first ``{"missing": [...]}``, the layers that this mac
 follows if there are any), then ``{"status": ..., "output": ...}`` per test, or ``{"error": ...}`` if the driver itself fails.
 """
 
+import atexit
+import builtins
 import contextlib
 import json
 import math
@@ -175,7 +177,7 @@ def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bo
     """Run one test in a child, and kill every process that the test leaves behind. An error while it runs is a failed test."""
     if time.monotonic() >= deadline:
         return {"status": "timeout", "output": ""}
-    # The child reports success by writing this secret at its end. Code that ends the child early, by os._exit(0), cannot pass.
+    # The child writes this secret when a statement has passed. Code that ends the child early, by os._exit(0), cannot pass.
     secret = os.urandom(16)
     report, report_end = os.pipe()
     output, output_end = os.pipe()
@@ -186,8 +188,9 @@ def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bo
             os.setsid()
             _test_process(job, test, output_end)
             os.write(report_end, secret)
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     os.close(report_end), os.close(output_end)
     status, text = "failed", b""
     with contextlib.suppress(Exception):
@@ -196,20 +199,20 @@ def _run_test(job: dict, test: dict, deadline: float, results: int, isolated: bo
     os.set_blocking(report, False)
     with contextlib.suppress(BlockingIOError):
         if status == "ended":
-            status = "passed" if os.read(report, 64) == secret else "failed"
+            status = "passed" if "input" in test or os.read(report, 64) == secret else "failed"
     os.close(report), os.close(output)
     return {"status": "failed" if status == "ended" else status, "output": text.decode(errors="replace")}
 
 
 def _read_output(child: int, output: int, deadline: float, limit: int) -> tuple[str, bytes]:
-    """Read the child's output until the child ends, prints more than ``limit`` bytes, or reaches its deadline."""
+    """Read the child's output until the child ends ("ended" with status 0), prints more than ``limit`` bytes, or reaches its deadline."""
     text = b""
     os.set_blocking(output, False)
-    ended = False
+    ended = code = 0
     while True:
         if time.monotonic() > deadline:
             return "timeout", b""
-        ended = ended or bool(os.waitpid(child, os.WNOHANG)[0])
+        ended, code = (ended, code) if ended else os.waitpid(child, os.WNOHANG)
         if select.select([output], [], [], 0 if ended else 0.005)[0]:
             chunk = os.read(output, 1 << 16)
             text += chunk
@@ -220,7 +223,7 @@ def _read_output(child: int, output: int, deadline: float, limit: int) -> tuple[
             if not ended:
                 time.sleep(0.002)  # the child has closed its output and is still running
         if ended:
-            return "ended", text
+            return "failed" if code else "ended", text
 
 
 def _kill_everything(child: int, isolated: bool) -> None:
@@ -270,21 +273,27 @@ def _test_process(job: dict, test: dict, output: int) -> None:
     _set_resource_limits(job)
     with contextlib.suppress(OSError, AttributeError):  # then the driver has reported the layer as missing
         linux.deny_system_calls()
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+    streams = [os.fdopen(number, mode) for number, mode in enumerate("rww")]
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
+    builtins.exit = builtins.quit = sys.exit  # the module site, which is not imported, defines them
     sys.argv = ["solution.py"]
     module = types.ModuleType("__main__" if is_program else "solution")
     sys.modules[module.__name__] = module
     try:
         exec(compile(job["code"], "solution.py", "exec"), module.__dict__)
-        if not is_program:
-            exec(compile(test["code"], "test.py", "exec"), module.__dict__)
     except SystemExit as end:
-        if not is_program or end.code not in (None, 0):
+        if end.code not in (None, 0):
             raise
-    for thread in threading.enumerate():  # the interpreter waits for these threads at the end of a program
-        if is_program and thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    sys.stdout.flush()
+    if not is_program:
+        exec(compile(test["code"], "test.py", "exec"), module.__dict__)
+        return
+    # The end of a program: the interpreter waits for threads, calls what is registered, and writes what is buffered.
+    for thread in [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]:
+        thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, streams[1]):
+        with contextlib.suppress(Exception):  # the program may have closed or replaced it
+            stream.flush()
 
 
 if __name__ == "__main__":

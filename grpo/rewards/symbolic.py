@@ -7,8 +7,8 @@ main thread; in other threads these rewards turn the package's limits off.
 import threading
 from typing import Any
 
-from grpo.rewards.arguments import Scores, column_values, is_missing, require_number
-from grpo.rewards.extract import answers_equal, completion_text
+from grpo.rewards.arguments import Scores, column_values, is_missing, require_number, require_tag
+from grpo.rewards.extract import after_thinking, answers_equal, completion_text, last_tag_content
 from grpo.system import import_extra
 
 MAX_ANSWER_LENGTH = 1000
@@ -25,27 +25,35 @@ def _parse(library: Any, text: str) -> list[Any]:
     return library.parse(text, parsing_timeout=_timeout())
 
 
-def _parse_gold(library: Any, gold: Any) -> list[Any]:
-    # The package reads LaTeX only between delimiters, and a gold answer may be LaTeX without them ("\frac{1}{2}").
-    text = str(gold)
+def _parse_answer(library: Any, text: str) -> list[Any]:
+    # The package reads LaTeX only between delimiters, and an answer may be LaTeX without them ("\frac{1}{2}").
+    text = text.strip()
     has_delimiters = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
     return _parse(library, text if has_delimiters else f"${text}$") or _parse(library, text)
 
 
-def math_verify(prompts, completions, *, value=1.0, column="answer", **columns) -> Scores:
-    """``value`` where the final expression of the response equals the gold answer symbolically, else 0.
+def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", **columns) -> Scores:
+    """``value`` where the answer of the response equals the gold answer symbolically, else 0.
+
+    Text inside ``<think>`` is never read. The answer is the text inside the last ``<answer>...</answer>`` after the thinking, or without
+    one the final expression after the thinking. With ``tag``, only the text inside the last ``<tag>...</tag>`` is read.
 
     ``None`` where the gold answer is missing or cannot be parsed.
     """
     library = import_extra("math_verify", "math", "reward 'math_verify'")
     require_number(value=value)
+    if tag is not None:
+        require_tag(tag)
     rewards: Scores = []
     for completion, gold in zip(completions, column_values(columns, column, completions, "math_verify"), strict=True):
-        expected = [] if is_missing(gold) else _parse_gold(library, gold)
+        expected = [] if is_missing(gold) else _parse_answer(library, str(gold))
         if not expected:
             rewards.append(None)
             continue
-        found = _parse(library, completion_text(completion))
+        response = after_thinking(completion_text(completion))
+        answer = last_tag_content(response, tag or "answer")
+        has_tag = answer is not None or tag is not None
+        found = _parse_answer(library, answer or "") if has_tag else _parse(library, response)
         rewards.append(float(value) if library.verify(expected, found, timeout_seconds=_timeout()) else 0.0)
     return rewards
 
@@ -77,8 +85,8 @@ def _is_equal(library: Any, answer: str, gold: Any) -> bool:
         return True
     if len(answer) > MAX_ANSWER_LENGTH:
         return False
-    found = _parse(library, answer if "\\boxed" in answer or "$" in answer else f"${answer.strip()}$")
-    return bool(library.verify(_parse_gold(library, gold), found, timeout_seconds=_timeout()))
+    found = _parse_answer(library, answer)
+    return bool(library.verify(_parse_answer(library, str(gold)), found, timeout_seconds=_timeout()))
 
 
 # The runner calls these functions row by row, so that one slow expression does not use up the time limit of its batch.

@@ -17,6 +17,7 @@ from grpo.evaluation import metric_names
 from grpo.evaluation.grading import check_reward_names
 from grpo.model import check_context, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner
+from grpo.rewards.code_tests import check_rows
 from grpo.rollout import BuiltinEngine
 from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
@@ -161,6 +162,8 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
     rewards.check(train_rows.columns[0])
+    for rows in filter(None, (train_rows, eval_rows)):
+        check_rows(rewards.specs, rows.columns, rows.source)
     metric, known = config.checkpoint.keep_best, metric_names(config.eval.num_samples, rewards.names)
     if metric and eval_rows is None:
         raise ConfigError(f"checkpoint.keep_best={metric} needs evaluations: set data.eval_split")

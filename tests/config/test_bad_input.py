@@ -122,6 +122,14 @@ DATA = {
     "broken line": ("d.jsonl", '{"prompt": "a"}\n{"prompt": \n', [], ["d.jsonl:2", "JSON"]),
     "not an object": ("d.jsonl", '{"prompt": "a"}\n[1, 2]\n', [], ["d.jsonl:2", "object"]),
     "invalid UTF-8": ("d.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n', [], ["d.jsonl:2", "UTF-8"]),
+    "nested deep": (
+        "d.jsonl",
+        '{"prompt": "a"}\n{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+        [],
+        ["d.jsonl:2: nested too deep"],
+    ),
+    "nested deep in a document": ("d.json", "[" * 100_000 + "]" * 100_000, [], ["d.json: nested too deep"]),
+    "half a character": ("d.jsonl", '{"prompt": "\\ud83d"}\n', [], ["d.jsonl:1", "surrogates not allowed"]),
     "NUL bytes": ("d.jsonl", b'{"prompt": "a"}\n\x00\x00\n', [], ["d.jsonl:2"]),
     "missing column": ("d.jsonl", '{"question": "a"}\n', [], ["prompt_column=prompt", "question"]),
     "missing answer": ("d.jsonl", '{"prompt": "a"}\n', ["data.answer_column=gold"], ["answer_column=gold", "prompt"]),
@@ -149,6 +157,12 @@ DATA = {
         ["data.max_prompt_length=20"],
         ["max_prompt_length=20", "longer"],
     ),
+    "tests of code": (
+        "d.jsonl",
+        '{"prompt": "a", "tests": ["assert f()"]}\n{"prompt": "b", "tests": "42"}\n',
+        ["reward.functions=[{name: python_tests, args: {allow_unsandboxed: true}}]"],
+        ["d.jsonl, row 2, column tests: a test is a statement or", "'42'"],
+    ),
     "column of a reward": ("d.jsonl", '{"prompt": "a"}\n', ["reward.functions=[accuracy]"], ["accuracy", "answer"]),
 }
 
@@ -172,6 +186,8 @@ def test_data(capsys, tmp_path, random_model, no_model, case):
 def test_a_missing_file_names_what_is_there(capsys, tmp_path, no_model):
     write(tmp_path / "train.jsonl", "{}")
     assert "has train.jsonl" in refused(capsys, tmp_path, no_model, f"data.dataset={tmp_path}/trian.jsonl")
+    line = refused(capsys, tmp_path, no_model, f"data.dataset={tmp_path}/*.jsonl")
+    assert f"is a pattern, and a dataset is one file or folder; the pattern matches {tmp_path}/train.jsonl" in line
     assert f"no folder {tmp_path}/away" in refused(capsys, tmp_path, no_model, f"data.dataset={tmp_path}/away/a.jsonl")
 
 

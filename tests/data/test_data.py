@@ -1,5 +1,6 @@
 """Datasets to problems: every source reads the same, prompts are rendered exactly, nothing is changed silently; and the schedule."""
 
+import copy
 import dataclasses
 import json
 from collections import Counter
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo.batch import Problem
 from grpo.config import DataConfig
 from grpo.data import Schedule, check_enough, load_rows, make_problems, render
+from grpo.rewards import load_reward
 from grpo.tasks.tiny import build_tokenizer
 
 ROWS = [{"prompt": f"{i}+1=", "answer": f"so #### {i + 1}", "level": i % 3} for i in range(20)]
@@ -118,6 +120,43 @@ def test_only_empty_cells_of_a_csv_file_are_missing_values(tmp_path):
     assert [columns["answer"] for columns in rows.columns] == ["None", "null", None]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_json_values_stay_as_they_are_written(tmp_path, kind):
+    answers = ["2024-01-05", "2024-01-05T10:00:00Z", "10:30", 12, 12.5, "12", True, None, [1, "a"], {"b": "2024-01-05"}]
+    rows = [{"prompt": "a", "answer": answer} for answer in answers] + [{"prompt": "b", "level": 1}]
+    path = tmp_path / f"d.{kind}"
+    path.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+    found = rows_of(str(path), answer_column="answer").columns
+    assert [repr(columns["answer"]) for columns in found] == [repr(answer) for answer in [*answers, None]]
+    assert [columns["level"] for columns in found] == [None] * len(answers) + [1]
+
+
+def test_a_csv_column_is_of_numbers_only_where_this_changes_no_cell(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_text(
+        "prompt,answer,level,price,code,true,day\n1,12,12,0.5,007,true,2024-01-05\n2,,,1.25,1e5,false,1.50\n"
+    )
+    found = rows_of(str(path), answer_column="answer")
+    assert found.prompts == ["1", "2"]
+    assert found.columns == [
+        {"answer": "12", "level": 12, "price": 0.5, "code": "007", "true": "true", "day": "2024-01-05"},
+        {"answer": None, "level": None, "price": 1.25, "code": "1e5", "true": "false", "day": "1.50"},
+    ]
+    assert load_reward("accuracy")([""], ["<answer>12</answer>"], answer=[found.columns[0]["answer"]]) == [1.0]
+
+
+def test_a_folder_of_files_is_read_as_they_are_written_or_refused(tmp_path):
+    for name in ("csv", "json"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("prompt,answer,level\nNA,12,3\nb,,4\n")
+    found = rows_of(f"{tmp_path}/csv", answer_column="answer")
+    assert found.prompts == ["NA", "b"]
+    assert found.columns == [{"answer": "12", "level": 3}, {"answer": None, "level": 4}]
+    (tmp_path / "json" / "train.jsonl").write_text('{"prompt": "a", "answer": "2024-01-05"}\n')
+    with pytest.raises(ValueError, match=r"column 'answer' look like dates.*give a file"):
+        rows_of(f"{tmp_path}/json", answer_column="answer")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -126,7 +165,7 @@ def test_only_empty_cells_of_a_csv_file_are_missing_values(tmp_path):
         ("prompt,answer\na,1\nb\n", "d.csv:3: 1 fields, but the header has 2"),
     ],
 )
-def test_a_csv_file_that_pandas_would_change_silently_is_refused(tmp_path, text, message):
+def test_a_csv_file_with_rows_that_do_not_suit_its_header_is_refused(tmp_path, text, message):
     path = tmp_path / "d.csv"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"data\.dataset=") as caught:
@@ -197,6 +236,16 @@ def test_answers_are_taken_out_of_their_column(tmp_path, pattern, text, answer):
     found = rows_of(save(tmp_path, "jsonl", rows), answer_column="answer", answer_pattern=pattern)
     assert found.columns[0]["answer"] == answer
     assert found.num_without_answer == (answer is None)
+
+
+def test_a_pattern_that_backtracks_is_stopped_and_names_the_row(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo.data.problems.PATTERN_SECONDS", 0.2)
+    rows = [{"prompt": "a", "answer": "a"}, {"prompt": "b", "answer": "a" * 60 + "b"}]
+    with pytest.raises(
+        ValueError,
+        match=r"answer_pattern='\(a\|aa\)\+\$' takes more than 0\.2 s on row 2 of data\.dataset=.*, column answer",
+    ):
+        rows_of(save(tmp_path, "jsonl", rows), answer_column="answer", answer_pattern="(a|aa)+$")
 
 
 def test_rows_without_an_answer_are_kept_and_counted(tmp_path, tokenizer):
@@ -327,6 +376,29 @@ def test_all_prompts_too_long_is_an_error(tmp_path):
     config = DataConfig(dataset=save(tmp_path, "jsonl", [{"prompt": "one two three"}] * 2), max_prompt_length=3)
     with pytest.raises(ValueError, match=r"all 2 prompts of data\.dataset=.*max_prompt_length=3 .* the shortest has 4"):
         make_problems(load_rows(config, train=True, seed=0), config, plain_tokenizer())
+
+
+def test_a_prompt_of_megabytes_is_too_long_without_being_tokenized(tmp_path, tokenizer):
+    rows = [{"prompt": "1+" * 2**20}] + [{"prompt": f"{i}+1="} for i in range(200)]
+    config = DataConfig(dataset=save(tmp_path, "jsonl", rows), max_prompt_length=20)
+    sizes = []
+
+    class Counting(type(tokenizer)):
+        def __call__(self, texts, **options):
+            sizes.append(sum(map(len, texts)))
+            return super().__call__(texts, **options)
+
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.__class__ = Counting
+    found = make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
+    assert (len(found.problems), found.num_too_long) == (200, 1)
+    assert [tokenizer.decode(p.prompt_ids) for p in found.problems] == [
+        render(p.prompt, tokenizer, None, []) for p in found.problems
+    ]
+    assert max(sizes) < 10_000 and len(sizes) > 1  # one call for all cannot be interrupted
+    config = config.model_copy(update={"max_train_samples": 1})
+    with pytest.raises(ValueError, match=r"all 1 prompts .*max_prompt_length=20 tokens .*: the shortest has 2\d+ char"):
+        make_problems(load_rows(config, train=True, seed=0), config, tokenizer)
 
 
 def test_a_chat_template_that_refuses_a_row_names_it(tmp_path):

@@ -81,6 +81,10 @@ def test_lenient_takes_the_last_number(text, answer):
         ("<answer><answer>4</answer>", None),
         ("<answer>4</answer></answer>", None),
         ("<answer> </answer>", None),
+        ("<think><answer>4</answer></think> 5", None),
+        ("opened by the prompt <answer>4</answer></think> 5", None),
+        ("<answer>4</answer> <think>5</think>", "4"),
+        ("<think>5</think> <answer>4</answer> <think>5</think>", "4"),
     ],
 )
 def test_strict_needs_exactly_one_tag(text, answer):
@@ -219,6 +223,39 @@ def test_math_verify():
     texts = ["so $\\frac{1}{2}$", "The answer is \\boxed{0.5}", "$x$", "nothing", "$3$"]
     golds = ["\\frac{1}{2}", "1/2", "x+1", "3", None]
     assert reward([""] * 5, texts, answer=golds, value=2.0) == [2.0, 2.0, 0.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think>10+20=30</think>\n<answer>31</answer>", 0.0),
+        ("<think>\nFirst 10 then 20</think>\n<answer>30</answer>", 1.0),
+        ("<answer>30</answer>", 1.0),
+        ("<answer>\n\\frac{60}{2}\n</answer>", 1.0),
+        ("<answer>It is \\boxed{30}</answer> for 7 days", 1.0),
+        ("<answer>31</answer> no: <answer>30</answer>", 1.0),  # the last one counts
+        ("<answer>30</answer> no: <answer>31</answer>", 0.0),
+        ("<think>so <answer>30</answer></think> 31", 0.0),
+        ("<think>so <answer>31</answer></think> it is 30", 1.0),
+        ("opened by the prompt: 31</think> $30$", 1.0),
+        ("opened by the prompt: $30$</think> who knows", 0.0),
+        ("<think>10+20=30", 0.0),  # cut within the thinking
+        ("<think>31</think> <think>no, $30$", 0.0),
+        ("<think>31</think> $30$ <think>or 31", 1.0),
+        ("", 0.0),
+    ],
+)
+def test_math_verify_reads_the_answer_and_never_the_thinking(text, score):
+    pytest.importorskip("math_verify")
+    assert load_reward("math_verify")([""], [text], answer=["30"]) == [score]
+
+
+def test_math_verify_with_a_tag_reads_nothing_else():
+    pytest.importorskip("math_verify")
+    texts = ["<r>30</r> 31", "30", "<answer>30</answer>", "<think><r>30</r></think>", "<r>30"]
+    assert load_reward("math_verify")([""] * 5, texts, answer=["30"] * 5, tag="r") == [1.0, 0.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="tag must be a bare name"):
+        load_reward("math_verify")([], [], tag="<r>")
 
 
 def test_r1_zero():

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from grpo.rewards import RewardRunner, RewardSpec, load_reward
-from grpo.rewards.python_tests import extract_code, read_tests
+from grpo.rewards.code_tests import read_tests
+from grpo.rewards.python_tests import extract_code
 from grpo.rewards.sandbox import Limits, SandboxError, SandboxUnavailable, _results, run_python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -432,9 +434,131 @@ def test_settings():
     ]:
         with pytest.raises(ValueError, match=message):
             load_reward("python_tests")([], [], **settings)
-    with pytest.raises(ValueError, match="a test is a statement or"):
-        read_tests([{"input": "1"}])
-    assert read_tests("assert f()") == [{"code": "assert f()"}] and read_tests(None) == read_tests([""]) == []
+
+
+PAIR = {"input": "1 2", "output": "3"}
+CALL_OF_ADD = {"function": "add", "input": "[1, 2]", "output": "[3]"}
+
+
+@pytest.mark.parametrize(
+    ("given", "tests"),
+    [
+        (None, []),
+        ("", []),
+        ([""], []),
+        ({"inputs": [], "outputs": []}, []),
+        ("assert f()", [{"code": "assert f()"}]),
+        ("for x in range(3):\n    assert f(x)", [{"code": "for x in range(3):\n    assert f(x)"}]),
+        (
+            ["check(f)", "if f(2) != 4: raise ValueError"],
+            [{"code": "check(f)"}, {"code": "if f(2) != 4: raise ValueError"}],
+        ),
+        (PAIR, [PAIR]),
+        (
+            {"input": 12, "output": ["3", "4"], "type": "stdin_stdout", "fn_name": None},
+            [{"input": "12", "output": "3\n4"}],
+        ),
+        ({"inputs": ["1 2"], "outputs": ["3"]}, [PAIR]),  # APPS, TACO
+        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": None}, [PAIR]),  # the same in a column of structs
+        ({"input": ["1 2"], "output": ["3"]}, [PAIR]),  # CodeContests
+        ({"language": "python", "test_cases": [PAIR]}, [PAIR]),
+        ([PAIR | {"testtype": "stdin"}], [PAIR]),  # LiveCodeBench
+        (
+            [{"input": "1\n2\n", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}],
+            [CALL_OF_ADD],
+        ),
+        ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, [CALL_OF_ADD]),
+        ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}, [CALL_OF_ADD | {"output": "[[3], 3]"}]),
+    ],
+)
+def test_tests_are_read_in_the_forms_in_which_they_are_published(given, tests):
+    assert read_tests(given) == tests
+    if not isinstance(given, str | None):
+        assert read_tests(json.dumps(given)) == tests
+
+
+def test_humaneval_leaves_the_call_of_check_to_us():
+    text = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
+    assert read_tests(text, "double") == [{"code": f"{text}\ncheck(double)"}]
+    for entry_point in (None, "os.abort() or f"):
+        with pytest.raises(ValueError, match="cannot fail"):
+            read_tests(text, entry_point)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "42",
+        42,
+        json.dumps(json.dumps([PAIR])),  # JSON in JSON
+        str([PAIR]),  # the repr of Python
+        "['assert f(2) == 4']",
+        ["42"],
+        ["f(2) == 4"],  # no assert
+        ["assert (f(2) == 4, 'wrong')"],  # a tuple is always true
+        ["assert f(2) =="],
+        ["def test_f():\n    assert f(2) == 4"],  # called by pytest only
+        ["x = f(2)"],
+        "'" * 3,
+        [{"input": "1"}],
+        [{"input": "1", "output": None}],
+        [{"input": {"a": 1}, "output": "1"}],
+        [{"input": "1", "output": "2", "type": "interactive"}],
+        [{"input": "1", "output": "2", "type": "functional"}],  # names no function
+        [{"input": "(1, 2)", "output": "3", "fn_name": "add"}],
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": "1", "outputs": "2"},
+        {"stdin": "1", "stdout": "2"},
+        [PAIR, {"input": [1, 2], "output": 3, "fn_name": "add"}],
+    ],
+)
+def test_any_other_test_is_refused(given):
+    with pytest.raises(ValueError, match=r"^a test is a statement or {'input': \.\.\., 'output': \.\.\.}") as caught:
+        read_tests(given)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_functions_are_called_and_their_results_compared_outside(sandboxed):
+    tests = {"inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"], "fn_name": "add"}
+    texts = [
+        "def add(x, y):\n    print('noise')\n    return x + y\nif __name__ == '__main__':\n    print(add(*input().split()))",
+        "class Solution:\n    def add(self, x: List[int], y: Optional[str]):\n        return x + y",
+        "def add(x, y): return 3",
+        "def add(x, y): return object()",
+        "class Right:\n    __eq__ = lambda *_: True\ndef add(x, y): return Right()",
+        "def add(x, y): return x + y\nexit()",
+        "def add(x, y): exit()",
+        "pass",
+    ]
+    scores = load_reward("python_tests")([""] * len(texts), texts, tests=[tests] * len(texts))
+    assert scores == [1.0, 1.0, 0.5, 0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_programs_are_judged_by_what_they_print(sandboxed):
+    codes = [
+        "print(3); exit()",
+        "print(3); quit(0)",
+        "import sys; print(3); sys.exit()",
+        "import os; print(3, flush=True); os._exit(0)",
+        "import atexit; atexit.register(print, 3)",
+        "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(3)",
+        "import sys; print(3); sys.stdout.close()",
+        "print(3); exit(1)",
+        "print(3); raise ValueError",
+        "exit()",
+    ]
+    results = run_python("exec(eval(input()))", [{"input": repr(code)} for code in codes], Limits())
+    assert [(result.status, result.output) for result in results] == [
+        *[("passed", "3\n")] * 7,
+        *[("failed", "")] * 2,
+        ("passed", ""),
+    ]
+
+
+def test_statements_run_after_code_that_exits(sandboxed):
+    assert load_reward("python_tests")(
+        [""], ["def f(): return 1\nexit()"], tests=[["assert f() == 1", "assert f() == 2"]]
+    ) == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -444,6 +568,14 @@ def test_settings():
         ("```python\nx = 1\n```", "x = 1\n"),
         ("first\n```\nx = 1\n```\nbetter\n```py\nx = 2\n```\n", "x = 2\n"),
         ("cut off ```python\nx = 1", "x = 1"),
+        ("```x = 1```", "x = 1"),
+        ("~~~python\nx = 1\n~~~\n", "x = 1\n"),
+        ("~~~\nx = '```'\n~~~", "x = '```'\n"),
+        ("````\nx = '```'\n````", "x = '```'\n"),
+        ("1. So:\n   ```python\n   if x:\n       y = 1\n   ```\n", "if x:\n    y = 1\n"),
+        ("* So:\n\t~~~py\n\tx = 1", "x = 1"),
+        ("<think>```\nx = 1\n```</think>\nx = 2", "\nx = 2"),
+        ("<think>or\n```\nx = 1\n```", None),
         ("`` ` ```\n``` ", None),
         ("", None),
         ("x" * 200_000, None),
