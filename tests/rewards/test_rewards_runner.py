@@ -75,6 +75,27 @@ def orphan(completions, **kwargs):                 # leaves a process behind tha
 def given(completions, value, **kwargs):
     return eval(value)
 
+class Text(str):                                   # the trainer cannot import it
+    pass
+
+def logs(completions, log_metric, log_extra, trainer_state):
+    log_metric("mean_length", sum(map(len, completions)) / len(completions))
+    log_extra("upper", [c.upper() for c in completions])
+    log_extra("count", [10 ** 20 if c == "big" else len(c) for c in completions])
+    if "raise" in completions: raise RuntimeError("a bad row")
+    return [trainer_state.global_step] * len(completions)
+
+async def logs_later(completions, log_metric, log_extra):
+    await asyncio.sleep(0)
+    log_metric("mean_length", 0)
+    log_metric("not_a_number", math.nan)
+    log_extra("later", [Text(c) for c in completions])
+    return [1.0] * len(completions)
+
+def log(completions, call, log_metric, log_extra):
+    eval(call)
+    return [1.0] * len(completions)
+
 async def sleepy(completions, **kwargs):
     await asyncio.sleep(0.5)
     return [1.0] * len(completions)
@@ -237,11 +258,75 @@ def test_rows_are_shared_by_workers(run):
         ("None", "returned None of type NoneType"),
         ("{0: 1.0, 1: 2.0}", "of type dict"),
         ("(x for x in completions)", "of type generator"),
+        ("lambda completions: [1.0]", "returned a function: it makes the reward; in its file write"),
     ],
 )
 def test_a_broken_contract_is_an_error(run, value, message):
     with pytest.raises(RewardContractError, match=message):
         run("given", ["a", "b"], args={"value": value})
+
+
+def test_what_rewards_log_comes_back_with_the_scores(run):
+    result = run(["logs", "logs_later"], ["ab", "raise", "big"], {"answer": ["x"] * 3})
+    assert column(result) == [0.0, None, 0.0]
+    # The batch raised, so each row is called alone; what failing calls logged is dropped. A value counts once per completion.
+    assert result.metrics == {"mean_length": (2 + 3 + 3 * 0.0, 5.0)}
+    assert result.extra == {
+        "upper": ["AB", None, "BIG"],
+        "count": [2, None, "1" + "0" * 20],
+        "later": ["ab", "raise", "big"],
+    }
+    assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            "log_metric('loss', 1)",
+            r"'log' called log_metric\('loss', ...\): choose a name that no metric of the trainer has",
+        ),
+        ("log_metric('eval/mine', 1)", "no metric of the trainer has"),
+        ("log_metric(3, 1)", "no metric of the trainer has"),
+        (
+            "log_metric('mine', 'much')",
+            r"called log_metric\('mine', ...\) with a value of type str: expected a finite number",
+        ),
+        ("log_metric('mine', math.inf)", "with infinity: expected a finite number"),
+        ("log_extra('rewards/log', completions)", "no column of the completions has"),
+        ("log_extra('note', ['x'])", "with 1 values for 2 completions: expected one per completion"),
+    ],
+)
+def test_what_a_reward_must_not_log(run, call, message):
+    with pytest.raises(RewardContractError, match=message) as caught:
+        run("log", ["a", "b"], args={"call": call})
+    assert "\n" not in str(caught.value)
+
+
+def test_one_extra_column_belongs_to_one_reward(run):
+    with pytest.raises(RewardContractError, match=r"'log_2' called log_extra\('n', ...\), as another reward did"):
+        run(["log", "log"], ["a"], args={"call": "log_extra('n', [1])"})
+
+
+@pytest.mark.parametrize(
+    ("function", "completion", "advice"),
+    [
+        ("[c[0]['content'] for c in completions]", "text", "true"),
+        ("[c[0].get('content') for c in completions]", "text", "true"),
+        ("[__import__('re').search('a', c) for c in completions]", [{"role": "assistant", "content": "a"}], "false"),
+        ("[c.strip() for c in completions]", [{"role": "assistant", "content": "a"}], "false"),
+        ("[float(c) for c in completions]", [{"role": "assistant", "content": "a"}], "false"),
+        ("[c['content'] for c in completions]", [{"role": "assistant", "content": "a"}], None),
+        ("[c.nothing for c in completions]", "text", None),
+    ],
+)
+def test_a_reward_of_the_other_form_ends_with_the_remedy(run, function, completion, advice):
+    trace = run("given", [completion] * 2, args={"value": function}).first_traceback["given"]
+    last = trace.rstrip().splitlines()[-1]
+    if advice is None:
+        assert "hint" not in trace
+    else:
+        assert last.startswith("hint: completions are ") and f"set data.conversational={advice} " in last
 
 
 def test_what_counts_as_numbers(run):
