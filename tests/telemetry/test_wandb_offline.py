@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import run_trainer, small_run
+from conftest import ROOT, run_trainer, small_run
 
 from grpo.telemetry.samples import read_samples
 
@@ -47,9 +47,10 @@ def offline_records(folder, start: int = -1):
 
 
 def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_model):
+    functions = ", ".join(f"'{ROOT}/tests/rewards_for_tests.py:{name}'" for name in ("share_of_digits", "notes"))
     run_trainer(
         *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2",
-        "algorithm.num_iterations=2", ranks=2,
+        "algorithm.num_iterations=2", f"reward.functions=[{functions}]", ranks=2,
     )  # fmt: skip
     history, config, axes = offline_records(tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -80,7 +81,10 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
     table = json.loads(media.read_text())
     assert table["columns"] == [
         "step", "prompt", "completion", "reward", "advantage", "length", "finished", "rewards/share_of_digits",
+        "rewards/notes", "characters",
     ]  # fmt: skip
+    assert [row[-1] for row in table["data"]] == [str(len(row[2])) for row in table["data"]]
+    assert history[2]["mean_characters"] > 1
     assert [row[0] for row in table["data"]] == [1, 1, 1, 1, 2, 2, 2, 2]
     assert table["data"][6][2] == records[2]["completion"]
 
