@@ -108,7 +108,7 @@ class FunctionResult:
             hint = "completions are lists of messages here; if this reward reads text, set data.conversational=false"
         else:
             return
-        self.first_traceback += f"hint: {hint} (docs/rewards.md)\n"
+        self.first_traceback = f"{self.first_traceback.rstrip()} (hint: {hint})\n"
 
 
 _NEEDS_MESSAGES = re.compile(

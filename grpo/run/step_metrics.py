@@ -42,8 +42,11 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
             metrics.add(name, *logged.get(name, (0.0, 0.0)))
     for name, count in zip(names, failed, strict=True):
         if is_whole_step and rows and count == rows:
-            trace = result.first_traceback.get(name) if result else None
-            reason = f"\n{trace}" if trace else " (timeout)"
+            trace = result.first_traceback.get(name, "") if result else ""
+            last_line = trace.rstrip().rpartition("\n")[
+                2
+            ]  # the exception: it belongs into the first line of the message
+            reason = f": {last_line}\n{trace}" if trace else " (timeout)"
             raise ValueError(f"reward {name!r} failed on all {rows} completions of this step{reason}")
 
 

@@ -326,7 +326,7 @@ def test_a_reward_of_the_other_form_ends_with_the_remedy(run, function, completi
     if advice is None:
         assert "hint" not in trace
     else:
-        assert last.startswith("hint: completions are ") and f"set data.conversational={advice} " in last
+        assert "Error: " in last and "(hint: completions are " in last and f"set data.conversational={advice})" in last
 
 
 def test_what_counts_as_numbers(run):
