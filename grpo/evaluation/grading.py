@@ -28,10 +28,11 @@ class Grader:
 
     def __init__(self, config: EvalConfig, rewards: RewardRunner, trainer_state: TrainerState = OUTSIDE_TRAINING):
         names = rewards.names
-        self.rewards, self.trainer_state = rewards, trainer_state
+        self.rewards = rewards
         self.correctness = config.correctness or next((name for name in names if name in ANSWER_CHECKERS), names[0])
         self.correct_above = config.correct_above
         self.format = config.format or ("format" if "format" in names else None)
+        self.trainer_state = trainer_state
 
     def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
         rows = iter(score_groups(self.rewards, groups, self.trainer_state).values)
