@@ -1,6 +1,6 @@
 """What TRL passes to a reward besides the rows: ``trainer_state`` to read, ``log_metric`` and ``log_extra`` to report numbers and columns.
 
-A reward gets these three only if its signature names them. ``**kwargs`` receives columns alone.
+A reward gets these three only if its signature names them: they do not come in ``**kwargs``, where rewards expect columns.
 """
 
 import math

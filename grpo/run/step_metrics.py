@@ -43,9 +43,7 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
     for name, count in zip(names, failed, strict=True):
         if is_whole_step and rows and count == rows:
             trace = result.first_traceback.get(name, "") if result else ""
-            last_line = trace.rstrip().rpartition("\n")[
-                2
-            ]  # the exception: it belongs into the first line of the message
+            last_line = trace.rstrip().rpartition("\n")[2]  # the exception
             reason = f": {last_line}\n{trace}" if trace else " (timeout)"
             raise ValueError(f"reward {name!r} failed on all {rows} completions of this step{reason}")
 

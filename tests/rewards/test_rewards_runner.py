@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from grpo.rewards import RewardContractError, RewardRunner, RewardSpec
 from grpo.rewards import runner as runner_module
+from grpo.rewards.logged import Logged
 from grpo.rewards.result import MAX_LOST_WORKERS
 
 ROOT = Path(__file__).parents[2]
@@ -279,28 +281,25 @@ def test_what_rewards_log_comes_back_with_the_scores(run):
     assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            "log_metric('loss', 1)",
-            r"'log' called log_metric\('loss', ...\): choose a name that no metric of the trainer has",
-        ),
-        ("log_metric('eval/mine', 1)", "no metric of the trainer has"),
-        ("log_metric(3, 1)", "no metric of the trainer has"),
-        (
-            "log_metric('mine', 'much')",
-            r"called log_metric\('mine', ...\) with a value of type str: expected a finite number",
-        ),
-        ("log_metric('mine', math.inf)", "with infinity: expected a finite number"),
-        ("log_extra('rewards/log', completions)", "no column of the completions has"),
-        ("log_extra('note', ['x'])", "with 1 values for 2 completions: expected one per completion"),
-    ],
-)
-def test_what_a_reward_must_not_log(run, call, message):
-    with pytest.raises(RewardContractError, match=message) as caught:
-        run("log", ["a", "b"], args={"call": call})
-    assert "\n" not in str(caught.value)
+def test_what_a_reward_must_not_log(run):
+    with pytest.raises(RewardContractError) as caught:
+        run("log", ["a", "b"], args={"call": "log_metric('loss', 1)"})
+    assert (
+        str(caught.value)
+        == "reward 'log' called log_metric('loss', ...): choose a name that no metric of the trainer has"
+    )
+    for function, name, value, message in [
+        (Logged.log_metric, "eval/mine", 1, "no metric of the trainer has"),
+        (Logged.log_metric, 3, 1, "no metric of the trainer has"),
+        (Logged.log_metric, "mine", "much", "('mine', ...) with a value of type str: expected a finite number"),
+        (Logged.log_metric, "mine", -math.inf, "('mine', ...) with infinity: expected a finite number"),
+        (Logged.log_extra, "rewards/log", ["x", "y"], "no column of the completions has"),
+        (Logged.log_extra, "note", ["x"], "('note', ...) with 1 values for 2 completions: expected one per completion"),
+    ]:
+        logged = Logged(2)
+        function(logged, name, value)
+        assert logged.added_to(("ok", [1.0, 1.0])) == ("contract", logged.mistake)
+        assert logged.mistake.endswith(message)
 
 
 def test_one_extra_column_belongs_to_one_reward(run):
@@ -309,24 +308,27 @@ def test_one_extra_column_belongs_to_one_reward(run):
 
 
 @pytest.mark.parametrize(
-    ("function", "completion", "advice"),
+    ("form", "functions"),
     [
-        ("[c[0]['content'] for c in completions]", "text", "true"),
-        ("[c[0].get('content') for c in completions]", "text", "true"),
-        ("[__import__('re').search('a', c) for c in completions]", [{"role": "assistant", "content": "a"}], "false"),
-        ("[c.strip() for c in completions]", [{"role": "assistant", "content": "a"}], "false"),
-        ("[float(c) for c in completions]", [{"role": "assistant", "content": "a"}], "false"),
-        ("[c['content'] for c in completions]", [{"role": "assistant", "content": "a"}], None),
-        ("[c.nothing for c in completions]", "text", None),
+        ("text", {
+            "[c[0]['content'] for c in completions]": "true", "[c[0].get('content') for c in completions]": "true",
+            "[c.nothing for c in completions]": None,
+        }),
+        ("messages", {
+            "[__import__('re').search('a', c) for c in completions]": "false", "[c.strip() for c in completions]": "false",
+            "[float(c) for c in completions]": "false", "[c['content'] for c in completions]": None,
+        }),
     ],
-)
-def test_a_reward_of_the_other_form_ends_with_the_remedy(run, function, completion, advice):
-    trace = run("given", [completion] * 2, args={"value": function}).first_traceback["given"]
-    last = trace.rstrip().splitlines()[-1]
-    if advice is None:
-        assert "hint" not in trace
-    else:
-        assert "Error: " in last and "(hint: completions are " in last and f"set data.conversational={advice})" in last
+)  # fmt: skip
+def test_a_reward_of_the_other_form_ends_with_the_remedy(path, form, functions):
+    completion = "text" if form == "text" else [{"role": "assistant", "content": "text"}]
+    with RewardRunner([RewardSpec(f"{path}:given", 1.0, {"value": value}) for value in functions]) as runner:
+        traces = runner.score(["q"] * 2, [completion] * 2, {}).first_traceback
+    for trace, advice in zip(traces.values(), functions.values(), strict=True):
+        last = trace.rstrip().splitlines()[-1]
+        assert "Error: " in last and ("hint" in trace) == bool(advice)
+        assert not advice or last.endswith(f"set data.conversational={advice})")
+        assert not advice or f"(hint: completions are {'text' if form == 'text' else 'lists of messages'} here" in last
 
 
 def test_what_counts_as_numbers(run):
