@@ -114,7 +114,7 @@ def sample_and_score(
                 sampled = run.engine.generate(chosen, run.sampling, address=address, on_tokens=bar.update)
             with world.timed("reward", seconds):
                 if sampled:
-                    values, result = run.score(sampled)
+                    sampled, values, result = run.score(sampled)
         count_reward_failures(run, result, metrics, is_whole_step=attempt == 0)
         for p, group, value_GF in zip(missing, sampled, values, strict=True):
             groups[p], values_PGF[p] = group, value_GF

@@ -22,11 +22,13 @@ class Problem:
     index: int
     """Index of the row in the dataset; part of the sampling seed of its completions."""
     prompt: str | list[dict[str, str]]
-    """The prompt as rewards get it: text, or a list of chat messages."""
+    """The prompt of the row: text, or a list of chat messages."""
     prompt_ids: tuple[int, ...]
     """The prompt as the model gets it: with system prompt, few-shot examples and chat template."""
     columns: dict[str, Any] = field(default_factory=dict)
     """The other columns of the row, among them ``answer``; rewards get them as keyword arguments."""
+    reward_prompt: str | list[dict[str, str]] | None = None
+    """The prompt as rewards get it; ``None``: as in the row. If it is a list of messages, they get completions as messages too."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Completion:
     """True if the response ended with EOS or a stop string, False if it was truncated at ``max_completion_length``."""
     sampling_logprobs: tuple[float, ...] = ()
     """Log-probability of each token at the sampling temperature, as computed while sampling; empty for greedy decoding."""
+    logged: dict[str, Any] = field(default_factory=dict)
+    """What rewards gave to ``log_extra`` for this completion, by column."""
 
 
 @dataclass(frozen=True)

@@ -21,3 +21,10 @@ def wrong_length(prompts, completions, **columns):
 def unscorable(prompts, completions, **columns):
     """None for every completion whose text has an even length."""
     return [None if len(text) % 2 == 0 else 1.0 for text in completions]
+
+
+def notes(completions, log_extra, log_metric):
+    """0 everywhere; logs what it saw."""
+    log_extra("characters", [len(text) for text in completions])
+    log_metric("mean_characters", sum(map(len, completions)) / len(completions))
+    return [0.0] * len(completions)

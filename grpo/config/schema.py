@@ -57,6 +57,9 @@ class DataConfig(Section):
     """Text that the model gets instead of its chat template, with {prompt} where the question goes (for base models)."""
     few_shot: list[dict[str, str]] = []
     """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
+    conversational: Literal["auto", True, False] = "auto"
+    """Rewards get prompts and completions as lists of messages (true) or as text (false; of a conversation its last message). auto:
+    messages for rows that are conversations, and for text rows if a chat template is used with a system_prompt or few_shot."""
     max_prompt_length: int = Field(512, ge=1)
     """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated. A prompt of more than 100
     characters for each of these tokens (more, if the vocabulary has a longer token) counts as longer, without being tokenized."""

@@ -141,7 +141,10 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
     if is_plain:  # some tokenizers also add an EOS, after which a model cannot continue the prompt
         ids = [_without_added_eos(row, texts[index], tokenizer) for index, row in zip(indices, ids, strict=True)]
     problems = [
-        Problem(index, rows.prompts[index], tuple(prompt_ids), rows.columns[index])
+        Problem(
+            index, rows.prompts[index], tuple(prompt_ids), rows.columns[index],
+            reward_prompt=_reward_prompt(rows.prompts[index], rows, config, tokenizer),
+        )  # fmt: skip
         for index, prompt_ids in zip(indices, ids, strict=True)
         if 0 < len(prompt_ids) <= config.max_prompt_length
     ]
@@ -232,6 +235,17 @@ def render(
     """
     if prompt_template is not None:
         return prompt_template.replace("{prompt}", prompt if isinstance(prompt, str) else prompt[-1]["content"])
+    messages = conversation(prompt, system_prompt, few_shot)
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    *before, last = [message["content"] for message in messages]
+    return "".join(text + "\n\n" for text in before) + last
+
+
+def conversation(
+    prompt: str | list[dict[str, str]], system_prompt: str | None, few_shot: Sequence[dict[str, str]]
+) -> list[dict[str, str]]:
+    """A prompt as chat messages: system prompt, worked examples, question."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     lead = []
     if turns[0]["role"] == "system":  # the system prompt of a row replaces the configured one
@@ -241,11 +255,20 @@ def render(
     for example in few_shot:
         lead.append({"role": "user", "content": example["prompt"]})
         lead.append({"role": "assistant", "content": example["completion"]})
-    messages = lead + turns
-    if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    *before, last = [message["content"] for message in messages]
-    return "".join(text + "\n\n" for text in before) + last
+    return lead + turns
+
+
+def _reward_prompt(
+    prompt: str | list[dict[str, str]], rows: Rows, config: DataConfig, tokenizer: Any
+) -> str | list[dict[str, str]] | None:
+    """The prompt as rewards get it (``data.conversational``): the messages that the model is shown, or text; ``None``: as in the row."""
+    is_text, as_messages = isinstance(prompt, str), config.conversational
+    if as_messages == "auto":
+        as_messages = not is_text or bool(tokenizer.chat_template and (config.system_prompt or config.few_shot))
+    if as_messages:
+        system_prompt = rows.system_prompt if config.prompt_template is None else None
+        return conversation(prompt, system_prompt, config.few_shot)
+    return None if is_text else prompt[-1]["content"]
 
 
 def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:

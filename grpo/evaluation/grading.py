@@ -8,6 +8,7 @@ from grpo.evaluation.estimate import CompletionResult
 from grpo.rewards import RewardRunner
 from grpo.rewards.extract import answers_equal, extract_answer, has_format
 from grpo.rewards.groups import score_groups
+from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 
 ANSWER_CHECKERS = (
     "accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests", "reasoning_gym",
@@ -22,18 +23,19 @@ class Grader:
         config: ``correctness`` names the reward that decides what is correct (a value above ``correct_above``), by default the first
             one that checks answers. ``format`` names the reward that decides what is well-formed (a value above 0), by default the
             reward ``format``; without that reward, ``<think>..</think> <answer>..</answer>`` is well-formed.
-        rewards: scores the completions.
+        rewards: scores the completions. What they give to ``log_metric`` and ``log_extra`` is dropped: it belongs to training.
     """
 
-    def __init__(self, config: EvalConfig, rewards: RewardRunner):
+    def __init__(self, config: EvalConfig, rewards: RewardRunner, trainer_state: TrainerState = OUTSIDE_TRAINING):
         names = rewards.names
         self.rewards = rewards
         self.correctness = config.correctness or next(filter(_checks_answers, names), names[0])
         self.correct_above = config.correct_above
         self.format = config.format or ("format" if "format" in names else None)
+        self.trainer_state = trainer_state
 
     def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
-        rows = iter(score_groups(self.rewards, groups).values)
+        rows = iter(score_groups(self.rewards, groups, self.trainer_state).values)
         return [
             [self._grade(group.problem, completion, next(rows)) for completion in group.completions] for group in groups
         ]

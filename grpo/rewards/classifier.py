@@ -58,7 +58,7 @@ class ClassifierReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, batch_size: int = 16, max_length: int | None = None
     ) -> list[float]:
-        """Score prompt and completion together: concatenated text, or the tokenizer's chat template for messages.
+        """Score prompt and completion together: concatenated text, or the tokenizer's chat template (if it has one) for messages.
 
         ``max_length`` (tokens) truncates; by default nothing is truncated.
         """
@@ -67,7 +67,7 @@ class ClassifierReward:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         # A chat template writes the special tokens into the text, so the tokenizer must not add them again.
-        is_chat = bool(prompts) and not isinstance(prompts[0], str)
+        is_chat = bool(prompts) and not isinstance(prompts[0], str) and bool(self.tokenizer.chat_template)
         options = dict(truncation=max_length is not None, max_length=max_length, add_special_tokens=not is_chat)
         rewards: list[float] = []
         for start in range(0, len(texts), batch_size):
@@ -79,5 +79,7 @@ class ClassifierReward:
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + completion_text(completion)
+        if not self.tokenizer.chat_template:  # as prompts are rendered for a model without a chat template
+            return "\n\n".join(message["content"] for message in prompt) + completion_text(completion)
         answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
         return self.tokenizer.apply_chat_template([*prompt, *answer], tokenize=False)

@@ -1,22 +1,45 @@
 """Score sampled groups. ``grpo.rewards`` does not import this module: ``grpo.batch`` imports torch, which reward workers do not need."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from grpo.batch import Group
+from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.result import RewardResult
 from grpo.rewards.runner import RewardRunner
 
 
-def score_groups(rewards: RewardRunner, groups: Sequence[Group]) -> RewardResult:
+def score_groups(
+    rewards: RewardRunner, groups: Sequence[Group], trainer_state: TrainerState = OUTSIDE_TRAINING
+) -> RewardResult:
     """Score every completion of some groups. As in TRL, completions of conversational prompts are passed as lists of messages."""
     rows = [(group.problem, completion) for group in groups for completion in group.completions]
+    prompts = [problem.prompt if problem.reward_prompt is None else problem.reward_prompt for problem, _ in rows]
     column_names = dict.fromkeys(name for problem, _ in rows for name in problem.columns)
     return rewards.score(
-        prompts=[problem.prompt for problem, _ in rows],
+        prompts=prompts,
         completions=[
-            completion.text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": completion.text}]
-            for problem, completion in rows
+            completion.text if isinstance(prompt, str) else [{"role": "assistant", "content": completion.text}]
+            for prompt, (_, completion) in zip(prompts, rows, strict=True)
         ],
         columns={name: [problem.columns.get(name) for problem, _ in rows] for name in column_names},
         completion_ids=[list(completion.ids) for _, completion in rows],
+        trainer_state=trainer_state,
     )
+
+
+def with_logged(groups: Sequence[Group], result: RewardResult) -> list[Group]:
+    """The groups, whose completions keep what the rewards logged about them."""
+    if not result.extra:
+        return list(groups)
+    rows = iter(zip(*result.extra.values(), strict=True))
+    return [
+        replace(
+            group,
+            completions=tuple(
+                replace(completion, logged=dict(zip(result.extra, next(rows), strict=True)))
+                for completion in group.completions
+            ),
+        )
+        for group in groups
+    ]

@@ -22,8 +22,11 @@ BUILTIN: dict[str, str] = dict.fromkeys(_TEXT_REWARDS, "grpo.rewards.builtin") |
 """Name -> the module that defines a function of that name. The module is imported when the reward is loaded."""
 
 CLASSIFIER_PREFIX = "classifier:"
-TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""The arguments that the trainer passes to a reward besides the columns of the rows."""
+ONLY_IF_NAMED = ("trainer_state", "log_metric", "log_extra")
+"""What a reward gets only if it has a parameter of that name: rewards expect columns in ``**kwargs``."""
+TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids", *ONLY_IF_NAMED)
+"""The arguments that the trainer passes to a reward besides the columns of the rows. A column of such a name is not passed."""
+MAKE_IT_IN_THE_FILE = "in its file write reward = Name(...), and name that"
 
 
 def load_reward(spec: str) -> Callable[..., Any]:
@@ -117,7 +120,8 @@ def _import_error_message(error: BaseException, path: str | None) -> str:
 def _get_function(spec: str, module: ModuleType, location: str, function: str) -> Callable[..., Any]:
     if not hasattr(module, function):
         public = {name: value for name, value in sorted(vars(module).items()) if not name.startswith("_")}
-        own = [n for n, f in public.items() if callable(f) and getattr(f, "__module__", None) == module.__name__]
+        functions = {n: f for n, f in public.items() if callable(f) and not inspect.isclass(f)}
+        own = [n for n, f in functions.items() if getattr(f, "__module__", None) == module.__name__]
         raise ValueError(
             f"reward {spec!r}: {location} has no function {function!r}{_did_you_mean(function, own)}; "
             f"it has {', '.join(own) or 'none'}"
@@ -125,6 +129,8 @@ def _get_function(spec: str, module: ModuleType, location: str, function: str) -
     value = getattr(module, function)
     if not callable(value):
         raise ValueError(f"reward {spec!r}: {function!r} is not callable but a {type(value).__name__}")
+    if inspect.isclass(value):
+        raise ValueError(f"reward {spec!r}: that is a class: give an instance ({MAKE_IT_IN_THE_FILE})")
     return value
 
 
@@ -144,22 +150,32 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
     return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, takes_any
 
 
-def accepted_columns(function: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """The keywords that a reward accepts (``None``: any), and those without a default."""
+def is_builtin(function: Callable[..., Any]) -> bool:
+    """True for a reward of this package. Its keyword-only parameters are settings: only ``args`` of the configuration fills them."""
+    return str(getattr(function, "__module__", None)).startswith("grpo.rewards.")
+
+
+def passed_names(function: Callable[..., Any], available: Collection[str], arguments: Collection[str]) -> list[str]:
+    """The names among ``available`` (columns, and what the trainer gives) that are passed to a reward with these ``args``."""
     parameters, takes_any = _parameters(function)
-    required = frozenset(name for name, p in parameters.items() if p.default is p.empty)
-    return (None if takes_any else frozenset(parameters)), required
+    by_configuration = {*arguments, *(_settings(parameters) if is_builtin(function) else ())}
+    accepted = [n for n in available if n in parameters or (takes_any and n not in ONLY_IF_NAMED)]
+    return [name for name in accepted if name not in by_configuration]
+
+
+def _settings(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    return [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
 
 
 def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the ``args`` of a configuration suit the function.
 
     An argument must not be one that the trainer passes. A built-in accepts its keyword-only parameters and nothing else, although it
-    takes ``**columns``, and all that have no default must be given.
+    takes ``**columns``, and all that have no default must be given. It cannot read a column that has the name of one of its parameters.
     """
     parameters, takes_any = _parameters(function)
-    builtin = spec.strip() in BUILTIN
-    own = [n for n, p in parameters.items() if (p.kind is p.KEYWORD_ONLY if builtin else n not in TRAINER_ARGUMENTS)]
+    builtin = is_builtin(function)
+    own = _settings(parameters) if builtin else [name for name in parameters if name not in TRAINER_ARGUMENTS]
     for name in arguments:
         if name in TRAINER_ARGUMENTS:
             raise ValueError(f"reward {spec!r}: {name!r} is given by the trainer, not by args")
@@ -170,13 +186,28 @@ def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[
     missing = [n for n in own if builtin and parameters[n].default is inspect.Parameter.empty and n not in arguments]
     if missing:
         raise ValueError(f"reward {spec!r} needs the argument(s) {', '.join(missing)} in its args")
+    if not (builtin or takes_any or set(parameters) & set(TRAINER_ARGUMENTS) or needed_columns(function, arguments)):
+        raise ValueError(
+            f"reward {spec!r} takes neither prompts nor completions nor a column: if it makes the reward, {MAKE_IT_IN_THE_FILE}"
+        )
+    for column in _columns_by_setting(parameters, arguments) if builtin else ():
+        if column in (*parameters, *TRAINER_ARGUMENTS):
+            raise ValueError(
+                f"reward {spec!r} cannot read a column named {column!r}, which is the name of an argument: rename the column, or "
+                f"name it in data.answer_column (rewards get it as 'answer' then)"
+            )
 
 
-def needed_columns(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> frozenset[str]:
+def needed_columns(function: Callable[..., Any], arguments: Mapping[str, Any]) -> frozenset[str]:
     """The columns that a reward cannot run without: for a built-in the values of its ``column`` and ``*_column`` arguments, for any
     other function its parameters without a default."""
     parameters, _ = _parameters(function)
-    if spec.strip() in BUILTIN:
-        names = [n for n in parameters if n == "column" or n.endswith("_column")]
-        return frozenset(str(arguments.get(n, parameters[n].default)) for n in names)
-    return accepted_columns(function)[1] - set(TRAINER_ARGUMENTS) - set(arguments)
+    if is_builtin(function):
+        return frozenset(_columns_by_setting(parameters, arguments))
+    required = {name for name, p in parameters.items() if p.default is p.empty}
+    return frozenset(required - set(TRAINER_ARGUMENTS) - set(arguments))
+
+
+def _columns_by_setting(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> list[str]:
+    names = [name for name in parameters if name == "column" or name.endswith("_column")]
+    return [str(arguments.get(name, parameters[name].default)) for name in names]

@@ -17,9 +17,10 @@ from typing import Any, Self
 
 from grpo.config.masking import with_environment
 from grpo.rewards.arguments import check_columns
+from grpo.rewards.logged import OUTSIDE_TRAINING, Logged, TrainerState
 from grpo.rewards.process import LOAD_SECONDS, WorkerProcess
 from grpo.rewards.registry import CLASSIFIER_PREFIX, check_arguments, display_name, load_reward
-from grpo.rewards.result import FunctionResult, RewardContractError, RewardResult, RewardSpec
+from grpo.rewards.result import FunctionResult, RewardContractError, RewardResult, RewardSpec, join_columns, sum_metrics
 from grpo.rewards.sandbox import Limits
 from grpo.rewards.worker import FunctionInfo, RewardInputs, call_reward, check_values
 from grpo.system import printable
@@ -130,6 +131,7 @@ class RewardRunner:
         completions: Sequence[Any],
         columns: dict[str, Sequence[Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: TrainerState = OUTSIDE_TRAINING,
     ) -> RewardResult:
         """Score ``B`` completions. Every argument has ``B`` entries: strings or lists of messages, values per column, token lists.
 
@@ -147,13 +149,15 @@ class RewardRunner:
             for worker in self._workers:
                 worker.begin_step()
             try:
-                self._score(RewardInputs(prompts, completions, dict(columns), completion_ids), results)
+                inputs = RewardInputs(prompts, completions, dict(columns), completion_ids, trainer_state)
+                self._score(inputs, results)
             except BaseException:  # after a Ctrl-C, threads would wait for workers whose result nobody reads
                 self.close()
                 raise
         for result in results:
             if result.contract_error is not None:
                 raise RewardContractError(f"reward {result.name!r} {result.contract_error}")
+            result.add_hint(completions)
             if result.first_traceback and result.name not in self._logged:
                 self._logged.add(result.name)
                 logger.warning(
@@ -166,6 +170,8 @@ class RewardRunner:
             timeouts=[result.timeouts for result in results],
             first_traceback={result.name: result.first_traceback for result in results if result.first_traceback},
             failed_everywhere=[result.name for result in results if result.failures == num_rows > 0],
+            metrics=sum_metrics(results),
+            extra=join_columns(results),
         )
 
     def _score(self, inputs: RewardInputs, results: list[FunctionResult]) -> None:
@@ -227,7 +233,8 @@ class RewardRunner:
 
     def _call_classifier(self, reward: Any, key: int, inputs: RewardInputs) -> tuple[str, Any]:
         try:
-            return check_values(call_reward(reward, self.specs[key].args, inputs), len(inputs))
+            values = call_reward(reward, self.specs[key].args, inputs, Logged(len(inputs)))
+            return check_values(values, len(inputs))
         except Exception:
             return "error", traceback.format_exc()
 

@@ -14,7 +14,8 @@ A request is a tuple; the answer is ``(kind, value)``:
 | ``("call", key, inputs)`` | an outcome |
 | ``("gather", [(key, inputs), ...], seconds)`` | ``("ok", [outcome, ...])``: coroutines that ran concurrently |
 
-An outcome is ``("ok", [float | None] * B)``, ``("error", traceback)``, ``("timeout", None)`` or ``("contract", message)``.
+An outcome is ``("ok", [float | None] * B)``, ``("error", traceback)``, ``("timeout", None)`` or ``("contract", message)``. Where the
+function has reported metrics or columns, ``(metrics, extra)`` of :class:`grpo.rewards.logged.Logged` is a third item after ``"ok"``.
 """
 
 import asyncio
@@ -33,7 +34,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.rewards.registry import accepted_columns, check_arguments, is_async, load_reward, needed_columns
+from grpo.rewards.logged import OUTSIDE_TRAINING, Logged, TrainerState
+from grpo.rewards.registry import (
+    MAKE_IT_IN_THE_FILE,
+    check_arguments,
+    is_async,
+    is_builtin,
+    load_reward,
+    needed_columns,
+    passed_names,
+)
 from grpo.system import end_with_parent
 
 HEADER = struct.Struct("=QQ")
@@ -60,6 +70,7 @@ class RewardInputs:
     completions: Sequence[Any]
     columns: dict[str, Sequence[Any]]
     completion_ids: Sequence[Sequence[int]] | None = None
+    trainer_state: TrainerState = OUTSIDE_TRAINING
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -69,15 +80,15 @@ class RewardInputs:
         part = slice(index, index + 1)
         columns = {name: values[part] for name, values in self.columns.items()}
         ids = None if self.completion_ids is None else self.completion_ids[part]
-        return RewardInputs(self.prompts[part], self.completions[part], columns, ids)
+        return RewardInputs(self.prompts[part], self.completions[part], columns, ids, self.trainer_state)
 
 
-def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: RewardInputs) -> Any:
-    """Call a reward by keyword, as TRL does, with all inputs that it accepts. An entry of ``args`` replaces a column of that name."""
+def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: RewardInputs, logged: Logged) -> Any:
+    """Call a reward by keyword, as TRL does, with the inputs that its signature takes, and with ``args``."""
     given = dict(prompts=inputs.prompts, completions=inputs.completions, completion_ids=inputs.completion_ids)
-    keywords: dict[str, Any] = {**inputs.columns, **given, **args}
-    accepted, _ = accepted_columns(function)
-    return function(**{name: value for name, value in keywords.items() if accepted is None or name in accepted})
+    given |= dict(trainer_state=inputs.trainer_state, log_metric=logged.log_metric, log_extra=logged.log_extra)
+    available = {**inputs.columns, **given}
+    return function(**{name: available[name] for name in passed_names(function, available, args)}, **args)
 
 
 def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
@@ -89,6 +100,8 @@ def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
     expected = f"expected a list of {num_rows} values, each a float or None, one per completion"
     if hasattr(values, "tolist"):  # numpy, torch
         values = values.tolist()
+    if callable(values):
+        return "contract", f"returned a function: it makes the reward; {MAKE_IT_IN_THE_FILE}"
     if not isinstance(values, (list, tuple)):
         return "contract", f"returned {_short_repr(values)} of type {type(values).__name__}; {expected}"
     if len(values) != num_rows:
@@ -142,41 +155,43 @@ class Worker:
         try:
             function = load_reward(spec)
             check_arguments(spec, function, args)
-            if function.__module__.startswith("grpo.rewards."):
+            if is_builtin(function):
                 # Built-in rewards check their arguments before any row, so a call without rows checks them.
-                call_reward(function, args, RewardInputs([], [], {}, []))
+                call_reward(function, args, RewardInputs([], [], {}, []), Logged(0))
         except ValueError as error:
             message = str(error)
             return "invalid", message if spec in message else f"reward {spec!r}: {message}"
         self.functions[key] = (function, args)
         row_by_row = bool(getattr(function, "row_by_row", False))
-        return "ok", FunctionInfo(is_async(function), row_by_row, needed_columns(spec, function, args))
+        return "ok", FunctionInfo(is_async(function), row_by_row, needed_columns(function, args))
 
-    def call(self, key: int, inputs: RewardInputs) -> tuple[str, Any]:
+    def call(self, key: int, inputs: RewardInputs) -> tuple[Any, ...]:
         function, args = self.functions[key]
+        logged = Logged(len(inputs))
         try:
-            values = call_reward(function, args, inputs)
+            values = call_reward(function, args, inputs, logged)
             if inspect.isawaitable(values):
                 values = self.loop.run_until_complete(_awaited(values))
         except BaseException:
             return _error_outcome()
-        return check_values(values, len(inputs))
+        return logged.added_to(check_values(values, len(inputs)))
 
     def gather(self, calls: list[tuple[int, RewardInputs]], seconds: float) -> tuple[str, Any]:
-        async def outcome_of(key: int, inputs: RewardInputs) -> tuple[str, Any]:
+        async def outcome_of(key: int, inputs: RewardInputs) -> tuple[Any, ...]:
             function, args = self.functions[key]
+            logged = Logged(len(inputs))
             try:
-                task = asyncio.ensure_future(_awaited(call_reward(function, args, inputs)))
+                task = asyncio.ensure_future(_awaited(call_reward(function, args, inputs, logged)))
                 # asyncio.wait_for would raise TimeoutError, which the function itself can raise too.
                 done, _ = await asyncio.wait([task], timeout=seconds)
                 if not done:
                     task.cancel()
                     return "timeout", None
-                return check_values(task.result(), len(inputs))
+                return logged.added_to(check_values(task.result(), len(inputs)))
             except BaseException:
                 return _error_outcome()
 
-        async def all_outcomes() -> list[tuple[str, Any]]:
+        async def all_outcomes() -> list[tuple[Any, ...]]:
             # Copies: the functions run at the same time, and one that changes its arguments must not change those of another.
             return await asyncio.gather(*(outcome_of(key, copy.deepcopy(inputs)) for key, inputs in calls))
 

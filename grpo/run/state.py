@@ -19,7 +19,8 @@ from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rewards import RewardResult, RewardRunner
-from grpo.rewards.groups import score_groups
+from grpo.rewards.groups import score_groups, with_logged
+from grpo.rewards.logged import TrainerState
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.lock import Lock
 from grpo.run.saver import Progress, Saver
@@ -75,11 +76,20 @@ class Run:
                 bar.update(len(rows))
         return logprobs_BT
 
-    def score(self, groups: Sequence[Group]) -> tuple[torch.Tensor, RewardResult]:
-        """Every reward of every completion, ``[P, G, F]`` fp32 with NaN where a function gave None; and the failures."""
-        result = score_groups(self.rewards, groups)
+    @property
+    def trainer_state(self) -> TrainerState:
+        """What rewards are told about the run."""
+        step = self.progress.step
+        return TrainerState(step, step / self.problems.steps_per_epoch, self.max_steps)
+
+    def score(self, groups: Sequence[Group]) -> tuple[list[Group], torch.Tensor, RewardResult]:
+        """Every reward of every completion, ``[P, G, F]`` fp32 with NaN where a function gave None; and the failures.
+
+        The groups are returned with what the rewards logged about their completions.
+        """
+        result = score_groups(self.rewards, groups, self.trainer_state)
         values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values])
-        return values.view(len(groups), -1, len(self.rewards.names)), result
+        return with_logged(groups, result), values.view(len(groups), -1, len(self.rewards.names)), result
 
     def evaluate(self, step: int) -> dict[str, float]:
         """``eval/...`` metrics of the current weights; empty without evaluation data."""
@@ -91,7 +101,7 @@ class Run:
             evaluation = evaluate(
                 self.engine,
                 self.eval_problems,
-                Grader(settings, self.rewards),
+                Grader(settings, self.rewards, self.trainer_state),
                 self.world,
                 num_samples=settings.num_samples,
                 temperature=settings.temperature,

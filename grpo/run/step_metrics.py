@@ -21,7 +21,7 @@ from grpo.telemetry.samples import sample_records
 
 
 def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumulator, *, is_whole_step: bool) -> None:
-    """Count the completions that each function failed to score.
+    """Count the completions that each function failed to score, and add the metrics that functions logged.
 
     Args:
         result: from this rank's rewards; None if this rank had nothing to score.
@@ -35,11 +35,16 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
     failures, rows = (result.failures, len(result.values)) if result else ([0] * len(names), 0)
     for name, count in zip(names, failures, strict=True):
         metrics.total(f"rewards/{name}/errors", count)
-    *failed, rows = run.world.sum(torch.tensor([*failures, rows])).tolist()
+    logged = result.metrics if result else {}
+    *failed, rows, num_logged = run.world.sum(torch.tensor([*failures, rows, len(logged)])).tolist()
+    if num_logged:  # a function may log a metric on some ranks only, and all ranks must add the same names
+        for name in sorted({name for names in run.world.gather_objects(list(logged)) for name in names}):
+            metrics.add(name, *logged.get(name, (0.0, 0.0)))
     for name, count in zip(names, failed, strict=True):
         if is_whole_step and rows and count == rows:
-            trace = result.first_traceback.get(name) if result else None
-            reason = f"\n{trace}" if trace else " (timeout)"
+            trace = result.first_traceback.get(name, "") if result else ""
+            last_line = trace.rstrip().rpartition("\n")[2]  # the exception
+            reason = f": {last_line}\n{trace}" if trace else " (timeout)"
             raise ValueError(f"reward {name!r} failed on all {rows} completions of this step{reason}")
 
 

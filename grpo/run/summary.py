@@ -66,6 +66,8 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         yield f"warning: {shared} evaluation problems are also in the training data"
     if not evaluation:
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
+    if config.data.conversational == "auto" and any(isinstance(p.prompt, str) and p.reward_prompt for p in train[:1]):
+        yield "note: rewards get prompts and completions as lists of messages, as in TRL (data.conversational=false: as text)"
     if a.updates_per_step == 1:
         yield "note: with one update per rollout the loss stays near 0 while its gradient does not: watch reward, not loss"
     without_effect = {

@@ -23,7 +23,7 @@ _COLUMNS = dict(
     logprobs=_LOGPROBS, updated_logprobs=_LOGPROBS, ref_logprobs=_LOGPROBS,
 )  # fmt: skip
 REWARD_PREFIX = "rewards/"
-"""The column of a reward function is this prefix and the function's name."""
+"""The column of a reward function is this prefix and the function's name. Columns that rewards logged have their own names."""
 
 
 def sample_records(
@@ -60,6 +60,7 @@ def sample_records(
             "logprobs": logprobs_BT[b, :n].tolist(),
             "updated_logprobs": updated_logprobs_BT[b, :n].tolist(),
             "ref_logprobs": None if ref_logprobs_BT is None else ref_logprobs_BT[b, :n].tolist(),
+            "logged": completion.logged,
         }
         records.append(record)
     return records
@@ -72,6 +73,12 @@ def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
     for name in records[0]["rewards"]:
         columns[REWARD_PREFIX + name] = [_storable(record["rewards"][name]) for record in records]
         schema.append((REWARD_PREFIX + name, _FLOAT))
+    for name in dict.fromkeys(name for record in records for name in record.get("logged", ())):
+        values = [_storable(record["logged"].get(name)) for record in records]
+        kinds = {type(value) for value in values} - {type(None)}
+        kind = _INT if kinds <= {int} else _FLOAT if kinds <= {int, float} else _TEXT
+        columns[name] = values if kind is not _TEXT else [None if value is None else str(value) for value in values]
+        schema.append((name, kind))
     table = pyarrow.table(columns, schema=pyarrow.schema(schema))
     write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary, compression="zstd"))
 
@@ -86,6 +93,8 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     for record in records:
         columns = [name for name in record if name.startswith(REWARD_PREFIX)]
         record["rewards"] = {name.removeprefix(REWARD_PREFIX): record.pop(name) for name in columns}
+        if logged := [name for name in record if name not in _COLUMNS and name != "rewards"]:
+            record["logged"] = {name: record.pop(name) for name in logged}
     return records
 
 

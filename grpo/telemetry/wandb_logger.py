@@ -166,12 +166,17 @@ class WandbLogger:
         interval = self._every * max(self._max_steps // self._every // TABLES_PER_RUN, 1)
         if self._completions and (step == self._max_steps or step % interval == 0):
             rewards = list(self._completions[-1]["rewards"])
+            logged = list(dict.fromkeys(name for record in self._completions for name in record.get("logged", ())))
             names = ["step", "prompt", "completion", "reward", "advantage", "length", "finished"]
             rows = [
-                [*(record[name] for name in names), *(record["rewards"].get(name) for name in rewards)]
+                [
+                    *(record[name] for name in names),
+                    *(record["rewards"].get(name) for name in rewards),
+                    *(str(record.get("logged", {}).get(name)) for name in logged),  # in wandb a column has one type
+                ]
                 for record in (row | {"prompt": str(row["prompt"])} for row in json_safe(self._completions))
             ]
-            columns = [*names, *(f"rewards/{name}" for name in rewards)]
+            columns = [*names, *(f"rewards/{name}" for name in rewards), *logged]
             tables["completions"] = self._wandb.Table(columns=columns, data=rows)
         return tables
 

@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,46 @@ def seen(prompts, completions, answer, source, **columns):
     with RewardRunner([RewardSpec(f"{rewards}:seen", 1.0, {})]) as runner:
         result = score_groups(runner, [group])
     assert result.values == [[1.0], [0.0]] and result.failures == [0]
+
+
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes?"},
+    {"role": "user", "content": "1+1="},
+]
+TOLD, QUESTION = {"role": "system", "content": "Be brief."}, TURNS[-1]
+EXAMPLE = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "seen"),
+    [
+        ("1+1=", {}, "1+1="),
+        ("1+1=", {"system_prompt": ""}, "1+1="),
+        ("1+1=", {"system_prompt": "Be brief."}, [TOLD, QUESTION]),
+        ("1+1=", {"few_shot": [{"prompt": "2+2=", "completion": "4"}]}, [*EXAMPLE, QUESTION]),
+        ("1+1=", {"system_prompt": "Be brief.", "conversational": False}, "1+1="),
+        ("1+1=", {"conversational": True}, [QUESTION]),
+        ("1+1=", {"conversational": True, "prompt_template": "Q: {prompt}"}, [QUESTION]),
+        (TURNS, {}, TURNS),
+        (TURNS, {"system_prompt": "Be brief."}, [TOLD, *TURNS]),
+        (TURNS, {"system_prompt": "Be brief.", "conversational": False}, "1+1="),
+        ("no template", {"system_prompt": "Be brief."}, "no template"),
+    ],
+)
+def test_the_form_in_which_rewards_get_prompts_and_completions(tmp_path, tokenizer, prompt, settings, seen):
+    if prompt == "no template":
+        tokenizer = build_tokenizer()
+        tokenizer.chat_template = None
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+    config = DataConfig(dataset=f"{tmp_path}/d.jsonl", answer_column="answer", **settings)
+    (problem,) = make_problems(load_rows(config, train=True, seed=0), config, tokenizer).problems
+    assert problem.prompt == prompt, "for samples, reports and files: as in the row"
+    given = {}
+    runner = SimpleNamespace(score=lambda **arguments: given.update(arguments))
+    score_groups(runner, [Group(problem, (Completion((1,), "2", True),))])
+    assert given["prompts"] == [seen]
+    assert given["completions"] == ["2" if isinstance(seen, str) else [{"role": "assistant", "content": "2"}]]
 
 
 # --- answers as GSM8K writes them

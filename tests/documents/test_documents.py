@@ -13,6 +13,8 @@ from grpo.advantages import group_advantages
 from grpo.config import Config
 from grpo.config.arguments import keys_of
 from grpo.loss import loss_denominator, policy_loss
+from grpo.rewards.logged import Logged
+from grpo.telemetry.samples import _COLUMNS
 
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 
@@ -35,6 +37,18 @@ def test_every_metric_that_a_run_logs_is_documented(tmp_path, random_model):
     assert {name for name in documented if "/" not in name or "<" in name} - general == set(), (
         "documented, but not logged"
     )
+
+
+def test_rewards_cannot_log_under_a_name_of_the_trainer():
+    """Every documented metric, and every column of ``completions/``, is refused."""
+    for name in documented_metrics():
+        logged = Logged(1)
+        logged.log_metric(re.sub("<[a-z]+>", "4", name), 1.0)
+        assert logged.mistake and not logged.metrics, name
+    for name in (*_COLUMNS, "rewards/x"):
+        logged = Logged(1)
+        logged.log_extra(name, [1.0])
+        assert logged.mistake and not logged.extra, name
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

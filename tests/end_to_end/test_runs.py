@@ -97,7 +97,8 @@ def test_a_broken_reward_stops_all_ranks_with_its_name(tmp_path, random_model, r
     )
     assert done.returncode not in (0, None)
     assert f"'{reward}'" in done.stderr
-    assert ("failed on all" in done.stderr) == (reward == "raises")
+    cause = "failed on all 24 completions of this step: RuntimeError: this reward is broken\n"
+    assert (cause in done.stderr) == (reward == "raises"), "in the first line, which the console repeats"
 
 
 def test_a_reward_that_gives_no_value_leaves_the_others_in_the_sum():

@@ -151,3 +151,59 @@ def test_a_substitute_that_no_reward_scores_does_not_stop_the_run(tmp_path, rand
     for line in lines(tmp_path / "run"):
         assert (line["rewards/scores/errors"], line["frac_unscorable"], line["reward"]) == (8, 0.5, 1.5)
         assert line["grad_norm"] > 0
+
+
+TRL_REWARDS = """
+import re
+
+def answer_of(text):
+    return text.rsplit("<answer>")[-1].split("</answer>")[0].strip()
+
+def correctness(prompts, completions, answer, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    assert {prompt[0]["role"] for prompt in prompts} == {"system"} and prompts[0][-1]["content"].endswith("=")
+    print("question", prompts[0][-1]["content"], "extracted", answer_of(texts[0]))
+    return [2.0 if answer_of(text) == gold else 0.0 for text, gold in zip(texts, answer)]
+
+def form(completions, **kwargs):
+    found = [re.search(r"<reasoning>.*</reasoning>\\s*<answer>.*</answer>", c[0]["content"], re.DOTALL) for c in completions]
+    return [0.5 if match else 0.0 for match in found]
+
+def digits(completions, completion_ids, log_metric, log_extra, trainer_state, **kwargs):
+    counts = [sum(c.isdigit() for c in completion[0]["content"]) for completion in completions]
+    log_metric("tokens_seen_by_reward", sum(map(len, completion_ids)) / len(completions))
+    log_metric("reported_step", trainer_state.global_step + trainer_state.epoch / 1000 + trainer_state.max_steps * 1000)
+    if "0+1=" in kwargs["question"]:
+        log_metric("on_one_rank", 7)
+    log_extra("digits", counts)
+    log_extra("note", [{"digits": count} for count in counts])
+    return [count / 100 for count in counts]
+"""
+
+
+def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
+    """Rewards that index messages, on a text column with a system prompt; what they log arrives, also if one rank alone logs it."""
+    (tmp_path / "mine.py").write_text(TRL_REWARDS)
+    rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+    for row in rows:
+        row["text"] = row["question"]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ", ".join(f"'{tmp_path}/mine.py:{name}'" for name in ("correctness", "form", "digits"))
+    arguments = [
+        f"data.dataset={tmp_path}/d.jsonl", "data.prompt_column=text", "data.answer_column=answer",
+        "data.system_prompt=Answer as <reasoning>..</reasoning><answer>..</answer>", f"reward.functions=[{names}]",
+        "optim.max_steps=2", "logging.log_completions=3", "rollout.prompts_per_step=4", "data.eval_split=train[:2]",
+    ]  # fmt: skip
+    done = run_trainer(*small_run(random_model, tmp_path / "run"), *arguments, ranks=2)
+    assert "note: rewards get prompts and completions as lists of messages" in done.stdout
+    assert "question" in done.stderr and "warning" not in done.stderr
+    first, second = lines(tmp_path / "run")[1:]
+    assert first["rewards/digits/errors"] == 0 == first["rewards/correctness/errors"]
+    assert first["tokens_seen_by_reward"] == pytest.approx(first["completions/mean_length"])
+    assert [first["reported_step"], second["reported_step"]] == pytest.approx([2000.0, 2001.0005])
+    assert {line.get("on_one_rank") for line in (first, second)} == {7.0, None}
+    for record in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
+        assert record["prompt"].endswith("+1="), "text as in the row"
+        count = sum(c.isdigit() for c in record["completion"])
+        assert record["logged"] == {"digits": count, "note": f"{{'digits': {count}}}"}
+        assert record["rewards"]["digits"] == pytest.approx(count / 100)

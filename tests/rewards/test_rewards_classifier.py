@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.rewards import RewardRunner, RewardSpec
+from grpo.rewards import RewardRunner, RewardSpec, load_reward
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,12 +55,18 @@ def test_a_classifier_is_a_reward(classifier):
         result = runner.score(["a b "] * 3, ["c", "d d d d", "c"], {"answer": ["4"] * 3})
         together = column(result)
         alone = [runner.score(["a b "], [text], {"answer": ["4"]}).values[0][0] for text in ("c", "d d d d", "c")]
-        chat = runner.score(
-            [[{"role": "user", "content": "a b"}]], [[{"role": "assistant", "content": "c"}]], {"answer": ["4"]}
-        )
+        columns = {"answer": ["4"], "batch_size": ["from a column"]}
+        chat = runner.score([[{"role": "user", "content": "a b"}]], [[{"role": "assistant", "content": "c"}]], columns)
     assert together == pytest.approx(alone, abs=1e-6)  # padding changes nothing
     assert together[0] == pytest.approx(together[2]) and together[0] != pytest.approx(together[1])
     assert chat.values[0][0] == pytest.approx(together[0], abs=1e-6)
+    reward = load_reward(f"classifier:{classifier[1]}")
+    reward.tokenizer.chat_template = None
+    messages = [{"role": role, "content": text} for role, text in (("system", "a"), ("user", "b "))]
+    without_template = reward([messages], [[{"role": "assistant", "content": "c"}]])
+    assert without_template == pytest.approx([together[0]], abs=1e-6), (
+        "messages of a model without a chat template are joined"
+    )
 
 
 def test_a_classifier_needs_one_label(classifier):

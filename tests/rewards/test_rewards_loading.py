@@ -1,5 +1,6 @@
 """What ``load_reward`` finds, and what it says when it does not."""
 
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo.rewards import load_reward
+from grpo.rewards.logged import Logged, TrainerState
 from grpo.rewards.registry import BUILTIN, check_arguments, display_name
+from grpo.rewards.worker import RewardInputs, call_reward
 
 
 @pytest.fixture
@@ -56,6 +59,7 @@ def test_an_edited_file_is_read_again(write):
         ("json:dmups", "json has no function 'dmups' \\(did you mean 'dumps'\\?\\)"),
         (":f", "must read package.module:function"),
         ("json:", "must read package.module:function"),
+        ("json:JSONDecoder", "reward 'json:JSONDecoder': that is a class: give an instance"),
         ("", "named by a string, got ''"),
         (None, "named by a string, got None"),
     ],
@@ -76,6 +80,11 @@ def test_unknown_names(spec, message):
         ("import no_such_thing_at_all\n", "mine.py:1: importing it raised ModuleNotFoundError"),
         ("import sys\nsys.exit(1)\n", "mine.py:2: importing it raised SystemExit"),
         ("f = 3\n", "'f' is not callable but a int"),
+        (
+            "class f:\n    def __call__(self, completions): return [0.0]\n",
+            "that is a class: give an instance \\(in its file write",
+        ),
+        ("class Other: pass\ndef other(): pass\n", "no function 'f'; it has other$"),
     ],
 )
 def test_files_that_cannot_be_loaded(write, text, message):
@@ -99,6 +108,47 @@ def test_arguments_of_a_configuration():
     check_arguments("m:mine", mine, {"threshold": 0.1})
     with pytest.raises(ValueError, match="has no argument 'treshold'"):
         check_arguments("m:mine", mine, {"treshold": 0.1})
+
+    def make(scale=1.0):
+        return lambda completions: [scale] * len(completions)
+
+    for args in ({}, {"scale": 2.0}):
+        with pytest.raises(
+            ValueError, match="'m:make' takes neither prompts nor completions nor a column: if it makes"
+        ):
+            check_arguments("m:make", make, args)
+    check_arguments("m:made", make(2.0), {})
+
+
+@pytest.mark.parametrize(
+    "name", ["accuracy", "format", "tag_groups", "exact_or_stripped", "soft_overlong", "countdown"]
+)
+def test_columns_fill_no_setting_of_a_builtin(name):
+    """A column named like an argument (``value``, ``mode``, ``column``, ...) changes no score."""
+    function, args = load_reward(name), {"soft_overlong": {"max_length": 4, "cache_length": 2}}.get(name, {})
+    columns = {"answer": ["4"], "numbers": [[2, 2]], "target": [4]}
+    settings = [n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    text = "<think></think><answer>2+2</answer>" if name == "countdown" else "<think></think><answer>4</answer>"
+
+    def call(columns):
+        return call_reward(function, args, RewardInputs(["q"], [text], columns, [[1, 2, 3]]), Logged(1))
+
+    assert call(columns | {setting: ["lenient"] for setting in settings}) == call(columns) != [0.0]
+    for setting in (n for n in settings if n.endswith("column")):
+        for column in ("value" if "value" in settings else "tag", "completions", "log_metric"):
+            with pytest.raises(ValueError, match=f"cannot read a column named '{column}'.*rename the column"):
+                check_arguments(name, function, args | {setting: column})
+
+
+def test_args_of_a_configuration_win_over_columns():
+    def mine(completions, scale=1.0, other=1.0, trainer_state=None, **columns):
+        return scale, other, trainer_state.global_step, sorted(columns)
+
+    names = ("scale", "other", "more", "prompts", "completion_ids", "trainer_state", "log_metric")
+    columns = {name: ["from the column"] for name in names}
+    inputs = RewardInputs(["q"], ["text"], columns, [[1]], TrainerState(3))
+    expected = (2.0, ["from the column"], 3, ["completion_ids", "more", "prompts"])
+    assert call_reward(mine, {"scale": 2.0}, inputs, Logged(1)) == expected
 
 
 def test_display_names():

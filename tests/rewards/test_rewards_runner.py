@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from grpo.rewards import RewardContractError, RewardRunner, RewardSpec
 from grpo.rewards import process as process_module
 from grpo.rewards import runner as runner_module
+from grpo.rewards.logged import Logged
 from grpo.rewards.result import MAX_LOST_WORKERS
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +99,27 @@ async def reads(completions, messages, **kwargs):
 
 def given(completions, value, **kwargs):
     return eval(value)
+
+class Text(str):                                   # the trainer cannot import it
+    pass
+
+def logs(completions, log_metric, log_extra, trainer_state):
+    log_metric("mean_length", sum(map(len, completions)) / len(completions))
+    log_extra("upper", [c.upper() for c in completions])
+    log_extra("count", [10 ** 20 if c == "big" else len(c) for c in completions])
+    if "raise" in completions: raise RuntimeError("a bad row")
+    return [trainer_state.global_step] * len(completions)
+
+async def logs_later(completions, log_metric, log_extra):
+    await asyncio.sleep(0)
+    log_metric("mean_length", 0)
+    log_metric("not_a_number", math.nan)
+    log_extra("later", [Text(c) for c in completions])
+    return [1.0] * len(completions)
+
+def log(completions, call, log_metric, log_extra):
+    eval(call)
+    return [1.0] * len(completions)
 
 async def sleepy(completions, **kwargs):
     await asyncio.sleep(0.5)
@@ -261,11 +284,75 @@ def test_rows_are_shared_by_workers(run):
         ("None", "returned None of type NoneType"),
         ("{0: 1.0, 1: 2.0}", "of type dict"),
         ("(x for x in completions)", "of type generator"),
+        ("lambda completions: [1.0]", "returned a function: it makes the reward; in its file write"),
     ],
 )
 def test_a_broken_contract_is_an_error(run, value, message):
     with pytest.raises(RewardContractError, match=message):
         run("given", ["a", "b"], args={"value": value})
+
+
+def test_what_rewards_log_comes_back_with_the_scores(run):
+    result = run(["logs", "logs_later"], ["ab", "raise", "big"], {"answer": ["x"] * 3})
+    assert column(result) == [0.0, None, 0.0]
+    # The batch raised, so each row is called alone; what failing calls logged is dropped. A value counts once per completion.
+    assert result.metrics == {"mean_length": (2 + 3 + 3 * 0.0, 5.0)}
+    assert result.extra == {
+        "upper": ["AB", None, "BIG"],
+        "count": [2, None, "1" + "0" * 20],
+        "later": ["ab", "raise", "big"],
+    }
+    assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
+
+
+def test_what_a_reward_must_not_log(run):
+    with pytest.raises(RewardContractError) as caught:
+        run("log", ["a", "b"], args={"call": "log_metric('loss', 1)"})
+    assert (
+        str(caught.value)
+        == "reward 'log' called log_metric('loss', ...): choose a name that no metric of the trainer has"
+    )
+    for function, name, value, message in [
+        (Logged.log_metric, "eval/mine", 1, "no metric of the trainer has"),
+        (Logged.log_metric, 3, 1, "no metric of the trainer has"),
+        (Logged.log_metric, "mine", "much", "('mine', ...) with a value of type str: expected a finite number"),
+        (Logged.log_metric, "mine", -math.inf, "('mine', ...) with infinity: expected a finite number"),
+        (Logged.log_extra, "rewards/log", ["x", "y"], "no column of the completions has"),
+        (Logged.log_extra, "note", ["x"], "('note', ...) with 1 values for 2 completions: expected one per completion"),
+    ]:
+        logged = Logged(2)
+        function(logged, name, value)
+        assert logged.added_to(("ok", [1.0, 1.0])) == ("contract", logged.mistake)
+        assert logged.mistake.endswith(message)
+
+
+def test_one_extra_column_belongs_to_one_reward(run):
+    with pytest.raises(RewardContractError, match=r"'log_2' called log_extra\('n', ...\), as another reward did"):
+        run(["log", "log"], ["a"], args={"call": "log_extra('n', [1])"})
+
+
+@pytest.mark.parametrize(
+    ("form", "functions"),
+    [
+        ("text", {
+            "[c[0]['content'] for c in completions]": "true", "[c[0].get('content') for c in completions]": "true",
+            "[c.nothing for c in completions]": None,
+        }),
+        ("messages", {
+            "[__import__('re').search('a', c) for c in completions]": "false", "[c.strip() for c in completions]": "false",
+            "[float(c) for c in completions]": "false", "[c['content'] for c in completions]": None,
+        }),
+    ],
+)  # fmt: skip
+def test_a_reward_of_the_other_form_ends_with_the_remedy(path, form, functions):
+    completion = "text" if form == "text" else [{"role": "assistant", "content": "text"}]
+    with RewardRunner([RewardSpec(f"{path}:given", 1.0, {"value": value}) for value in functions]) as runner:
+        traces = runner.score(["q"] * 2, [completion] * 2, {}).first_traceback
+    for trace, advice in zip(traces.values(), functions.values(), strict=True):
+        last = trace.rstrip().splitlines()[-1]
+        assert "Error: " in last and ("hint" in trace) == bool(advice)
+        assert not advice or last.endswith(f"set data.conversational={advice})")
+        assert not advice or f"(hint: completions are {'text' if form == 'text' else 'lists of messages'} here" in last
 
 
 def test_what_counts_as_numbers(run):

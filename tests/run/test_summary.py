@@ -43,3 +43,15 @@ def test_settings_without_effect_are_noted(changes, expected):
     config = Config.model_validate({"algorithm": changes})
     lines = [line for line in warnings_of(config, [], []) if "no effect" in line]
     assert (len(lines) == 1 and expected in lines[0]) if expected else not lines
+
+
+def test_text_rows_that_rewards_get_as_messages_are_noted():
+    def is_noted(prompt, reward_prompt, **data):
+        config = Config.model_validate({"data": data})
+        lines = warnings_of(config, [Problem(0, prompt, (1,), {}, reward_prompt)], [])
+        return any(line.startswith("note: rewards get prompts and completions as lists of messages") for line in lines)
+
+    messages = [{"role": "user", "content": "q"}]
+    assert is_noted("q", messages)
+    assert not is_noted("q", None) and not is_noted(messages, messages)
+    assert not is_noted("q", messages, conversational=True)

@@ -25,9 +25,15 @@ def record(**changes):
 
 def test_records_are_read_as_they_were_written(tmp_path):
     chat = [{"role": "user", "content": "2+2"}]
-    write_samples(tmp_path / "a.parquet", [record(), record(prompt=chat, completion=NASTY, ref_logprobs=[-0.5, -2.0])])
+    logged = [{"n": 3, "x": 1, "why": NASTY, "mixed": 1}, {"n": None, "x": 0.5, "mixed": "two"}]
+    write_samples(
+        tmp_path / "a.parquet",
+        [record(logged=logged[0]), record(prompt=chat, completion=NASTY, ref_logprobs=[-0.5, -2.0], logged=logged[1])],
+    )
     plain, messages = read_samples(tmp_path / "a.parquet")
     nasty = NASTY.replace("\ud800", "?")  # half of a surrogate pair has no UTF-8
+    assert plain.pop("logged") == {"n": 3, "x": 1.0, "why": nasty, "mixed": "1"}
+    assert messages["logged"] == {"n": None, "x": 0.5, "why": None, "mixed": "two"}
     assert plain == record(rewards={"a": None, "b/c": 1.5}, tokens=["4", nasty], logprobs=[-0.5, None])
     assert json.loads(messages["prompt"]) == chat
     assert messages["completion"] == nasty

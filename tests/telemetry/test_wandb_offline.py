@@ -47,9 +47,10 @@ def offline_records(folder, start: int = -1):
 
 
 def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_model):
+    rewards = f"{ROOT}/tests/rewards_for_tests.py"
     run_trainer(
         *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2",
-        f"reward.functions=[{{name: '{ROOT}/tests/rewards_for_tests.py:share_of_digits', args: {{api_key: sk-of-the-test}}}}]",
+        f"reward.functions=[{{name: '{rewards}:share_of_digits', args: {{api_key: sk-of-the-test}}}}, '{rewards}:notes']",
         "algorithm.num_iterations=2", ranks=2,
     )  # fmt: skip
     with_the_key = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and b"sk-of-the-test" in p.read_bytes()]
@@ -83,7 +84,10 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
     table = json.loads(media.read_text())
     assert table["columns"] == [
         "step", "prompt", "completion", "reward", "advantage", "length", "finished", "rewards/share_of_digits",
+        "rewards/notes", "characters",
     ]  # fmt: skip
+    assert [row[-1] for row in table["data"]] == [str(len(row[2])) for row in table["data"]]
+    assert history[2]["mean_characters"] > 1
     assert [row[0] for row in table["data"]] == [1, 1, 1, 1, 2, 2, 2, 2]
     assert table["data"][6][2] == records[2]["completion"]
 
