@@ -142,9 +142,12 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
         ids = [_without_added_eos(row, texts[index], tokenizer) for index, row in zip(indices, ids, strict=True)]
     problems = [
         Problem(
-            index, rows.prompts[index], tuple(prompt_ids), rows.columns[index],
+            index,
+            rows.prompts[index],
+            tuple(prompt_ids),
+            rows.columns[index],
             reward_prompt=_reward_prompt(rows.prompts[index], rows, config, tokenizer),
-        )  # fmt: skip
+        )
         for index, prompt_ids in zip(indices, ids, strict=True)
         if 0 < len(prompt_ids) <= config.max_prompt_length
     ]
