@@ -32,6 +32,7 @@ from grpo.seeding import derive_seed
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
 from grpo.telemetry.profile import finish_profiler, start_profiler
+from grpo.telemetry.terminal import survive_lost_readers
 from grpo.telemetry.user_errors import exit_with_user_error
 
 DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
@@ -199,6 +200,7 @@ def end_step(run: Run, line: dict) -> None:
 
 def main(argv: list[str]) -> int:
     world = run = None
+    survive_lost_readers()
     try:
         config = load_config(argv, default_file=DEMO)
         world = start_world(config.runtime)

@@ -5,13 +5,18 @@ import json
 import os
 import resource
 import shutil
+import signal
 
 import pytest
 from conftest import load
 from harness import Started, assert_same_run, bits, run, tiny
 from outputs import lines
 
+from grpo.config import load_config
+from grpo.distributed import Interrupted, start_world
 from grpo.run.checkpoint import Tensors, find_newest_valid
+from grpo.run.ending import run_to_completion
+from grpo.run.prepare import prepare
 from train_grpo import main
 
 STEPS = 6
@@ -63,6 +68,34 @@ def test_disk_full_during_a_save(tmp_path, random_model, straight, ranks, backgr
     run(output, arguments, ranks=ranks)
     if ranks == 1:
         assert_same_run(straight, output, STEPS)
+
+
+@pytest.mark.parametrize("end", [Interrupted, RuntimeError, KeyboardInterrupt, None])
+def test_a_failed_save_in_the_background_is_tried_again_at_the_end(capsys, tmp_path, random_model, full_after, end):
+    """Whatever ends the run: a signal, an error, or its last step."""
+    settings = ["checkpoint.background=true", "data.max_eval_samples=1", "runtime.threads_per_rank=1"]
+    config = load_config([*tiny(random_model, tmp_path / "run", *settings)])
+    run = prepare(config, start_world(config.runtime))
+
+    def train(run):
+        run.progress.step, unlimited = 2, resource.RLIM_INFINITY
+        full_after(1000)
+        run.saver.save()
+        run.saver._thread.join()
+        full_after(unlimited)
+        if end is not None:
+            run.world.stop_signal = signal.SIGTERM
+            raise end
+
+    if end in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(SystemExit, match="1"):
+            run_to_completion(run, train)
+        assert "note: saved checkpoint-2" in capsys.readouterr().err
+    else:
+        assert run_to_completion(run, train) == (143 if end else 0)
+        warning = f"warning: checkpoint at step 2 could not be saved in {tmp_path}/run: "
+        assert warning in capsys.readouterr().out
+    assert find_newest_valid(tmp_path / "run") == (tmp_path / "run" / "checkpoint-2", [])
 
 
 @pytest.mark.slow
