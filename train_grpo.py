@@ -49,7 +49,8 @@ def train(run: Run) -> None:
     """
     config, world, algorithm, progress = run.config, run.world, run.config.algorithm, run.progress
     if progress.step == 0 and config.eval.before_training:
-        progress.before = run.evaluate(step=0)
+        with world.timed("eval", {}):
+            progress.before = run.evaluate(step=0)
         run.reporter.step({"step": 0, **progress.before})
     if progress.unwritten_line:  # the run was stopped in the evaluation of its last complete step
         end_step(run, progress.unwritten_line)

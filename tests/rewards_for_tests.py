@@ -21,3 +21,8 @@ def wrong_length(prompts, completions, **columns):
 def unscorable(prompts, completions, **columns):
     """None for every completion whose text has an even length."""
     return [None if len(text) % 2 == 0 else 1.0 for text in completions]
+
+
+def huge(prompts, completions, **columns):
+    """Differences of these overflow float32."""
+    return [3e38 * (len(text) % 2) for text in completions]

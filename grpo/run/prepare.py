@@ -9,6 +9,8 @@ import contextlib
 import math
 from typing import Any
 
+import torch
+
 from grpo.config import Config, ConfigError, check_world_size
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, wrap_data_parallel
@@ -72,7 +74,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         start = read_start_point(config, checkpoint, origin, data_fingerprint)
     progress = Progress.from_state(start.state)
     if checkpoint and world.is_main:
-        print_differences(start.state, world.size, versions())
+        print_differences(start, world.size, torch.get_num_threads(), versions())
 
     if world.is_main and config.model.name_or_path == "builtin:tiny" and not checkpoint:
         print("builtin:tiny: reading it from the cache, or building it (about a minute) ...", flush=True)
@@ -98,6 +100,9 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     with world.fail_together():
         models = build_models(config, world.device, path, tokenizer, max_steps, start)
     policy = models.policy
+    if world.is_main and models.changed_rate:
+        old, new = models.changed_rate
+        print(f"note: the learning rate of the next step becomes {new:.3g} (was {old:.3g})", flush=True)
     eval_problems = evaluation.problems[: config.eval.max_samples]
 
     here = environment(world.size) | {"from_step": progress.step, "num_parameters": num_parameters(policy.model)}

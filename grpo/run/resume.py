@@ -13,6 +13,7 @@ from grpo.config import Config, ConfigError
 from grpo.run import checkpoint
 from grpo.run.lock import Lock
 from grpo.run.output_folder import check_output_dir
+from grpo.system import open_regular
 
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",
@@ -29,8 +30,8 @@ class StartPoint:
     """The checkpoint folder that ``checkpoint.resume`` names, or for ``never`` this launch of torchrun; saved in every checkpoint."""
     state: dict[str, Any] = field(default_factory=dict)
     """The checkpoint's state (``trainer/state.json``); empty from scratch."""
-    settings_changed: bool = False
-    """Settings differ from the checkpoint's, and ``checkpoint.accept_changes`` allows it."""
+    changes: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """``(key, old, new)`` of all that differs from the checkpoint's run and that ``checkpoint.accept_changes`` accepts."""
 
 
 def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, dict[str, str | None] | None]:
@@ -74,21 +75,32 @@ def read_start_point(
     state = checkpoint.read_state(folder)
     differences = _differences(config, state, data_fingerprint)
     if differences and not config.checkpoint.accept_changes:
+        listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in differences)
         raise ConfigError(
-            f"{config.output_dir} was started with other settings ({'; '.join(differences)}): "
+            f"{config.output_dir} was started with other settings ({listed}): "
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
         )
     if folder.parent.resolve() != Path(config.output_dir).resolve():
         # A branch of a run in another folder: that run's wandb run and best checkpoint are not continued.
         state = state | {"best": None, "wandb_run_id": None}
-    return StartPoint(folder, origin or state.get("origin"), state, settings_changed=bool(differences))
+    return StartPoint(folder, origin or state.get("origin"), state, differences)
 
 
-def print_differences(state: dict[str, Any], world_size: int, versions: dict[str, str]) -> None:
-    """Warn of differences from the checkpoint's run that may change the last bits of the results but are allowed."""
+def print_differences(start: StartPoint, world_size: int, threads: int, versions: dict[str, str]) -> None:
+    """List the accepted changes, and warn of differences from the checkpoint's run that may change the last bits of the results."""
+    state = start.state
+    if start.changes:
+        listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
+        print(f"note: checkpoint.accept_changes accepts {listed}", flush=True)
     if state.get("world_size", world_size) != world_size:
         sizes = f"the checkpoint is from {state['world_size']} rank(s), now there are {world_size}"
         print(f"note: {sizes}: the same problems and completions, the same weights to rounding", flush=True)
+    if (before := state.get("threads_per_rank", threads)) != threads:
+        same = f"runtime.threads_per_rank={before} gives the same bits"
+        print(
+            f"note: the checkpoint is from {before} thread(s) per rank, now {threads} add in another order; {same}",
+            flush=True,
+        )
     old = state.get("versions", {})
     if changed := [f"{name} {old[name]} -> {now}" for name, now in versions.items() if old.get(name, now) != now]:
         print(f"warning: {', '.join(changed)} since the checkpoint: the bits of this run may differ", flush=True)
@@ -103,8 +115,8 @@ def _origin(config: Config) -> dict[str, str | None] | None:
         run_id, parent = os.environ.get("TORCHELASTIC_RUN_ID"), os.getppid()
         return run_id and {"place": f"torchrun {run_id} {parent} {_start_time(parent)}", "digest": None}
     origin = {"place": str(Path(resume).resolve()), "digest": None}
-    with contextlib.suppress(OSError):
-        origin["digest"] = hashlib.sha256(Path(origin["place"], checkpoint.MANIFEST).read_bytes()).hexdigest()
+    with contextlib.suppress(OSError), open_regular(Path(origin["place"], checkpoint.MANIFEST)) as file:
+        origin["digest"] = hashlib.file_digest(file, "sha256").hexdigest()
     return origin
 
 
@@ -134,8 +146,10 @@ def _newest_from(origin: dict[str, str | None], config: Config) -> Path | None:
     return None
 
 
-def _differences(config: Config, state: dict[str, Any], data_fingerprint: str | None = None) -> list[str]:
-    """``"key: checkpoint <old>, now <new>"`` for each setting, and for the data, that must not change and does."""
+def _differences(
+    config: Config, state: dict[str, Any], data_fingerprint: str | None = None
+) -> list[tuple[str, Any, Any]]:
+    """``(key, old, new)`` for each setting, and for the data, that must not change and does."""
     saved, now = state.get("config", {}), config.model_dump(mode="json")
     pairs: list[tuple[str, Any, Any]] = []
     if data_fingerprint is not None:
@@ -149,4 +163,4 @@ def _differences(config: Config, state: dict[str, Any], data_fingerprint: str | 
             pairs += [(f"{key}.{name}", old.get(name), new[name]) for name in new]
         else:
             pairs.append((key, old, new))
-    return [f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in pairs if old != new]
+    return [(key, old, new) for key, old, new in pairs if old != new]

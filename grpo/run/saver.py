@@ -101,7 +101,7 @@ class Saver:
         if self.config.debug:
             return
         step = self.progress.step
-        with self.world.fail_together():
+        with self.world.timed("save", {}), self.world.fail_together():
             self._raise_background_error()
             if self.world.is_main:
                 self.reporter.sync()
@@ -185,6 +185,7 @@ class Saver:
         state = dataclasses.asdict(self.progress)
         del state["mid_update"]
         state |= {"wandb_run_id": self.reporter.wandb_run_id, "world_size": self.world.size, "versions": versions()}
+        state["threads_per_rank"] = torch.get_num_threads()
         state |= {**self.facts, "config": self.config.model_dump(mode="json")}
         best_step = self.progress.best and self.progress.best["step"]
         return self.parts | {"keep": self.config.checkpoint.keep, "best_step": best_step, "state": state}

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
-from conftest import run_trainer, small_run
+from conftest import ROOT, run_trainer, small_run
 from outputs import lines, weights
 
+from grpo.run.resume import StartPoint, print_differences
 from train_grpo import main
 
 
@@ -77,7 +78,10 @@ def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
         assert lines(tmp_path / folder) == expected[-2 if folder == "branch" else 0 :]
         assert "already complete" in run(folder, *again)
     other = ["optim.max_steps=5", f"checkpoint.resume={tmp_path}/run/checkpoint-2", "checkpoint.accept_changes=true"]
-    assert "checkpoint-2 at step 2" in run("branch", *other), "under other settings it is another branch"
+    printed = run("branch", *other)
+    assert "checkpoint-2 at step 2" in printed, "under other settings it is another branch"
+    assert "note: checkpoint.accept_changes accepts optim.max_steps: 4 -> 5\n" in printed
+    assert "learning rate" not in printed, "which is constant"
 
 
 def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, tmp_path):
@@ -98,19 +102,63 @@ def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, 
 
 
 def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
-    run("run", "optim.max_steps=2")
+    linear = "optim.lr_scheduler_type=linear"
+    run("run", "optim.max_steps=2", linear)
     (tmp_path / "best").symlink_to(tmp_path / "run" / "checkpoint-1")
     again = [
         "optim.max_steps=4",
+        linear,
         "checkpoint.keep=1",
         f"checkpoint.resume={tmp_path}/best",
         "checkpoint.accept_changes=true",
     ]
     printed = run("run", *again)
     assert "checkpoint-1 at step 1" in printed and "previous-1" in printed  # where the second step of before is now
+    assert "note: the learning rate of the next step becomes 0.00075 (was 0.0005)\n" in printed
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
     assert "already complete" in run("run", *again)
     assert run("other", *again, code=2) == ""
+
+
+def test_another_number_of_threads_is_noted(capfd):
+    """One thread adds numbers in another order than two."""
+    saved = {"world_size": 1, "threads_per_rank": 2}
+    print_differences(StartPoint(state=saved), world_size=1, threads=1, versions={})
+    assert capfd.readouterr().out == (
+        "note: the checkpoint is from 2 thread(s) per rank, now 1 add in another order; "
+        "runtime.threads_per_rank=2 gives the same bits\n"
+    )
+    for state in (saved, {}):  # a checkpoint of an earlier version does not say
+        print_differences(StartPoint(state=state), world_size=1, threads=2, versions={})
+    assert capfd.readouterr().out == ""
+
+
+def test_a_run_stopped_by_gradients_that_are_not_finite_stops_again_at_once(run, tmp_path, capfd):
+    """The last checkpoint counts nine skipped updates, those of the steps that are complete."""
+    reward = f"{ROOT}/tests/rewards_for_tests.py:huge"
+    options = [
+        f"reward.functions=['{reward}']",
+        "algorithm.scale=none",
+        "optim.max_steps=14",
+        "checkpoint.save_steps=null",
+    ]
+    errors = []
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="1"):
+            run("run", *options)
+        errors += [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("error: [rank 0] in phase 'update': ValueError: 10 update(s) in a row had a gradient")
+    assert lines(tmp_path / "run")[-1]["step"] == 9
+
+
+def test_weights_that_are_not_finite_are_never_a_checkpoint(run, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="1"):
+        run("run", "optim.learning_rate=3.4e38", "optim.betas=[0, 0.999]", "optim.warmup_steps=1", "optim.max_steps=9")
+    error = capfd.readouterr().err
+    assert "error: [rank 0] in phase 'save': ValueError: " in error
+    assert "holds values that are not finite: no checkpoint is saved at step 2; lower optim.learning_rate" in error
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 @pytest.mark.slow
