@@ -1,5 +1,6 @@
 """Errors that the user can fix, such as a wrong setting: printed once, without a traceback, exit code 2."""
 
+import os
 import sys
 import time
 
@@ -8,7 +9,12 @@ from grpo.distributed import World, launch_environment
 
 def print_user_error(error: Exception) -> None:
     """Print an error on stderr; each line of its message starts with ``error: ``."""
-    for line in str(error).splitlines():
+    text, home = str(error), os.path.expanduser("~")
+    if f"{home}/.cache" in text and not (os.path.isdir(home) and os.access(home, os.W_OK)):
+        text += (
+            f"; the home folder {home} cannot be written: set XDG_CACHE_HOME=FOLDER to keep models and data elsewhere"
+        )
+    for line in text.splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
