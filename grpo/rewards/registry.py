@@ -180,3 +180,23 @@ def needed_columns(spec: str, function: Callable[..., Any], arguments: Mapping[s
         names = [n for n in parameters if n == "column" or n.endswith("_column")]
         return frozenset(str(arguments.get(n, parameters[n].default)) for n in names)
     return accepted_columns(function)[1] - set(TRAINER_ARGUMENTS) - set(arguments)
+
+
+def source_files(spec: str, function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
+    """``(name for messages, path)`` of the file that ``spec`` names, and of the file that defines its function if that is another.
+
+    Empty for built-in rewards, which belong to the version of this package.
+    """
+    location = spec.strip().rpartition(":")[0]
+    module = sys.modules.get(function.__module__) if inspect.isfunction(function) else None
+    path = os.path.realpath(os.path.expanduser(location))
+    named = path if os.path.isfile(path) else getattr(sys.modules.get(location), "__file__", None)
+    if not location or named is None:
+        return ()
+    defining = getattr(module, "__file__", None) or named
+    other = (
+        ()
+        if os.path.realpath(defining) == os.path.realpath(named)
+        else ((f"{location}: {os.path.basename(defining)}", defining),)
+    )
+    return ((location, named), *other)

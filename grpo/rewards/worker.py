@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from grpo.rewards.registry import accepted_columns, check_arguments, is_async, load_reward, needed_columns
+from grpo.rewards.registry import accepted_columns, check_arguments, is_async, load_reward, needed_columns, source_files
 from grpo.system import end_with_parent
 
 MAX_TRACEBACK_LENGTH = 8000
@@ -40,6 +40,8 @@ class FunctionInfo:
     row_by_row: bool
     """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
     needed_columns: frozenset[str]
+    source_files: tuple[tuple[str, str], ...] = ()
+    """See ``registry.source_files``."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,9 @@ class Worker:
             return "invalid", message if spec in message else f"reward {spec!r}: {message}"
         self.functions[key] = (function, args)
         row_by_row = bool(getattr(function, "row_by_row", False))
-        return "ok", FunctionInfo(is_async(function), row_by_row, needed_columns(spec, function, args))
+        return "ok", FunctionInfo(
+            is_async(function), row_by_row, needed_columns(spec, function, args), source_files(spec, function)
+        )
 
     def call(self, key: int, inputs: RewardInputs) -> tuple[str, Any]:
         function, args = self.functions[key]

@@ -67,13 +67,17 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, dict[str, 
 
 
 def read_start_point(
-    config: Config, folder: Path | None, origin: dict[str, str | None] | None, data_fingerprint: str
+    config: Config,
+    folder: Path | None,
+    origin: dict[str, str | None] | None,
+    data_fingerprint: str,
+    content: dict[str, str],
 ) -> StartPoint:
-    """Read the checkpoint's state; ConfigError lists the settings that differ, unless ``checkpoint.accept_changes`` allows it."""
+    """Read the checkpoint's state; ConfigError lists settings and files that differ, unless ``checkpoint.accept_changes`` allows it."""
     if folder is None:
         return StartPoint(origin=origin)
     state = checkpoint.read_state(folder)
-    differences = _differences(config, state, data_fingerprint)
+    differences = _differences(config, state, data_fingerprint, content)
     if differences and not config.checkpoint.accept_changes:
         listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in differences)
         raise ConfigError(
@@ -147,13 +151,17 @@ def _newest_from(origin: dict[str, str | None], config: Config) -> Path | None:
 
 
 def _differences(
-    config: Config, state: dict[str, Any], data_fingerprint: str | None = None
+    config: Config, state: dict[str, Any], data_fingerprint: str | None = None, content: dict[str, str] | None = None
 ) -> list[tuple[str, Any, Any]]:
-    """``(key, old, new)`` for each setting, and for the data, that must not change and does."""
+    """``(key, old, new)`` for each setting, and for the data and the files (``content``), that must not change and does."""
     saved, now = state.get("config", {}), config.model_dump(mode="json")
     pairs: list[tuple[str, Any, Any]] = []
     if data_fingerprint is not None:
         pairs.append(("data_fingerprint", state.get("data_fingerprint", data_fingerprint), data_fingerprint))
+    saved_content = state.get("content")  # checkpoints of earlier versions have none
+    if content is not None and isinstance(saved_content, dict):
+        names = sorted({*saved_content, *content})
+        pairs += [(f"content of {name}", saved_content.get(name), content.get(name)) for name in names]
     for key in MUST_NOT_CHANGE:
         section, _, leaf = key.partition(".")
         old, new = saved.get(section), now[section]

@@ -71,7 +71,7 @@ class Saver:
     progress: Progress
     max_steps: int
     facts: dict[str, Any]
-    """JSON-serialisable facts that a continued run is compared with (fingerprint of the data, origin)."""
+    """JSON-serialisable facts that a continued run is compared with (fingerprint of the data, digests of files, origin)."""
     saved_step: int = field(init=False)
     """The step of the newest save that was begun, or of the start; the same on all ranks."""
     written_step: int = field(init=False)

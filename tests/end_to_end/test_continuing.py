@@ -1,6 +1,8 @@
 """What a continued run takes from its checkpoint, and what it does not: other settings, other folders, restarts by torchrun."""
 
+import hashlib
 import json
+import os
 import re
 import shutil
 
@@ -8,7 +10,9 @@ import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
 from outputs import lines, weights
+from safetensors.torch import save_file
 
+from grpo.run.content import digest
 from grpo.run.resume import StartPoint, print_differences
 from train_grpo import main
 
@@ -186,3 +190,65 @@ def test_a_branch_has_its_own_wandb_run(run, tmp_path):
         return json.loads((tmp_path / folder / "checkpoint-2" / "trainer" / "state.json").read_text())["wandb_run_id"]
 
     assert re.fullmatch(r"\w+", wandb_id("run")) and wandb_id("branch") != wandb_id("run")
+
+
+def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path, capfd, random_model):
+    """The settings name the same files; what these hold is compared too."""
+    reward, model, saves = tmp_path / "mine.py", tmp_path / "model", ["checkpoint.save_steps=1", "optim.max_steps=2"]
+    text = "def mine(prompts, completions, **columns):\n    return [float(len(c) % 3) for c in completions]\n"
+    reward.write_text(text)
+    shutil.copytree(random_model, model)
+    same = [f"reward.functions=['{reward}:mine']", f"model.name_or_path={model}", *saves, "algorithm.beta=0.1"]
+    run("run", *same)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")  # as if interrupted
+    state_file = tmp_path / "run" / "checkpoint-1" / "trainer" / "state.json"
+    state = json.loads(state_file.read_text())
+    assert {str(reward), f"{model}/config.json", f"{model}/model.safetensors"} <= state["content"].keys()
+
+    def changed_files() -> list[str]:
+        assert main([*small_run(random_model, tmp_path / "run"), "data.max_eval_samples=2", *same]) == 2
+        error = capfd.readouterr().err
+        assert error.count("\n") == 1 and "checkpoint.accept_changes=true" in error
+        return re.findall(r"content of (\S+): checkpoint '\w{64}', now '\w{64}'", error)
+
+    reward.write_text(text.replace("% 3", "% 4"))
+    assert changed_files() == [str(reward)]
+    reward.write_text(text)
+    changed = weights(model)
+    changed["model.norm.weight"][5] += 1.0
+    save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
+    assert changed_files() == [f"{model}/model.safetensors"]
+    assert f"note: checkpoint.accept_changes accepts content of {model}/model.safetensors: " in run(
+        "run", *same, "checkpoint.accept_changes=true"
+    )
+
+
+def test_a_checkpoint_of_an_earlier_version_continues(run, tmp_path):
+    """It has no digests of files, and no number of threads."""
+    run("run", "optim.max_steps=2")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    folder = tmp_path / "run" / "checkpoint-1"
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    del state["content"], state["threads_per_rank"]
+    text = json.dumps(state)
+    (folder / "trainer" / "state.json").write_text(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    manifest["files"]["trainer/state.json"] = {"bytes": len(text), "sha256": digest}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "checkpoint-1 at step 1" in run("run", "optim.max_steps=2")
+
+
+def test_of_a_large_file_blocks_are_read(tmp_path):
+    """The first and the last MiB are among them, and the size counts."""
+    path, megabytes = tmp_path / "model.safetensors", 100
+    with open(path, "wb") as file:
+        file.truncate(megabytes * 2**20)
+    found = {digest(path)}
+    for place in (0, 99 * 2**20 * 32 // 63, megabytes * 2**20 - 1):  # the first block, the 33rd, the last
+        with open(path, "r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        found.add(digest(path))
+    os.truncate(path, megabytes * 2**20 - 1)
+    assert len(found | {digest(path)}) == 5
