@@ -84,7 +84,8 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         start = read_start_point(config, checkpoint, origin, data_fingerprint, content)
     progress = Progress.from_state(start.state)
     if checkpoint and world.is_main:
-        print_differences(start, world.size, torch.get_num_threads(), versions())
+        threads = torch.get_num_threads() if world.device.type == "cpu" else None
+        print_differences(start, world.size, threads, versions())
 
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)

@@ -90,8 +90,11 @@ def read_start_point(
     return StartPoint(folder, origin or state.get("origin"), state, differences)
 
 
-def print_differences(start: StartPoint, world_size: int, threads: int, versions: dict[str, str]) -> None:
-    """List the accepted changes, and warn of differences from the checkpoint's run that may change the last bits of the results."""
+def print_differences(start: StartPoint, world_size: int, threads: int | None, versions: dict[str, str]) -> None:
+    """List the accepted changes, and warn of differences from the checkpoint's run that may change the last bits of the results.
+
+    ``threads`` is None on CUDA, where the number of CPU threads changes no bit.
+    """
     state = start.state
     if start.changes:
         listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
@@ -99,11 +102,11 @@ def print_differences(start: StartPoint, world_size: int, threads: int, versions
     if state.get("world_size", world_size) != world_size:
         sizes = f"the checkpoint is from {state['world_size']} rank(s), now there are {world_size}"
         print(f"note: {sizes}: the same problems and completions, the same weights to rounding", flush=True)
-    if (before := state.get("threads_per_rank", threads)) != threads:
-        same = f"runtime.threads_per_rank={before} gives the same bits"
+    before = state.get("threads_per_rank", threads)
+    if threads is not None and before != threads:
+        counts = f"the checkpoint is from {before} thread(s) per rank, now there are {threads}"
         print(
-            f"note: the checkpoint is from {before} thread(s) per rank, now {threads} add in another order; {same}",
-            flush=True,
+            f"note: {counts}: sums in another order (runtime.threads_per_rank={before} for that of before)", flush=True
         )
     old = state.get("versions", {})
     if changed := [f"{name} {old[name]} -> {now}" for name, now in versions.items() if old.get(name, now) != now]:

@@ -129,8 +129,8 @@ def test_another_number_of_threads_is_noted(capfd):
     saved = {"world_size": 1, "threads_per_rank": 2}
     print_differences(StartPoint(state=saved), world_size=1, threads=1, versions={})
     assert capfd.readouterr().out == (
-        "note: the checkpoint is from 2 thread(s) per rank, now 1 add in another order; "
-        "runtime.threads_per_rank=2 gives the same bits\n"
+        "note: the checkpoint is from 2 thread(s) per rank, now there are 1: sums in another order "
+        "(runtime.threads_per_rank=2 for that of before)\n"
     )
     for state in (saved, {}):  # a checkpoint of an earlier version does not say
         print_differences(StartPoint(state=state), world_size=1, threads=2, versions={})
