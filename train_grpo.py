@@ -32,6 +32,7 @@ from grpo.seeding import derive_seed
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
 from grpo.telemetry.profile import finish_profiler, start_profiler
+from grpo.telemetry.terminal import survive_lost_readers
 from grpo.telemetry.user_errors import exit_with_user_error
 
 DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
@@ -48,7 +49,8 @@ def train(run: Run) -> None:
     """
     config, world, algorithm, progress = run.config, run.world, run.config.algorithm, run.progress
     if progress.step == 0 and config.eval.before_training:
-        progress.before = run.evaluate(step=0)
+        with world.timed("eval", {}):
+            progress.before = run.evaluate(step=0)
         run.reporter.step({"step": 0, **progress.before})
     if progress.unwritten_line:  # the run was stopped in the evaluation of its last complete step
         end_step(run, progress.unwritten_line)
@@ -200,6 +202,7 @@ def end_step(run: Run, line: dict) -> None:
 
 def main(argv: list[str]) -> int:
     world = run = None
+    survive_lost_readers()
     try:
         config = load_config(argv, default_file=DEMO)
         world = start_world(config.runtime)

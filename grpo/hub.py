@@ -1,9 +1,10 @@
-"""Find out whether the Hugging Face Hub can be reached: without a network, its client would retry for 23 seconds."""
+"""The Hugging Face Hub: whether it can be reached (without a network, its client would retry for 23 seconds), and which commit it gave."""
 
 import functools
 import socket
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 import huggingface_hub
 
@@ -27,3 +28,9 @@ def hub_answers() -> bool:
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         return False
     return True
+
+
+def commit_of(repository: str) -> str | None:
+    """The commit of a model that the client's cache holds as the newest of its main branch; None if it is not known."""
+    path = huggingface_hub.try_to_load_from_cache(repository, "config.json")
+    return Path(path).parent.name if isinstance(path, str) else None

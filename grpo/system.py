@@ -1,13 +1,18 @@
 """Small helpers that several packages need."""
 
 import ctypes
+import errno
 import importlib
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import BinaryIO
+
+import yaml
 
 
 def first_line(error: BaseException) -> str:
@@ -21,6 +26,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
 
 
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading; OSError for a folder, a pipe or a device, which may hold no end or never answer."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
 def write_atomically(path: str | Path, content: str | Callable[[Path], None]) -> None:
     """Write a file so that a reader sees the old content or the new, never a part: write a temporary file beside it, then rename.
 
@@ -28,6 +42,7 @@ def write_atomically(path: str | Path, content: str | Callable[[Path], None]) ->
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link to another file, or a pipe
     if isinstance(content, str):
         temporary.write_text(content, encoding="utf-8")
     else:
@@ -51,3 +66,26 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{needed_by} needs the package {module} ({error}): pip install -e '.[{extra}]'") from None
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """Safe YAML that stops before aliases (``*name``), which may stand for lists of aliases, multiply to more than memory holds."""
+
+    MAX_CHARACTERS = 1_000_000
+    """Of a text in which each alias is replaced by what it stands for."""
+
+    def __init__(self, stream):
+        super().__init__(stream)
+        self._size, self._sizes = 0, {}
+
+    def compose_node(self, parent, index):
+        is_alias, mark, before = self.check_event(yaml.AliasEvent), self.peek_event().start_mark, self._size
+        node = super().compose_node(parent, index)
+        if is_alias and node not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias stands for something that contains it", mark)
+        self._size += self._sizes[node] if is_alias else 1 + len(node.value) * isinstance(node, yaml.ScalarNode)
+        if self._size > self.MAX_CHARACTERS:
+            problem = f"more than {self.MAX_CHARACTERS:,} characters when its aliases are replaced"
+            raise yaml.composer.ComposerError(None, None, problem, mark)
+        self._sizes[node] = self._size - before
+        return node

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from grpo.config.config import Config, debug_variant
 from grpo.config.help import explain, help_text, keys_of, not_a_section, unknown_key
+from grpo.system import BoundedLoader
 
 
 class ConfigError(ValueError):
@@ -79,7 +80,8 @@ def _apply(override: str, values: dict[str, Any]) -> None:
 
 def _read_file(name: str) -> dict[str, Any]:
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
+        with open(os.path.expanduser(name), encoding="utf-8") as file:
+            text = file.read(BoundedLoader.MAX_CHARACTERS + 1)
     except FileNotFoundError:
         existing = ", ".join(sorted(map(str, Path("configs").glob("*.yaml"))))
         raise ConfigError(f"config file {name} does not exist{existing and '; there are '}{existing}") from None
@@ -88,6 +90,9 @@ def _read_file(name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         problem = f"it is not UTF-8 text ({error.reason}, byte {error.start})"
         raise ConfigError(f"config file {name} cannot be read: {problem}") from None
+    if len(text) > BoundedLoader.MAX_CHARACTERS:
+        problem = f"it has more than {BoundedLoader.MAX_CHARACTERS:,} characters"
+        raise ConfigError(f"config file {name} cannot be read: {problem}")
     values = read_yaml(text, name)
     if values is None:
         return {}
@@ -101,6 +106,8 @@ def read_yaml(text: str, source: str) -> Any:
     """The value of a YAML text; raises a ``ConfigError`` that names ``source``, line and problem."""
     try:
         return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ConfigError(f"{source}: not valid YAML: nested too deeply") from None
     except yaml.reader.ReaderError as error:  # a character that YAML does not allow, such as NUL
         where = f"{source}:{text.count(chr(10), 0, error.position) + 1}"
         raise ConfigError(f"{where}: not valid YAML: character {chr(error.character)!r} is not allowed") from None
@@ -111,7 +118,7 @@ def read_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {problem}".replace("\n", " ")) from None
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """Safe YAML in which ``1e-6`` is a number (YAML 1.1 wants ``1.0e-6``) and a key that is given twice is an error."""
 
     def construct_mapping(self, node, deep=False):

@@ -34,7 +34,7 @@ class World:
     launch_id: str = ""
     """Shared by the ranks of this launch, and by no other launch of the same torchrun."""
     phase: str = field(default="start", compare=False)
-    """The part of a step this rank is in; named in the message when a collective times out."""
+    """The part of a step that this rank is in, or the last one that is complete ("after update"); named in error messages."""
     stop_signal: int | None = field(default=None, compare=False)
     """The signal that asked this rank to stop (set by ``grpo.run.signals``)."""
     may_interrupt: bool = field(default=False, compare=False)
@@ -46,8 +46,8 @@ class World:
 
     @contextlib.contextmanager
     def timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
-        """Set ``phase`` for the block, and add the seconds it took to ``seconds[phase]``."""
-        outer, self.phase = self.phase, phase
+        """Set ``phase`` for the block, then to "after" it, and add the seconds that the block took to ``seconds[phase]``."""
+        self.phase = phase
         start = time.perf_counter()
         with torch.profiler.record_function(phase):  # names the block in a profiler trace; free without a profiler
             yield
@@ -55,7 +55,7 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
-        self.phase = outer
+        self.phase = f"after {phase}"
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Elementwise sum over ranks; a new tensor on the same device."""

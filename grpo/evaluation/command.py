@@ -37,6 +37,7 @@ from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.intervals import LEVEL
 from grpo.telemetry.metrics_file import json_safe
+from grpo.telemetry.terminal import survive_lost_readers
 from grpo.telemetry.user_errors import exit_with_user_error
 
 INTERVAL_METHOD = (
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="the JSON file to write")
     options, rest = parser.parse_known_args(argv)
     world = None
+    survive_lost_readers()
     try:
         config = load_config(rest)
         world = start_world(config.runtime)

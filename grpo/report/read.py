@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from grpo.system import BoundedLoader, open_regular
 from grpo.telemetry.console import is_rate, without_most_pass_at_k
 from grpo.telemetry.environment import read_starts
 from grpo.telemetry.intervals import wilson
@@ -58,7 +59,8 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
 def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     """Step -> object of a file with one JSON object per line, in the order of steps. If a step comes twice, the later line counts."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open_regular(path) as file:
+            text = file.read().decode(errors="replace")
     except OSError:
         return {}
     steps: dict[int, dict[str, Any]] = {}
@@ -67,7 +69,7 @@ def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
         try:
             record = json.loads(line)
             steps[int(record["step"])] = dict(record)
-        except (ValueError, KeyError, TypeError):  # not JSON, or not an object with a step
+        except (ValueError, KeyError, TypeError, RecursionError):  # not JSON, or not an object with a step
             damaged += line is not lines[-1]  # the last line has no line break: it may be half written
     if damaged:
         notes.append(f"{damaged} line(s) of {path.name} could not be read.")
@@ -81,8 +83,9 @@ def _finite_or_none(value: Any) -> float | None:
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        return dict(_flat(yaml.safe_load(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, yaml.YAMLError):
+        with open_regular(path) as file:
+            return dict(_flat(yaml.load(file.read(), Loader=BoundedLoader)))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         notes.append("config.yaml could not be read.")
         return {}
 

@@ -211,3 +211,20 @@ def needed_columns(function: Callable[..., Any], arguments: Mapping[str, Any]) -
 def _columns_by_setting(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> list[str]:
     names = [name for name in parameters if name == "column" or name.endswith("_column")]
     return [str(arguments.get(name, parameters[name].default)) for name in names]
+
+
+def source_files(spec: str, function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
+    """``(name for messages, path)`` of the file that ``spec`` names, and of the file that defines its function if that is another.
+
+    Empty for built-in rewards, which belong to the version of this package.
+    """
+    location = spec.strip().rpartition(":")[0]
+    path = os.path.realpath(os.path.expanduser(location))
+    named = path if os.path.isfile(path) else getattr(sys.modules.get(location), "__file__", None)
+    if not location or named is None:
+        return ()
+    module = sys.modules.get(function.__module__) if inspect.isfunction(function) else None
+    defining = getattr(module, "__file__", None) or named
+    if os.path.realpath(defining) == os.path.realpath(named):
+        return ((location, named),)
+    return (location, named), (f"{location}: {os.path.basename(defining)}", defining)

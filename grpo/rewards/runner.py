@@ -95,6 +95,16 @@ class RewardRunner:
             for name, info in zip(self.names, self._infos, strict=True):
                 check_columns(name, info.needed_columns, columns)
 
+    @property
+    def source_files(self) -> dict[str, str]:
+        """Name -> path of the files of the user's functions, once :meth:`check` has loaded them."""
+        return dict(file for info in self._infos or () for file in info.source_files)
+
+    @property
+    def classifier_models(self) -> list[str]:
+        """The folders or Hub ids of ``classifier:`` rewards."""
+        return [s.name.removeprefix(CLASSIFIER_PREFIX) for s in self.specs if s.name.startswith(CLASSIFIER_PREFIX)]
+
     def _load(self, key: int) -> FunctionInfo:
         name = self.specs[key].name
         if name.startswith(CLASSIFIER_PREFIX):

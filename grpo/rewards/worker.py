@@ -43,6 +43,7 @@ from grpo.rewards.registry import (
     load_reward,
     needed_columns,
     passed_names,
+    source_files,
 )
 from grpo.system import end_with_parent
 
@@ -60,6 +61,8 @@ class FunctionInfo:
     row_by_row: bool
     """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
     needed_columns: frozenset[str]
+    source_files: tuple[tuple[str, str], ...] = ()
+    """See ``registry.source_files``."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ class Worker:
             return "invalid", message if spec in message else f"reward {spec!r}: {message}"
         self.functions[key] = (function, args)
         row_by_row = bool(getattr(function, "row_by_row", False))
-        return "ok", FunctionInfo(is_async(function), row_by_row, needed_columns(function, args))
+        files = source_files(spec, function)
+        return "ok", FunctionInfo(is_async(function), row_by_row, needed_columns(function, args), files)
 
     def call(self, key: int, inputs: RewardInputs) -> tuple[Any, ...]:
         function, args = self.functions[key]

@@ -21,7 +21,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig
 
+from grpo.system import open_regular
+
 MANIFEST = "manifest.json"
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a JSON file that may contain anything can raise."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -87,8 +91,13 @@ def save_checkpoint(
 
     Raises:
         OSError: if the disk is full or cannot be written.
+        ValueError: if a weight is NaN or infinite: no run can continue from it. Nothing is written or deleted.
     """
     tensors = tensors or Tensors.of(model, optimizer, schedule, reference)
+    for name, _ in model.named_parameters():
+        if not torch.isfinite(tensors.model[name]).all():
+            problem = f"{name} holds values that are not finite: no checkpoint is saved at step {step}"
+            raise ValueError(f"{problem}; lower optim.learning_rate")
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     final, partial = output_dir / f"checkpoint-{step}", output_dir / f".partial-checkpoint-{step}"
@@ -167,9 +176,10 @@ def verify(folder: str | Path) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest, which is returned; BrokenCheckpoint names the first that differs."""
     folder = Path(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        with open_regular(folder / MANIFEST) as file:
+            manifest = json.load(file)
         expected = {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the file may contain anything
+    except DAMAGE as error:
         raise BrokenCheckpoint(f"{folder}: no readable {MANIFEST} ({type(error).__name__}: {error})") from None
     for name, (size, sha256) in expected.items():
         try:
@@ -184,11 +194,12 @@ def verify(folder: str | Path) -> dict[str, Any]:
 def read_state(folder: str | Path) -> dict[str, Any]:
     """The ``state`` given to :func:`save_checkpoint`, with ``step``; BrokenCheckpoint if it is missing or damaged."""
     try:
-        state = json.loads((Path(folder) / "trainer" / "state.json").read_text(encoding="utf-8"))
+        with open_regular(Path(folder) / "trainer" / "state.json") as file:
+            state = json.load(file)
         if isinstance(state["step"], int) and isinstance(state.get("config", {}), dict):
             return state
         reason = "it is not the state of a run"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGE as error:
         reason = f"{type(error).__name__}: {error}"
     raise BrokenCheckpoint(f"{folder}: trainer/state.json cannot be continued from ({reason})")
 
@@ -231,7 +242,7 @@ def _plain(thing: Any) -> Any:
 
 
 def _digest(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 

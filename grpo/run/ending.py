@@ -23,20 +23,18 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
     try:
         try:
             train(run)
-            saver.finish()
             code = 0
         except Interrupted:  # raised on all ranks after a vote
-            saver.finish()
-            assert not progress.mid_update, "an update is never interrupted"
-            if progress.step > saver.saved_step:
-                saver.save()
-                saver.finish()
-            run.reporter.print(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
             code = run.signals.exit_code
+        assert not progress.mid_update, "an update is never interrupted"
+        saver.save_newest()
+        if code:
+            run.reporter.print(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
     except BaseException as failure:
         # The process ends below; nothing before that may wait for other ranks, which may wait for this one.
-        _report_failure(run, failure)
-        with contextlib.suppress(Exception):  # the disk may be full here as well; the error was printed
+        with contextlib.suppress(Exception):  # the disk of a log file, or of the run, may be full
+            _rescue_and_report(run, failure)
+        with contextlib.suppress(Exception):
             run.close()
         run.world.exit_now(1)
     run.close()
@@ -44,17 +42,17 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
     return code
 
 
-def _report_failure(run: Run, failure: BaseException) -> None:
-    """Print the error on the rank where it happened, and save what can be saved."""
+def _rescue_and_report(run: Run, failure: BaseException) -> None:
+    """Save what can be saved; then print the error on the rank where it happened."""
     rank, phase = run.world.rank, run.world.phase
-    if not isinstance(failure, OtherRankFailed):
-        traceback.print_exception(failure)
-        error = f"{type(failure).__name__}: {first_line(failure)}"
-        print(f"error: [rank {rank}] in phase {phase!r}: {error}", file=sys.stderr)
     try:
         note = run.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights
         note = f"the state could not be saved: {type(error).__name__}: {error}"
+    if not isinstance(failure, OtherRankFailed):
+        traceback.print_exception(failure)
+        error = f"{type(failure).__name__}: {first_line(failure)}"
+        print(f"error: [rank {rank}] in phase {phase!r}: {error}", file=sys.stderr)
     if note:
         print(f"note: {note}", file=sys.stderr)
     sys.stderr.flush()

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import stat
 from pathlib import Path
 
 LOCK_FILE = ".lock"
@@ -23,7 +24,13 @@ class Lock:
         if self._handle is not None:
             return
         while self._handle is None:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            except OSError as error:
+                raise ValueError(f"{path} cannot be opened ({error.strerror}): delete it") from None
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                os.close(handle)
+                raise ValueError(f"{path} is not a regular file: delete it")
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

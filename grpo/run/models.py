@@ -33,6 +33,8 @@ class Models:
     """The reason why scoring computes the prompt once per completion; None: it computes each prompt once per group."""
     moving_reference: nn.Module | None
     """The reference model if it changes during training (``ref_sync_steps``), so that checkpoints must hold it."""
+    changed_rate: tuple[float, float] | None
+    """The learning rates of the next update by the checkpoint's and by the new settings, where accepted changes make them differ."""
 
 
 def build_models(
@@ -47,7 +49,7 @@ def build_models(
     options = config.model.model_dump(exclude={"name_or_path"})
     options |= {"device": device, "precision": config.runtime.precision}
     policy = load_policy(str(start.checkpoint or path), tokenizer, **options)
-    ref_scorer = None
+    ref_scorer = changed_rate = None
     if algorithm.beta > 0:
         # The reference is the model that training began with, also when the policy continues from a checkpoint.
         anchor = load_policy(path, tokenizer, **options).model if start.checkpoint else policy.model
@@ -59,7 +61,7 @@ def build_models(
     lr_schedule = make_lr_schedule(optimizer, name=optim.lr_scheduler_type, num_updates=num_updates, **schedule_options)
     moving_reference = ref_scorer.model if ref_scorer and algorithm.ref_sync_steps else None
     if start.checkpoint:
-        _restore(start, algorithm.updates_per_step, optimizer, lr_schedule, moving_reference, device)
+        changed_rate = _restore(start, algorithm.updates_per_step, optimizer, lr_schedule, moving_reference, device)
     policy.model.train()
     scorer = CompletionScorer(policy.model, temperature)
     why_padded = _enable_packing(config, scorer)
@@ -69,14 +71,17 @@ def build_models(
         ref_scorer.plain_head  # noqa: B018  computed now, while its weights are fp32
         if moving_reference is None:  # a reference that moves needs its fp32 weights
             cast_reference_to_bf16(ref_scorer.model, policy)
-    return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded, moving_reference)
+    return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded, moving_reference, changed_rate)
 
 
 def _restore(
     start: StartPoint, updates_per_step: int, optimizer: Any, schedule: Any, reference: Any, device: torch.device
-) -> None:
-    """Restore optimizer, schedule and reference; where settings changed, Adam's averages alone, with the new settings."""
-    folder, is_same = start.checkpoint, not start.settings_changed
+) -> tuple[float, float] | None:
+    """Restore optimizer, schedule and reference; where settings changed, Adam's averages alone, with the new settings.
+
+    Returns :attr:`Models.changed_rate`.
+    """
+    folder, is_same = start.checkpoint, not start.changes
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
     restored = dict(optimizer=optimizer, schedule=schedule if is_same else None, reference=reference)
     try:
@@ -85,12 +90,14 @@ def _restore(
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"{folder} cannot be continued from ({reason})") from None
     if is_same:
-        return
+        return None
+    old_rate = optimizer.param_groups[0]["lr"]
     done = start.state["step"] * updates_per_step
     schedule.last_epoch, schedule._step_count = done, done + 1
     schedule._last_lr = [b * factor(done) for b, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, own, lr in zip(optimizer.param_groups, settings, schedule._last_lr, strict=True):
         group.update(own | {"lr": lr})
+    return None if schedule._last_lr[0] == old_rate else (old_rate, schedule._last_lr[0])
 
 
 def _enable_packing(config: Config, scorer: CompletionScorer) -> str | None:

@@ -58,10 +58,10 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     progress, settings = run.progress, run.config.optim
     grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), settings.max_grad_norm)
     is_finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
-    progress.skipped_in_a_row = skipped = 0 if is_finite else progress.skipped_in_a_row + 1
+    skipped = 0 if is_finite else progress.skipped_in_a_row + 1
     if not is_finite:
         run.reporter.print("warning: a gradient is not finite; this update is left out and the weights do not change")
-        if settings.on_nonfinite == "stop" or skipped == MAX_SKIPPED_IN_A_ROW:
+        if settings.on_nonfinite == "stop" or skipped >= MAX_SKIPPED_IN_A_ROW:
             raise ValueError(
                 f"{skipped} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
             )
@@ -70,6 +70,8 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     metrics.total("skipped_updates", float(not is_finite and run.world.is_main))
     metrics.add("learning_rate", run.optimizer.param_groups[0]["lr"])
     progress.mid_update = True
+    # Not before the error above: the checkpoint of the step before must count the updates of complete steps only.
+    progress.skipped_in_a_row = skipped
     if is_finite:
         run.optimizer.step()
     run.lr_schedule.step()  # also after a skipped update: the learning rate is a function of the step

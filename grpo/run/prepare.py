@@ -9,6 +9,8 @@ import contextlib
 import math
 from typing import Any
 
+import torch
+
 from grpo.config import Config, ConfigError, check_world_size
 from grpo.config.masking import mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
@@ -19,6 +21,7 @@ from grpo.model import check_context, load_tokenizer, num_parameters, resolve_mo
 from grpo.rewards import RewardRunner
 from grpo.rewards.code_tests import check_rows
 from grpo.rollout import BuiltinEngine
+from grpo.run.content import content_digests
 from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
 from grpo.run.models import any_forward, build_models
@@ -70,17 +73,22 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     data_fingerprint = fingerprint(train_rows)
     world.check_same(data_fingerprint, f"{train_rows.source} is not the same on all ranks")
 
-    with world.fail_together():
-        start = read_start_point(config, checkpoint, origin, data_fingerprint)
-    progress = Progress.from_state(start.state)
-    if checkpoint and world.is_main:
-        print_differences(start.state, world.size, versions())
-
     if world.is_main and config.model.name_or_path == "builtin:tiny" and not checkpoint:
         print("builtin:tiny: reading it from the cache, or building it (about a minute) ...", flush=True)
     with world.main_first():
         trust = config.model.trust_remote_code
         path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=trust)
+    with world.fail_together():
+        content = content_digests(config, path, rewards) if world.is_main else None
+    content = world.from_main(content)
+
+    with world.fail_together():
+        start = read_start_point(config, checkpoint, origin, data_fingerprint, content)
+    progress = Progress.from_state(start.state)
+    if checkpoint and world.is_main:
+        threads = torch.get_num_threads() if world.device.type == "cpu" else None
+        print_differences(start, world.size, threads, versions())
+
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)
     problems = Schedule(
@@ -100,6 +108,9 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     with world.fail_together():
         models = build_models(config, world.device, path, tokenizer, max_steps, start)
     policy = models.policy
+    if world.is_main and models.changed_rate:
+        old, new = models.changed_rate
+        print(f"note: the learning rate of the next step becomes {new:.3g} (was {old:.3g})", flush=True)
     eval_problems = evaluation.problems[: config.eval.max_samples]
 
     mask_command_line(config.model_dump())
@@ -126,7 +137,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     optimizer, lr_schedule = models.optimizer, models.lr_schedule
     parts = dict(model=policy.model, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)
     parts["reference"] = models.moving_reference
-    facts = {"data_fingerprint": data_fingerprint, "origin": start.origin}
+    facts = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
     saver = Saver(config, world, parts, reporter, progress, max_steps, facts)
     if not config.debug:
         saver.dry_run()

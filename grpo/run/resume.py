@@ -14,6 +14,7 @@ from grpo.config.masking import masked
 from grpo.run import checkpoint
 from grpo.run.lock import Lock
 from grpo.run.output_folder import check_output_dir
+from grpo.system import open_regular
 
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",
@@ -30,8 +31,8 @@ class StartPoint:
     """The checkpoint folder that ``checkpoint.resume`` names, or for ``never`` this launch of torchrun; saved in every checkpoint."""
     state: dict[str, Any] = field(default_factory=dict)
     """The checkpoint's state (``trainer/state.json``); empty from scratch."""
-    settings_changed: bool = False
-    """Settings differ from the checkpoint's, and ``checkpoint.accept_changes`` allows it."""
+    changes: list[tuple[str, Any, Any]] = field(default_factory=list)
+    """``(key, old, new)`` of all that differs from the checkpoint's run and that ``checkpoint.accept_changes`` accepts."""
 
 
 def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, dict[str, str | None] | None]:
@@ -67,29 +68,47 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, dict[str, 
 
 
 def read_start_point(
-    config: Config, folder: Path | None, origin: dict[str, str | None] | None, data_fingerprint: str
+    config: Config,
+    folder: Path | None,
+    origin: dict[str, str | None] | None,
+    data_fingerprint: str,
+    content: dict[str, str],
 ) -> StartPoint:
-    """Read the checkpoint's state; ConfigError lists the settings that differ, unless ``checkpoint.accept_changes`` allows it."""
+    """Read the checkpoint's state; ConfigError lists settings and files that differ, unless ``checkpoint.accept_changes`` allows it."""
     if folder is None:
         return StartPoint(origin=origin)
     state = checkpoint.read_state(folder)
-    differences = _differences(config, state, data_fingerprint)
+    differences = _differences(config, state, data_fingerprint, content)
     if differences and not config.checkpoint.accept_changes:
+        listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in differences)
         raise ConfigError(
-            f"{config.output_dir} was started with other settings ({'; '.join(differences)}): "
+            f"{config.output_dir} was started with other settings ({listed}): "
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
         )
     if folder.parent.resolve() != Path(config.output_dir).resolve():
         # A branch of a run in another folder: that run's wandb run and best checkpoint are not continued.
         state = state | {"best": None, "wandb_run_id": None}
-    return StartPoint(folder, origin or state.get("origin"), state, settings_changed=bool(differences))
+    return StartPoint(folder, origin or state.get("origin"), state, differences)
 
 
-def print_differences(state: dict[str, Any], world_size: int, versions: dict[str, str]) -> None:
-    """Warn of differences from the checkpoint's run that may change the last bits of the results but are allowed."""
+def print_differences(start: StartPoint, world_size: int, threads: int | None, versions: dict[str, str]) -> None:
+    """List the accepted changes, and warn of differences from the checkpoint's run that may change the last bits of the results.
+
+    ``threads`` is None on CUDA, where the number of CPU threads changes no bit.
+    """
+    state = start.state
+    if start.changes:
+        listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
+        print(f"note: checkpoint.accept_changes accepts {listed}", flush=True)
     if state.get("world_size", world_size) != world_size:
         sizes = f"the checkpoint is from {state['world_size']} rank(s), now there are {world_size}"
         print(f"note: {sizes}: the same problems and completions, the same weights to rounding", flush=True)
+    before = state.get("threads_per_rank", threads)
+    if threads is not None and before != threads:
+        counts = f"the checkpoint is from {before} thread(s) per rank, now there are {threads}"
+        print(
+            f"note: {counts}: sums in another order (runtime.threads_per_rank={before} for that of before)", flush=True
+        )
     old = state.get("versions", {})
     if changed := [f"{name} {old[name]} -> {now}" for name, now in versions.items() if old.get(name, now) != now]:
         print(f"warning: {', '.join(changed)} since the checkpoint: the bits of this run may differ", flush=True)
@@ -104,8 +123,8 @@ def _origin(config: Config) -> dict[str, str | None] | None:
         run_id, parent = os.environ.get("TORCHELASTIC_RUN_ID"), os.getppid()
         return run_id and {"place": f"torchrun {run_id} {parent} {_start_time(parent)}", "digest": None}
     origin = {"place": str(Path(resume).resolve()), "digest": None}
-    with contextlib.suppress(OSError):
-        origin["digest"] = hashlib.sha256(Path(origin["place"], checkpoint.MANIFEST).read_bytes()).hexdigest()
+    with contextlib.suppress(OSError), open_regular(Path(origin["place"], checkpoint.MANIFEST)) as file:
+        origin["digest"] = hashlib.file_digest(file, "sha256").hexdigest()
     return origin
 
 
@@ -135,12 +154,18 @@ def _newest_from(origin: dict[str, str | None], config: Config) -> Path | None:
     return None
 
 
-def _differences(config: Config, state: dict[str, Any], data_fingerprint: str | None = None) -> list[str]:
-    """``"key: checkpoint <old>, now <new>"`` for each setting, and for the data, that must not change and does."""
+def _differences(
+    config: Config, state: dict[str, Any], data_fingerprint: str | None = None, content: dict[str, str] | None = None
+) -> list[tuple[str, Any, Any]]:
+    """``(key, old, new)`` for each setting, and for the data and the files (``content``), that must not change and does."""
     saved, now = masked(state.get("config", {})), config.for_writing()
     pairs: list[tuple[str, Any, Any]] = []
     if data_fingerprint is not None:
         pairs.append(("data_fingerprint", state.get("data_fingerprint", data_fingerprint), data_fingerprint))
+    saved_content = state.get("content")  # checkpoints of earlier versions have none
+    if content is not None and isinstance(saved_content, dict):
+        names = sorted({*saved_content, *content})
+        pairs += [(f"content of {name}", saved_content.get(name), content.get(name)) for name in names]
     for key in MUST_NOT_CHANGE:
         section, _, leaf = key.partition(".")
         old, new = saved.get(section), now[section]
@@ -150,4 +175,4 @@ def _differences(config: Config, state: dict[str, Any], data_fingerprint: str | 
             pairs += [(f"{key}.{name}", old.get(name), new[name]) for name in new]
         else:
             pairs.append((key, old, new))
-    return [f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in pairs if old != new]
+    return [(key, old, new) for key, old, new in pairs if old != new]

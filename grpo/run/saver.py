@@ -71,12 +71,14 @@ class Saver:
     progress: Progress
     max_steps: int
     facts: dict[str, Any]
-    """JSON-serialisable facts that a continued run is compared with (fingerprint of the data, origin)."""
+    """JSON-serialisable facts that a continued run is compared with (fingerprint of the data, digests of files, origin)."""
     saved_step: int = field(init=False)
-    """The step of the newest checkpoint, or of the start."""
+    """The step of the newest save that was begun, or of the start; the same on all ranks."""
+    written_step: int = field(init=False)
+    """The step of the newest checkpoint on disk, or of the start; known to the main rank."""
 
     def __post_init__(self) -> None:
-        self.saved_step = self.progress.step
+        self.saved_step = self.written_step = self.progress.step
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -99,7 +101,7 @@ class Saver:
         if self.config.debug:
             return
         step = self.progress.step
-        with self.world.fail_together():
+        with self.world.timed("save", {}), self.world.fail_together():
             self._raise_background_error()
             if self.world.is_main:
                 self.reporter.sync()
@@ -114,10 +116,18 @@ class Saver:
                     self._raise_background_error()
         self.saved_step = step
 
-    def finish(self) -> None:
-        """Wait for a save in the background; if it failed, all ranks raise its error."""
+    def save_newest(self) -> None:
+        """At the end: write the newest complete step if the disk does not have it, also after a save in the background failed.
+
+        Raises:
+            OSError, OtherRankFailed: on all ranks, if it cannot be written.
+        """
         with self.world.fail_together():
-            self._raise_background_error()
+            if self.world.is_main:
+                if error := self._background_error():
+                    self.reporter.print(f"warning: {error}; trying again")
+                self._write_newest()
+                self._raise_background_error()
 
     def dry_run(self) -> None:
         """Save once before the first step and delete it, so that a model that cannot be saved or a full disk shows now, not at the end."""
@@ -132,14 +142,21 @@ class Saver:
         """After a failure, without the other ranks: save the newest complete step if no checkpoint has it; returns a note for the user."""
         if not self.world.is_main or self.config.debug:
             return None
-        step, error_before = self.progress.step, self._background_error()
+        step, _ = self.progress.step, self._background_error()  # waits for the thread; the error is tried again here
         if self.progress.mid_update:
-            return f"the failure came in the middle of an update, after step {step}: checkpoint-{self.saved_step} is the newest"
-        if step <= self.saved_step and error_before is None:
+            return f"the failure came in the middle of an update, after step {step}: checkpoint-{self.written_step} is the newest"
+        if not self._write_newest():
             return None
-        self._write(step, self._arguments())
         error = self._background_error()
         return f"{error}" if error else f"saved checkpoint-{step}: {how_to_continue(self.config)}"
+
+    def _write_newest(self) -> bool:
+        """Write the newest complete step, unless the disk has it: then False."""
+        step = self.progress.step
+        if step <= self.written_step or self.config.debug:
+            return False
+        self._write(step, self._arguments())
+        return True
 
     def _raise_background_error(self) -> None:
         if error := self._background_error():
@@ -155,6 +172,7 @@ class Saver:
     def _write(self, step: int, arguments: dict[str, Any]) -> None:
         try:
             checkpoint.save_checkpoint(self.config.output_dir, step, **arguments)
+            self.written_step = step
         except Exception as error:  # maybe in a thread: the next vote raises it on all ranks
             self._error = self._explained(step, error)
 
@@ -167,6 +185,7 @@ class Saver:
         state = dataclasses.asdict(self.progress)
         del state["mid_update"]
         state |= {"wandb_run_id": self.reporter.wandb_run_id, "world_size": self.world.size, "versions": versions()}
+        state["threads_per_rank"] = torch.get_num_threads()
         state |= {**self.facts, "config": self.config.for_writing()}
         best_step = self.progress.best and self.progress.best["step"]
         return self.parts | {"keep": self.config.checkpoint.keep, "best_step": best_step, "state": state}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo.system import write_atomically
+from grpo.system import open_regular, write_atomically
 
 PACKAGES = ("torch", "transformers", "datasets", "pydantic", "wandb", "pyarrow", "math-verify")
 FILE_NAME = "run.json"
@@ -31,6 +31,7 @@ def environment(world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "device": torch.cuda.get_device_name(0) if cuda else platform.machine() + " CPU",
         "cores": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "cuda": torch.version.cuda if cuda else None,
@@ -65,7 +66,8 @@ def record_start(output_dir: str | Path, start: dict[str, Any]) -> None:
 def read_starts(output_dir: str | Path) -> list[dict[str, Any]]:
     """The starts of a run, oldest first; empty if there is no readable ``run.json``."""
     try:
-        starts = json.loads((Path(output_dir) / FILE_NAME).read_text(encoding="utf-8"))["starts"]
-    except (OSError, ValueError, KeyError, TypeError):
+        with open_regular(Path(output_dir) / FILE_NAME) as file:
+            starts = json.load(file)["starts"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []

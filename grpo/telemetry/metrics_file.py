@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo.system import write_atomically
+from grpo.system import open_regular, write_atomically
 
 
 class MetricsFile:
@@ -42,11 +42,13 @@ class MetricsFile:
 
     def _remove_steps_after(self, last_kept_step: int) -> None:
         kept_lines = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with open_regular(self.path) as file:
+            text = file.read().decode(errors="replace")
+        for line in text.splitlines(keepends=True):
             try:
                 record = json.loads(line)
                 self.newest_earlier_step = max(self.newest_earlier_step, record["step"])
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue
             if record["step"] <= last_kept_step and line.endswith("\n"):
                 kept_lines.append(line)

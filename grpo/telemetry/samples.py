@@ -14,7 +14,7 @@ import pyarrow.parquet
 from torch import Tensor
 
 from grpo.batch import Group
-from grpo.system import write_atomically
+from grpo.system import open_regular, write_atomically
 
 _INT, _FLOAT, _TEXT, _LOGPROBS = pyarrow.int64(), pyarrow.float64(), pyarrow.string(), pyarrow.list_(pyarrow.float32())
 _COLUMNS = dict(
@@ -89,7 +89,8 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         OSError, ValueError: if the file is damaged. (pyarrow's errors inherit from one of the two.)
     """
-    records = pyarrow.parquet.read_table(path).to_pylist()
+    with open_regular(path) as file:
+        records = pyarrow.parquet.read_table(file).to_pylist()
     for record in records:
         columns = [name for name in record if name.startswith(REWARD_PREFIX)]
         record["rewards"] = {name.removeprefix(REWARD_PREFIX): record.pop(name) for name in columns}

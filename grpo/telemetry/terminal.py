@@ -1,12 +1,52 @@
-"""On a terminal, text that libraries and rewards write to stderr appears above the progress bars instead of inside them."""
+"""Standard streams: a reader that goes away stops no run, and what libraries write to stderr appears above the progress bars."""
 
 import contextlib
+import errno
+import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+
+def survive_lost_readers() -> None:
+    """Let this process go on without a terminal: what is printed to a closed pipe, terminal or stream goes to /dev/null from then on."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed by the shell (`>&-`): the next file that is opened would get its number
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, so this one
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue  # the caller's own stream
+        options = dict(line_buffering=True)
+        if stream is not None:
+            stream.flush()
+            is_by_line = stream.line_buffering or stream.write_through
+            options = dict(encoding=stream.encoding, errors=stream.errors, line_buffering=is_by_line)
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(_Output(number)), **options))
+
+
+class _Output(io.FileIO):
+    """A standard stream that becomes /dev/null when nobody reads it any more."""
+
+    def __init__(self, number: int):
+        super().__init__(number, "w", closefd=False)
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a closed pipe, a closed terminal
+                raise
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())
+        os.close(null)
+        return len(data)
 
 
 @contextlib.contextmanager

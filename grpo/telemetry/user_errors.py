@@ -1,5 +1,6 @@
 """Errors that the user can fix, such as a wrong setting: printed once, without a traceback, exit code 2."""
 
+import os
 import sys
 import time
 
@@ -9,7 +10,12 @@ from grpo.system import printable
 
 def print_user_error(error: Exception) -> None:
     """Print an error on stderr; each line of its message starts with ``error: ``."""
-    for line in printable(str(error)).splitlines():
+    text, home = str(error), os.path.expanduser("~")
+    if f"{home}/.cache" in text and not (os.path.isdir(home) and os.access(home, os.W_OK)):
+        text += (
+            f"; the home folder {home} cannot be written: set XDG_CACHE_HOME=FOLDER to keep models and data elsewhere"
+        )
+    for line in printable(text).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 

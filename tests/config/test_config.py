@@ -124,6 +124,32 @@ def test_a_number_sign_in_an_override_is_not_a_comment():
     assert load_config(["data.answer_pattern='#### (.+)'"]).data.answer_pattern == "#### (.+)"
 
 
+MANY_LAUGHS = "a0: &a0 [ha]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+HOSTILE = {
+    "aliases of aliases": (
+        MANY_LAUGHS,
+        ":7: not valid YAML: more than 1,000,000 characters when its aliases are replaced",
+    ),
+    "an alias of itself": ("seed: &a [*a]", ":1: not valid YAML: an alias stands for something that contains it"),
+    "nested deeply": ("[" * 900 + "]" * 900, ": not valid YAML: nested too deeply"),
+    "a long file": ("#" * 1_000_001, " cannot be read: it has more than 1,000,000 characters"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_yaml_is_refused_in_one_line(file, case):
+    text, problem = HOSTILE[case]
+    (mistake,) = mistakes(file(text))
+    assert mistake.endswith(problem)
+
+
+def test_an_endless_file_is_no_configuration():
+    (mistake,) = mistakes(["--config", "/dev/zero"])
+    assert mistake == "config file /dev/zero cannot be read: it has more than 1,000,000 characters"
+    (mistake,) = mistakes(["seed=" + "[" * 900])
+    assert mistake == "seed=: not valid YAML: nested too deeply"
+
+
 def test_yaml_anchors_and_merges_work(file):
     argv = file("rollout: &sampling {temperature: 0.5}\neval:\n  <<: *sampling\n  num_samples: 4\n")
     assert load_config(argv).eval.temperature == 0.5

@@ -1,14 +1,19 @@
 """What a continued run takes from its checkpoint, and what it does not: other settings, other folders, restarts by torchrun."""
 
+import hashlib
 import json
+import os
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import run_trainer, small_run
+from conftest import ROOT, run_trainer, small_run
 from outputs import lines, weights
+from safetensors.torch import save_file
 
+from grpo.run.content import digest
+from grpo.run.resume import StartPoint, print_differences
 from train_grpo import main
 
 
@@ -77,7 +82,10 @@ def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
         assert lines(tmp_path / folder) == expected[-2 if folder == "branch" else 0 :]
         assert "already complete" in run(folder, *again)
     other = ["optim.max_steps=5", f"checkpoint.resume={tmp_path}/run/checkpoint-2", "checkpoint.accept_changes=true"]
-    assert "checkpoint-2 at step 2" in run("branch", *other), "under other settings it is another branch"
+    printed = run("branch", *other)
+    assert "checkpoint-2 at step 2" in printed, "under other settings it is another branch"
+    assert "note: checkpoint.accept_changes accepts optim.max_steps: 4 -> 5\n" in printed
+    assert "learning rate" not in printed, "which is constant"
 
 
 def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, tmp_path):
@@ -98,19 +106,63 @@ def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, 
 
 
 def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
-    run("run", "optim.max_steps=2")
+    linear = "optim.lr_scheduler_type=linear"
+    run("run", "optim.max_steps=2", linear)
     (tmp_path / "best").symlink_to(tmp_path / "run" / "checkpoint-1")
     again = [
         "optim.max_steps=4",
+        linear,
         "checkpoint.keep=1",
         f"checkpoint.resume={tmp_path}/best",
         "checkpoint.accept_changes=true",
     ]
     printed = run("run", *again)
     assert "checkpoint-1 at step 1" in printed and "previous-1" in printed  # where the second step of before is now
+    assert "note: the learning rate of the next step becomes 0.00075 (was 0.0005)\n" in printed
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
     assert "already complete" in run("run", *again)
     assert run("other", *again, code=2) == ""
+
+
+def test_another_number_of_threads_is_noted(capfd):
+    """One thread adds numbers in another order than two."""
+    saved = {"world_size": 1, "threads_per_rank": 2}
+    print_differences(StartPoint(state=saved), world_size=1, threads=1, versions={})
+    assert capfd.readouterr().out == (
+        "note: the checkpoint is from 2 thread(s) per rank, now there are 1: sums in another order "
+        "(runtime.threads_per_rank=2 for that of before)\n"
+    )
+    for state in (saved, {}):  # a checkpoint of an earlier version does not say
+        print_differences(StartPoint(state=state), world_size=1, threads=2, versions={})
+    assert capfd.readouterr().out == ""
+
+
+def test_a_run_stopped_by_gradients_that_are_not_finite_stops_again_at_once(run, tmp_path, capfd):
+    """The last checkpoint counts nine skipped updates, those of the steps that are complete."""
+    reward = f"{ROOT}/tests/rewards_for_tests.py:huge"
+    options = [
+        f"reward.functions=['{reward}']",
+        "algorithm.scale=none",
+        "optim.max_steps=14",
+        "checkpoint.save_steps=null",
+    ]
+    errors = []
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="1"):
+            run("run", *options)
+        errors += [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("error: [rank 0] in phase 'update': ValueError: 10 update(s) in a row had a gradient")
+    assert lines(tmp_path / "run")[-1]["step"] == 9
+
+
+def test_weights_that_are_not_finite_are_never_a_checkpoint(run, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="1"):
+        run("run", "optim.learning_rate=3.4e38", "optim.betas=[0, 0.999]", "optim.warmup_steps=1", "optim.max_steps=9")
+    error = capfd.readouterr().err
+    assert "error: [rank 0] in phase 'save': ValueError: " in error
+    assert "holds values that are not finite: no checkpoint is saved at step 2; lower optim.learning_rate" in error
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 @pytest.mark.slow
@@ -138,3 +190,65 @@ def test_a_branch_has_its_own_wandb_run(run, tmp_path):
         return json.loads((tmp_path / folder / "checkpoint-2" / "trainer" / "state.json").read_text())["wandb_run_id"]
 
     assert re.fullmatch(r"\w+", wandb_id("run")) and wandb_id("branch") != wandb_id("run")
+
+
+def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path, capfd, random_model):
+    """The settings name the same files; what these hold is compared too."""
+    reward, model, saves = tmp_path / "mine.py", tmp_path / "model", ["checkpoint.save_steps=1", "optim.max_steps=2"]
+    text = "def mine(prompts, completions, **columns):\n    return [float(len(c) % 3) for c in completions]\n"
+    reward.write_text(text)
+    shutil.copytree(random_model, model)
+    same = [f"reward.functions=['{reward}:mine']", f"model.name_or_path={model}", *saves, "algorithm.beta=0.1"]
+    run("run", *same)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")  # as if interrupted
+    state_file = tmp_path / "run" / "checkpoint-1" / "trainer" / "state.json"
+    state = json.loads(state_file.read_text())
+    assert {str(reward), f"{model}/config.json", f"{model}/model.safetensors"} <= state["content"].keys()
+
+    def changed_files() -> list[str]:
+        assert main([*small_run(random_model, tmp_path / "run"), "data.max_eval_samples=2", *same]) == 2
+        error = capfd.readouterr().err
+        assert error.count("\n") == 1 and "checkpoint.accept_changes=true" in error
+        return re.findall(r"content of (\S+): checkpoint '\w{64}', now '\w{64}'", error)
+
+    reward.write_text(text.replace("% 3", "% 4"))
+    assert changed_files() == [str(reward)]
+    reward.write_text(text)
+    changed = weights(model)
+    changed["model.norm.weight"][5] += 1.0
+    save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
+    assert changed_files() == [f"{model}/model.safetensors"]
+    assert f"note: checkpoint.accept_changes accepts content of {model}/model.safetensors: " in run(
+        "run", *same, "checkpoint.accept_changes=true"
+    )
+
+
+def test_a_checkpoint_of_an_earlier_version_continues(run, tmp_path):
+    """It has no digests of files, and no number of threads."""
+    run("run", "optim.max_steps=2")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    folder = tmp_path / "run" / "checkpoint-1"
+    state = json.loads((folder / "trainer" / "state.json").read_text())
+    del state["content"], state["threads_per_rank"]
+    text = json.dumps(state)
+    (folder / "trainer" / "state.json").write_text(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    manifest["files"]["trainer/state.json"] = {"bytes": len(text), "sha256": digest}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "checkpoint-1 at step 1" in run("run", "optim.max_steps=2")
+
+
+def test_of_a_large_file_blocks_are_read(tmp_path):
+    """The first and the last MiB are among them, and the size counts."""
+    path, megabytes = tmp_path / "model.safetensors", 100
+    with open(path, "wb") as file:
+        file.truncate(megabytes * 2**20)
+    found = {digest(path)}
+    for place in (0, 99 * 2**20 * 32 // 63, megabytes * 2**20 - 1):  # the first block, the 33rd, the last
+        with open(path, "r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        found.add(digest(path))
+    os.truncate(path, megabytes * 2**20 - 1)
+    assert len(found | {digest(path)}) == 5

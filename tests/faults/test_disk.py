@@ -5,13 +5,18 @@ import json
 import os
 import resource
 import shutil
+import signal
 
 import pytest
 from conftest import load
 from harness import Started, assert_same_run, bits, run, tiny
 from outputs import lines
 
+from grpo.config import load_config
+from grpo.distributed import Interrupted, start_world
 from grpo.run.checkpoint import Tensors, find_newest_valid
+from grpo.run.ending import run_to_completion
+from grpo.run.prepare import prepare
 from train_grpo import main
 
 STEPS = 6
@@ -65,6 +70,34 @@ def test_disk_full_during_a_save(tmp_path, random_model, straight, ranks, backgr
         assert_same_run(straight, output, STEPS)
 
 
+@pytest.mark.parametrize("end", [Interrupted, RuntimeError, KeyboardInterrupt, None])
+def test_a_failed_save_in_the_background_is_tried_again_at_the_end(capsys, tmp_path, random_model, full_after, end):
+    """Whatever ends the run: a signal, an error, or its last step."""
+    settings = ["checkpoint.background=true", "data.max_eval_samples=1", "runtime.threads_per_rank=1"]
+    config = load_config([*tiny(random_model, tmp_path / "run", *settings)])
+    run = prepare(config, start_world(config.runtime))
+
+    def train(run):
+        run.progress.step, unlimited = 2, resource.RLIM_INFINITY
+        full_after(1000)
+        run.saver.save()
+        run.saver._thread.join()
+        full_after(unlimited)
+        if end is not None:
+            run.world.stop_signal = signal.SIGTERM
+            raise end
+
+    if end in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(SystemExit, match="1"):
+            run_to_completion(run, train)
+        assert "note: saved checkpoint-2" in capsys.readouterr().err
+    else:
+        assert run_to_completion(run, train) == (143 if end else 0)
+        warning = f"warning: checkpoint at step 2 could not be saved in {tmp_path}/run: "
+        assert warning in capsys.readouterr().out
+    assert find_newest_valid(tmp_path / "run") == (tmp_path / "run" / "checkpoint-2", [])
+
+
 @pytest.mark.slow
 def test_disk_full_in_the_metrics_file(tmp_path, random_model, straight):
     """The line of step 3 does not fit: it is named, its state is saved (there is room for that), and the line is written later."""
@@ -73,7 +106,7 @@ def test_disk_full_in_the_metrics_file(tmp_path, random_model, straight):
     started = Started(output, arguments, fault="step=2 place=line do=full")
     assert started.end() == 1
     assert f"OSError: {output}/metrics.jsonl cannot be written: " in started.text()
-    assert "File too large" in started.text()
+    assert "File too large" in started.text() and "in phase 'after eval'" in started.text()
     assert "note: saved checkpoint-3" in started.text()
     run(output, arguments)
     assert_same_run(straight, output, STEPS)
@@ -265,3 +298,4 @@ def test_other_data_of_the_same_name_is_refused(capsys, tmp_path, random_model):
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer" / "state.json").read_text())
     assert state["data_fingerprint"] == new
     assert set(state["versions"]) == {"python", "torch", "transformers"} and state["world_size"] == 1
+    assert state["threads_per_rank"] == 1

@@ -1,5 +1,7 @@
 """One run at a time in an output folder; a run that was killed leaves no lock behind."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +54,22 @@ def test_a_deleted_lock_file_is_created_and_locked_again(tmp_path):
     with pytest.raises(ValueError, match="in use"):
         Lock().acquire(tmp_path)
     second.release()
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: path.symlink_to(path.parent / "other"), "cannot be opened (Too many levels of symbolic links)"),
+        (os.mkfifo, "is not a regular file"),
+        (os.mkdir, "cannot be opened (Is a directory)"),
+    ],
+)
+def test_a_lock_that_is_no_file_is_refused(tmp_path, make, problem):
+    (tmp_path / "other").write_text("of somebody else")
+    make(tmp_path / LOCK_FILE)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/.lock {problem}: delete it")):
+        Lock().acquire(tmp_path)
+    assert (tmp_path / "other").read_text() == "of somebody else"
 
 
 def test_a_run_on_a_locked_folder_gives_a_one_line_error(capsys, tmp_path, random_model, holder):

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 
 import pytest
 from conftest import ROOT, small_run
@@ -84,6 +85,16 @@ def test_a_running_or_damaged_run_is_read_as_far_as_possible(tmp_path):
     ]  # fmt: skip
     assert before_and_after(run)[0]["after"]["low"] is None, "the number of problems is unknown"
     build_page([run])
+
+
+def test_a_configuration_that_is_no_text_of_a_sane_size_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    path, laughs = tmp_path / "config.yaml", "a0: &a0 [ha]\n"
+    path.write_text(laughs + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)))
+    assert read_run(tmp_path).notes == ["config.yaml could not be read."]
+    path.unlink()
+    os.mkfifo(path)  # a read would wait for a writer
+    assert read_run(tmp_path).notes == ["config.yaml could not be read."]
 
 
 def test_a_run_without_a_step(tmp_path):

@@ -91,11 +91,19 @@ def flip_a_byte(folder):
         file.write(bytes([byte[0] ^ 1]))
 
 
+def as_pipe(path):
+    """A read of it would wait for a writer."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 SPOILED = {
     "cut short": (cut_short, "model.safetensors"),
     "one byte": (flip_a_byte, "optimizer.pt"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
     "half a manifest": (lambda folder: (folder / "manifest.json").write_text('{"st'), "manifest.json"),
+    "manifest is a pipe": (lambda folder: as_pipe(folder / "manifest.json"), "manifest.json"),
+    "weights are a pipe": (lambda folder: as_pipe(folder / "model.safetensors"), "model.safetensors"),
     "missing file": (lambda folder: (folder / "config.json").unlink(), "config.json"),
 }
 
