@@ -22,7 +22,7 @@ from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_m
 from grpo.rollout.prefill import DynamicCacheDecoder
 from grpo.rollout.weights import CopiedLinear, copied_weights
 
-LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name} | {
+LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name and "longrope" not in name} | {
     "biases everywhere": (CAN["llama with one key head"][0], CAN["llama with one key head"][1],
                           SIZES | dict(attention_bias=True, mlp_bias=True)),
     "mistral without a window": (MistralForCausalLM, MistralConfig, SIZES | dict(sliding_window=None)),
