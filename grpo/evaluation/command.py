@@ -31,7 +31,7 @@ from grpo.evaluation.grading import Grader, check_reward_names
 from grpo.logprobs import CompletionScorer
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
-from grpo.rollout import BuiltinEngine
+from grpo.rollout import BuiltinEngine, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.intervals import LEVEL
@@ -132,6 +132,7 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
 def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinEngine, list[Problem]]:
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
     problem_set = make_problems(rows, config.data, tokenizer)
     num_left_out = problem_set.num_too_long + problem_set.num_empty
     if num_left_out and world.is_main:

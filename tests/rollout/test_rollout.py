@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from grpo.attention import ForkedCache
 from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout import BuiltinEngine, SamplingParams, split_stop
 from grpo.rollout.decode_loop import num_admissible
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.weights import CopiedLinear, copied_weights
@@ -179,6 +179,33 @@ def test_stop_strings_end_a_completion_and_stay_in_it(policy):
         else:
             assert after.text == before
     assert changed
+
+
+def test_a_stop_string_that_is_a_special_token_ends_a_completion(policy):
+    """The text of a completion does not contain it: it is found by its id, and is the last token, as an EOS is."""
+    problems = problems_of(policy, *TEXTS)
+    sampling = replace(SAMPLING, num_generations=24)
+    plain = [c for group in generate(policy, problems, sampling, address=ADDRESS) for c in group.completions]
+    turn = policy.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert turn not in policy.eos_ids
+    groups = generate(policy, problems, replace(sampling, stop=("<|im_start|>", "zzz")), address=ADDRESS)
+    stopped = [c for group in groups for c in group.completions]
+    assert any(turn in c.ids[:-1] for c in plain), "or this test sees nothing"
+    for before, after in zip(plain, stopped, strict=True):
+        end = before.ids.index(turn) + 1 if turn in before.ids else len(before.ids)
+        assert after.ids == before.ids[:end]
+        assert after.finished == (before.finished or turn in before.ids)
+        assert "<|im_start|>" not in after.text
+        assert len(after.sampling_logprobs) == end
+
+
+def test_stop_strings_with_a_special_token_beside_other_text_are_refused(policy):
+    tokenizer = policy.tokenizer
+    assert split_stop(tokenizer, ["</answer>", "<|im_start|>"]) == (
+        [tokenizer.convert_tokens_to_ids("<|im_start|>")], ["</answer>"]
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"rollout\.stop: '<\|im_start\|>user' holds .*give '<\|im_start\|>' alone"):
+        split_stop(tokenizer, ["<|im_start|>user"])
 
 
 def test_sampling_leaves_the_model_as_it_was(random_model):
