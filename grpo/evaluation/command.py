@@ -31,7 +31,7 @@ from grpo.evaluation.grading import Grader, check_reward_names
 from grpo.logprobs import CompletionScorer
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
-from grpo.rollout import BuiltinEngine, split_stop
+from grpo.rollout import BuiltinEngine, check_sampling, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.intervals import LEVEL
@@ -144,6 +144,7 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
     if config.runtime.packed:  # as in training: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()
+    check_sampling(policy)
     return BuiltinEngine(policy, fast_decode=config.runtime.fast_decode), problems
 
 
