@@ -11,8 +11,6 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    MambaConfig,
-    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
@@ -128,14 +126,6 @@ def test_weights_that_become_nan_are_named_in_sampling(policy, temperature):
     engine, sampling = BuiltinEngine(policy), SamplingParams(2, 3, temperature=temperature)
     with pytest.raises(ValueError, match=r"the model computes NaN .*runtime\.precision=fp32"):
         engine.generate([Problem(0, "", (5, 6))], sampling, address=(0, "test", 0))
-
-
-def test_a_model_without_sdpa_names_the_setting(random_model, tmp_path):
-    sizes = dict(vocab_size=128, hidden_size=32, num_hidden_layers=1, state_size=8)
-    MambaForCausalLM(MambaConfig(**sizes, eos_token_id=2)).save_pretrained(tmp_path)
-    load(random_model).tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"MambaForCausalLM has no .* sdpa: set model\.attn_implementation=eager$"):
-        load(tmp_path)
 
 
 @torch.no_grad()

@@ -4,16 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import CAN, V, build
 from conftest import load, save_random_model
 from transformers import GenerationConfig
 
-from grpo.attention import ForkedCache
+from grpo.attention import ForkedCache, enable_packing
 from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
+from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, split_stop
 from grpo.rollout.decode_loop import num_admissible
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.weights import CopiedLinear, copied_weights
+from grpo.tasks.tiny import build_tokenizer
 
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=24, temperature=0.9)
 ADDRESS = (7, "rollout", 3)
@@ -373,6 +376,17 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
     assert sum(counted) == sum(len(c.ids) for group in found for c in group.completions)
     if temperature and rows >= 20:
         assert joined and all(number % 8 == 0 for number in joined)
+
+
+def test_no_row_is_decoded_beyond_its_last_position():
+    """Prompt and completion fill the context, and a row that ended there shares the batch with rows that go on."""
+    policy = Policy(build(*CAN["gpt2, learned positions"]), build_tokenizer(), (2, 12), 0, torch.device("cpu"), "fp32")
+    assert enable_packing(policy.model, policy.model.transformer) is None
+    problems = [Problem(i, "", tuple((7 * i + j) % V for j in range(104))) for i in range(60)]
+    sampling = SamplingParams(1, 128 - 104)
+    expected = generate(policy, problems, sampling, address=(1, "x", 0))
+    found = generate(policy, problems, replace(sampling, tokens_in_flight=20 * 138), address=(1, "x", 0))
+    assert ids(found) == ids(expected)
 
 
 def test_models_whose_rows_cannot_join_wait_for_all(random_model):
