@@ -70,7 +70,9 @@ def _engine_from(options: argparse.Namespace, config: Config) -> BuiltinEngine:
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     precision = config.runtime.precision if device.type == "cuda" else "fp32"
     settings = dict(device=device, precision=precision, fp32_head=config.model.fp32_head, trust_remote_code=trust)
-    policy = load_policy(path, tokenizer, **settings)
+    if config.model.attn_implementation == "eager":  # for models without SDPA; flash attention needs a GPU
+        settings["attn_implementation"] = "eager"
+    policy = load_policy(path, tokenizer, disable_dropout=False, **settings)
     check_sampling(policy)
     return BuiltinEngine(policy)
 

@@ -27,19 +27,20 @@ def check_sampling(policy: Policy) -> None:
 
 def _decodes_what_it_computes(policy: Policy) -> bool:
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (32,), generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = [tuple(ids[:7])] * 2 + [tuple(ids[7:11])] * 2 + [tuple(ids[11:12])]
-    sequences, kept, found = [list(prompt) for prompt in prompts], [0, 1, 2, 3, 4], []
+    ids = torch.randint(vocabulary, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [tuple(ids[:7]), tuple(ids[7:11]), tuple(ids[7:11]), tuple(ids[11:12])]
+    sequences, kept, found = [list(prompt) for prompt in prompts], [0, 1, 2, 3], []
     with policy.inference(), policy.exact():
-        decoder, logits_RV = prefill(policy, None, prompts, capacity=4)
+        decoder, logits_RV = prefill(policy, None, prompts, capacity=3)
         for step in range(4):
-            found += [(row, len(sequences[row]) - 1, logits_V) for row, logits_V in zip(kept, logits_RV, strict=True)]
             if step == 2:
-                decoder.keep_rows(torch.tensor([1, 3, 4], device=policy.device))
-                kept = [1, 3, 4]
-            for row in kept:
-                sequences[row].append(ids[12 + 5 * step + row])
-            logits_RV = decoder.step(torch.tensor([sequences[row][-1] for row in kept], device=policy.device))
+                kept = [2, 3]
+                decoder.keep_rows(torch.tensor(kept, device=policy.device))
+            if step > 0:
+                for row in kept:
+                    sequences[row].append(ids[8 + 4 * step + row])
+                logits_RV = decoder.step(torch.tensor([sequences[row][-1] for row in kept], device=policy.device))
+            found += [(row, len(sequences[row]) - 1, logits_V) for row, logits_V in zip(kept, logits_RV, strict=True)]
         rows = [torch.tensor([sequence], device=policy.device) for sequence in sequences]
         alone = [policy.model(input_ids=ids_1S, use_cache=False).logits[0] for ids_1S in rows]
         expected = torch.stack([alone[row][position] for row, position, _ in found])
