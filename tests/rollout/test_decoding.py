@@ -42,14 +42,14 @@ def ready(architecture, configuration, options):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p * 8 if p.dim() == 2 else p + 0.1 * torch.randn(p.shape))
-    assert enable_packing(model, getattr(model, model.base_model_prefix)) is None
+    assert enable_packing(model, model.base_model) is None
     return model
 
 
 @torch.no_grad()
 def hidden_states(model, decode, steps: int = 6) -> torch.Tensor:
     """``[steps, rows, hidden]``, a row leaving on the way."""
-    backbone = getattr(model, model.base_model_prefix)
+    backbone = model.base_model
     cache = ForkedCache([4, 7], capacity=steps)
     packed_hidden(backbone, pack_prompts([[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]], "cpu"), cache)
     cache.fork(torch.tensor([0, 0, 1]))

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
+from grpo.model.randomness import turn_randomness_off
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
 from grpo.tasks.tiny import build_tokenizer
 
@@ -95,3 +96,23 @@ def test_a_state_that_padding_reaches_is_noticed():
     policy.model.backbone.forward = lambda *args, attention_mask=None, **options: forward(*args, **options)
     with pytest.raises(ValueError, match="MambaForCausalLM cannot be sampled"):
         check_sampling(policy)
+
+
+def test_kernels_without_fp32_are_compared_in_the_runs_precision():
+    """As flash attention's; what is wrong shows in bf16, too."""
+
+    def refuse_fp32(module, arguments):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("bf16 alone")
+
+    right, wrong = policy_of("qwen2", SIZES), policy_of("recurrent_gemma", REFUSED["recurrent_gemma"][0])
+    for policy in (right, wrong):
+        policy.precision = "bf16"
+        policy.model.get_input_embeddings().register_forward_pre_hook(refuse_fp32)
+    check_sampling(right)
+    turn_randomness_off(right)
+    with pytest.raises(ValueError, match="other logits"):
+        check_sampling(wrong)
+    right.precision = "fp32"
+    with pytest.raises(ValueError, match="bf16 alone"):
+        check_sampling(right)
