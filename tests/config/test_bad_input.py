@@ -218,7 +218,6 @@ MODELS = {
         lambda folder: change_a_weight(folder, float("nan")),
         ["NaN or infinity: model.norm.weight"],
     ),
-    "no SDPA": (lambda folder: save_mamba(folder), ["MambaForCausalLM", "model.attn_implementation=eager"]),
     "missing shard": (lambda folder: lose_a_shard(folder), ["cannot be loaded"]),
 }
 
@@ -234,14 +233,6 @@ def change_a_weight(folder, value) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def save_mamba(folder) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    (folder / "config.json").unlink()
-    config = MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=8, eos_token_id=2)
-    MambaForCausalLM(config).save_pretrained(folder)
 
 
 def lose_a_weight(folder) -> None:

@@ -54,7 +54,10 @@ def policy_of(model_type, options) -> Policy:
     return Policy(model, build_tokenizer(), tuple(range(2, V, 10)), 0, torch.device("cpu"), "fp32")
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+QUICK = ("mamba", "mamba2", "lfm2", "qwen3_5_text", "granitemoehybrid", "phimoe", "llama4_text", "gpt2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SAMPLED])
 @torch.no_grad()
 def test_sampled_and_scored_as_each_row_alone(name):
     policy = policy_of(name, SAMPLED[name])
