@@ -20,7 +20,7 @@ from grpo.data.problems import Rows, make_problems, system_prompt_and_instructio
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
 from grpo.run import checkpoint
 from grpo.system import printable
 from grpo.telemetry.user_errors import print_user_error
@@ -71,7 +71,11 @@ def _engine_from(options: argparse.Namespace, config: Config) -> BuiltinEngine:
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     precision = config.runtime.precision if device.type == "cuda" else "fp32"
     settings = dict(device=device, precision=precision, fp32_head=config.model.fp32_head, trust_remote_code=trust)
-    return BuiltinEngine(load_policy(path, tokenizer, **settings))
+    if config.model.attn_implementation == "eager":  # for models without SDPA; flash attention needs a GPU
+        settings["attn_implementation"] = "eager"
+    policy = load_policy(path, tokenizer, disable_dropout=False, **settings)
+    check_sampling(policy)
+    return BuiltinEngine(policy)
 
 
 def _sample(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -23,6 +23,10 @@ from grpo.system import first_line
 
 ATTENTION = "sdpa_or_packed"
 """Name of our attention function in transformers: SDPA, unless the forward pass brings a packed layout or a forked cache."""
+
+
+ANY_MASK = (1, 1, 1, 1)
+"""Shape of the mask that a packed pass brings: transformers builds none if it is given a four-dimensional one, and we ignore this one."""
 
 
 class CannotPack(ValueError):
@@ -83,6 +87,8 @@ def _attention_forward(module, query, key, value, attention_mask, *, packed=None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if any(options.get(name) is not None for name in ("sliding_window", "softcap", "s_aux", "position_bias")):
         raise CannotPack("its attention has a window, a cap, sinks or a bias")
+    if attention_mask is not None and attention_mask.shape != ANY_MASK:
+        raise CannotPack("its layers change the mask")
     if packed is None:
         return forked.attend(module.layer_idx, query, key, value, options.get("scaling")), None
     if forked is not None:
@@ -107,9 +113,20 @@ def forked_hidden(backbone: nn.Module, ids_R: torch.Tensor, positions_R, forked:
 
 
 def _forward(backbone: nn.Module, ids: torch.Tensor, positions: torch.Tensor, **caches) -> torch.Tensor:
-    # transformers builds no mask if it is given a four-dimensional one; our attention function ignores this one.
-    options = dict(attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device), use_cache=False)
+    options = dict(attention_mask=torch.ones(ANY_MASK, dtype=torch.bool, device=ids.device), use_cache=False)
     return backbone(input_ids=ids, position_ids=positions, **options, **caches).last_hidden_state
+
+
+def window_of(config: PreTrainedConfig) -> str | None:
+    """The entry of a configuration that restricts attention to the nearest tokens, or None.
+
+    Some models have their window in the mask alone, which packed attention replaces, and a probe shorter than the window cannot see it.
+    """
+    for name, value in vars(config).items():
+        is_window = name.endswith(("window", "window_size")) or name == "attention_chunk_size"
+        if is_window and type(value) is int and getattr(config, f"use_{name}", True):
+            return f"{name}={value}"
+    return None
 
 
 def packing_enabled(model: nn.Module) -> bool:
@@ -129,6 +146,8 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
         return f"model.attn_implementation={before} is not sdpa"
     if backbone is None:
         return "its head does more than a product with the last hidden state"
+    if window := window_of(model.config.get_text_config()):
+        return f"its attention has a window ({window})"
     device, was_training = next(model.parameters()).device, model.training
     prompts, lengths, groups = [9, 9, 5, 5, 5], [4, 1, 3, 7, 2], [0, 0, 1, 1, 1]
     vocabulary, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)

@@ -24,7 +24,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     disable_dropout: bool = True
-    """Set every dropout to 0, so that tokens are scored by the same policy that sampled them."""
+    """Set every dropout, layerdrop and router noise to 0, so that tokens are scored by the same policy that sampled them; checked at start."""
     fp32_head: bool = False
     """Compute logits in fp32 under bf16 autocast: log-probs of sampling and of scoring agree better; slower."""
     trust_remote_code: bool = False
@@ -145,7 +145,7 @@ class RolloutConfig(Section):
     min_p: float = Field(0.0, ge=0, le=1)
     """Do not sample tokens with less than this fraction of the likeliest token's probability; above 0 the gradient estimate is biased."""
     stop: list[str] = []
-    """Strings that end a completion; they stay part of it."""
+    """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone in its string."""
     tokens_in_flight: int | None = Field(None, ge=1)
     """Most tokens (prompt + completion) in the KV cache at once, per rank; none: the whole batch."""
 

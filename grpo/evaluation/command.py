@@ -32,7 +32,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code_tests import check_rows
-from grpo.rollout import BuiltinEngine
+from grpo.rollout import BuiltinEngine, check_sampling, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.intervals import LEVEL
@@ -138,6 +138,7 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
 def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinEngine, list[Problem]]:
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
     problem_set = make_problems(rows, config.data, tokenizer)
     num_left_out = problem_set.num_too_long + problem_set.num_empty
     if num_left_out and world.is_main:
@@ -149,6 +150,7 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
     if config.runtime.packed:  # as in training: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()
+    check_sampling(policy)
     return BuiltinEngine(policy, fast_decode=config.runtime.fast_decode), problems
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -15,7 +14,8 @@ from transformers.utils import logging as transformers_logging
 from grpo.batch import Problem
 from grpo.hub import hub_answers
 from grpo.model.fp32_head import use_fp32_head
-from grpo.model.policy import Policy
+from grpo.model.policy import Policy, context_limit
+from grpo.model.randomness import turn_randomness_off
 from grpo.system import first_line
 from grpo.tasks.tiny import build_tiny_model
 
@@ -67,13 +67,13 @@ def _build_tiny_model(dataset: str) -> str:
 def check_context(path: str, problems: Sequence[Problem], max_length: int, *, trust_remote_code: bool = False) -> None:
     """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context, what = context_limit(config)
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
         fits = f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}"
         raise ValueError(
-            f"rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed the model's "
-            f"context of {context}: use {fits}"
+            f"rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed {what} of {context}: "
+            f"use {fits}"
         )
 
 
@@ -113,8 +113,6 @@ def load_policy(
         torch.backends.cuda.enable_cudnn_sdp(False)
     options = dict(attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
     model = _load_weights(path, dtype=torch.float32, **options)
-    if disable_dropout:
-        turn_dropout_off(model)
     if fp32_head and precision == "bf16":  # in fp32 every head computes in fp32, and nn.Linear is faster in rollouts
         use_fp32_head(model)
     if gradient_checkpointing:
@@ -122,6 +120,7 @@ def load_policy(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     model.to(device)
+    _check_finite(path, model)
     eos_ids = end_tokens(model, tokenizer)
     problem, vocabulary = None, model.get_input_embeddings().weight.shape[0]
     if not eos_ids:
@@ -131,7 +130,10 @@ def load_policy(
     if problem:
         raise ValueError(f"model.name_or_path={path}: {problem}")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    return Policy(model, tokenizer, eos_ids, pad_id, device, precision)
+    policy = Policy(model, tokenizer, eos_ids, pad_id, device, precision)
+    if disable_dropout:
+        turn_randomness_off(policy)
+    return policy
 
 
 def _load_weights(path: str, **options: Any) -> PreTrainedModel:
@@ -143,6 +145,9 @@ def _load_weights(path: str, **options: Any) -> PreTrainedModel:
             path, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     except Exception as error:  # as in resolve_model; SafetensorError and others have no common base
+        if "scaled_dot_product_attention" in str(error):
+            kind = f"{str(error).split()[0]} has no attention of the name sdpa"
+            raise ValueError(f"model.name_or_path={path}: {kind}: set model.attn_implementation=eager") from None
         raise ValueError(f"model.name_or_path={path} cannot be loaded: {first_line(error)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -157,6 +162,19 @@ def _load_weights(path: str, **options: Any) -> PreTrainedModel:
     return model
 
 
+def _check_finite(path: str, model: PreTrainedModel) -> None:
+    """ValueError if a weight is NaN or infinite. Buffers may hold infinities, as causal masks do."""
+    # aminmax takes a tenth of the time of isfinite() on CPU, and is NaN where a value is.
+    extremes = {name: torch.stack(p.aminmax()) for name, p in model.named_parameters() if p.numel()}
+    bad = [name for name, pair in extremes.items() if not pair.isfinite().all()]
+    bad += [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
+    if bad:
+        names = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        raise ValueError(
+            f"model.name_or_path={path}: its weights contain NaN or infinity: {names}; take another checkpoint"
+        )
+
+
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every EOS id that tokenizer, config or generation config name. Nothing else is read from ``generation_config.json``."""
     ids = set()
@@ -164,13 +182,3 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
-
-
-def turn_dropout_off(model: nn.Module) -> None:
-    """Set every dropout probability to 0: in dropout modules, and in the attributes that attention functions read."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
-                setattr(module, name, 0.0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass
@@ -35,13 +35,28 @@ class Policy:
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens that the model's position embeddings allow; None if its config names no limit."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """Most tokens that :func:`context_limit` allows; None if the model's config names no limit."""
+        return context_limit(self.model.config)[0]
 
     def autocast(self) -> contextlib.AbstractContextManager:
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def computes_equally(self, compute: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """True if both logits ``[..., V]`` that ``compute`` returns are equal up to rounding, relative to their spread.
+
+        In fp32, or in the precision of the run where a kernel has no fp32 (flash attention, for example).
+        """
+        try:
+            with torch.autocast(self.device.type, enabled=False):
+                (found, expected), tolerance = compute(), 1e-3
+        except Exception:  # the kernels are not ours
+            if self.precision == "fp32":
+                raise
+            with self.autocast():
+                (found, expected), tolerance = compute(), 0.5
+        return bool((found - expected).abs().max() <= tolerance * expected.float().std(dim=-1).max())
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -57,6 +72,24 @@ class Policy:
                 yield
         finally:
             self.model.train(was_training)
+
+
+def context_limit(config: PreTrainedConfig) -> tuple[int | None, str]:
+    """Most tokens of a sequence, None if the configuration names no limit, and what the limit is.
+
+    Longrope has other frequencies for long sequences, and transformers chooses them by the longest row of a pass: from its original
+    context on, log-probs would depend on which rows share a pass.
+    """
+    text = config.get_text_config()
+    limit, reason = getattr(text, "max_position_embeddings", None), "the model's context"
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for options in [rope, *rope.values()]:  # some models have one entry for each type of layer
+        if isinstance(options, dict) and options.get("rope_type", options.get("type")) in ("longrope", "su"):
+            original = options.get("original_max_position_embeddings") or text.original_max_position_embeddings
+            if limit is None or original < limit:
+                limit = original
+                reason = "the original context (beyond it, longrope lets the longest row of a pass change the others)"
+    return limit, reason
 
 
 def num_parameters(model: nn.Module) -> int:

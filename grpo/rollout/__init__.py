@@ -5,7 +5,9 @@ ids), :class:`SamplingParams`, and ``address``, which sets the seeds. It returns
 completion finished or was cut. :class:`BuiltinEngine` is the engine in the training process.
 """
 
+from grpo.rollout.check import check_sampling
+from grpo.rollout.decode_loop import split_stop
 from grpo.rollout.draw import SamplingParams
 from grpo.rollout.engine import BuiltinEngine, split_into_waves
 
-__all__ = ["BuiltinEngine", "SamplingParams", "split_into_waves"]
+__all__ = ["BuiltinEngine", "SamplingParams", "check_sampling", "split_into_waves", "split_stop"]

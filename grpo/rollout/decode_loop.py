@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from grpo.attention import packing_enabled
 from grpo.model import Policy
@@ -47,9 +48,9 @@ class DecodeLoop:
         self.policy, self.prefill, self.prompts = policy, prefill, prompts
         self.uniforms_RT, self.sampling = uniforms_RT, sampling
         R, T, device = len(prompts), sampling.max_completion_length, policy.device
-        self.eos_E = torch.tensor(policy.eos_ids, device=device)
-        # One column more than T: an ended row that is still in the batch keeps drawing, behind its last token.
-        self.tokens_RT, self.logprobs_RT = torch.zeros(R, T + 1, dtype=torch.long), torch.zeros(R, T + 1)
+        stop_ids, self.stop_strings = split_stop(policy.tokenizer, sampling.stop)
+        self.eos_E = torch.tensor([*policy.eos_ids, *stop_ids], device=device)
+        self.tokens_RT, self.logprobs_RT = torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T)
         self.lengths, self.finished = [T] * R, [False] * R
 
         self.rows_can_join, self.capacity = packing_enabled(policy.model), T
@@ -74,7 +75,7 @@ class DecodeLoop:
             if self.num_live:
                 self.retire()
                 self.compute_logits()
-        return Decoded(self.tokens_RT[:, :-1], self.logprobs_RT[:, :-1], self.lengths, self.finished)
+        return Decoded(self.tokens_RT, self.logprobs_RT, self.lengths, self.finished)
 
     def admit(self) -> bool:
         """Start waiting rows, if memory allows it. Returns whether any row is live."""
@@ -105,12 +106,12 @@ class DecodeLoop:
     def draw_tokens(self) -> int:
         """Draw the next token of every row in the batch, and mark the rows that end with it. Returns the number of rows live before."""
         T = self.sampling.max_completion_length
-        u_B = None if self.uniforms_RT is None else self.uniforms_RT[self.rows_B, self.t_B.clamp(max=T - 1)]
+        u_B = None if self.uniforms_RT is None else self.uniforms_RT[self.rows_B, self.t_B]
         self.token_B, logprob_B = draw(self.logits_BV, u_B, self.sampling)
         self.tokens_RT[self.rows_B, self.t_B] = self.token_B.cpu()
         self.logprobs_RT[self.rows_B, self.t_B] = logprob_B.cpu()
         finished_B = torch.isin(self.token_B, self.eos_E) & self.live_B
-        if self.sampling.stop:
+        if self.stop_strings:
             finished_B |= self._has_stop_string() & self.live_B
         for b in finished_B.nonzero().flatten().tolist():
             row = self.rows_B[b]
@@ -124,9 +125,12 @@ class DecodeLoop:
         return num_before
 
     def retire(self) -> None:
-        """Take ended rows out of the batch, which copies the cache, if they are an eighth of the batch or the cache is full."""
-        num_ended = len(self.rows_B) - self.num_live
-        if num_ended >= max(len(self.rows_B) // 8, 1) or self.decoder.is_full:
+        """Take ended rows out of the batch, which copies the cache, if they are an eighth of the batch or the cache is full.
+
+        Also if a row is at its last token: behind it are no numbers to draw with, and perhaps no positions.
+        """
+        num_ended, T = len(self.rows_B) - self.num_live, self.sampling.max_completion_length
+        if num_ended >= max(len(self.rows_B) // 8, 1) or self.decoder.is_full or int(self.t_B.max()) == T - 1:
             live = self.live_B.nonzero().flatten()
             self.decoder.keep_rows(live)
             self.rows_B = [self.rows_B[b] for b in live.tolist()]
@@ -135,16 +139,33 @@ class DecodeLoop:
     def compute_logits(self) -> None:
         """One forward pass over the tokens drawn last, for the logits of each row's next token."""
         self.logits_BV = self.decoder.step(self.token_B)
-        self.t_B = (self.t_B + 1).clamp(max=self.sampling.max_completion_length)
+        self.t_B = self.t_B + 1
 
     def _has_stop_string(self) -> torch.Tensor:
         """``[B]`` whether a row's text contains a stop string."""
         # A string of n characters spans at most 4n byte-level tokens. Decoding whole completions would take quadratic time.
-        most = 4 * max(len(s) for s in self.sampling.stop) + 4
+        most = 4 * max(len(s) for s in self.stop_strings) + 4
         ends = zip(self.rows_B, (self.t_B + 1).tolist(), strict=True)
         tails = [self.tokens_RT[row, max(end - most, 0) : end].tolist() for row, end in ends]
         texts = [self.policy.tokenizer.decode(tail, skip_special_tokens=True) for tail in tails]
-        return torch.tensor([any(s in text for s in self.sampling.stop) for text in texts], device=self.policy.device)
+        return torch.tensor([any(s in text for s in self.stop_strings) for text in texts], device=self.policy.device)
+
+
+def split_stop(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple[list[int], list[str]]:
+    """The ids of the stop strings that are special tokens, which the text of a completion does not contain, and the other strings.
+
+    ValueError for a string with a special token beside other text.
+    """
+    tokens = dict.fromkeys([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]) if stop else {}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    special = {token: id for token, id in ids.items() if not tokenizer.decode([id], skip_special_tokens=True)}
+    for string in stop:
+        for token in special:
+            if token in string and token != string:
+                raise ValueError(
+                    f"rollout.stop: {string!r} holds the special token {token!r} beside other text: give {token!r} alone"
+                )
+    return [special[string] for string in stop if string in special], [s for s in stop if s not in special]
 
 
 def num_admissible(prompts: Prompts, in_flight: list[int], num_started: int, sampling, capacity: int) -> int:

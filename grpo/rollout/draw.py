@@ -22,7 +22,7 @@ class SamplingParams:
     """0: off."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; the string stays in it."""
+    """Strings that end a completion; the string stays in it. A special token is found by its id."""
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
 
@@ -35,11 +35,11 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[t
     """Draw one token per row: the first whose cumulative probability exceeds the uniform number ``u_R`` in [0, 1); None: greedy.
 
     Returns tokens ``[R]`` and their log-probabilities ``[R]``: in nats, at the temperature, before top-k, top-p and min-p, as the loss
-    scores them. Greedy decoding returns zeros.
+    scores them; greedy decoding returns zeros. NaN where the logits are NaN.
     """
     if u_R is None:
-        token_R = logits_RV.argmax(dim=-1)
-        return token_R, torch.zeros_like(token_R, dtype=torch.float32)
+        token_R = logits_RV.argmax(dim=-1)  # of a NaN, if there is one
+        return token_R, 0.0 * logits_RV.float().gather(1, token_R[:, None]).squeeze(1)
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     cdf_RV = deterministic_cumsum(filter_probs(logprobs_RV.exp(), sampling))
@@ -47,6 +47,7 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[t
     # u * total can round up to the total, which would select an index behind the last possible token: stay just below it.
     target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
+    token_R = token_R.clamp(max=logits_RV.shape[1] - 1)  # NaN gives the index behind the last token
     return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1)
 
 

@@ -142,7 +142,14 @@ class BuiltinEngine:
     def _decode(self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens) -> Decoded:
         rows = (prefill_rows, prompts, uniforms_RT, sampling)
         decoded = self._replay(*rows, on_tokens) if self._can_replay(sampling) else None
-        return decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
+        decoded = decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
+        if decoded.logprobs_RT.isnan().any():
+            precision = self.policy.precision
+            raise ValueError(
+                f"the model computes NaN when it is sampled under runtime.precision={precision}: its weights or activations are "
+                f"too large{', runtime.precision=fp32 may help' if precision == 'bf16' else ''}"
+            )
+        return decoded
 
     def _replay(
         self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens

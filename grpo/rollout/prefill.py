@@ -6,6 +6,7 @@ Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``L`` pa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
@@ -102,6 +103,9 @@ class DynamicCacheDecoder:
         # Full-attention layers are preallocated; all others are transformers' own.
         layers = self.cache.layers
         self.cache.layers = [_PreallocatedLayer(L + capacity) if type(x) is DynamicLayer else x for x in layers]
+        parameters = inspect.signature(self.model.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self.has_attention = any(isinstance(layer, DynamicLayer) for layer in self.cache.layers)
         positions_UL = (self.mask_RK[:, :L].long().cumsum(dim=1) - 1).clamp(min=0)
         self.logits_UV = self._forward(ids_UL.to(policy.device), positions_UL)
         self.positions_R = positions_UL[:, -1] + 1
@@ -111,7 +115,7 @@ class DynamicCacheDecoder:
         return self.logits_UV[prompt_R]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)  # batch_select_indices does the same, but not for the states of linear attention
         self.mask_RK, self.positions_R = self.mask_RK[rows], self.positions_R[rows]
 
     def skip_tokens(self, count: int) -> None:
@@ -128,8 +132,11 @@ class DynamicCacheDecoder:
         return logits_RV
 
     def _forward(self, ids_RN: torch.Tensor, positions_RN: torch.Tensor) -> torch.Tensor:
-        inputs = dict(input_ids=ids_RN, attention_mask=self.mask_RK[:, : self.length], position_ids=positions_RN)
-        return self.model(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        inputs = {"input_ids": ids_RN, "position_ids": positions_RN, self.cache_name: self.cache}
+        is_prefill = self.length == ids_RN.shape[1]
+        if self.has_attention or is_prefill:  # Mamba would multiply its one new token by the mask of all tokens
+            inputs["attention_mask"] = self.mask_RK[:, : self.length]
+        return self.model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 class _PreallocatedLayer(DynamicLayer):
@@ -156,6 +163,6 @@ class _PreallocatedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.keys = select_rows(self.keys, indices, 0, self.length)
-        self.values = select_rows(self.values, indices, 0, self.length)
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.keys = select_rows(self.keys, beam_idx, 0, self.length)
+        self.values = select_rows(self.values, beam_idx, 0, self.length)

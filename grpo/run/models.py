@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grpo.config import Config, ConfigError
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy, cast_reference_to_bf16, load_policy, make_reference
+from grpo.rollout import check_sampling
 from grpo.run import checkpoint
 from grpo.run.optimizer import make_lr_schedule, make_optimizer
 from grpo.run.resume import StartPoint
@@ -65,6 +66,7 @@ def build_models(
     policy.model.train()
     scorer = CompletionScorer(policy.model, temperature)
     why_padded = _enable_packing(config, scorer)
+    check_sampling(policy)
     if ref_scorer is not None:
         if scorer.packed:
             ref_scorer.pack_groups()

@@ -20,7 +20,7 @@ from grpo.evaluation.grading import check_reward_names
 from grpo.model import check_context, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code_tests import check_rows
-from grpo.rollout import BuiltinEngine
+from grpo.rollout import BuiltinEngine, split_stop
 from grpo.run.content import content_digests
 from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
@@ -190,6 +190,7 @@ def _tokenized(
     """The tokenizer, and the problems of both splits; all fit into the model's context together with a completion."""
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
     train = make_problems(train_rows, config.data, tokenizer)
     evaluation = make_problems(eval_rows, config.data, tokenizer) if eval_rows else ProblemSet([])
     longest = config.rollout.max_completion_length

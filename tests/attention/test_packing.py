@@ -95,6 +95,21 @@ def test_a_model_that_mixes_tokens_elsewhere_is_found_out():
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_model_that_changes_its_mask_is_found_out():
+    """As sparse attention does in rows longer than the probe."""
+    model = build(*CAN["qwen2"])
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def masked(hidden_states, attention_mask, **options):
+        n = hidden_states.shape[1]
+        mask = None if attention_mask is None else attention_mask.expand(1, 1, n, n)
+        return forward(hidden_states, attention_mask=mask, **options)
+
+    attention.forward = masked
+    assert CompletionScorer(model).pack_groups() == "its layers change the mask"
+
+
 def test_without_group_numbers_rows_are_padded():
     scorer = CompletionScorer(build(*CAN["qwen2"]))
     *batch, _ = rows()

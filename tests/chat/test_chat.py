@@ -2,9 +2,11 @@
 
 import io
 import re
+import shutil
 
 import pytest
 from conftest import run_trainer, small_run
+from transformers import MambaConfig, MambaForCausalLM
 
 from grpo.chat import main, printable
 
@@ -80,3 +82,15 @@ def test_a_completion_that_nothing_could_score_has_no_reward(tmp_path, random_mo
     shown = chat("--model", random_model, "--config", config, "--prompt", "2+2=", "--max-tokens", "12")[1]
     heads = set(re.findall(r"reward (\S+) \(unscorable (\S+)\)", shown))
     assert heads == {("unscorable", "unscorable"), ("1", "1")}, shown
+
+
+def test_a_model_without_sdpa_needs_the_runs_configuration(tmp_path, random_model, chat):
+    folder = tmp_path / "model"
+    shutil.copytree(random_model, folder, ignore=lambda *_: ["config.json", "generation_config.json"])
+    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=8, eos_token_id=2)
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(folder)
+    arguments = ("--model", folder, "--max-tokens", "4")
+    code, _, said = chat(*arguments, text="2+2=\n")
+    assert code == 2 and "set model.attn_implementation=eager" in said
+    (tmp_path / "run.yaml").write_text("model: {attn_implementation: eager}\n")
+    assert chat(*arguments, "--config", tmp_path / "run.yaml", text="2+2=\n")[0] == 0

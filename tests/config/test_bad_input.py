@@ -237,6 +237,10 @@ MODELS = {
     "broken tokenizer": (lambda folder: write(folder / "tokenizer.json", "{"), ["no tokenizer that loads"]),
     "no EOS": (lambda folder: save_without(folder, eos_token=None), ["EOS", "no completion can end"]),
     "vocabulary": (lambda folder: shrink_embedding(folder), ["tokens", "embedding"]),
+    "weights not finite": (
+        lambda folder: change_a_weight(folder, float("nan")),
+        ["NaN or infinity: model.norm.weight"],
+    ),
     "missing shard": (lambda folder: lose_a_shard(folder), ["cannot be loaded"]),
 }
 
@@ -244,6 +248,14 @@ MODELS = {
 def change_config(folder, **values) -> None:
     settings = json.loads((folder / "config.json").read_text())
     write(folder / "config.json", json.dumps(settings | values))
+
+
+def change_a_weight(folder, value) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def lose_a_weight(folder) -> None:
@@ -336,6 +348,24 @@ def test_a_file_or_an_empty_folder_is_no_model(capsys, tmp_path, random_model):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "config.json" in refused(capsys, tmp_path, f"model.name_or_path={empty}")
+
+
+def test_a_model_that_cannot_be_sampled(capsys, tmp_path, random_model):
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    folder = tmp_path / "model"
+    shutil.copytree(random_model, folder)
+    (folder / "config.json").unlink()
+    sizes = dict(vocab_size=300, hidden_size=32, lru_width=32, intermediate_size=64, num_attention_heads=4, head_dim=8)
+    config = RecurrentGemmaConfig(**sizes, num_hidden_layers=2, block_types=["recurrent", "attention"], eos_token_id=2)
+    RecurrentGemmaForCausalLM(config).save_pretrained(folder)
+    line = refused(capsys, tmp_path, f"model.name_or_path={folder}", "data.max_train_samples=16")
+    assert "RecurrentGemmaForCausalLM cannot be sampled" in line and "take another architecture" in line
+
+
+def test_a_stop_string_that_holds_a_special_token(capsys, tmp_path, random_model):
+    line = refused(capsys, tmp_path, f"model.name_or_path={random_model}", "rollout.stop=['<|im_end|>x']")
+    assert "rollout.stop" in line and "give '<|im_end|>' alone" in line
 
 
 def test_completions_beyond_the_context(capsys, tmp_path, random_model):

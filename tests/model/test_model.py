@@ -2,19 +2,38 @@
 
 import pytest
 import torch
+from architectures import CAN, GPT2, SIZES, V, build
 from conftest import load, save_random_model
-from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PersimmonConfig,
+    PersimmonForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
 
 from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
 from grpo.model import (
+    Policy,
     cast_reference_to_bf16,
+    check_context,
     end_tokens,
     make_reference,
     sync_reference,
-    turn_dropout_off,
     use_fp32_head,
 )
+from grpo.model.loading import _check_finite
+from grpo.model.randomness import turn_randomness_off
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.optimizer import make_lr_schedule, make_optimizer
 
@@ -33,13 +52,100 @@ def test_master_weights_are_fp32_whatever_the_checkpoint(random_model, tmp_path)
     assert torch.equal(weight.bfloat16(), (weight * (1 + 1e-6)).bfloat16())
 
 
-def test_dropout_is_off_in_train_mode():
+RANDOM = {
+    "gpt2, dropout of 0.1": (GPT2LMHeadModel, GPT2Config(**GPT2)),
+    "falcon, read from the config": (
+        FalconForCausalLM,
+        FalconConfig(**SIZES, attention_dropout=0.3, hidden_dropout=0.3),
+    ),
+    "persimmon, read from the config": (PersimmonForCausalLM, PersimmonConfig(**SIZES, attention_dropout=0.3)),
+    "opt, layers left out": (OPTForCausalLM, OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5)),
+    "mixtral, noise in the router": (
+        MixtralForCausalLM,
+        MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.1),
+    ),
+}
+
+
+def policy_of(model) -> Policy:
+    return Policy(model, None, (2,), 0, torch.device("cpu"), "fp32")
+
+
+@pytest.mark.parametrize("case", RANDOM)
+@torch.no_grad()
+def test_nothing_is_random_in_train_mode(case):
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32)).train()
-    ids = torch.arange(10)[None]
-    assert not torch.equal(model(ids).logits, model(ids).logits), "GPT-2 has dropout of 0.1"
-    turn_dropout_off(model)
+    kind, config = RANDOM[case]
+    model = kind._from_config(config, attn_implementation="sdpa").train()
+    ids = torch.arange(40)[None]
+    sampled = model.eval()(ids).logits
+    model.train()
+    assert len({float(model(ids).logits.sum()) for _ in range(4)}) > 1, "it is random before"
+    before = torch.get_rng_state()
+    turn_randomness_off(policy_of(model))
+    assert torch.equal(torch.get_rng_state(), before), "the check draws no number of the run"
+    assert model.training
     assert torch.equal(model(ids).logits, model(ids).logits)
+    assert torch.equal(model(ids).logits, sampled)
+
+
+def test_what_stays_random_is_refused():
+    """PhiMoE's router draws its experts in training mode, whatever the configuration says."""
+    torch.manual_seed(0)
+    model = PhimoeForCausalLM._from_config(PhimoeConfig(**SIZES, num_local_experts=4), attn_implementation="sdpa")
+    with pytest.raises(
+        ValueError, match=r"disable_dropout=true cannot .* PhimoeForCausalLM: set model\.disable_dropout=false"
+    ):
+        turn_randomness_off(policy_of(model))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_named(random_model, tmp_path, value):
+    policy = load(random_model)
+    with torch.no_grad():
+        policy.model.model.layers[1].mlp.up_proj.weight[3, 5] = value
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"NaN or infinity: model\.layers\.1\.mlp\.up_proj\.weight; ") as caught:
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_buffer_may_be_infinite_as_masks_are(policy):
+    policy.model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    _check_finite("folder", policy.model)
+    policy.model.register_buffer("table", torch.tensor([0.0, torch.nan]))
+    with pytest.raises(ValueError, match="infinity: table; "):
+        _check_finite("folder", policy.model)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_become_nan_are_named_in_sampling(policy, temperature):
+    with torch.no_grad():
+        policy.model.lm_head.weight[7] = torch.nan
+    engine, sampling = BuiltinEngine(policy), SamplingParams(2, 3, temperature=temperature)
+    with pytest.raises(ValueError, match=r"the model computes NaN .*runtime\.precision=fp32"):
+        engine.generate([Problem(0, "", (5, 6))], sampling, address=(0, "test", 0))
+
+
+@torch.no_grad()
+def test_longrope_is_refused_from_where_one_row_changes_the_others(tmp_path):
+    """Beyond 64 tokens the longest row of a pass changes the frequencies of all its rows."""
+    model = build(*CAN["longrope within its original context"])
+    for p in model.parameters():
+        p.mul_(8 if p.dim() == 2 else 1)  # positions show
+    ids_BS = torch.randint(3, V, (2, 65), generator=torch.Generator().manual_seed(0))
+    alone = model(ids_BS[:1, :10]).logits
+    torch.testing.assert_close(model(ids_BS[:, :64]).logits[:1, :10], alone, rtol=0, atol=1e-5)
+    assert not torch.allclose(model(ids_BS).logits[:1, :10], alone, rtol=0, atol=1e-3)
+    torch.testing.assert_close(model(ids_BS[:1, :10]).logits, alone, rtol=0, atol=0)  # it leaves no trace
+    model.config.save_pretrained(tmp_path)
+    problems = [Problem(0, "", tuple(range(40))), Problem(1, "", (1, 2))]
+    check_context(str(tmp_path), problems, 24)
+    said = r"max_completion_length=25 .* 40 tokens exceed the original context .* longrope .* of 64: use at most 24"
+    with pytest.raises(ValueError, match=said):
+        check_context(str(tmp_path), problems, 25)
+    assert policy_of(model).context_length == 64
 
 
 def test_end_tokens_are_the_union(policy):

@@ -22,7 +22,7 @@ from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_m
 from grpo.rollout.prefill import DynamicCacheDecoder
 from grpo.rollout.weights import CopiedLinear, copied_weights
 
-LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name} | {
+LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name and "longrope" not in name} | {
     "biases everywhere": (CAN["llama with one key head"][0], CAN["llama with one key head"][1],
                           SIZES | dict(attention_bias=True, mlp_bias=True)),
     "mistral without a window": (MistralForCausalLM, MistralConfig, SIZES | dict(sliding_window=None)),
@@ -42,14 +42,14 @@ def ready(architecture, configuration, options):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p * 8 if p.dim() == 2 else p + 0.1 * torch.randn(p.shape))
-    assert enable_packing(model, getattr(model, model.base_model_prefix)) is None
+    assert enable_packing(model, model.base_model) is None
     return model
 
 
 @torch.no_grad()
 def hidden_states(model, decode, steps: int = 6) -> torch.Tensor:
     """``[steps, rows, hidden]``, a row leaving on the way."""
-    backbone = getattr(model, model.base_model_prefix)
+    backbone = model.base_model
     cache = ForkedCache([4, 7], capacity=steps)
     packed_hidden(backbone, pack_prompts([[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15]], "cpu"), cache)
     cache.fork(torch.tensor([0, 0, 1]))

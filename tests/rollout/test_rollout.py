@@ -4,16 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import CAN, V, build
 from conftest import load, save_random_model
 from transformers import GenerationConfig
 
-from grpo.attention import ForkedCache
+from grpo.attention import ForkedCache, enable_packing
 from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.model import Policy
+from grpo.rollout import BuiltinEngine, SamplingParams, split_stop
 from grpo.rollout.decode_loop import num_admissible
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.weights import CopiedLinear, copied_weights
+from grpo.tasks.tiny import build_tokenizer
 
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=24, temperature=0.9)
 ADDRESS = (7, "rollout", 3)
@@ -181,6 +184,33 @@ def test_stop_strings_end_a_completion_and_stay_in_it(policy):
     assert changed
 
 
+def test_a_stop_string_that_is_a_special_token_ends_a_completion(policy):
+    """The text of a completion does not contain it: it is found by its id, and is the last token, as an EOS is."""
+    problems = problems_of(policy, *TEXTS)
+    sampling = replace(SAMPLING, num_generations=24)
+    plain = [c for group in generate(policy, problems, sampling, address=ADDRESS) for c in group.completions]
+    turn = policy.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert turn not in policy.eos_ids
+    groups = generate(policy, problems, replace(sampling, stop=("<|im_start|>", "zzz")), address=ADDRESS)
+    stopped = [c for group in groups for c in group.completions]
+    assert any(turn in c.ids[:-1] for c in plain), "or this test sees nothing"
+    for before, after in zip(plain, stopped, strict=True):
+        end = before.ids.index(turn) + 1 if turn in before.ids else len(before.ids)
+        assert after.ids == before.ids[:end]
+        assert after.finished == (before.finished or turn in before.ids)
+        assert "<|im_start|>" not in after.text
+        assert len(after.sampling_logprobs) == end
+
+
+def test_stop_strings_with_a_special_token_beside_other_text_are_refused(policy):
+    tokenizer = policy.tokenizer
+    assert split_stop(tokenizer, ["</answer>", "<|im_start|>"]) == (
+        [tokenizer.convert_tokens_to_ids("<|im_start|>")], ["</answer>"]
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"rollout\.stop: '<\|im_start\|>user' holds .*give '<\|im_start\|>' alone"):
+        split_stop(tokenizer, ["<|im_start|>user"])
+
+
 def test_sampling_leaves_the_model_as_it_was(random_model):
     policy = load(random_model, gradient_checkpointing=True)
     policy.model.train()
@@ -346,6 +376,17 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
     assert sum(counted) == sum(len(c.ids) for group in found for c in group.completions)
     if temperature and rows >= 20:
         assert joined and all(number % 8 == 0 for number in joined)
+
+
+def test_no_row_is_decoded_beyond_its_last_position():
+    """Prompt and completion fill the context, and a row that ended there shares the batch with rows that go on."""
+    policy = Policy(build(*CAN["gpt2, learned positions"]), build_tokenizer(), (2, 12), 0, torch.device("cpu"), "fp32")
+    assert enable_packing(policy.model, policy.model.transformer) is None
+    problems = [Problem(i, "", tuple((7 * i + j) % V for j in range(104))) for i in range(60)]
+    sampling = SamplingParams(1, 128 - 104)
+    expected = generate(policy, problems, sampling, address=(1, "x", 0))
+    found = generate(policy, problems, replace(sampling, tokens_in_flight=20 * 138), address=(1, "x", 0))
+    assert ids(found) == ids(expected)
 
 
 def test_models_whose_rows_cannot_join_wait_for_all(random_model):

@@ -1,0 +1,121 @@
+"""Models with caches of every kind: sampled as their forward pass computes, or refused by name."""
+
+import pytest
+import torch
+from architectures import GPT2, SIZES, V
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo.batch import Problem, collate
+from grpo.logprobs import CompletionScorer
+from grpo.model import Policy
+from grpo.model.randomness import turn_randomness_off
+from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
+from grpo.tasks.tiny import build_tokenizer
+
+STATES = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=2, pad_token_id=0)
+DELTA = dict(
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, head_dim=8
+)
+DELTA |= dict(layer_types=["linear_attention", "full_attention"])
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+SAMPLED = {
+    "mamba": STATES,
+    "lfm2": SIZES | dict(layer_types=["conv", "full_attention"]),
+    "qwen3_5_text": SIZES | DELTA,
+    "phimoe": SIZES | dict(sliding_window=20, num_local_experts=2),
+    "llama4_text": SIZES | dict(intermediate_size_mlp=48, head_dim=8, num_local_experts=2, attention_chunk_size=8),
+    "falcon_mamba": STATES,
+    "mamba2": STATES | dict(num_heads=8, head_dim=8, n_groups=2, expand=2, chunk_size=8),
+    "jamba": SIZES | dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False),
+    "qwen3_next": SIZES | DELTA | EXPERTS,
+    "olmo_hybrid": SIZES | DELTA | dict(linear_num_key_heads=4, num_key_value_heads=4),
+    "bamba": SIZES | MAMBA2 | dict(attn_layer_indices=[1]),
+    "falcon_h1": SIZES | MAMBA2 | dict(mamba_d_ssm=64),
+    "granitemoehybrid": SIZES | MAMBA2 | dict(layer_types=["mamba", "attention"], num_local_experts=2, num_experts_per_tok=1),
+    "nemotron_h": SIZES | dict(layers_block_type=["mamba", "attention", "mlp"], head_dim=8, mamba_num_heads=8, mamba_head_dim=8,
+                               n_groups=2, ssm_state_size=8, chunk_size=8),
+    "gpt2": GPT2,
+}  # fmt: skip
+REFUSED = {
+    "recurrent_gemma": (SIZES | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8), "other logits"),
+    "minimax": (SIZES | DELTA | dict(num_local_experts=2, block_size=8), "cache of its own"),
+}
+
+
+def policy_of(model_type, options) -> Policy:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **options)
+    attention = "eager" if "mamba" in model_type else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(4 if p.dim() == 2 and "A_log" not in name and "embed" not in name else 1)
+    return Policy(model, build_tokenizer(), tuple(range(2, V, 10)), 0, torch.device("cpu"), "fp32")
+
+
+QUICK = ("mamba", "mamba2", "lfm2", "qwen3_5_text", "granitemoehybrid", "phimoe", "llama4_text", "gpt2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SAMPLED])
+@torch.no_grad()
+def test_sampled_and_scored_as_each_row_alone(name):
+    policy = policy_of(name, SAMPLED[name])
+    scorer = CompletionScorer(policy.model)
+    scorer.pack_groups()
+    check_sampling(policy)
+    problems = [Problem(i, "", tuple(range(3, 3 + n))) for i, n in enumerate((9, 4, 1))]
+    groups = BuiltinEngine(policy).generate(problems, SamplingParams(3, 24), address=(0, "test", 0))
+    batch = collate(groups, torch.zeros(3, 3), pad_id=0)
+    scored_BT, _ = scorer(*batch.scorer_inputs)
+    rows = [(group.problem.prompt_ids, completion) for group in groups for completion in group.completions]
+    assert len({len(completion.ids) for _, completion in rows}) > 2, "rows leave at different times"
+    for b, (prompt, completion) in enumerate(rows):
+        n = len(completion.ids)
+        logits_SV = policy.model(torch.tensor([[*prompt, *completion.ids]]), use_cache=False).logits[0]
+        logprobs_TV = logits_SV[len(prompt) - 1 : -1].log_softmax(dim=-1)
+        alone_T = logprobs_TV.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        torch.testing.assert_close(batch.sampling_logprobs_BT[b, :n], alone_T, rtol=0, atol=1e-4)
+        torch.testing.assert_close(scored_BT[b, :n], alone_T, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sampled_is_refused_by_name(name):
+    options, reason = REFUSED[name]
+    policy = policy_of(name, options)
+    kind = type(policy.model).__name__
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=f"{kind} cannot be sampled.*{reason}.*: take another architecture") as caught:
+        check_sampling(policy)
+    assert "\n" not in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_state_that_padding_reaches_is_noticed():
+    """A model that ignores the mask of the padding on the left."""
+    policy = policy_of("mamba", SAMPLED["mamba"])
+    check_sampling(policy)
+    forward = policy.model.backbone.forward
+    policy.model.backbone.forward = lambda *args, attention_mask=None, **options: forward(*args, **options)
+    with pytest.raises(ValueError, match="MambaForCausalLM cannot be sampled"):
+        check_sampling(policy)
+
+
+def test_kernels_without_fp32_are_compared_in_the_runs_precision():
+    """As flash attention's; what is wrong shows in bf16, too."""
+
+    def refuse_fp32(module, arguments):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("bf16 alone")
+
+    right, wrong = policy_of("qwen2", SIZES), policy_of("recurrent_gemma", REFUSED["recurrent_gemma"][0])
+    for policy in (right, wrong):
+        policy.precision = "bf16"
+        policy.model.get_input_embeddings().register_forward_pre_hook(refuse_fp32)
+    check_sampling(right)
+    turn_randomness_off(right)
+    with pytest.raises(ValueError, match="other logits"):
+        check_sampling(wrong)
+    right.precision = "fp32"
+    with pytest.raises(ValueError, match="bf16 alone"):
+        check_sampling(right)
