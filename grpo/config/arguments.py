@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from grpo.config.config import Config, debug_variant
 from grpo.config.help import explain, help_text, keys_of, not_a_section, unknown_key
-from grpo.system import BoundedLoader
+from grpo.system.bounded_yaml import BoundedLoader
 
 
 class ConfigError(ValueError):

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
-from grpo.config.masking import masked
+from grpo.system.masking import masked
 
 
 class Config(schema.Section):

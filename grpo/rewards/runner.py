@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
-from grpo.config.masking import with_environment
 from grpo.rewards.arguments import check_columns
 from grpo.rewards.logged import OUTSIDE_TRAINING, Logged, TrainerState
 from grpo.rewards.process import LOAD_SECONDS, WorkerProcess
@@ -24,6 +23,7 @@ from grpo.rewards.result import FunctionResult, RewardContractError, RewardResul
 from grpo.rewards.sandbox import Limits
 from grpo.rewards.worker import FunctionInfo, RewardInputs, call_reward, check_values
 from grpo.system import printable
+from grpo.system.masking import with_environment
 
 GATHER_GRACE_SECONDS = 1.0
 """The worker cancels coroutines after ``timeout_s``. A worker that has not answered this many seconds later is blocked and is killed."""

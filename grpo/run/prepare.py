@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from grpo.config import Config, ConfigError, check_world_size
-from grpo.config.masking import mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
@@ -31,6 +30,7 @@ from grpo.run.saver import Progress, Saver, versions
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
+from grpo.system.masking import mask_command_line
 from grpo.telemetry.environment import environment, record_start
 from grpo.telemetry.reporter import Reporter
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import Config, ConfigError
-from grpo.config.masking import masked
 from grpo.run import checkpoint
 from grpo.run.lock import Lock
 from grpo.run.output_folder import check_output_dir
 from grpo.system import open_regular
+from grpo.system.masking import masked
 
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",

@@ -3,8 +3,8 @@
 import pytest
 
 from grpo.config import Config
-from grpo.config.masking import mask_command_line, masked, with_environment
 from grpo.rewards import RewardRunner
+from grpo.system.masking import mask_command_line, masked, with_environment
 
 SECRETS = {
     "api_key": "sk-1", "OPENAI_API_KEY": "sk-2", "hf_token": "hf-3", "db": {"password": "p-4"}, "headers": [{"Authorization": "Bearer 5"}],

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
-import yaml
-
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type's name if it has none; a line that ends in a colon is joined with the next."""
@@ -66,26 +64,3 @@ def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{needed_by} needs the package {module} ({error}): pip install -e '.[{extra}]'") from None
-
-
-class BoundedLoader(yaml.SafeLoader):
-    """Safe YAML that stops before aliases (``*name``), which may stand for lists of aliases, multiply to more than memory holds."""
-
-    MAX_CHARACTERS = 1_000_000
-    """Of a text in which each alias is replaced by what it stands for."""
-
-    def __init__(self, stream):
-        super().__init__(stream)
-        self._size, self._sizes = 0, {}
-
-    def compose_node(self, parent, index):
-        is_alias, mark, before = self.check_event(yaml.AliasEvent), self.peek_event().start_mark, self._size
-        node = super().compose_node(parent, index)
-        if is_alias and node not in self._sizes:
-            raise yaml.composer.ComposerError(None, None, "an alias stands for something that contains it", mark)
-        self._size += self._sizes[node] if is_alias else 1 + len(node.value) * isinstance(node, yaml.ScalarNode)
-        if self._size > self.MAX_CHARACTERS:
-            problem = f"more than {self.MAX_CHARACTERS:,} characters when its aliases are replaced"
-            raise yaml.composer.ComposerError(None, None, problem, mark)
-        self._sizes[node] = self._size - before
-        return node
