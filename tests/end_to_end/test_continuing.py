@@ -223,6 +223,7 @@ def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_version_continues(run, tmp_path):
     """It has no digests of files, and no number of threads."""
     run("run", "optim.max_steps=2")

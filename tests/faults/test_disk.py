@@ -172,6 +172,7 @@ def without_last(straight, output):
     return output
 
 
+@pytest.mark.slow
 def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_model):
     """Lines that are no text, no JSON, no step; completions that are no parquet, which wandb's table would like to have."""
     saves = ["checkpoint.save_steps=1", "checkpoint.keep=9"]
@@ -240,6 +241,7 @@ def test_a_copy_in_host_memory_does_not_follow_the_run(random_model, tmp_path):
     assert not torch.equal(copy.model["lm_head.weight"], policy.model.state_dict()["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_best_by_an_evaluation_is_kept(capsys, tmp_path, random_model):
     """Evaluated every step; whatever comes later, the best one's folder stays, also over a restart."""
     options = [

@@ -101,6 +101,7 @@ def always_ends(folder: Path) -> Path:
     return with_weight(folder, change)
 
 
+@pytest.mark.slow
 def test_the_clock_is_set_back(monkeypatch, tmp_path, random_model):
     """An hour back at every look: nothing that is computed, and no duration, depends on the time of day."""
     assert inside(tiny(random_model, tmp_path / "straight", "eval.every=null")) == 0

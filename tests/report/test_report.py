@@ -161,6 +161,7 @@ def test_scripts_are_ascii_and_never_parse_text_as_html():
             assert way not in text, f"{way} in {name}"
 
 
+@pytest.mark.slow
 def test_figures_for_a_paper(tmp_path):
     pytest.importorskip("matplotlib")
     from PIL import Image

@@ -95,6 +95,7 @@ def test_a_truncated_or_untrained_classifier_is_refused(classifier, tmp_path):
         RewardRunner([RewardSpec(f"classifier:{folder}")]).check()
 
 
+@pytest.mark.slow
 def test_a_classifier_without_a_hub_is_refused_at_once(tmp_path):
     """Nothing listens on port 9 of this machine: the Hub's own client would try for a minute."""
     code = "from grpo.rewards import *; RewardRunner([RewardSpec('classifier:nobody/nothing')]).check()"

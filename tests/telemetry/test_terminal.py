@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 
+import pytest
 from conftest import ROOT
 
 REPORTER = (
@@ -34,6 +35,7 @@ def on_a_terminal(command) -> bytes:
     return shown
 
 
+@pytest.mark.slow
 def test_the_bar_shows_reward_kl_length_and_speed(tmp_path):
     script = REPORTER.format(is_main=True) + (
         "r.step({'step': 1, 'reward': 0.5, 'kl': 0.25, 'completions/mean_length': 12.0, 'tokens_per_second': 300.0})\n"
@@ -65,6 +67,7 @@ def test_output_of_libraries_appears_in_whole_lines_above_the_bar(tmp_path):
     assert "without a line break" in lines
 
 
+@pytest.mark.slow
 def test_output_of_another_rank_erases_the_bar_first(tmp_path):
     script = REPORTER.format(is_main=False) + (
         "sys.stderr.write('a line of '); sys.stderr.write('rank 1\\n')\nr.close(); print('after', file=sys.stderr)"
