@@ -123,8 +123,8 @@ def sample_and_score(
         rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
         if not algorithm.dynamic_sampling or attempt == algorithm.dynamic_sampling_attempts:
             break
-        empty_P = has_no_advantage(rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
-        substitutes = {p: run.problems.substitute(step, p, attempt) for p in empty_P.nonzero().flatten().tolist()}
+        replaced_P = has_no_advantage(rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
+        substitutes = {p: run.problems.substitute(step, p, attempt) for p in replaced_P.nonzero().flatten().tolist()}
         missing = [p for p, problem in substitutes.items() if problem is not None]
         for p in missing:
             problems[p] = substitutes[p]

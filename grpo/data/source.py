@@ -83,7 +83,7 @@ def _read(
             names = re.findall(r"'([^']*)'", str(error).splitlines()[1])
             raise ValueError(f"{setting}: it has the configurations {', '.join(names)}: set data.config_name") from None
         if not os.path.exists(dataset) and not hub_answers():
-            reason = "is no file or folder here, the Hub cannot be reached, and its cache has no copy of that name"
+            reason = "is no local file or folder, the Hub cannot be reached, and its cache has no copy of that name"
             raise ValueError(f"{setting} {reason}") from None
         reason = f" (split {split!r}) cannot be read: {first_line(error.__cause__ or error)}"
         if os.path.isdir(dataset):

@@ -155,7 +155,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            print(f"[rank {self.rank}] gave up while in phase {self.phase!r}: {error}", file=sys.stderr, flush=True)
+            print(f"[rank {self.rank}] stopped in phase {self.phase!r}: {error}", file=sys.stderr, flush=True)
             raise
 
     def shutdown(self) -> None:

@@ -47,7 +47,7 @@ def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = 
     except Exception as error:  # transformers raises errors of many types for a broken folder
         reason = f"cannot be loaded: {first_line(error)}"
         if is_offline:
-            reason = "is no folder here, the Hub cannot be reached, and its cache has no copy of that name"
+            reason = "is no local folder, the Hub cannot be reached, and its cache has no copy of that name"
         raise ValueError(f"{given} {reason}") from None
     return name_or_path
 

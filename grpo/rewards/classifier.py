@@ -33,7 +33,7 @@ class ClassifierReward:
         except Exception as error:  # transformers raises many types of exceptions for broken files
             reason = first_line(error)
             if is_unreachable:
-                reason = "it is no folder here, the Hub cannot be reached, and its cache has no copy of that name"
+                reason = "it is no local folder, the Hub cannot be reached, and its cache has no copy of that name"
             raise ValueError(f"{reward} cannot be loaded: {reason}") from error
         num_labels, missing = self.model.config.num_labels, sorted(loaded["missing_keys"])
         if num_labels != 1:

@@ -170,7 +170,7 @@ class BuiltinEngine:
             self.graphs.is_verified = same_up_to_rounding(decoded, expected, tolerance)
             if self.graphs.is_verified:
                 return decoded
-            reason = "they give other tokens than the same steps without"
+            reason = "they draw other tokens than the same steps without graphs"
         except Exception as error:  # an operation that cannot be captured or waits for the device, or out of memory
             reason = first_line(error)
         self.graphs.release()

@@ -82,8 +82,8 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     assert 11 < time.monotonic() - hung < 12 + 30 + 15, "the limit, then torchrun's patience with the rank that hangs"
     printed = started.text()
     if place == "rollout":  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
-        assert "[rank 1] gave up while in phase 'rollout'" in printed
-        assert "[rank 0] gave up while in phase 'after reward'" in printed, "at the vote"
+        assert "[rank 1] stopped in phase 'rollout'" in printed
+        assert "[rank 0] stopped in phase 'after reward'" in printed, "at the vote"
     else:
         assert "error: [rank 0] in phase 'update': RuntimeError: " in printed and "Timed out waiting 12000ms" in printed
         assert "[rank 1] was asked to stop 10 s ago and is still in phase 'update'" in printed

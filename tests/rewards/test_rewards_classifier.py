@@ -104,7 +104,7 @@ def test_a_classifier_without_a_hub_is_refused_at_once(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=40, check=False
     )
-    assert "cannot be loaded: it is no folder here, the Hub cannot be reached" in done.stderr
+    assert "cannot be loaded: it is no local folder, the Hub cannot be reached" in done.stderr
 
 
 def test_a_classifier_scores_in_batches(classifier):

@@ -137,7 +137,7 @@ def test_what_cannot_be_captured_is_decoded_by_the_loop(random_model, mistake):
         assert ids(engine.generate(problems, SAMPLING, address=ADDRESS)) == ids(expected)
     reason = {
         "raises": "operation not permitted when stream is capturing",
-        "gives other logits": "they give other tokens than the same steps without",
+        "gives other logits": "they draw other tokens than the same steps without graphs",
     }[mistake]
     assert said == [f"note: decode steps are not captured in CUDA graphs ({reason})"]
     assert engine.graphs is None
