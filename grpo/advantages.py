@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from grpo.choices import Baseline, Scale, check_choice
+from grpo.choices import Baseline, Scale, check_choice, equal_rewards_have_gradient
 
 
 def group_advantages(
@@ -61,7 +61,7 @@ def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) ->
     Those of equal rewards are, except that without a baseline an advantage is a multiple of its reward.
     """
     has_zero_advantages_P = has_equal_rewards(rewards_PG)
-    if baseline == "none" and scale != "group":
+    if equal_rewards_have_gradient(baseline, scale):
         has_zero_advantages_P = has_zero_advantages_P & (rewards_PG.nan_to_num(0.0) == 0).all(dim=1)
     return has_zero_advantages_P
 

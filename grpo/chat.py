@@ -7,6 +7,7 @@ Prompts are rendered as in training, with the configuration in the checkpoint or
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 
 from grpo.batch import Group
 from grpo.config import Config, load_config
-from grpo.config.arguments import read_yaml
 from grpo.data.problems import Rows, make_problems, system_prompt_and_instructions
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
@@ -132,6 +132,13 @@ def talk(engine: BuiltinEngine, config: Config, options: argparse.Namespace) -> 
             print(printable(text) + ("" if group.completions[0].finished else " [truncated]"), flush=True)
 
 
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namespace) -> int:
     """Print completions of one prompt, each with all its rewards, as in a training step."""
     columns = {}
@@ -139,8 +146,7 @@ def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namesp
         name, equals, value = item.partition("=")
         if not equals or not name:
             raise ValueError(f"--column {item}: use NAME=VALUE")
-        value = read_yaml(value, f"--column {name}=")
-        columns[name] = str(value) if name == "answer" else value
+        columns[name] = value if name == "answer" else _json_or_text(value)
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples} must be at least 1")
     group = _sample(engine, config, options, options.prompt, columns, num_samples=options.samples, turn=0)

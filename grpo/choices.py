@@ -15,3 +15,8 @@ def check_choice(name: str, value: str, choices: Any) -> None:
     allowed = get_args(choices)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: use {', '.join(allowed[:-1])} or {allowed[-1]}")
+
+
+def equal_rewards_have_gradient(baseline: Baseline, scale: Scale) -> bool:
+    """True if advantages are the rewards themselves (up to a factor of the batch), not their differences within a group."""
+    return baseline == "none" and scale != "group"

@@ -191,10 +191,14 @@ def _score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) 
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
     normalizers_N = scaled_NV.logsumexp(dim=-1)
     logprobs_N = scaled_NV.gather(1, labels_N[:, None])[:, 0] - normalizers_N
-    # All log-probs, not above 0. Computed from logits, the entropy would be a small difference of numbers that a low temperature makes
-    # large, and could come out negative.
-    all_logprobs_NV = torch.sub(scaled_NV, normalizers_N[:, None], out=None if scaled_NV is logits_NV else scaled_NV)
-    return logprobs_N, -torch.linalg.vecdot(all_logprobs_NV.exp(), all_logprobs_NV), normalizers_N
+    if scaled_NV is logits_NV:  # which the backward pass reads: no second tensor of this size besides the probabilities
+        probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
+        entropies_N = (normalizers_N - torch.linalg.vecdot(probs_NV, scaled_NV)).clamp(min=0)
+    else:
+        # From log-probs. A low temperature makes the scaled logits large, and the difference above would be lost in rounding.
+        all_logprobs_NV = scaled_NV.sub_(normalizers_N[:, None])
+        entropies_N = -torch.linalg.vecdot(all_logprobs_NV.exp(), all_logprobs_NV)
+    return logprobs_N, entropies_N, normalizers_N
 
 
 def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Read a configuration from the command line and a YAML file."""
 
 import argparse
+import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 from grpo.config.config import Config, debug_variant
 from grpo.config.help import explain, help_text, keys_of, not_a_section, unknown_key
 from grpo.system.bounded_yaml import BoundedLoader
+from grpo.system.masking import masked
 
 
 class ConfigError(ValueError):
@@ -76,6 +79,17 @@ def _apply(override: str, values: dict[str, Any]) -> None:
             raise ConfigError(not_a_section(section, known))
         values = inner
     values[leaf] = value
+
+
+def mask_command_line() -> None:
+    """Mask the secrets of ``section.key=value`` in ``sys.argv``, which ``run.json`` and wandb record."""
+    for index, argument in enumerate(sys.argv):
+        key, equals, text = argument.partition("=")
+        if equals and key in keys_of(Config):
+            value = {key: read_yaml(text, key)}
+            if (without_secrets := masked(value)) != value:
+                shown = yaml.safe_dump(without_secrets[key], default_flow_style=True, width=math.inf)
+                sys.argv[index] = f"{key}={shown.strip()}"
 
 
 def _read_file(name: str) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """The whole configuration: all sections, rewards that other settings imply, checks of settings that contradict each other, ``--debug``."""
 
-import os
 from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
@@ -11,7 +10,7 @@ from grpo.system.masking import masked
 
 
 class Config(schema.Section):
-    output_dir: str = "runs/default"
+    output_dir: schema.Folder = "runs/default"
     """Folder of the run: config.yaml, metrics.jsonl, completions/, checkpoint-<step>/."""
     seed: int = Field(0, ge=0, lt=2**63)
     """All random numbers of the run are derived from this one."""
@@ -31,11 +30,6 @@ class Config(schema.Section):
     def for_writing(self) -> dict[str, Any]:
         """The values as they are written to files and sent to wandb: JSON types, secrets masked."""
         return masked(self.model_dump(mode="json"))
-
-    @field_validator("output_dir")
-    @classmethod
-    def _expand_home(cls, value: str) -> str:
-        return os.path.expanduser(value)  # the shell expands `~` at the start of a word, not after `=`
 
     @model_validator(mode="before")
     @classmethod

@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from grpo.system.masking import masked
+
 USAGE = """\
 usage: python train_grpo.py [--config FILE.yaml] [section.key=value ...] [--debug]
        torchrun --nproc_per_node=8 train_grpo.py [--config FILE.yaml] [section.key=value ...]
@@ -85,6 +87,6 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
         return message  # it is about several keys, and names them
     if error["type"] == "missing":
         return f"{key} is missing"
-    shown = repr(error["input"])
+    shown = repr(masked({key.rpartition(".")[2]: error["input"]})[key.rpartition(".")[2]])
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return f"{key}={shown}: {message[:1].lower()}{message[1:]}"

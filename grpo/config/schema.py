@@ -5,9 +5,12 @@ The text under a key is what ``--help`` prints.
 
 import os
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Folder = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path in which ``~`` is the home folder: the shell replaces it at the start of a word only, not after ``=``."""
 
 
 class Section(BaseModel):
@@ -58,8 +61,8 @@ class DataConfig(Section):
     few_shot: list[dict[str, str]] = []
     """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
     conversational: Literal["auto", True, False] = "auto"
-    """Rewards get prompts and completions as lists of messages (true) or as text (false; of a conversation its last message). auto:
-    messages for rows that are conversations, and for text rows if a chat template is used with a system_prompt or few_shot."""
+    """Form in which rewards get prompts and completions. true: lists of messages. false: text (of a conversation, its last message). auto:
+    messages if the row is a conversation, or if system_prompt or few_shot is used with a chat template; else text."""
     max_prompt_length: int = Field(512, ge=1)
     """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated. A prompt of more than 100
     characters for each of these tokens (more, if the vocabulary has a longer token) counts as longer, without being tokenized."""
@@ -243,15 +246,10 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint with the highest value of this evaluation metric (eval/greedy_accuracy, for example)."""
     background: bool = False
     """Copy the state to host memory and write it to disk while training continues."""
-    resume: str = "auto"
+    resume: Folder = "auto"
     """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; a checkpoint folder: start from it."""
     accept_changes: bool = False
     """Continue even if model, data, rewards, algorithm, optimizer, rollout, precision or seed differ from the checkpoint's."""
-
-    @field_validator("resume")
-    @classmethod
-    def _expand_home(cls, value: str) -> str:
-        return os.path.expanduser(value)
 
 
 class LoggingConfig(Section):

@@ -1,9 +1,14 @@
-"""Read data files as they are written. ``datasets`` reads other sources; it would turn texts that look like dates into dates, repair some
-mistakes silently, and not name the line of others."""
+"""Read ``.jsonl``, ``.json`` and ``.csv`` files without changing any value.
 
+``datasets``, which reads other sources, turns texts that look like dates into dates, and does not name the line of an error.
+"""
+
+import contextlib
 import csv
 import difflib
+import itertools
 import json
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,8 +33,10 @@ def describe_similar_files(path: str) -> str:
     return f"; {folder} has {', '.join(found)}" if found else ""
 
 
-def read_text_file(path: str, text_columns: Collection[str | None] = ()) -> list[dict[str, Any]]:
-    """The rows of a ``.jsonl``, ``.json`` or ``.csv`` file. All rows have the same columns; a value that is not in the file is None.
+def read_text_file(
+    path: str, text_columns: Collection[str | None] = (), limit: int | None = None
+) -> list[dict[str, Any]]:
+    """The first ``limit`` rows (None: all) of a ``.jsonl``, ``.json`` or ``.csv`` file. All rows have the same columns; a value that is not in the file is None.
 
     Args:
         text_columns: the columns of a CSV file that are text also where every cell is a number.
@@ -38,7 +45,8 @@ def read_text_file(path: str, text_columns: Collection[str | None] = ()) -> list
         FileMistake: if a line cannot be read, or would not be read as it is written.
     """
     suffix = os.path.splitext(path)[1].lower()
-    rows = _read_csv(path, text_columns) if suffix == ".csv" else list(_read_json(path, suffix))
+    rows = _read_csv(path, text_columns) if suffix == ".csv" else _read_json(path, suffix)
+    rows = list(itertools.islice(rows, limit))
     names = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows]
 
@@ -80,17 +88,25 @@ def csv_rows(
 
 
 def _column_values(cells: Sequence[str | None], *, as_text: bool) -> list[Any]:
-    """The values of a CSV column: numbers where this changes no cell (``12``, ``0.5``; not ``007``, ``1.50``, ``1e5``), else texts.
+    """The values of a CSV column: numbers where this changes no cell (``12``, ``0.5``; not ``007``, ``1.50``, ``1e5``), booleans, else texts.
 
     An empty cell is None, and does not count.
     """
-    for kind in () if as_text else (int, float):
-        try:
-            if all(str(kind(cell)) == cell for cell in cells if cell):
-                return [kind(cell) if cell else None for cell in cells]
-        except ValueError:
-            pass
-    return [cell or None for cell in cells]
+    texts = [cell or None for cell in cells]
+    values = texts if as_text else [text and _value(text) for text in texts]
+    return texts if any(value is None and text for value, text in zip(values, texts, strict=True)) else values
+
+
+def _value(text: str) -> bool | int | float | None:
+    """True, False or the finite number that is written as ``text``; None if there is none, or if it would be written differently."""
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+            if str(number) == text and math.isfinite(number):
+                return number
+    return None
 
 
 def _read_json(path: str, suffix: str) -> Iterator[dict[str, Any]]:

@@ -18,8 +18,8 @@ from grpo.tasks.tiny import is_tiny_tokenizer
 PATTERN_SECONDS = 5.0
 """Time limit of ``answer_pattern`` on one row. ``re`` has none, and a pattern can backtrack for years."""
 CHARACTERS_PER_TOKEN = 100
-"""A prompt of more characters for each token that is allowed is too long, without being tokenized: text has about 4, and a megabyte takes
-seconds in which no Ctrl-C is heard. A longer token in the vocabulary raises this number to its length."""
+"""Text has about 4 characters per token. A prompt with more than this many for each token that is allowed is too long, without being
+tokenized: a megabyte takes seconds, in which Ctrl-C is not heard. If the vocabulary has a longer token, its length is used instead."""
 TEXTS_AT_ONCE = 64
 """Prompts that are tokenized in one call. Between the calls a Ctrl-C is heard."""
 
@@ -132,7 +132,7 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
     texts = [_render_row(number, rows, config, tokenizer) for number in range(1, len(rows.prompts) + 1)]
     # A chat template writes every special token into the text. Without a template, the tokenizer adds its own (BOS).
     is_plain = not tokenizer.chat_template or config.prompt_template is not None
-    most_characters = config.max_prompt_length * max(CHARACTERS_PER_TOKEN, *map(len, tokenizer.get_vocab()))
+    most_characters = config.max_prompt_length * max(CHARACTERS_PER_TOKEN, max(map(len, tokenizer.get_vocab())))
     indices = [index for index, text in enumerate(texts) if len(text) <= most_characters]
     ids: list[list[int]] = []
     for start in range(0, len(indices), TEXTS_AT_ONCE):

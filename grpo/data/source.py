@@ -4,7 +4,7 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from grpo.config import DataConfig
@@ -41,14 +41,18 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
             return None
         split = "train"  # the name that `datasets` gives the only split of a file
     text_columns = (config.prompt_column, config.answer_column)
-    rows = _read(setting, os.path.expanduser(dataset), config.config_name, split, text_columns)
-    return list(itertools.islice(rows, limit))
+    return list(_read(setting, os.path.expanduser(dataset), config.config_name, split, text_columns, limit))
 
 
 def _read(
-    setting: str, dataset: str, config_name: str | None, split: str, text_columns: Sequence[str | None]
-) -> Sequence[dict[str, Any]]:
-    """The rows of one split of a file, a folder or a Hub dataset. A ``ValueError`` is one line that begins with ``setting``.
+    setting: str,
+    dataset: str,
+    config_name: str | None,
+    split: str,
+    text_columns: Sequence[str | None],
+    limit: int | None,
+) -> Iterable[dict[str, Any]]:
+    """The first ``limit`` rows (None: all) of one split of a file, a folder or a Hub dataset. A ``ValueError`` is one line that begins with ``setting``.
 
     ``text_columns`` stay text in a CSV file, also where every cell is a number.
     """
@@ -73,7 +77,7 @@ def _read(
         if os.path.getsize(dataset) == 0:
             raise ValueError(f"{setting} is empty")
     try:
-        rows = _load(dataset, suffix, config_name, split, text_columns)
+        rows = _load(dataset, suffix, config_name, split, text_columns, limit)
     except FileMistake as error:
         raise ValueError(f"{setting}{error}") from None
     except Exception as error:  # for a broken file, pandas, pyarrow and datasets raise exceptions without a common base
@@ -91,29 +95,37 @@ def _read(
         raise ValueError(setting + reason) from None
     if not len(rows):
         raise ValueError(f"{setting} has no rows (split {split!r})")
-    return rows
+    return itertools.islice(rows, limit)
 
 
-def _load(dataset: str, suffix: str, config_name: str | None, split: str, text_columns: Sequence[str | None]):
+def _load(
+    dataset: str,
+    suffix: str,
+    config_name: str | None,
+    split: str,
+    text_columns: Sequence[str | None],
+    limit: int | None,
+) -> Sequence[dict[str, Any]]:
+    """The rows of one split; of a file with a single split, those behind the first ``limit`` need not be read."""
     import datasets
 
     if os.path.isfile(dataset):
         if suffix in TEXT_FORMATS:
-            rows = read_text_file(dataset, text_columns)
+            rows = read_text_file(dataset, text_columns, limit if split == "train" else None)
             return [rows[i] for i in _indices(split, "train", len(rows))]
         return datasets.load_dataset("parquet", data_files=dataset, split=split)
     if os.path.isdir(dataset) and {"dataset_dict.json", "state.json"} & set(os.listdir(dataset)):
         return _load_saved_folder(dataset, split)
     rows = datasets.load_dataset(dataset, config_name, split=split)
-    if (
-        rows.builder_name == "csv"
-    ):  # again, without the types that pandas infers, in which 12 beside an empty cell is 12.0
+    if rows.builder_name == "csv":
+        # Again, as text. With the types that pandas infers, 12 beside an empty cell would be 12.0.
         features = datasets.Features({name: datasets.Value("string") for name in rows.column_names})
         options = {"features": features, "keep_default_na": False, "na_values": [""]}
         return csv_rows(datasets.load_dataset(dataset, config_name, split=split, **options).to_dict(), text_columns)
-    for name in {*text_columns} & {*rows.column_names} if rows.builder_name == "json" else ():
-        if str(getattr(rows.features[name], "dtype", "")).startswith(("timestamp", "date", "time")):
-            raise ValueError(f"its texts in column {name!r} look like dates, and datasets turned them into dates")
+    if rows.builder_name == "json":
+        for name in {*text_columns} & {*rows.column_names}:
+            if str(getattr(rows.features[name], "dtype", "")).startswith(("timestamp", "date", "time")):
+                raise ValueError(f"its texts in column {name!r} look like dates, and datasets turned them into dates")
     return rows
 
 

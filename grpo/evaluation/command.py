@@ -32,6 +32,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code_tests import check_rows
+from grpo.rewards.groups import messages_warning
 from grpo.rollout import BuiltinEngine, check_sampling, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
@@ -119,6 +120,8 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
         path = resolve_model(model, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
     with world.fail_together():
         engine, problems = _load(config, path, rows, world)
+    if world.is_main and (warning := messages_warning(config, problems)):
+        print(warning, flush=True)
     total = len(problems[world.rank :: world.size]) * (1 + (config.eval.num_samples > 1))
     show_bar = world.is_main and sys.stderr.isatty()
     with tqdm(total=total, desc=model, unit="problem", leave=False, disable=not show_bar) as bar:

@@ -65,10 +65,8 @@ def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
     """What evaluations count as correct, where the configuration does not say it and none of the rewards is known to check answers."""
     if config.correctness or any(map(_checks_answers, names)):
         return None
-    rule = f"a completion as correct if {names[0]} > {config.correct_above:g}"
-    return (
-        f"note: evaluations count {rule}, since no reward is known to check answers: eval.correctness names another one"
-    )
+    rule = f"evaluations count a completion as correct if {names[0]} > {config.correct_above:g}"
+    return f"note: no reward is known to check answers, so {rule}; eval.correctness=REWARD chooses another"
 
 
 def check_reward_names(config: EvalConfig, names: Sequence[str]) -> None:

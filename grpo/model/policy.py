@@ -44,9 +44,10 @@ class Policy:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def computes_equally(self, compute: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """True if both logits ``[..., V]`` that ``compute`` returns are equal up to rounding, relative to their spread.
+        """True if both logits ``[..., V]`` that ``compute`` returns differ by less than 0.1% of their standard deviation, in fp32.
 
-        In fp32, or in the precision of the run where a kernel has no fp32 (flash attention, for example).
+        Where a kernel has no fp32 (flash attention, for example), in the precision of the run and by less than 50%: that finds gross
+        errors only.
         """
         try:
             with torch.autocast(self.device.type, enabled=False):
@@ -77,19 +78,21 @@ class Policy:
 def context_limit(config: PreTrainedConfig) -> tuple[int | None, str]:
     """Most tokens of a sequence, None if the configuration names no limit, and what the limit is.
 
-    Longrope has other frequencies for long sequences, and transformers chooses them by the longest row of a pass: from its original
-    context on, log-probs would depend on which rows share a pass.
+    Longrope has one set of frequencies up to its original context and another beyond it, and transformers chooses by the longest row of
+    a pass: beyond the original context, log-probs would depend on which rows share a pass.
     """
     text = config.get_text_config()
-    limit, reason = getattr(text, "max_position_embeddings", None), "the model's context"
+    limit, what = getattr(text, "max_position_embeddings", None), "the model's context"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for options in [rope, *rope.values()]:  # some models have one entry for each type of layer
         if isinstance(options, dict) and options.get("rope_type", options.get("type")) in ("longrope", "su"):
             original = options.get("original_max_position_embeddings") or text.original_max_position_embeddings
             if limit is None or original < limit:
-                limit = original
-                reason = "the original context (beyond it, longrope lets the longest row of a pass change the others)"
-    return limit, reason
+                limit, what = (
+                    original,
+                    "the model's original context (beyond it, longrope computes all rows as the longest one)",
+                )
+    return limit, what
 
 
 def num_parameters(model: nn.Module) -> int:

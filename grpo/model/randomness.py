@@ -28,6 +28,7 @@ def turn_randomness_off(policy: Policy) -> None:
 
     ValueError if two passes in training mode, with different seeds, are not the pass in evaluation mode. No global random number is drawn.
     """
+    # The evaluation pass comes first: a number that also counts in evaluation must not be set to 0 unnoticed.
     model, was_training = policy.model, policy.model.training
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids_BS = torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(0)).to(policy.device)
@@ -49,5 +50,5 @@ def turn_randomness_off(policy: Policy) -> None:
     if not is_off:
         raise ValueError(
             f"model.disable_dropout=true cannot switch off all that is random in the training mode of {type(model).__name__}: "
-            "set model.disable_dropout=false to train with it, or take another model"
+            "take another model, or set model.disable_dropout=false (sampling and scoring then differ: see sampling/logprob_difference)"
         )

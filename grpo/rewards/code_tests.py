@@ -8,11 +8,11 @@ from typing import Any
 
 from grpo.rewards.result import RewardSpec
 
-FORMS = "a test is a statement or {'input': ..., 'output': ...}; a row has a list of them, or {'inputs': [...], 'outputs': [...]}"
+FORMS = "a row has a list of tests; each is a statement such as 'assert f(2) == 4', or {'input': ..., 'output': ...}; docs/rewards.md has other forms"
 _PROGRAM_TYPES = ("stdin", "stdin_stdout")
 _FUNCTION_TYPES = ("functional", "function_call")
 
-CALL = """
+CALL_PROGRAM = """
 import io, json, sys, types
 arguments, output = json.load(sys.stdin), sys.stdout
 sys.stdin, sys.stdout = io.StringIO(), io.StringIO()
@@ -60,21 +60,21 @@ def read_tests(given: Any, entry_point: str | None = None) -> list[dict[str, str
         except (ValueError, RecursionError):
             parsed = [given]
         if isinstance(parsed, str | int | float):
-            raise _mistake(given, "is JSON of neither")
+            raise _mistake(given, "is no test that can be read")
         given = parsed
     if isinstance(given, Mapping):
         given = _list_of(given)
     if not isinstance(given, Sequence | None):
-        raise _mistake(given, "is neither")
+        raise _mistake(given, "is no test that can be read")
     tests = [_read_test(test, entry_point) for test in given or [] if not (isinstance(test, str) and not test.strip())]
     if len({test.get("function") for test in tests}) > 1:
-        raise _mistake(given, "has tests that call different functions, or only some that call one")
+        raise _mistake(given, "mixes tests: all of a row must call the same function, or none a function")
     return tests
 
 
 def _mistake(given: Any, reason: str) -> ValueError:
     text = repr(given)
-    return ValueError(f"{FORMS}; {text if len(text) <= 100 else text[:97] + '...'} {reason}")
+    return ValueError(f"{text if len(text) <= 100 else text[:97] + '...'} {reason}; {FORMS}")
 
 
 def _list_of(given: Mapping[str, Any]) -> Any:
@@ -94,7 +94,7 @@ def _read_test(test: Any, entry_point: str | None) -> dict[str, str]:
     if isinstance(test, str):
         return {"code": _statement(test, entry_point)}
     if not isinstance(test, Mapping) or test.get("input") is None or test.get("output") is None:
-        raise _mistake(test, "is neither")
+        raise _mistake(test, "is no test that can be read")
     metadata = test.get("metadata")
     name = test.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     kind = test.get("type") or test.get("testtype") or (_FUNCTION_TYPES if name else _PROGRAM_TYPES)[0]

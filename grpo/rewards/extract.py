@@ -66,7 +66,7 @@ def after_thinking(text: str) -> str:
 def tag_content(text: str, tag: str) -> str | None:
     """The text between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two occurs exactly once.
 
-    ``None`` also if the next tag of thinking after them is ``</think>``: they are part of the thinking.
+    ``None`` also if the tag lies inside the thinking: the next tag of thinking after it is ``</think>``.
     """
     opening, closing = f"<{tag}>", f"</{tag}>"
     if text.count(opening) != 1 or text.count(closing) != 1:

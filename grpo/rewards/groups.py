@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo.batch import Group
+from grpo.batch import Group, Problem
+from grpo.config import Config
 from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.result import RewardResult
 from grpo.rewards.runner import RewardRunner
@@ -43,3 +44,15 @@ def with_logged(groups: Sequence[Group], result: RewardResult) -> list[Group]:
         )
         for group in groups
     ]
+
+
+def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:
+    """A warning if ``data.conversational=auto`` made messages of text rows and rewards of the user's own, which may expect text, get them."""
+    own = [function.name for function in config.reward.functions if ":" in function.name]
+    is_changed = any(isinstance(p.prompt, str) and isinstance(p.reward_prompt, list) for p in problems)
+    if config.data.conversational != "auto" or not is_changed or not own:
+        return None
+    return (
+        f"warning: {', '.join(own)} get(s) lists of messages, as in TRL, because data.system_prompt or data.few_shot is set; for a reward "
+        "that reads text set data.conversational=false"
+    )

@@ -45,7 +45,7 @@ class Logged:
     extra: dict[str, list[Any]] = field(default_factory=dict)
     """Column -> one value per completion."""
     mistake: str | None = None
-    """The first misuse; kept here, because the reward could catch an exception."""
+    """The first misuse. Kept instead of raised: a reward may catch exceptions."""
 
     def log_metric(self, name: str, value: Any) -> None:
         """Report a number for this batch. NaN is left out."""

@@ -5,12 +5,14 @@ import re
 import textwrap
 
 from grpo.rewards.arguments import Scores, column_values, require_number, require_tag
-from grpo.rewards.code_tests import CALL, read_tests
-from grpo.rewards.extract import after_thinking, completion_text, tag_content
+from grpo.rewards.code_tests import CALL_PROGRAM, read_tests
+from grpo.rewards.extract import completion_text, tag_content
 from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
-_FENCE = re.compile(r"`{3,}|^[ \t]*~{3,}", re.MULTILINE)
+_FENCE = re.compile(r"`{3,}|^[ \t]*~{3,}(?=\w*[ \t]*$)", re.MULTILINE)
+_INFO = re.compile(r"\s*|[\s{.]*(i?python|py)\b.*|[\s{.]*(i?python|py)\d.*", re.IGNORECASE)
+"""What may follow an opening fence: nothing, or the name of the language, with a version or attributes."""
 
 
 def python_tests(
@@ -46,7 +48,7 @@ def python_tests(
             # The code must not see the expected outputs.
             visible_tests = [{k: v for k, v in test.items() if k in ("code", "input")} for test in tests]
             if "function" in tests[0]:
-                code = CALL.format(code=code, function=tests[0]["function"])
+                code = CALL_PROGRAM.format(code=code, function=tests[0]["function"])
             results = run_python(code, visible_tests, limits, allow_unsandboxed=allow_unsandboxed)
             rewards.append(value * sum(map(_passed, tests, results)) / len(tests))
     return rewards
@@ -58,21 +60,38 @@ python_tests.row_by_row = True
 def extract_code(text: str, tag: str | None = None) -> str | None:
     """The last fenced code block after the thinking, or all text after it without a fence; ``None`` if that is empty or too long.
 
-    With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag). Fences are of backticks or tildes.
-    A last block without a closing fence, from a truncated response, counts too. A block may be indented.
+    With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag). Fences are of backticks, or lines
+    of tildes. A last block of backticks without a closing fence, from a truncated response, counts too. A block may be indented.
     """
-    text = after_thinking(text) if tag is None else tag_content(text, tag) or ""
+    text = _after_thinking(text) if tag is None else tag_content(text, tag) or ""
     block, opening = None, ""
     for fence in _FENCE.finditer(text):
+        mark = fence[0].strip()
         if not opening:
-            block, opening = slice(fence.end(), None), fence[0].strip()
-        elif fence[0].strip().startswith(opening):
+            is_bare = mark.startswith("~") and not text[fence.end() :].partition("\n")[0].strip()
+            if is_bare and not re.search(rf"^[ \t]*{mark}~*[ \t]*$", text[fence.end() :], re.MULTILINE):
+                continue  # a line of tildes alone that nothing closes is no fence
+            block, opening = slice(fence.end(), None), mark
+        elif mark.startswith(opening):
             block, opening = slice(block.start, fence.start()), ""
     code = text
     if block is not None:
-        language, newline, rest = text[block].partition("\n")
-        code = rest if newline and language.strip().lower() in ("", "python", "python3", "py") else text[block]
+        info, newline, rest = text[block].partition("\n")
+        code = rest if newline and _INFO.fullmatch(info) else text[block]
     return textwrap.dedent(code) if code.strip() and len(code) <= MAX_CODE_LENGTH else None
+
+
+def _after_thinking(text: str) -> str:
+    """As :func:`grpo.rewards.extract.after_thinking`, but tags that stand inside a fenced block, after other text of their line, are code."""
+    ends = [tag for tag in re.finditer("</think>", text) if not _is_code(text, tag.start())]
+    text = text[ends[-1].end() :] if ends else text
+    starts = [tag for tag in re.finditer("<think>", text) if not _is_code(text, tag.start())]
+    return text[: starts[0].start()] if starts else text
+
+
+def _is_code(text: str, position: int) -> bool:
+    before = text[:position]
+    return before.count("```") % 2 == 1 and before.rpartition("\n")[2].strip() != ""
 
 
 def _passed(test: dict[str, str], result: SandboxResult) -> bool:

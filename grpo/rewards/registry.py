@@ -190,7 +190,7 @@ def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[
         raise ValueError(
             f"reward {spec!r} takes neither prompts nor completions nor a column: if it makes the reward, {MAKE_IT_IN_THE_FILE}"
         )
-    for column in _columns_by_setting(parameters, arguments) if builtin else ():
+    for column in _columns_named_by_settings(parameters, arguments) if builtin else ():
         if column in (*parameters, *TRAINER_ARGUMENTS):
             raise ValueError(
                 f"reward {spec!r} cannot read a column named {column!r}, which is the name of an argument: rename the column, or "
@@ -203,12 +203,12 @@ def needed_columns(function: Callable[..., Any], arguments: Mapping[str, Any]) -
     other function its parameters without a default."""
     parameters, _ = _parameters(function)
     if is_builtin(function):
-        return frozenset(_columns_by_setting(parameters, arguments))
+        return frozenset(_columns_named_by_settings(parameters, arguments))
     required = {name for name, p in parameters.items() if p.default is p.empty}
     return frozenset(required - set(TRAINER_ARGUMENTS) - set(arguments))
 
 
-def _columns_by_setting(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> list[str]:
+def _columns_named_by_settings(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> list[str]:
     names = [name for name in parameters if name == "column" or name.endswith("_column")]
     return [str(arguments.get(name, parameters[name].default)) for name in names]
 

@@ -98,7 +98,7 @@ def _results(answers: list[dict], num_tests: int, allow_unsandboxed: bool) -> li
     """The result of each test. An error of the sandbox counts only if no test had begun: later, the code can be its cause."""
     if not answers:
         raise SandboxError("the sandbox ended before the first test")
-    for answer in answers[:2]:
+    for answer in answers[:2]:  # the first has the missing layers, the second the result of the first test
         if "error" in answer:
             raise SandboxError(f"the sandbox failed: {answer['error']}")
     if answers[0]["missing"] and not allow_unsandboxed:

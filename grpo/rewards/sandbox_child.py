@@ -140,6 +140,7 @@ def _drive(job: dict, missing: list[str], folder: str, uid: int, results: int) -
         os.chdir(work)
         os.environ.clear()
         os.environ.update(HOME=work, TMPDIR=work)
+        tempfile.tempdir = None  # the launcher's folder, remembered
         _try_layer(missing, "seccomp", _check_in_child, linux.deny_system_calls)
         _write(results, {"missing": missing})
         if not missing or job["allow_unsandboxed"]:
@@ -244,7 +245,7 @@ def _set_resource_limits(job: dict) -> None:
         "RLIMIT_AS": job["memory_mb"] << 20,
         "RLIMIT_CPU": math.ceil(job["test_seconds"]) + 1,
         "RLIMIT_FSIZE": job["disk_mb"] << 20,
-        "RLIMIT_NPROC": job["processes"] + 2,  # the driver and the process that writes stdin are not part of the test
+        "RLIMIT_NPROC": job["processes"] + 1,  # the driver is not part of the test
         "RLIMIT_NOFILE": 64,
         **dict.fromkeys(["RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE"], 0),
     }
@@ -260,15 +261,10 @@ def _test_process(job: dict, test: dict, output: int) -> None:
     """Run the code and its test in this process. Returns if the test passes, raises if it fails."""
     is_program = "input" in test
     if is_program:
-        reader, writer = os.pipe()
-        if os.fork() == 0:  # this child writes stdin, so that an input larger than the pipe's buffer does not block
-            with contextlib.suppress(BrokenPipeError), open(writer, "wb") as pipe:
-                os.close(reader), os.close(output)
-                pipe.write(test["input"].encode())
-            os._exit(0)
-        os.close(writer)
-        os.dup2(reader, 0), os.dup2(output, 1)
-        os.close(reader)
+        with tempfile.TemporaryFile(dir=".", buffering=0) as file:  # a file: some programs ask for the size of stdin
+            file.write(test["input"].encode())
+            file.seek(0)
+            os.dup2(file.fileno(), 0), os.dup2(output, 1)
     os.close(output)
     _set_resource_limits(job)
     with contextlib.suppress(OSError, AttributeError):  # then the driver has reported the layer as missing

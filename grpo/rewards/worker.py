@@ -1,7 +1,6 @@
 """The worker process that runs reward functions: it answers one request after another until the connection to its parent ends.
 
-A message on the connection is :data:`HEADER`, the number of the job and the length of the rest, then a pickle. An answer has the number
-of its request.
+A message is a header (:data:`HEADER`: job number, length of the body) and a pickled body. An answer repeats the job number of its request.
 
 The worker imports no torch unless a reward does, and calls every function in its main thread, because ``math_verify`` and others use
 SIGALRM. Text that a function prints goes to the worker's stdout and stderr, never to the connection.
@@ -171,14 +170,14 @@ class Worker:
 
     def call(self, key: int, inputs: RewardInputs) -> tuple[Any, ...]:
         function, args = self.functions[key]
-        logged = Logged(len(inputs))
+        logged = Logged(len(inputs))  # counted before the call, which may empty the lists
         try:
             values = call_reward(function, args, inputs, logged)
             if inspect.isawaitable(values):
                 values = self.loop.run_until_complete(_awaited(values))
         except BaseException:
             return _error_outcome()
-        return logged.added_to(check_values(values, len(inputs)))
+        return logged.added_to(check_values(values, logged.num_rows))
 
     def gather(self, calls: list[tuple[int, RewardInputs]], seconds: float) -> tuple[str, Any]:
         async def outcome_of(key: int, inputs: RewardInputs) -> tuple[Any, ...]:
@@ -191,7 +190,7 @@ class Worker:
                 if not done:
                     task.cancel()
                     return "timeout", None
-                return logged.added_to(check_values(task.result(), len(inputs)))
+                return logged.added_to(check_values(task.result(), logged.num_rows))
             except BaseException:
                 return _error_outcome()
 

@@ -127,7 +127,7 @@ class DecodeLoop:
     def retire(self) -> None:
         """Take ended rows out of the batch, which copies the cache, if they are an eighth of the batch or the cache is full.
 
-        Also if a row is at its last token: behind it are no numbers to draw with, and perhaps no positions.
+        Also if a row has drawn its last allowed token: it has no further random number, and its next position may exceed the context.
         """
         num_ended, T = len(self.rows_B) - self.num_live, self.sampling.max_completion_length
         if num_ended >= max(len(self.rows_B) // 8, 1) or self.decoder.is_full or int(self.t_B.max()) == T - 1:

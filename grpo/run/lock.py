@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -27,7 +28,9 @@ class Lock:
             try:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             except OSError as error:
-                raise ValueError(f"{path} cannot be opened ({error.strerror}): delete it") from None
+                is_no_file = error.errno in (errno.ELOOP, errno.EISDIR)
+                remedy = "delete it" if is_no_file else "another user's run may hold it; choose another output_dir"
+                raise ValueError(f"{path} cannot be opened ({error.strerror}): {remedy}") from None
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 os.close(handle)
                 raise ValueError(f"{path} is not a regular file: delete it")

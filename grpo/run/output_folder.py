@@ -34,9 +34,7 @@ def check_output_dir(output: Path) -> None:
     )
     if inside and not is_run:
         found = ", ".join(inside[:4])
-        raise ConfigError(
-            f"output_dir={output} holds something that is not a run ({found}): choose another folder"
-        )
+        raise ConfigError(f"output_dir={output} holds something that is not a run ({found}): choose another folder")
 
 
 def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> None:

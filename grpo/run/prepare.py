@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from grpo.config import Config, ConfigError, check_world_size
+from grpo.config.arguments import mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
@@ -30,7 +31,6 @@ from grpo.run.saver import Progress, Saver, versions
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
-from grpo.system.masking import mask_command_line
 from grpo.telemetry.environment import environment, record_start
 from grpo.telemetry.reporter import Reporter
 
@@ -110,10 +110,13 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     policy = models.policy
     if world.is_main and models.changed_rate:
         old, new = models.changed_rate
-        print(f"note: the learning rate of the next step becomes {new:.3g} (was {old:.3g})", flush=True)
+        print(
+            f"note: the learning rate of the next step becomes {new:.3g} (with the checkpoint's settings: {old:.3g})",
+            flush=True,
+        )
     eval_problems = evaluation.problems[: config.eval.max_samples]
 
-    mask_command_line(config.model_dump())
+    mask_command_line()
     here = environment(world.size) | {"from_step": progress.step, "num_parameters": num_parameters(policy.model)}
     here["num_eval_problems"] = len(eval_problems)
     with world.main_first():

@@ -105,10 +105,9 @@ def print_differences(start: StartPoint, world_size: int, threads: int | None, v
         print(f"note: {sizes}: the same problems and completions, the same weights to rounding", flush=True)
     before = state.get("threads_per_rank", threads)
     if threads is not None and before != threads:
-        counts = f"the checkpoint is from {before} thread(s) per rank, now there are {threads}"
-        print(
-            f"note: {counts}: sums in another order (runtime.threads_per_rank={before} for that of before)", flush=True
-        )
+        counts = f"the checkpoint was computed with {before} CPU thread(s) per rank, this run has {threads}"
+        remedy = f"runtime.threads_per_rank={before} keeps the bits"
+        print(f"note: {counts}: results can differ in rounding; {remedy}", flush=True)
     old = state.get("versions", {})
     if changed := [f"{name} {old[name]} -> {now}" for name, now in versions.items() if old.get(name, now) != now]:
         print(f"warning: {', '.join(changed)} since the checkpoint: the bits of this run may differ", flush=True)
@@ -164,15 +163,20 @@ def _differences(
         pairs.append(("data_fingerprint", state.get("data_fingerprint", data_fingerprint), data_fingerprint))
     saved_content = state.get("content")  # checkpoints of earlier versions have none
     if content is not None and isinstance(saved_content, dict):
-        names = sorted({*saved_content, *content})
-        pairs += [(f"content of {name}", saved_content.get(name), content.get(name)) for name in names]
+        for name in sorted({*saved_content, *content}):
+            old, new = saved_content.get(name), content.get(name)
+            if old != new:
+                now_it_is = "missing" if new is None else "new" if old is None else "changed"
+                pairs.append((f"content of {name}", "missing" if old is None else "as it was", now_it_is))
     for key in MUST_NOT_CHANGE:
         section, _, leaf = key.partition(".")
         old, new = saved.get(section), now[section]
         if leaf:
             old, new = old.get(leaf) if isinstance(old, dict) else None, new[leaf]
         if isinstance(old, dict) and isinstance(new, dict):
-            pairs += [(f"{key}.{name}", old.get(name), new[name]) for name in new]
+            # A key that the checkpoint's version did not have counts as its default.
+            defaults = Config().model_dump(mode="json")[section] if not leaf else {}
+            pairs += [(f"{key}.{name}", old.get(name, defaults.get(name)), new[name]) for name in new]
         else:
             pairs.append((key, old, new))
     return [(key, old, new) for key, old, new in pairs if old != new]

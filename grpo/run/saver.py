@@ -142,7 +142,8 @@ class Saver:
         """After a failure, without the other ranks: save the newest complete step if no checkpoint has it; returns a note for the user."""
         if not self.world.is_main or self.config.debug:
             return None
-        step, _ = self.progress.step, self._background_error()  # waits for the thread; the error is tried again here
+        self._background_error()  # waits for the thread; what it could not write is tried again below
+        step = self.progress.step
         if self.progress.mid_update:
             return f"the failure came in the middle of an update, after step {step}: checkpoint-{self.written_step} is the newest"
         if not self._write_newest():

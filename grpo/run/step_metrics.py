@@ -5,6 +5,7 @@ Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` ro
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
     logged = result.metrics if result else {}
     *failed, rows, num_logged = run.world.sum(torch.tensor([*failures, rows, len(logged)])).tolist()
     if num_logged:  # a function may log a metric on some ranks only, and all ranks must add the same names
-        for name in sorted({name for names in run.world.gather_objects(list(logged)) for name in names}):
+        for name in sorted({name for of_rank in run.world.gather_objects(list(logged)) for name in of_rank}):
             metrics.add(name, *logged.get(name, (0.0, 0.0)))
     for name, count in zip(names, failed, strict=True):
         if is_whole_step and rows and count == rows:
@@ -163,4 +164,5 @@ def _mean(values: Tensor) -> float:
 def _row_std(values_PG: Tensor) -> Tensor:
     """``[P]`` the standard deviation (n - 1) of each row's values that are not NaN: 0 for a single value, NaN for none."""
     rows = [row[~torch.isnan(row)].double() for row in values_PG]
-    return torch.stack([row.std(correction=len(row) > 1) if len(row) else row.mean() for row in rows])
+    stds = [row.std().item() if len(row) > 1 else 0.0 if len(row) else math.nan for row in rows]
+    return torch.tensor(stds, dtype=torch.double)

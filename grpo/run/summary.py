@@ -10,6 +10,7 @@ from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
 from grpo.evaluation.grading import correctness_note
 from grpo.model import num_parameters
+from grpo.rewards.groups import messages_warning
 from grpo.run.state import Run
 
 
@@ -23,6 +24,8 @@ def print_summary(
         checkpoint: the one that the run continues from.
     """
     lines = [*_facts(run, train, evaluation), *warnings_of(run.config, train.problems, run.eval_problems)]
+    if warning := messages_warning(run.config, train.problems):
+        lines.append(warning)
     if run.eval_problems and (note := correctness_note(run.config.eval, run.rewards.names)):
         lines.append(note)
     if why_padded:
@@ -66,8 +69,6 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         yield f"warning: {shared} evaluation problems are also in the training data"
     if not evaluation:
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
-    if config.data.conversational == "auto" and any(isinstance(p.prompt, str) and p.reward_prompt for p in train[:1]):
-        yield "note: rewards get prompts and completions as lists of messages, as in TRL (data.conversational=false: as text)"
     if a.updates_per_step == 1:
         yield "note: with one update per rollout the loss stays near 0 while its gradient does not: watch reward, not loss"
     without_effect = {

@@ -18,7 +18,10 @@ class BoundedLoader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         if is_alias and node not in self._sizes:
             raise yaml.composer.ComposerError(None, None, "an alias stands for something that contains it", mark)
-        self._size += self._sizes[node] if is_alias else 1 + len(node.value) * isinstance(node, yaml.ScalarNode)
+        if is_alias:
+            self._size += self._sizes[node]
+        else:
+            self._size += 1 + (len(node.value) if isinstance(node, yaml.ScalarNode) else 0)
         if self._size > self.MAX_CHARACTERS:
             problem = f"more than {self.MAX_CHARACTERS:,} characters when its aliases are replaced"
             raise yaml.composer.ComposerError(None, None, problem, mark)

@@ -1,68 +1,76 @@
 """Secrets in a configuration, such as a reward's ``api_key``: masked wherever a run writes, or taken from the environment when used.
 
-A value is secret if the name of its key says so (:data:`SECRET_KEY`). A reference ``${NAME}`` to an environment variable is no secret:
-it is written as it is, and replaced by the variable's value in the process that uses it.
+A text is secret if the name of its key says so, or if it is the value of an Authorization header or has a password in a URL. A reference
+``${NAME}`` to an environment variable is no secret: it is written as it is, and replaced by the variable's value when it is used.
 """
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
-SECRET_KEY = re.compile(
-    r"(api|access|private|secret|auth)[_-]?keys?$|secret|passw|passphrase|credential|authorization|bearer|^pwd$|^auth$"
-    r"|^tokens?$|(api|access|auth|hf|bearer|refresh)[_-]?tokens?$",
-    re.IGNORECASE,
-)
-"""Names of keys whose values are secret: ``api_key``, ``password``, ``hf_token``, but not ``max_tokens`` or ``stop_token``."""
 MASK = "***"
-REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_SECRET = re.compile(
+    r"(^|_)(secrets?|password|passwd|passphrase|pwd|credentials?|authorization|bearer|cookie|pat|(api|access|private|auth)_?keys?)(_|$)"
+)
+_COUNT, _KEY_OR_TOKEN = re.compile(r"(^|_)(num|max|min|count)(_|$)"), re.compile(r"(^|_)(key|token)s?(_|$)")
+_LOOKS_RANDOM = re.compile(r"(?=\S*\d)\S{8,}")
+_HEADER = re.compile(r"(Bearer|Basic|Token) \S+")
+_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_REFERENCE = re.compile(r"((?:Bearer |Basic |Token )?)\$\{([A-Z_][A-Z0-9_]*)\}")
 
 
 def masked(values: Any) -> Any:
     """A copy of nested values in which every secret is replaced by :data:`MASK`."""
-    return _map(values, lambda value, is_secret: MASK if is_secret else value)
 
+    def mask(value: Any, is_secret: bool) -> Any:
+        if is_secret and value is not None and not isinstance(value, bool):
+            return MASK
+        return _URL_PASSWORD.sub(rf"\g<1>{MASK}@", value) if isinstance(value, str) else value
 
-def mask_command_line(values: Any) -> None:
-    """Replace every secret of nested values in ``sys.argv``, which ``run.json`` and wandb record."""
-
-    def mask(value: Any, is_secret: bool) -> None:
-        if is_secret and str(value):
-            sys.argv[1:] = [argument.replace(str(value), MASK) for argument in sys.argv[1:]]
-
-    _map(values, mask)
+    return _map(values, mask)
 
 
 def with_environment(values: Any, where: str) -> Any:
-    """A copy of nested values in which each ``${NAME}`` is replaced by that environment variable.
+    """A copy of nested values in which each text ``${NAME}`` or ``Bearer ${NAME}`` has the value of that environment variable.
 
     Raises:
         ValueError: in one line that begins with ``where``, if a variable is not set, or if a secret was masked when it was written.
     """
 
-    def variable(match: re.Match) -> str:
-        if match[1] not in os.environ:
-            raise ValueError(f"{where}: the environment variable {match[1]} of {match[0]} is not set")
-        return os.environ[match[1]]
-
     def resolve(value: Any, is_secret: bool) -> Any:
-        if is_secret and value == MASK:
-            raise ValueError(
-                f"{where}: a secret was masked when the configuration was written: give it again, or write ${{NAME}}"
-            )
-        return REFERENCE.sub(variable, value) if isinstance(value, str) else value
+        if (is_secret and value == MASK) or (isinstance(value, str) and f":{MASK}@" in value):
+            reason = "a secret was masked when the configuration was written"
+            raise ValueError(f"{where}: {reason}: give it again, or write ${{NAME}}")
+        reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if reference is None:
+            return value
+        if reference[2] not in os.environ:
+            raise ValueError(f"{where}: the environment variable {reference[2]} of {value} is not set")
+        return reference[1] + os.environ[reference[2]]
 
     return _map(values, resolve)
 
 
 def _map(value: Any, function: Callable[[Any, bool], Any], is_secret: bool = False) -> Any:
-    """Apply ``function(value, is it secret)`` to every number and text in nested dictionaries and lists."""
+    """Apply ``function(value, is it secret)`` to every value in nested dictionaries and lists."""
     if isinstance(value, dict):
-        named = {key: is_secret or bool(SECRET_KEY.search(str(key))) for key in value}
-        return {key: _map(item, function, named[key]) for key, item in value.items()}
+        return {key: _map(item, function, is_secret or _names_a_secret(str(key), item)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_map(item, function, is_secret) for item in value]
-    refers = isinstance(value, str) and REFERENCE.search(value)
-    return function(value, is_secret and value is not None and not isinstance(value, bool) and not refers)
+    is_header = isinstance(value, str) and _HEADER.fullmatch(value)
+    is_reference = isinstance(value, str) and _REFERENCE.fullmatch(value)
+    return function(value, bool(is_secret or is_header) and not is_reference)
+
+
+def _names_a_secret(key: str, value: Any) -> bool:
+    """True for ``api_key``, ``apiKey``, ``hf_token_2``, ``db_password``; not for ``max_tokens`` or ``stop_token``.
+
+    Many a key or token is no secret (``answer_key: final``, ``stop_token: </s>``). It is taken for one if the kind of key says so, or if
+    the text has a digit, no white space and at least 8 characters.
+    """
+    name = "_".join(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", key))
+    if _COUNT.search(name):
+        return False
+    looks_random = isinstance(value, str) and _LOOKS_RANDOM.fullmatch(value)
+    return bool(_SECRET.search(name) or (looks_random and _KEY_OR_TOKEN.search(name)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from grpo.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.system import printable
 from grpo.telemetry.console import console_line, evaluation_line, progress_values
@@ -48,9 +49,8 @@ class Reporter:
         last_kept_step = first_step - 1 if first_step == 0 or rewrite_first_step else first_step
         self._metrics_file = MetricsFile(output_dir / "metrics.jsonl", last_kept_step=last_kept_step)
         self._intervals_file = MetricsFile(output_dir / "intervals.jsonl", last_kept_step=last_kept_step)
-        # Without a baseline, a group of equal rewards has advantages too.
-        needs_differences = config.algorithm.baseline != "none" or config.algorithm.scale == "group"
-        self._hints = Hints(without=() if needs_differences else ("equal rewards",))
+        no_hint = equal_rewards_have_gradient(config.algorithm.baseline, config.algorithm.scale)
+        self._hints = Hints(without=("equal rewards",) if no_hint else ())
         for metrics in self._metrics_file.kept:  # the interrupted run has printed these hints
             self._hints.update(metrics)
         self._steps_bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)

@@ -12,9 +12,7 @@ def print_user_error(error: Exception) -> None:
     """Print an error on stderr; each line of its message starts with ``error: ``."""
     text, home = str(error), os.path.expanduser("~")
     if f"{home}/.cache" in text and not (os.path.isdir(home) and os.access(home, os.W_OK)):
-        text += (
-            f"; the home folder {home} cannot be written: set XDG_CACHE_HOME=FOLDER to keep models and data elsewhere"
-        )
+        text += f"; the home folder {home} is not writable: set XDG_CACHE_HOME to a writable folder"
     for line in printable(text).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
 

@@ -161,7 +161,7 @@ DATA = {
         "d.jsonl",
         '{"prompt": "a", "tests": ["assert f()"]}\n{"prompt": "b", "tests": "42"}\n',
         ["reward.functions=[{name: python_tests, args: {allow_unsandboxed: true}}]"],
-        ["d.jsonl, row 2, column tests: a test is a statement or", "'42'"],
+        ["d.jsonl, row 2, column tests: '42' is no test that can be read; a row has a list of tests"],
     ),
     "column of a reward": ("d.jsonl", '{"prompt": "a"}\n', ["reward.functions=[accuracy]"], ["accuracy", "answer"]),
 }
@@ -187,7 +187,7 @@ def test_a_home_folder_that_cannot_be_written(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", os.devnull)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     line = refused(capsys, tmp_path, "model.name_or_path=builtin:tiny")
-    assert "/dev/null/.cache/grpo" in line and "set XDG_CACHE_HOME=FOLDER" in line
+    assert "/dev/null/.cache/grpo" in line and "set XDG_CACHE_HOME to a writable folder" in line
 
 
 def test_a_missing_file_names_what_is_there(capsys, tmp_path, no_model):

@@ -134,13 +134,13 @@ def test_json_values_stay_as_they_are_written(tmp_path, kind):
 def test_a_csv_column_is_of_numbers_only_where_this_changes_no_cell(tmp_path):
     path = tmp_path / "d.csv"
     path.write_text(
-        "prompt,answer,level,price,code,true,day\n1,12,12,0.5,007,true,2024-01-05\n2,,,1.25,1e5,false,1.50\n"
+        "prompt,answer,level,price,code,true,day,flag\n1,12,12,0.5,007,true,2024-01-05,True\n2,,,2,1e5,false,1.50,False\n"
     )
     found = rows_of(str(path), answer_column="answer")
     assert found.prompts == ["1", "2"]
     assert found.columns == [
-        {"answer": "12", "level": 12, "price": 0.5, "code": "007", "true": "true", "day": "2024-01-05"},
-        {"answer": None, "level": None, "price": 1.25, "code": "1e5", "true": "false", "day": "1.50"},
+        {"answer": "12", "level": 12, "price": 0.5, "code": "007", "true": "true", "day": "2024-01-05", "flag": True},
+        {"answer": None, "level": None, "price": 2, "code": "1e5", "true": "false", "day": "1.50", "flag": False},
     ]
     assert load_reward("accuracy")([""], ["<answer>12</answer>"], answer=[found.columns[0]["answer"]]) == [1.0]
 

@@ -195,7 +195,7 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
         "optim.max_steps=2", "logging.log_completions=3", "rollout.prompts_per_step=4", "data.eval_split=train[:2]",
     ]  # fmt: skip
     done = run_trainer(*small_run(random_model, tmp_path / "run"), *arguments, ranks=2)
-    assert "note: rewards get prompts and completions as lists of messages" in done.stdout
+    assert "get(s) lists of messages, as in TRL" in done.stdout
     assert "question" in done.stderr and "warning" not in done.stderr
     first, second = lines(tmp_path / "run")[1:]
     assert first["rewards/digits/errors"] == 0 == first["rewards/correctness/errors"]

@@ -322,7 +322,7 @@ def test_the_configuration_says_which_reward_decides(rewards, settings, correct,
 )  # fmt: skip
 def test_what_counts_as_correct_is_said_where_nothing_is_known_to_check_answers(names, settings, noted):
     note = correctness_note(EvalConfig(**settings), names)
-    assert (note or "").startswith(f"note: evaluations count a completion as correct if {names[0]} > 0") is noted
+    assert (f"so evaluations count a completion as correct if {names[0]} > 0" in (note or "")) is noted
 
 
 def test_a_name_that_no_reward_has_is_refused():

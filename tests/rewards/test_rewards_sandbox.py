@@ -513,7 +513,7 @@ def test_humaneval_leaves_the_call_of_check_to_us():
     ],
 )
 def test_any_other_test_is_refused(given):
-    with pytest.raises(ValueError, match=r"^a test is a statement or {'input': \.\.\., 'output': \.\.\.}") as caught:
+    with pytest.raises(ValueError, match=r"each is a statement such as 'assert f\(2\) == 4', or {'input'") as caught:
         read_tests(given)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -543,13 +543,15 @@ def test_programs_are_judged_by_what_they_print(sandboxed):
         "import atexit; atexit.register(print, 3)",
         "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(3)",
         "import sys; print(3); sys.stdout.close()",
+        "import os; print(len(os.read(0, os.fstat(0).st_size)) and 3)",
+        "import tempfile; tempfile.TemporaryFile().close(); print(3)",
         "print(3); exit(1)",
         "print(3); raise ValueError",
         "exit()",
     ]
     results = run_python("exec(eval(input()))", [{"input": repr(code)} for code in codes], Limits())
     assert [(result.status, result.output) for result in results] == [
-        *[("passed", "3\n")] * 7,
+        *[("passed", "3\n")] * 9,
         *[("failed", "")] * 2,
         ("passed", ""),
     ]
@@ -576,6 +578,12 @@ def test_statements_run_after_code_that_exits(sandboxed):
         ("* So:\n\t~~~py\n\tx = 1", "x = 1"),
         ("<think>```\nx = 1\n```</think>\nx = 2", "\nx = 2"),
         ("<think>or\n```\nx = 1\n```", None),
+        ("```python\nx = '</think>'\ny = '<think>'\n```", "x = '</think>'\ny = '<think>'\n"),
+        ("<think>```\nx = 1\n</think>\n```\nx = 2\n```", "x = 2\n"),
+        ('```python title="a.py"\nx = 1\n```', "x = 1\n"),
+        ("```Python3.11\nx = 1\n```", "x = 1\n"),
+        ("'''\n~~~\n'''\nx = 1", "'''\n~~~\n'''\nx = 1"),
+        ("~~~~wrong~~~~\n```python\nx = 1\n```", "x = 1\n"),
         ("`` ` ```\n``` ", None),
         ("", None),
         ("x" * 200_000, None),

@@ -5,6 +5,7 @@ import pytest
 from grpo.batch import Problem
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet
+from grpo.rewards.groups import messages_warning
 from grpo.run.summary import data_line, warnings_of
 
 
@@ -45,13 +46,14 @@ def test_settings_without_effect_are_noted(changes, expected):
     assert (len(lines) == 1 and expected in lines[0]) if expected else not lines
 
 
-def test_text_rows_that_rewards_get_as_messages_are_noted():
-    def is_noted(prompt, reward_prompt, **data):
-        config = Config.model_validate({"data": data})
-        lines = warnings_of(config, [Problem(0, prompt, (1,), {}, reward_prompt)], [])
-        return any(line.startswith("note: rewards get prompts and completions as lists of messages") for line in lines)
-
+def test_own_rewards_that_get_messages_for_text_rows_are_warned_of():
     messages = [{"role": "user", "content": "q"}]
-    assert is_noted("q", messages)
-    assert not is_noted("q", None) and not is_noted(messages, messages)
-    assert not is_noted("q", messages, conversational=True)
+
+    def warning(prompt, reward_prompt, reward="mine.py:brevity", **data):
+        config = Config.model_validate({"data": data, "reward": {"functions": ["accuracy", reward]}})
+        rows = [Problem(0, messages, (1,), {}, messages), Problem(1, prompt, (1,), {}, reward_prompt)]
+        return messages_warning(config, rows)
+
+    assert warning("q", messages).startswith("warning: mine.py:brevity get(s) lists of messages, as in TRL, because")
+    assert not warning("q", None) and not warning(messages, messages)
+    assert not warning("q", messages, conversational=True) and not warning("q", messages, reward="format")
