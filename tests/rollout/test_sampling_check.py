@@ -62,17 +62,8 @@ def policy_of(model_type, options) -> Policy:
 
 
 QUICK = (
-    "llama",
-    "mistral",
-    "mamba",
-    "mamba2",
-    "lfm2",
-    "qwen3_5_text",
-    "granitemoehybrid",
-    "phimoe",
-    "llama4_text",
-    "gpt2",
-)
+    "llama", "mistral", "mamba", "mamba2", "lfm2", "qwen3_5_text", "granitemoehybrid", "phimoe", "llama4_text", "gpt2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SAMPLED])
