@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import GPT2, SIZES, V
+from architectures import GPT2, PHI3, SIZES, V
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo.batch import Problem, collate
@@ -20,6 +20,13 @@ DELTA |= dict(layer_types=["linear_attention", "full_attention"])
 MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 SAMPLED = {
+    "qwen2": SIZES,
+    "qwen3": SIZES | dict(head_dim=16),
+    "llama": SIZES,
+    "phi3": PHI3,
+    "mistral": SIZES | dict(sliding_window=4),
+    "doge": SIZES,
+    "granite": SIZES | dict(logits_scaling=8.0),
     "mamba": STATES,
     "lfm2": SIZES | dict(layer_types=["conv", "full_attention"]),
     "qwen3_5_text": SIZES | DELTA,
@@ -54,7 +61,9 @@ def policy_of(model_type, options) -> Policy:
     return Policy(model, build_tokenizer(), tuple(range(2, V, 10)), 0, torch.device("cpu"), "fp32")
 
 
-QUICK = ("mamba", "mamba2", "lfm2", "qwen3_5_text", "granitemoehybrid", "phimoe", "llama4_text", "gpt2")
+QUICK = (
+    "llama", "mistral", "mamba", "mamba2", "lfm2", "qwen3_5_text", "granitemoehybrid", "phimoe", "llama4_text", "gpt2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SAMPLED])
