@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo.config import Config, ConfigError, check_world_size
-from grpo.config.arguments import mask_command_line
+from grpo.config import Config, ConfigError, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names

@@ -94,7 +94,7 @@ def test_nothing_imports_the_training_script():
 
 def test_arguments_are_for_the_configuration_alone():
     users = {room_of(path) for path in FILES if any("grpo.config.arguments" in name for name, _ in imports_of(path))}
-    assert users == {"chat", "config"}  # chat reads values as the command line does
+    assert users == {"config"}
 
 
 def test_only_one_file_knows_of_other_ranks():

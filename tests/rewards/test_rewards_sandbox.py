@@ -545,7 +545,7 @@ def test_programs_are_judged_by_what_they_print(sandboxed):
         "import atexit; atexit.register(print, 3)",
         "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(3)",
         "import sys; print(3); sys.stdout.close()",
-        "import os; print(len(os.read(0, os.fstat(0).st_size)) and 3)",
+        "import os; print(os.fstat(0).st_size and 3)",
         "import tempfile; tempfile.TemporaryFile().close(); print(3)",
         "print(3); exit(1)",
         "print(3); raise ValueError",
