@@ -69,9 +69,7 @@ def _apply(override: str, values: dict[str, Any]) -> None:
     known = list(keys_of(Config))
     if key not in known and key not in Config.model_fields:
         raise ConfigError(unknown_key(key, known))
-    # A `#` starts a comment in YAML. On the command line it does not: data.answer_pattern=#### (.+) is a value.
-    is_plain = re.search(r"(^|\s)#", text) and not text.lstrip().startswith(("'", '"', "[", "{", "|", ">"))
-    value = text.strip() if is_plain else read_yaml(text, f"{key}=")
+    value = _value_of(key, text)
     *sections, leaf = key.split(".")
     for section in sections:
         inner = values.setdefault(section, {})
@@ -81,14 +79,20 @@ def _apply(override: str, values: dict[str, Any]) -> None:
     values[leaf] = value
 
 
+def _value_of(key: str, text: str) -> Any:
+    """The value of ``key=text`` on the command line, where a ``#``, which starts a comment in YAML, is part of the value."""
+    is_plain = re.search(r"(^|\s)#", text) and not text.lstrip().startswith(("'", '"', "[", "{", "|", ">"))
+    return text.strip() if is_plain else read_yaml(text, f"{key}=")
+
+
 def mask_command_line() -> None:
     """Mask the secrets of ``section.key=value`` in ``sys.argv``, which ``run.json`` and wandb record."""
     for index, argument in enumerate(sys.argv):
         key, equals, text = argument.partition("=")
         if equals and key in keys_of(Config):
-            value = {key: read_yaml(text, key)}
+            value = _value_of(key, text)
             if (without_secrets := masked(value)) != value:
-                shown = yaml.safe_dump(without_secrets[key], default_flow_style=True, width=math.inf)
+                shown = yaml.safe_dump(without_secrets, default_flow_style=True, width=math.inf)
                 sys.argv[index] = f"{key}={shown.strip()}"
 
 

@@ -45,7 +45,7 @@ def test_the_password_of_a_url_is_masked():
 def test_secrets_are_masked_in_the_command(monkeypatch, written):
     """However the value is written in YAML; nothing else of the command changes."""
     secret = f"reward.functions=[{{name: judge, args: {{api_key: {written}, model: sk-model}}}}]"
-    others = ["train_grpo.py", "output_dir=sk-1", "data.answer_pattern=#### (.+)"]
+    others = ["train_grpo.py", "output_dir=sk-1", "data.answer_pattern=#### (.+)", "data.system_prompt=Answer: [x #"]
     monkeypatch.setattr("sys.argv", [*others, secret])
     mask_command_line()
     assert sys.argv == [*others, "reward.functions=[{args: {api_key: '***', model: sk-model}, name: judge}]"]
