@@ -11,6 +11,7 @@ from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
 _FENCE = re.compile(r"`{3,}|^[ \t]*~{3,}(?=\w*[ \t]*$)", re.MULTILINE)
+_FENCE_OR_TAG = re.compile(r"```|(^[ \t]*)?(</?think>)", re.MULTILINE)
 _INFO = re.compile(r"\s*|[\s{.]*(i?python|py)\b.*|[\s{.]*(i?python|py)\d.*", re.IGNORECASE)
 """What may follow an opening fence: nothing, or the name of the language, with a version or attributes."""
 
@@ -64,15 +65,12 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
     of tildes. A last block of backticks without a closing fence, from a truncated response, counts too. A block may be indented.
     """
     text = _after_thinking(text) if tag is None else tag_content(text, tag) or ""
-    block, opening = None, ""
+    block, opening, no_fences = None, "", _unclosed_lines_of_tildes(text)
     for fence in _FENCE.finditer(text):
         mark = fence[0].strip()
-        if not opening:
-            is_bare = mark.startswith("~") and not text[fence.end() :].partition("\n")[0].strip()
-            if is_bare and not re.search(rf"^[ \t]*{mark}~*[ \t]*$", text[fence.end() :], re.MULTILINE):
-                continue  # a line of tildes alone that nothing closes is no fence
+        if not opening and fence.start() not in no_fences:
             block, opening = slice(fence.end(), None), mark
-        elif mark.startswith(opening):
+        elif opening and mark.startswith(opening):
             block, opening = slice(block.start, fence.start()), ""
     code = text
     if block is not None:
@@ -82,16 +80,28 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
 
 
 def _after_thinking(text: str) -> str:
-    """As :func:`grpo.rewards.extract.after_thinking`, but tags that stand inside a fenced block, after other text of their line, are code."""
-    ends = [tag for tag in re.finditer("</think>", text) if not _is_code(text, tag.start())]
-    text = text[ends[-1].end() :] if ends else text
-    starts = [tag for tag in re.finditer("<think>", text) if not _is_code(text, tag.start())]
-    return text[: starts[0].start()] if starts else text
+    """As :func:`grpo.rewards.extract.after_thinking`, but a tag inside a fenced block, after other text of its line, is code."""
+    start, end, inside = 0, len(text), False
+    for found in _FENCE_OR_TAG.finditer(text):
+        at_line_start, tag = found.groups()
+        if tag is None:
+            inside = not inside
+        elif not inside or at_line_start is not None:
+            if tag == "</think>":
+                start, end, inside = found.end(), len(text), False
+            else:
+                end = min(end, found.start(2))
+    return text[start:end]
 
 
-def _is_code(text: str, position: int) -> bool:
-    before = text[:position]
-    return before.count("```") % 2 == 1 and before.rpartition("\n")[2].strip() != ""
+def _unclosed_lines_of_tildes(text: str) -> set[int]:
+    """Where lines of tildes alone begin that no later line of as many tildes closes: these are no fences."""
+    unclosed, longest = set(), 0
+    for line in reversed(list(re.finditer(r"^[ \t]*(~{3,})[ \t]*$", text, re.MULTILINE))):
+        if len(line[1]) > longest:
+            unclosed.add(line.start())
+        longest = max(longest, len(line[1]))
+    return unclosed
 
 
 def _passed(test: dict[str, str], result: SandboxResult) -> bool:
