@@ -15,9 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = f"--config={os.devnull}"
 """Argument for a run with the defaults of the schema, where without ``--config`` it would be the demo."""
 torch.set_num_threads(1)
+# A shell that starts the tests in the background, or nohup, lets them ignore these signals; so would the runs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background by a shell: the runs that tests start would ignore Ctrl-C too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

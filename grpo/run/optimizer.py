@@ -60,9 +60,7 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     is_finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
     skipped = 0 if is_finite else progress.skipped_in_a_row + 1
     if not is_finite:
-        run.reporter.print(
-            "warning: a gradient is NaN or infinite: this update is skipped, and the weights do not change"
-        )
+        run.reporter.print("warning: a gradient is not finite: this update is skipped, and the weights do not change")
         if settings.on_nonfinite == "stop" or skipped >= MAX_SKIPPED_IN_A_ROW:
             raise ValueError(
                 f"{skipped} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
