@@ -139,6 +139,7 @@ def test_another_number_of_threads_is_noted(capfd):
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_gradients_that_are_not_finite_stops_again_at_once(run, tmp_path, capfd):
     """The last checkpoint counts nine skipped updates, those of the steps that are complete."""
     reward = f"{ROOT}/tests/rewards_for_tests.py:huge"

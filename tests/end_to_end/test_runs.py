@@ -73,6 +73,7 @@ def test_every_preset_trains(tmp_path, random_model, preset):
     assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
+@pytest.mark.slow
 def test_equal_rewards_move_nothing(tmp_path, random_model):
     run_trainer(
         *small_run(random_model, tmp_path / "run"),
@@ -124,6 +125,7 @@ def test_a_reward_that_scored_nothing_has_no_mean():
     assert json_safe(reward_metrics(["none"], values_PGF[..., 1:], values_PGF[..., 1]))["reward"] is None
 
 
+@pytest.mark.slow
 def test_unscorable_completions_are_counted(tmp_path, random_model):
     run_trainer(
         *small_run(random_model, tmp_path / "run"),

@@ -57,6 +57,7 @@ def test_gradient_checkpointing_changes_memory_alone(tmp_path, random_model):
     assert lines(tmp_path / "false") == lines(tmp_path / "true")
 
 
+@pytest.mark.slow
 def test_the_reference_follows_the_policy_when_asked(tmp_path, random_model):
     kl = {}
     for every in (1, 2):
@@ -73,6 +74,7 @@ def test_the_reference_follows_the_policy_when_asked(tmp_path, random_model):
     assert kl[2][0] == kl[2][2] == 0.0 and kl[2][1] > 0 and kl[2][3] > 0
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_gives_up_where_nothing_differs(tmp_path, random_model):
     options = [
         f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.dynamic_sampling=true", "algorithm.beta=0",
@@ -83,6 +85,7 @@ def test_dynamic_sampling_gives_up_where_nothing_differs(tmp_path, random_model)
     assert_same_weights(random_model, tmp_path / "run" / "checkpoint-2")
 
 
+@pytest.mark.slow
 def test_debug_with_dropout_and_without_a_reference(tmp_path, random_model):
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 

@@ -279,6 +279,7 @@ def test_best_by_an_evaluation_is_kept(capsys, tmp_path, random_model):
     assert "checkpoint.keep_best=eval/pass@8 is none of eval/greedy_accuracy, eval/format" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_data_of_the_same_name_is_refused(capsys, tmp_path, random_model):
     path = tmp_path / "d.jsonl"
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(24)]

@@ -35,6 +35,7 @@ def with_true_manifest(folder) -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "reference.pt"])
+@pytest.mark.slow
 def test_a_poisoned_pickle_in_a_checkpoint_gives_a_one_line_error(capsys, tmp_path, random_model, name):
     output, options = tmp_path / "run", ["algorithm.ref_sync_steps=2", "checkpoint.save_steps=1"]
     assert start(random_model, output, *options, "optim.max_steps=2") == 0

@@ -9,6 +9,7 @@ from report.runs_for_tests import write_run
 from grpo.report.page import build_page
 from grpo.report.read import read_run
 
+pytestmark = pytest.mark.slow
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 if CHROMIUM is None:

@@ -242,6 +242,7 @@ def test_failing_everywhere_is_reported(run):
 
 
 @pytest.mark.parametrize("word", ["hang", "die"])
+@pytest.mark.slow
 def test_failing_always_takes_bounded_time(run, word):
     rows = MAX_LOST_WORKERS + 20
     start = time.perf_counter()
@@ -251,6 +252,7 @@ def test_failing_always_takes_bounded_time(run, word):
     assert time.perf_counter() - start < 0.1 * (1 + MAX_LOST_WORKERS) + 9
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, caplog):
     with (
         caplog.at_level(logging.WARNING, "grpo"),

@@ -121,6 +121,7 @@ def test_bf16_tokens_score_as_the_loops_do(random_model):
 
 
 @pytest.mark.parametrize("mistake", ["raises", "gives other logits"])
+@pytest.mark.slow
 def test_what_cannot_be_captured_is_decoded_by_the_loop(random_model, mistake):
     loop, engine = engines(random_model)
     said, head = [], engine.graphs.head

@@ -50,6 +50,7 @@ def test_the_bar_shows_reward_kl_length_and_speed(tmp_path):
     assert b"reward=0.500, kl=0.2500, length=12, tokens/s=300" in shown
 
 
+@pytest.mark.slow
 def test_output_of_libraries_appears_in_whole_lines_above_the_bar(tmp_path):
     script = REPORTER.format(is_main=True) + (
         "warnings.warn('a warning')\n"
