@@ -44,7 +44,7 @@ class Completion:
     sampling_logprobs: tuple[float, ...] = ()
     """Log-probability of each token at the sampling temperature, as computed while sampling; empty for greedy decoding."""
     logged: dict[str, Any] = field(default_factory=dict)
-    """What rewards gave to ``log_extra`` for this completion, by column."""
+    """Column -> the value that a reward gave to ``log_extra`` for this completion."""
 
 
 @dataclass(frozen=True)

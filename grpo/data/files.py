@@ -19,7 +19,7 @@ FORMATS = (*TEXT_FORMATS, ".parquet")
 
 
 class FileMistake(ValueError):
-    """What is wrong with a file: the end of a message that begins with the path, such as ``:7: not valid JSON: ...``."""
+    """A mistake in a file. The message continues one that begins with the path: ``:7: not valid JSON: ...``."""
 
 
 def describe_similar_files(path: str) -> str:

@@ -62,7 +62,7 @@ def _checks_answers(reward: str) -> bool:
 
 
 def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:
-    """What evaluations count as correct, where the configuration does not say it and none of the rewards is known to check answers."""
+    """A note on the reward that decides what is correct; None if the configuration names it or a reward is known to check answers."""
     if config.correctness or any(map(_checks_answers, names)):
         return None
     rule = f"evaluations count a completion as correct if {names[0]} > {config.correct_above:g}"

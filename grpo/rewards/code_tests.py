@@ -140,7 +140,7 @@ def _statement(code: str, entry_point: str | None) -> str:
 
 
 def _can_fail(node: ast.AST) -> bool:
-    """Whether executing ``node`` may reach an ``assert``, a ``raise``, or a call whose result is not used. A definition is not executed."""
+    """True if executing ``node`` may reach an ``assert``, a ``raise``, or a call whose result is not used. Definitions are not executed."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return False
     if isinstance(node, ast.Assert):

@@ -1,4 +1,4 @@
-"""What TRL passes to a reward besides the rows: ``trainer_state`` to read, ``log_metric`` and ``log_extra`` to report numbers and columns.
+"""TRL's arguments of a reward besides the rows: ``trainer_state`` to read, ``log_metric`` and ``log_extra`` to report numbers and columns.
 
 A reward gets these three only if its signature names them: they do not come in ``**kwargs``, where rewards expect columns.
 """
@@ -37,7 +37,7 @@ OUTSIDE_TRAINING = TrainerState()
 
 @dataclass
 class Logged:
-    """What one call of a reward with ``num_rows`` completions reported."""
+    """The metrics and columns that one call of a reward with ``num_rows`` completions reported."""
 
     num_rows: int
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -76,7 +76,7 @@ class WorkerProcess:
             self._start()
         try:
             message = pickle.dumps(request)
-        except Exception as error:
+        except Exception as error:  # values of the user's data may be of any class
             raise ValueError(f"a column cannot be sent to the worker process of the rewards: {error}") from error
         deadline = time.monotonic() + seconds
         self._num_jobs += 1
@@ -92,7 +92,7 @@ class WorkerProcess:
                 answer = self._receive(length, deadline)
                 try:
                     return pickle.loads(answer)
-                except Exception as error:
+                except Exception as error:  # a reward may have written to the connection
                     cause = f"its answer cannot be read: {type(error).__name__}: {error}"
         except TimeoutError:
             self.kill()

@@ -13,7 +13,7 @@ MAX_CODE_LENGTH = 100_000
 _FENCE = re.compile(r"`{3,}|^[ \t]*~{3,}(?=\w*[ \t]*$)", re.MULTILINE)
 _FENCE_OR_TAG = re.compile(r"```|(^[ \t]*)?(</?think>)", re.MULTILINE)
 _INFO = re.compile(r"\s*|[\s{.]*(i?python|py)\b.*|[\s{.]*(i?python|py)\d.*", re.IGNORECASE)
-"""What may follow an opening fence: nothing, or the name of the language, with a version or attributes."""
+"""The text after an opening fence: empty, or the name of the language, with a version or attributes."""
 
 
 def python_tests(
@@ -95,7 +95,7 @@ def _after_thinking(text: str) -> str:
 
 
 def _unclosed_lines_of_tildes(text: str) -> set[int]:
-    """Where lines of tildes alone begin that no later line of as many tildes closes: these are no fences."""
+    """The positions of lines of tildes that no later line of as many tildes closes: these lines are no fences."""
     unclosed, longest = set(), 0
     for line in reversed(list(re.finditer(r"^[ \t]*(~{3,})[ \t]*$", text, re.MULTILINE))):
         if len(line[1]) > longest:

@@ -23,7 +23,7 @@ BUILTIN: dict[str, str] = dict.fromkeys(_TEXT_REWARDS, "grpo.rewards.builtin") |
 
 CLASSIFIER_PREFIX = "classifier:"
 ONLY_IF_NAMED = ("trainer_state", "log_metric", "log_extra")
-"""What a reward gets only if it has a parameter of that name: rewards expect columns in ``**kwargs``."""
+"""Arguments that a reward gets only if it has a parameter of that name: rewards expect columns in ``**kwargs``."""
 TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids", *ONLY_IF_NAMED)
 """The arguments that the trainer passes to a reward besides the columns of the rows. A column of such a name is not passed."""
 MAKE_IT_IN_THE_FILE = "in its file write reward = Name(...), and name that"

@@ -25,7 +25,7 @@ from grpo.system import open_regular
 
 MANIFEST = "manifest.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a JSON file that may contain anything can raise."""
+"""Exceptions of reading a JSON file that may contain anything."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 

@@ -78,7 +78,7 @@ class Run:
 
     @property
     def trainer_state(self) -> TrainerState:
-        """What rewards are told about the run."""
+        """The position of the run, for rewards that ask for it."""
         step = self.progress.step
         return TrainerState(step, step / self.problems.steps_per_epoch, self.max_steps)
 
