@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.rewards import RewardRunner, RewardSpec, load_reward
+from grpo.rewards import RewardRunner, RewardSpec, load_reward, sandbox
 from grpo.rewards.code_tests import read_tests
 from grpo.rewards.python_tests import extract_code
 from grpo.rewards.sandbox import Limits, SandboxError, SandboxUnavailable, _results, run_python
@@ -36,16 +36,15 @@ def sandboxed():
 
 
 @pytest.fixture
-def attack(sandboxed):
+def attack(sandboxed, own_sandboxes):
     """``attack(code)`` -> its status and output. Then a second test must pass in the same sandbox, and no process may be left."""
 
     def attack(code, limits=LIMITS):
-        before = _sandbox_processes()
         result, after = run_python(
             f"if input() == 'attack':\n{_indented(code)}", [{"input": "attack"}, {"input": "-"}], limits
         )
         assert after.status == "passed"
-        assert _sandbox_processes() <= before
+        assert not own_sandboxes()
         return result
 
     return attack
@@ -55,15 +54,23 @@ def _indented(code):
     return "".join(f"    {line}\n" for line in code.strip().splitlines())
 
 
-def _sandbox_processes():
+@pytest.fixture
+def own_sandboxes(tmp_path, monkeypatch):
+    """``own_sandboxes()`` -> the processes of this test's sandboxes. Their path is the test's own: other pytest workers have sandboxes too."""
+    folder = tmp_path / "rewards"
+    folder.symlink_to(ROOT / "grpo" / "rewards")
+    child = str(folder / "sandbox_child.py")
+    monkeypatch.setattr("grpo.rewards.sandbox._CHILD", child)
+    return lambda: _processes_of(child)
+
+
+def _processes_of(program):
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            try:
-                if b"sandbox_child.py" in (folder / "cmdline").read_bytes():
+            with contextlib.suppress(OSError):
+                if program.encode() in (folder / "cmdline").read_bytes():
                     found.add(int(folder.name))
-            except OSError:
-                pass
     return found
 
 
@@ -390,17 +397,19 @@ def test_time_is_shared_by_all_tests(sandboxed):
     assert time.perf_counter() - start < 4
 
 
-def test_the_sandbox_ends_with_the_process_that_started_it(sandboxed):
-    code = "from grpo.rewards.sandbox import *; print('go', flush=True); run_python('while True: pass', [{'code': ''}], Limits(60, 60))"
-    before = _sandbox_processes()
+def test_the_sandbox_ends_with_the_process_that_started_it(sandboxed, own_sandboxes):
+    code = (
+        f"from grpo.rewards import sandbox; sandbox._CHILD = {sandbox._CHILD!r}; print('go', flush=True); "
+        "sandbox.run_python('while True: pass', [{'code': ''}], sandbox.Limits(60, 60))"
+    )
     asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     asker.stdout.readline()
     # Process 1 and the test, which are also the first to end if the machine has no memory left; the launcher is not.
-    _wait_until(lambda: [_ends_first(process) for process in _sandbox_processes() - before].count(True) == 2)
+    _wait_until(lambda: [_ends_first(process) for process in own_sandboxes()].count(True) == 2)
     asker.send_signal(signal.SIGKILL)
     asker.wait()
     asker.stdout.close()
-    _wait_until(lambda: not _sandbox_processes() - before)
+    _wait_until(lambda: not own_sandboxes())
 
 
 def _ends_first(process):
