@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from grpo.attention import enable_packing, pack, packed_hidden
+from grpo.attention import enable_packing, few_sizes, pack, packed_hidden
 from grpo.batch import IGNORE_INDEX
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
@@ -86,23 +86,34 @@ class CompletionScorer(nn.Module):
         positions_BT = positions_BT.clamp(max=sequence_ids_BS.shape[1] - 1)
         labels_N = sequence_ids_BS.gather(1, positions_BT)[completion_mask_BT]
         rows_BT = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
-        predicting_N = (rows_BT[completion_mask_BT], positions_BT[completion_mask_BT] - 1)
+        before_N = rows_BT[completion_mask_BT] * sequence_ids_BS.shape[1] + positions_BT[completion_mask_BT] - 1
         if self.packed and group_B is not None:
             lengths_B = completion_mask_BT.sum(dim=1)
             packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
             hidden_NH = packed_hidden(self.model.base_model, packed)
-            logprobs_N, entropies_N = self._score_hidden(hidden_NH[packed.before_M], labels_N)
+            logprobs_N, entropies_N = self._score_hidden(hidden_NH, packed.before_M, labels_N)
         elif self.plain_head:
             hidden_BSH = self.model.base_model(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            logprobs_N, entropies_N = self._score_hidden(hidden_BSH[predicting_N], labels_N)
+            logprobs_N, entropies_N = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N)
         else:
-            logits_NV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits[predicting_N]
-            logprobs_N, entropies_N = score_logits(logits_NV, labels_N, self.temperature)
+            logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
+            logprobs_N, entropies_N = score_logits(logits_BSV.flatten(0, 1)[before_N], labels_N, self.temperature)
         zeros_BT = logprobs_N.new_zeros(completion_mask_BT.shape)
         return tuple(zeros_BT.masked_scatter(completion_mask_BT, values_N) for values_N in (logprobs_N, entropies_N))
 
-    def _score_hidden(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies from last hidden states; in chunks of tokens where tokens x vocabulary is large."""
+    def _score_hidden(
+        self, hidden_MH: torch.Tensor, before_N: torch.Tensor, labels_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies from the last hidden states of ``M`` tokens, of which ``before_N`` predict the labels.
+
+        In chunks of tokens where tokens x vocabulary is large. The number of tokens is rounded up to one of few sizes.
+        """
+        N = len(before_N)
+        before_N, labels_N = (F.pad(x, (0, few_sizes(N) - N)) for x in (before_N, labels_N))
+        logprobs_N, entropies_N = self._score_tokens(hidden_MH[before_N], labels_N)
+        return logprobs_N[:N], entropies_N[:N]
+
+    def _score_tokens(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         head = self.model.get_output_embeddings()
         kind = hidden_NH.device.type
         n = -(-(LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK) // head.weight.shape[0])

@@ -85,7 +85,7 @@ class ForkedCache:
 
     def store_prompts(self, layer: int, k_UPKD: torch.Tensor, v_UPKD: torch.Tensor) -> None:
         """Store the keys and values of the prompts, padded on the right."""
-        self.dtype = _product_dtype(v_UPKD)
+        self.dtype = product_dtype(v_UPKD)
         self.prompts[layer] = tuple(x.transpose(1, 2).to(self.dtype).contiguous() for x in (k_UPKD, v_UPKD))
 
     def begin_token(self) -> None:
@@ -219,7 +219,7 @@ def _resize(x_UKPD: torch.Tensor, P: int) -> torch.Tensor:
 _flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _product_dtype(x: torch.Tensor) -> torch.dtype:
+def product_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which attention multiplies ``x``: autocast's on a GPU; at least fp32 on CPU, where it takes 0.6 of the time of bf16."""
     kind = x.device.type
     if kind == "cpu":

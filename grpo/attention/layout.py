@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PackedLayout:
     tiles: tuple[Tile, ...]
     """The tile of the prompts first."""
     sizes: tuple[int, ...]
-    """Tokens of each tile."""
+    """Tokens of each tile, and of the padding at the end of the row."""
     masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
     """Additive attention masks, built by the first layer and used by all."""
 
@@ -97,19 +98,30 @@ def pack(
             before.append(torch.arange(start_of_completion[b], start_of_completion[b] + lengths_B[b] - 1))
     source_N = torch.cat([torch.arange(b * S + start, b * S + end) for b, start, end in spans])
     positions_N = torch.cat([torch.arange(start, end) for _, start, end in spans])
-    ids_1N = sequence_ids_BS.flatten()[source_N.to(device)][None, :]
-    return PackedLayout(
-        ids_1N, positions_N.to(device)[None, :], torch.cat(before).to(device), tuple(tiles), tuple(sizes)
-    )
+    ids_N = sequence_ids_BS.flatten()[source_N.to(device)]
+    return _padded(ids_N, positions_N.to(device), torch.cat(before).to(device), tiles, sizes)
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> PackedLayout:
     """Prompts without completions, for the prefill; ``before_M`` is the last token of each."""
     lengths = [len(prompt) for prompt in prompts]
-    ids_1N = torch.tensor([token for prompt in prompts for token in prompt], device=device)[None, :]
-    positions_1N = torch.cat([torch.arange(n) for n in lengths]).to(device)[None, :]
+    ids_N = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    positions_N = torch.cat([torch.arange(n) for n in lengths]).to(device)
     last_U = torch.tensor(lengths).cumsum(0).sub(1).to(device)
-    return PackedLayout(ids_1N, positions_1N, last_U, (_tile(lengths, device),), (sum(lengths),))
+    return _padded(ids_N, positions_N, last_U, [_tile(lengths, device)], [sum(lengths)])
+
+
+def few_sizes(size: int) -> int:
+    """The size rounded up to one of 16 sizes per power of two, at most 1/16 larger: a kernel is then made for few shapes, and reused."""
+    step = 1 << max((size - 1).bit_length() - 5, 0)
+    return -(-size // step) * step
+
+
+def _padded(ids_N, positions_N, before_M, tiles: list[Tile], sizes: list[int]) -> PackedLayout:
+    """The layout, with padding tokens at the end of the row so that rows have few different lengths."""
+    padding = few_sizes(len(ids_N)) - len(ids_N)
+    ids_1N, positions_1N = (F.pad(x, (0, padding))[None, :] for x in (ids_N, positions_N))
+    return PackedLayout(ids_1N, positions_1N, before_M, tuple(tiles), (*sizes, padding))
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:

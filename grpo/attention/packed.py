@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo.attention.forked import ForkedCache
+from grpo.attention.forked import ForkedCache, product_dtype
 from grpo.attention.layout import PackedLayout, pack, pack_prompts
 from grpo.system import first_line
 
@@ -37,6 +37,15 @@ def packed_attention(
     q_1HND: torch.Tensor, k_1KND: torch.Tensor, v_1KND: torch.Tensor, packed: PackedLayout, scaling: float | None
 ) -> torch.Tensor:
     """Attention over a packed row; ``[1, N, H, D]``."""
+    dtype = product_dtype(v_1KND)
+    with torch.autocast(v_1KND.device.type, enabled=False):
+        rows = (x.to(dtype) for x in (q_1HND, k_1KND, v_1KND))
+        return _attend(*rows, packed, scaling)
+
+
+def _attend(
+    q_1HND: torch.Tensor, k_1KND: torch.Tensor, v_1KND: torch.Tensor, packed: PackedLayout, scaling
+) -> torch.Tensor:
     q_s, k_s, v_s = ([*x[0].transpose(0, 1).split(packed.sizes)] for x in (q_1HND, k_1KND, v_1KND))
     H, K = q_1HND.shape[1], k_1KND.shape[1]
     g, prompts = H // K, packed.tiles[0]
@@ -55,18 +64,17 @@ def packed_attention(
         mask = _additive_mask(packed, number, g, q_1HND.dtype)
         out_RKgCD = F.scaled_dot_product_attention(q_RKgCD, k_RKSD, v_RKSD, attn_mask=mask, scale=scaling)
         outs.append(tile.unpad(out_RKgCD.reshape(tile.rows, H, tile.width, -1).transpose(1, 2)))
+    outs.append(outs[0].new_zeros(packed.sizes[-1], H, q_1HND.shape[3]))
     return torch.cat(outs)[None]
 
 
 def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype) -> torch.Tensor:
     """``[R, 1, g * C, S]`` for a tile: 0 where a token may attend, else -inf.
 
-    The mask has autocast's dtype, and on CUDA rows of a multiple of 8 elements, as the kernel requires: else every layer would convert it.
+    On CUDA its rows have a multiple of 8 elements, as the kernel requires: else every layer would copy it.
     """
     visible_RCS = packed.tiles[number].visible_RCS
     kind = visible_RCS.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
     key = (number, g, dtype)
     if key not in packed.masks:
         R, C, S = visible_RCS.shape

@@ -4,7 +4,7 @@ import pytest
 import torch
 from architectures import CAN, CANNOT, V, build
 
-from grpo.attention import pack
+from grpo.attention import few_sizes, pack
 from grpo.attention.packed import ATTENTION
 from grpo.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows
 from grpo.logprobs import CompletionScorer
@@ -55,7 +55,7 @@ def test_packed_equals_padded(name, recompute):
     packed = scored(scorer, *rows())
     hook.remove()
     # 11 + 1 + 7 prompt tokens, once each, and each completion without its last token
-    assert calls[0] == (1, 19 + 4 + 0 + 39 + 8 + 16)
+    assert calls[0] == (1, 19 + 4 + 0 + 39 + 8 + 16 + 2)  # the last 2 are padding: 86 is none of the few sizes
     torch.testing.assert_close(packed[0], padded[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(packed[1], padded[1], rtol=0, atol=1e-5)
     assert packed[2].keys() == padded[2].keys()
@@ -143,7 +143,7 @@ def test_completions_of_very_unlike_lengths_are_in_tiles_of_their_own():
     ids_BS = torch.zeros(9, 110, dtype=torch.long)
     packed = pack(ids_BS, [5] * 9, [n + 1 for n in lengths], [0] * 9)
     assert [(tile.rows, tile.width) for tile in packed.tiles] == [(1, 5), (3, 100), (2, 74), (2, 40), (2, 8)]
-    assert packed.sizes == (5, 277, 134, 79, 10)
+    assert packed.sizes == (5, 277, 134, 79, 10, 7)  # and 7 tokens of padding
 
 
 def test_groups_are_cut_by_their_packed_tokens():
@@ -158,3 +158,9 @@ def test_groups_are_cut_by_their_packed_tokens():
     assert [rows.tolist() for rows in microbatch_rows(batch, 50, packed=True)] == [[0, 1, 2, 3], [4], [5]]
     assert [rows.tolist() for rows in microbatch_rows(batch, 1, packed=True)] == [[0], [1], [2], [3], [4], [5]]
     assert [rows.tolist() for rows in microbatch_rows(batch, 10**6, packed=True)] == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_packed_rows_have_few_lengths():
+    lengths = [few_sizes(n) for n in range(2049, 4097)]
+    assert len(set(lengths)) == 16 and all(0 <= m - n < 128 for n, m in enumerate(lengths, 2049))
+    assert [few_sizes(n) for n in (0, 1, 31, 32, 33, 64, 65)] == [0, 1, 31, 32, 34, 64, 68]
