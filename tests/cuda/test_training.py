@@ -23,7 +23,11 @@ def test_two_steps(gpu, tmp_path, architecture, precision):
     assert not any(name.startswith("math") for name in report.attention)
     steps = [line for line in report.returned if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    assert all(line["skipped_updates"] == 0 and line["grad_norm"] > 0 for line in steps) if "skipped_updates" in steps[0] else True
+    assert (
+        all(line["skipped_updates"] == 0 and line["grad_norm"] > 0 for line in steps)
+        if "skipped_updates" in steps[0]
+        else True
+    )
 
 
 @pytest.mark.slow
