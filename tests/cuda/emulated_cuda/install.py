@@ -82,8 +82,8 @@ def _module_to(original):
 
 
 def _profile(original):
-    """The profiler without shapes: it would ask emulated tensors for their address."""
-    return lambda **options: original(**options | {"record_shapes": False})
+    """The profiler without CUDA's events, which a CPU build of PyTorch cannot record."""
+    return lambda activities, **options: original(activities=[torch.profiler.ProfilerActivity.CPU], **options)
 
 
 def _load(original):
