@@ -169,14 +169,32 @@ class CUDAGraphRunner:
         for tensor, value in zip(changed, before, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        try:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # the graph's pool cannot take memory that the allocator keeps for others
+        with torch.cuda.stream(self._capture_stream):
             # "thread_local": the threads of NCCL and of the checkpoint writer may call CUDA during the capture.
-            options = dict(pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local")
-            with torch.cuda.graph(graph, **options):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
                 step()
-        finally:
-            torch.cuda.set_stream(current)  # a capture that fails leaves its own stream set
+            finally:
+                self._end_capture(graph)
         return graph.replay
+
+    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture. If CUDA has invalidated the capture, PyTorch's ``capture_end`` raises before it has undone ``capture_begin``."""
+        try:
+            graph.capture_end()
+        except Exception:
+            number = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(
+                number, self._pool
+            )  # else all later allocations would come from the graph's pool
+            torch._C._cuda_releasePool(number, self._pool)
+            for generator in torch.cuda.default_generators[number : number + 1]:
+                generator.graphsafe_set_state(
+                    generator.clone_state()
+                )  # else it would expect to be captured, and dropout would raise
+            raise
 
 
 def _draw_into(state: State, next_1: torch.Tensor, logits_SV: torch.Tensor, sampling: SamplingParams, eos_E) -> None:
