@@ -67,7 +67,7 @@ class _Layer:
         if self.head_norms[0] is not None:
             q, k = q_and_k.split((H, K), dim=1)
             q_and_k = torch.cat([_rms_norm(q, self.head_norms[0]), _rms_norm(k, self.head_norms[1])], dim=1)
-        q_and_k = torch.addcmul(q_and_k * cos_R1D, q_and_k.roll(D // 2, dims=-1), sin_R1D)
+        q_and_k = torch.addcmul(q_and_k * cos_R1D, q_and_k.roll(D // 2, dims=-1), sin_R1D).to(cache.dtype)
         q, k, v = q_and_k[:, :H, None], q_and_k[:, H:, None], heads[:, H + K :, None]
         attended = cache.attend(number, q, k, v, self.scaling)
         x = x + self.o(attended.view(len(x), H * D))

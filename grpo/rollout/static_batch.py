@@ -78,10 +78,12 @@ class Slots:
         U, J = (min(self.U, S), min(self.J, S)) if self.own else (len(prompts_left), int(counts_U.max()))
         first_U = counts_U.cumsum(0) - counts_U
         number_R = torch.arange(R, device=buffers.device) - first_U[prompt_R]
-        cell_S = first_U.new_full((S,), U * J)  # padding queries go to one more cell, which is never read
-        cell_S[:R] = prompt_R * J + number_R
-        self.to_cell_S = buffers.copy("to cell", cell_S)
-        self.from_cell_S = buffers.copy("from cell", cell_S.clamp(max=U * J - 1))
+        self.to_cell_S = self.from_cell_S = None  # while all prompts have J rows
+        if S != U * J or bool((counts_U != J).any()):
+            cell_S = first_U.new_full((S,), U * J)  # padding queries go to one more cell, which is never read
+            cell_S[:R] = prompt_R * J + number_R
+            self.to_cell_S = buffers.copy("to cell", cell_S)
+            self.from_cell_S = buffers.copy("from cell", cell_S.clamp(max=U * J - 1))
         self.state["prompt"] = torch.zeros_like(self.state["prompt"]).index_copy_(0, slots, prompt_R)
         self.state = {name: buffers.copy(name, values[filled_S]) for name, values in self.state.items()}
         self._move_prompts(torch.cat([prompts_left, prompts_left[:1].expand(U - len(prompts_left))]))
@@ -92,7 +94,8 @@ class Slots:
         buffers, P = self.buffers, self.P
         self.lengths_U = self.lengths_U[prompts_U]
         padding_UP = torch.arange(P, device=buffers.device) >= self.lengths_U[:, None]
-        self.prompt_padding = buffers.copy("prompt padding", padding_UP[:, None, None])
+        bias_UP = torch.zeros_like(padding_UP, dtype=torch.float32).masked_fill_(padding_UP, float("-inf"))
+        self.prompt_bias = buffers.copy("prompt bias", bias_UP[self.state["prompt"]][:, None, None])
         for layer, pair in self.prompts.items():
             padded = [F.pad(x[prompts_U], (0, 0, 0, P - x.shape[2])) for x in pair]
             names = f"prompt keys {layer}", f"prompt values {layer}"
@@ -111,7 +114,16 @@ class Slots:
     @property
     def shape_key(self) -> tuple:
         """Equal keys mean equal shapes and addresses."""
-        return self.num_slots, self.U, self.J, self.P, self.T, self.dtype, "uniforms" in self.state
+        return (
+            self.num_slots,
+            self.U,
+            self.J,
+            self.to_cell_S is None,
+            self.P,
+            self.T,
+            self.dtype,
+            "uniforms" in self.state,
+        )
 
     def end_at_stops(self, stops: Stops, num_searched: int, num_drawn: int) -> None:
         """End each row at its first stop string among the tokens from number ``num_searched`` on, and drop what it has drawn behind it."""
@@ -146,16 +158,21 @@ class StaticCache(ForkedCache):
     """A :class:`ForkedCache` over the static buffers. Every step attends to ``width`` own tokens, of which later ones are masked."""
 
     def __init__(self, slots: Slots, width: int):
-        self.prompts, self.prompt_padding, self.dtype = dict(slots.prompts), slots.prompt_padding, slots.dtype
+        self.prompts, self.prompt_bias, self.dtype = dict(slots.prompts), slots.prompt_bias, slots.dtype
         self.own = {layer: tuple(buffer[:, :, :width] for buffer in pair) for layer, pair in slots.own.items()}
         self.grid, self.num_cells = (slots.U, slots.J), slots.U * slots.J + 1  # one more, for padding queries
         self.to_cell_R, self.from_cell_R = slots.to_cell_S, slots.from_cell_S
         self.use_cascade = False
-        self.index_C = torch.arange(width, device=slots.to_cell_S.device)
+        self.index_C = torch.arange(width, device=slots.prompt_bias.device)
 
     def set_position(self, next_1: torch.Tensor) -> None:
         """The step computes the token before number ``next``: its keys and values go to index ``next - 1``, and those behind are masked."""
-        self.index_1, self.own_padding = next_1 - 1, self.index_C >= next_1
+        self.index_1 = next_1 - 1
+        bias_C = torch.zeros_like(self.index_C, dtype=torch.float32).masked_fill_(self.index_C >= next_1, float("-inf"))
+        self.bias = torch.cat([self.prompt_bias, bias_C.expand(len(self.prompt_bias), 1, 1, -1)], dim=-1)
+
+    def _bias_of_token(self, P: int, C: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.bias
 
     def begin_token(self) -> None:
         """Nothing to do: :meth:`set_position` counts on the device."""

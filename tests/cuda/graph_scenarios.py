@@ -50,7 +50,7 @@ def trains_after_a_failed_capture(folder, fails: bool):
     """Lines of ``metrics.jsonl`` of a run on the device, whose captures fail if ``fails``."""
     if fails:
         torch.cuda.CUDAGraph.capture_begin = lambda *_, **__: 1 / 0
-    return scenarios.trains(folder, settings=["eval.every=0"])["lines"]
+    return scenarios.trains(folder)["lines"]
 
 
 def kernels_per_layer(folder, precision: str, **changes) -> dict[str, dict[str, int]]:

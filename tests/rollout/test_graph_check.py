@@ -28,18 +28,22 @@ def wrong_position(engine, monkeypatch):
     engine.graphs.decoder = lambda token_R, positions_R, cache: real(token_R, positions_R + 1, cache)
 
 
-def misses_the_newest_key(engine, monkeypatch):
+def sees_other_keys(monkeypatch, offset: int):
+    real = static_batch.StaticCache.set_position
+
     def set_position(cache, next_1):
-        cache.index_1, cache.own_padding = next_1 - 1, cache.index_C >= next_1 - 1
+        real(cache, next_1 + offset)
+        cache.index_1 = next_1 - 1
 
     monkeypatch.setattr(static_batch.StaticCache, "set_position", set_position)
+
+
+def misses_the_newest_key(engine, monkeypatch):
+    sees_other_keys(monkeypatch, -1)
 
 
 def sees_a_later_key(engine, monkeypatch):
-    def set_position(cache, next_1):
-        cache.index_1, cache.own_padding = next_1 - 1, cache.index_C > next_1
-
-    monkeypatch.setattr(static_batch.StaticCache, "set_position", set_position)
+    sees_other_keys(monkeypatch, 1)
 
 
 def stale_uniforms(engine, monkeypatch):
@@ -62,7 +66,8 @@ def one_row_reads_another_prompt(engine, monkeypatch):
     real = engine.graphs.decoder
 
     def decoder(token_R, positions_R, cache):
-        cache.from_cell_R = torch.cat([cache.from_cell_R[:-1], cache.from_cell_R[:1]])
+        cell_S = torch.arange(cache.num_cells - 1) if cache.from_cell_R is None else cache.from_cell_R
+        cache.from_cell_R = torch.cat([cell_S[:-1], cell_S[:1]])
         return real(token_R, positions_R, cache)
 
     engine.graphs.decoder = decoder
