@@ -125,13 +125,20 @@ class ForkedCache:
         """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
         P = k_UKPD.shape[2]
         from_prompt = self._prompts_to_rows(_scores(self._rows_to_prompts(q_RKgD), k_UKPD))
-        scores = torch.cat([from_prompt, _scores(q_RKgD, k_RKCD)], dim=-1)
-        bias = self._bias_of_token(P, k_RKCD.shape[2], scores.dtype)
+        weights = self._weights(from_prompt, _scores(q_RKgD, k_RKCD), scaling)
+        from_own, from_prompt = weights[..., P:] @ v_RKCD, self._rows_to_prompts(weights[..., :P]) @ v_UKPD
+        if self.from_cell_R is not None:
+            return from_own.add_(self._prompts_to_rows(from_prompt))
+        U, J = self.grid  # without a copy of the rows in their order
+        from_own.unflatten(0, (U, J)).add_(from_prompt.unflatten(2, (J, -1)).transpose(1, 2))
+        return from_own
+
+    def _weights(self, from_prompt: torch.Tensor, from_own: torch.Tensor, scaling: float) -> torch.Tensor:
+        """``[R, K, g, P + C]`` the softmax of the scaled scores, in the dtype of the products."""
+        scores = torch.cat([from_prompt, from_own], dim=-1)
+        bias = self._bias_of_token(from_prompt.shape[-1], from_own.shape[-1], scores.dtype)
         scores = scores.mul_(scaling) if bias is None else torch.add(bias, scores, alpha=scaling)
-        weights = scores.softmax(dim=-1).to(v_UKPD.dtype)
-        out = self._prompts_to_rows(self._rows_to_prompts(weights[..., :P]) @ v_UKPD)
-        out.flatten(0, 1).baddbmm_(weights[..., P:].flatten(0, 1), v_RKCD.flatten(0, 1))
-        return out
+        return scores.softmax(dim=-1).to(self.dtype)
 
     def _bias_of_token(self, P: int, C: int, dtype: torch.dtype) -> torch.Tensor | None:
         """``[R, 1, 1, P + C]``, -inf at padding, else 0, the same in every layer; None without padding."""

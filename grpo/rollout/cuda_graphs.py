@@ -20,6 +20,7 @@ import torch
 from grpo.rollout.decode_loop import Decoded
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.llama_decoder import LlamaDecoder
+from grpo.rollout.pieces import Pieces
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.static_batch import Slots, State, StaticBuffers, StaticCache, padded_rows
 from grpo.rollout.stops import Stops
@@ -39,9 +40,9 @@ class CUDAGraphRunner:
     The weights of ``decoder`` and ``head`` must keep their addresses. ``capture=False`` runs the same steps without graphs, on any device.
     """
 
-    def __init__(self, decoder: LlamaDecoder, head, eos_ids: tuple[int, ...], device: torch.device, *, capture=True):
+    def __init__(self, decoder: LlamaDecoder, head, eos_ids: tuple[int, ...], device, *, pieces=None, capture=True):
         self.decoder, self.head, self.device, self.capture = decoder, head, device, capture
-        self.eos_ids = eos_ids
+        self.eos_ids, self.pieces = eos_ids, pieces or Pieces()
         self.verified: set[bool] = set()
         """The kinds of sampling (whether it is greedy) for which the graphs have agreed with the decode loop."""
         self._buffers = StaticBuffers(device, self._drop_graphs)
@@ -136,7 +137,12 @@ class CUDAGraphRunner:
             return self._steps[key][0]
         if len(self._steps) >= MAX_GRAPHS:
             self._drop_graphs()
-        state, next_1, cache, eos_E = slots.state, slots.next_1, StaticCache(slots, width), self._eos(stop_ids)
+        state, next_1, cache, eos_E = (
+            slots.state,
+            slots.next_1,
+            StaticCache(slots, width, self.pieces),
+            self._eos(stop_ids),
+        )
 
         def step() -> None:
             cache.set_position(next_1)
@@ -149,25 +155,28 @@ class CUDAGraphRunner:
         return run
 
     def _captured(self, step: Callable[[], None], slots: Slots) -> Callable[[], None]:
-        """Capture a step in a graph, after a warm-up run in which libraries initialise; returns its replay.
+        """Capture a step in a graph, after two warm-up runs; returns its replay.
 
-        The state before the warm-up is restored; the first replay overwrites its keys and values.
+        The state before each run is restored; the first replay overwrites its keys and values.
         """
         changed = [slots.next_1, *(slots.state[n] for n in ("token", "position", "live", "finished", "length"))]
         before = [tensor.clone() for tensor in changed]
         current = torch.cuda.current_stream(self.device)
         self._warmup_stream.wait_stream(current)
         mode = torch.cuda.get_sync_debug_mode()
-        try:
-            # A host sync cannot be captured; an error in the warm-up is easier to recover from than one in the capture.
-            torch.cuda.set_sync_debug_mode("error")
-            with torch.cuda.stream(self._warmup_stream):
-                step()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-        current.wait_stream(self._warmup_stream)
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
+        # A host sync cannot be captured; an error in the warm-up is easier to recover from than one in the capture. In the first run
+        # libraries and the compiler initialise, which may wait for the device.
+        for allowed in (mode, "error"):
+            try:
+                torch.cuda.set_sync_debug_mode(allowed)
+                with torch.cuda.stream(self._warmup_stream):
+                    step()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+            current.wait_stream(self._warmup_stream)
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+            self._warmup_stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # the graph's pool cannot take memory that the allocator keeps for others

@@ -23,6 +23,7 @@ from grpo.rollout.decode_loop import Decoded, DecodeLoop, Prefill, Prompts
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.graph_check import ENOUGH, agrees_with_loop
 from grpo.rollout.llama_decoder import LlamaDecoder, matches_model
+from grpo.rollout.pieces import pieces_for
 from grpo.rollout.prefill import prefill
 from grpo.rollout.stops import Stops
 from grpo.rollout.weights import FusedLinear, copied_weights
@@ -113,7 +114,9 @@ class BuiltinEngine:
                     llama_decoder = LlamaDecoder(policy.backbone) if self._is_llama else None
                     if use_graphs and self.graphs is None:
                         head = policy.model.get_output_embeddings()
-                        self.graphs = CUDAGraphRunner(llama_decoder, head, policy.eos_ids, policy.device)
+                        pieces = pieces_for(policy.device, self.warn)
+                        decoder = LlamaDecoder(policy.backbone, pieces)
+                        self.graphs = CUDAGraphRunner(decoder, head, policy.eos_ids, policy.device, pieces=pieces)
                     yield partial(prefill, policy, llama_decoder)
         finally:
             if self.graphs is not None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from grpo.attention import ForkedCache
 from grpo.rollout.decode_loop import Decoded
+from grpo.rollout.pieces import Pieces
 from grpo.rollout.stops import Stops
 
 PROMPT_BUCKET = 256
@@ -157,7 +158,8 @@ class Slots:
 class StaticCache(ForkedCache):
     """A :class:`ForkedCache` over the static buffers. Every step attends to ``width`` own tokens, of which later ones are masked."""
 
-    def __init__(self, slots: Slots, width: int):
+    def __init__(self, slots: Slots, width: int, pieces: Pieces):
+        self.pieces = pieces
         self.prompts, self.prompt_bias, self.dtype = dict(slots.prompts), slots.prompt_bias, slots.dtype
         self.own = {layer: tuple(buffer[:, :, :width] for buffer in pair) for layer, pair in slots.own.items()}
         self.grid, self.num_cells = (slots.U, slots.J), slots.U * slots.J + 1  # one more, for padding queries
@@ -171,8 +173,8 @@ class StaticCache(ForkedCache):
         bias_C = torch.zeros_like(self.index_C, dtype=torch.float32).masked_fill_(self.index_C >= next_1, float("-inf"))
         self.bias = torch.cat([self.prompt_bias, bias_C.expand(len(self.prompt_bias), 1, 1, -1)], dim=-1)
 
-    def _bias_of_token(self, P: int, C: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.bias
+    def _weights(self, from_prompt: torch.Tensor, from_own: torch.Tensor, scaling: float) -> torch.Tensor:
+        return self.pieces.weights(from_prompt, from_own, self.bias, scaling, self.dtype)
 
     def begin_token(self) -> None:
         """Nothing to do: :meth:`set_position` counts on the device."""

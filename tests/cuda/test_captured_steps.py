@@ -18,3 +18,14 @@ def test_each_step_counts_the_ranks_that_sample_without_graphs(gpu, tmp_path, fa
     steps = [line for line in report.returned if line["step"]]
     assert [line["sampling/ranks_without_graphs"] for line in steps] == [float(fails)] * 2
     assert ("are not captured in CUDA graphs (division by zero)" in report.output) == fails
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_kernels_of_a_layer(gpu, tmp_path, precision):
+    """Without scatter and gather as long as all groups have as many rows."""
+    report = gpu.run("graph_scenarios.kernels_per_layer", folder=str(tmp_path), precision=precision)
+    first, last = (report.returned[name] for name in ("first graph", "last graph"))
+    print(report.returned)
+    assert sum(first.values()) <= 30 and not {"new_zeros", "index"} & set(first)
+    assert sum(last.values()) <= 36
