@@ -126,7 +126,8 @@ class ForkedCache:
         P = k_UKPD.shape[2]
         from_prompt = self._prompts_to_rows(_scores(self._rows_to_prompts(q_RKgD), k_UKPD))
         weights = self._weights(from_prompt, _scores(q_RKgD, k_RKCD), scaling)
-        from_own, from_prompt = weights[..., P:] @ v_RKCD, self._rows_to_prompts(weights[..., :P]) @ v_UKPD
+        from_own = torch.bmm(weights[..., P:].flatten(0, 1), v_RKCD.flatten(0, 1)).view(q_RKgD.shape)
+        from_prompt = self._rows_to_prompts(weights[..., :P]) @ v_UKPD
         if self.from_cell_R is not None:
             return from_own.add_(self._prompts_to_rows(from_prompt))
         U, J = self.grid  # without a copy of the rows in their order

@@ -79,12 +79,14 @@ class Slots:
         U, J = (min(self.U, S), min(self.J, S)) if self.own else (len(prompts_left), int(counts_U.max()))
         first_U = counts_U.cumsum(0) - counts_U
         number_R = torch.arange(R, device=buffers.device) - first_U[prompt_R]
-        self.to_cell_S = self.from_cell_S = None  # while all prompts have J rows
-        if S != U * J or bool((counts_U != J).any()):
-            cell_S = first_U.new_full((S,), U * J)  # padding queries go to one more cell, which is never read
-            cell_S[:R] = prompt_R * J + number_R
-            self.to_cell_S = buffers.copy("to cell", cell_S)
-            self.from_cell_S = buffers.copy("from cell", cell_S.clamp(max=U * J - 1))
+        cell_S = first_U.new_full((S,), U * J)  # padding queries go to one more cell, which is never read
+        cell_S[:R] = prompt_R * J + number_R
+        self.to_cell_S = buffers.copy("to cell", cell_S)
+        self.from_cell_S = buffers.copy("from cell", cell_S.clamp(max=U * J - 1))
+        if S == U * J and bool(
+            (counts_U == J).all()
+        ):  # every row is in the cell of its number: nothing to scatter and gather
+            self.to_cell_S = self.from_cell_S = None
         self.state["prompt"] = torch.zeros_like(self.state["prompt"]).index_copy_(0, slots, prompt_R)
         self.state = {name: buffers.copy(name, values[filled_S]) for name, values in self.state.items()}
         self._move_prompts(torch.cat([prompts_left, prompts_left[:1].expand(U - len(prompts_left))]))

@@ -54,15 +54,16 @@ def trains_after_a_failed_capture(folder, fails: bool):
 
 
 def kernels_per_layer(folder, precision: str, **changes) -> dict[str, dict[str, int]]:
-    """Kernels that one layer adds to a decode step, by operation: in the decode loop, in the first graph, and in one from which rows have left."""
+    """Kernels that one layer adds to a decode step, by operation: in the decode loop, and in graphs of equal and of unequal groups."""
     counts = []
     for layers in (1, 2):
         place = Path(folder) / str(layers)
         loop, engine = engines_on_gpu(place, precision, print, num_hidden_layers=layers, head_dim=8, **changes)
         problems = problems_of(loop.policy)
-        engine.generate(problems, SamplingParams(8, 40), address=ADDRESS)
-        graphs = [run.__self__ for run, _ in engine.graphs._steps.values()]
-        found = [launched(operation(func) for func, *_ in graph.recorded) for graph in (graphs[0], graphs[-1])]
+        for bound in (None, 600):  # which splits groups
+            engine.generate(problems, SamplingParams(8, 12, tokens_in_flight=bound), address=ADDRESS)
+        graphs = {key[3]: run.__self__ for key, (run, _) in engine.graphs._steps.items()}  # by whether groups are equal
+        found = [launched(operation(func) for func, *_ in graphs[equal].recorded) for equal in (True, False)]
         device.forget()
         with loop._ready() as prefill:
             decoder, _ = prefill([problem.prompt_ids for problem in problems for _ in range(8)], 4)
@@ -70,7 +71,7 @@ def kernels_per_layer(folder, precision: str, **changes) -> dict[str, dict[str, 
             device.forget()
             decoder.step(torch.zeros(32, dtype=torch.long, device=CUDA))
         counts.append([launched(device.kernels.elements()), *found])
-    names = ("loop", "first graph", "last graph")
+    names = ("loop", "equal groups", "unequal groups")
     return {name: dict(two - one) for name, one, two in zip(names, *counts, strict=True)}
 
 
@@ -78,8 +79,7 @@ def launched(operations) -> Counter[str]:
     """Kernels by operation. CUDA has one for ``rms_norm``, which PyTorch computes by six operations on this device."""
     count = Counter(name for name in operations if name not in NO_KERNEL)
     norms = count.pop("rsqrt")
-    assert count.pop("pow") == count.pop("mean") == count.pop("add_") == norms
-    count["mul"] -= 2 * norms
+    count.subtract({"pow": norms, "mean": norms, "add_": norms, "mul": 2 * norms})
     return +count + Counter(rms_norm=norms)
 
 

@@ -2,6 +2,9 @@
 
 import pytest
 
+MOST_KERNELS = {"bf16": 30, "fp32": 32}
+"""Of a layer of a captured step, equal groups. (41 with scatter and gather in every step.)"""
+
 
 def test_an_invalidated_capture_leaves_no_memory_pool_in_use(gpu, tmp_path):
     report = gpu.run("graph_scenarios.is_invalidated", folder=str(tmp_path))
@@ -25,7 +28,6 @@ def test_each_step_counts_the_ranks_that_sample_without_graphs(gpu, tmp_path, fa
 def test_kernels_of_a_layer(gpu, tmp_path, precision):
     """Without scatter and gather as long as all groups have as many rows."""
     report = gpu.run("graph_scenarios.kernels_per_layer", folder=str(tmp_path), precision=precision)
-    first, last = (report.returned[name] for name in ("first graph", "last graph"))
-    print(report.returned)
-    assert sum(first.values()) <= 30 and not {"new_zeros", "index"} & set(first)
-    assert sum(last.values()) <= 36
+    equal, unequal = (report.returned[name] for name in ("equal groups", "unequal groups"))
+    assert sum(equal.values()) <= MOST_KERNELS[precision] and not {"new_zeros", "index"} & set(equal)
+    assert sum(unequal.values()) <= MOST_KERNELS[precision] + 7
