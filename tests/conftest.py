@@ -83,9 +83,8 @@ def load(folder: Path, packed: bool = False, **options):
     from grpo.attention.packed import enable_packing
     from grpo.model import load_policy, load_tokenizer
 
-    policy = load_policy(
-        str(folder), load_tokenizer(str(folder)), device=torch.device("cpu"), **{"precision": "fp32"} | options
-    )
+    options = {"precision": "fp32", "device": torch.device("cpu")} | options
+    policy = load_policy(str(folder), load_tokenizer(str(folder)), **options)
     if packed:
         assert enable_packing(policy.model, policy.model.model) is None
     return policy

@@ -91,6 +91,7 @@ class ForkedCache:
     def begin_token(self) -> None:
         """Advance to the next token of every row: once per decode step, before the first layer."""
         self.length += 1
+        self._token_bias = None
         if self.start_R is not None:
             index_C = torch.arange(self.length, device=self.start_R.device)
             self.own_padding = (index_C < self.start_R[:, None])[:, None, None]
@@ -122,17 +123,36 @@ class ForkedCache:
 
     def _attend_jointly(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
         """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
-        from_prompt = _scores(self._rows_to_prompts(q_RKgD), k_UKPD, scaling)
-        if self.prompt_padding is not None:
-            from_prompt.masked_fill_(self.prompt_padding, float("-inf"))
-        from_own = _scores(q_RKgD, k_RKCD, scaling)
-        if self.own_padding is not None:
-            from_own.masked_fill_(self.own_padding, float("-inf"))
-        scores = torch.cat([self._prompts_to_rows(from_prompt), from_own], dim=-1)
-        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v_UKPD.dtype)
         P = k_UKPD.shape[2]
-        from_prompt = self._prompts_to_rows(self._rows_to_prompts(weights[..., :P]) @ v_UKPD)
-        return from_prompt + weights[..., P:] @ v_RKCD
+        from_prompt = self._prompts_to_rows(_scores(self._rows_to_prompts(q_RKgD), k_UKPD))
+        weights = self._weights(from_prompt, _scores(q_RKgD, k_RKCD), scaling)
+        from_own = torch.bmm(weights[..., P:].flatten(0, 1), v_RKCD.flatten(0, 1)).view(q_RKgD.shape)
+        from_prompt = self._rows_to_prompts(weights[..., :P]) @ v_UKPD
+        if self.from_cell_R is not None:
+            return from_own.add_(self._prompts_to_rows(from_prompt))
+        U, J = self.grid  # without a copy of the rows in their order
+        from_own.unflatten(0, (U, J)).add_(from_prompt.unflatten(2, (J, -1)).transpose(1, 2))
+        return from_own
+
+    def _weights(self, from_prompt: torch.Tensor, from_own: torch.Tensor, scaling: float) -> torch.Tensor:
+        """``[R, K, g, P + C]`` the softmax of the scaled scores, in the dtype of the products."""
+        scores = torch.cat([from_prompt, from_own], dim=-1)
+        bias = self._bias_of_token(from_prompt.shape[-1], from_own.shape[-1], scores.dtype)
+        scores = scores.mul_(scaling) if bias is None else torch.add(bias, scores, alpha=scaling)
+        return scores.softmax(dim=-1).to(self.dtype)
+
+    def _bias_of_token(self, P: int, C: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """``[R, 1, 1, P + C]``, -inf at padding, else 0, the same in every layer; None without padding."""
+        if self.prompt_padding is None and self.own_padding is None:
+            return None
+        if self._token_bias is None:
+            R = len(self.prompt_R)
+            no_padding = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.prompt_R.device)
+            from_prompt = no_padding if self.prompt_padding is None else self.prompt_padding[self.prompt_R]
+            own = no_padding if self.own_padding is None else self.own_padding
+            padding = torch.cat([from_prompt.expand(R, 1, 1, P), own.expand(R, 1, 1, C)], dim=-1)
+            self._token_bias = _additive(padding, dtype)
+        return self._token_bias
 
     def _attend_cascade(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
         """Cascade attention: the CPU's fused kernel on prompt and own tokens separately, merged by their softmax normalizers.
@@ -164,6 +184,7 @@ class ForkedCache:
         padding_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
         self.prompt_padding = padding_UP[:, None, None] if bool(padding_UP.any()) else None
         self._prompt_bias: torch.Tensor | None = None
+        self._token_bias: torch.Tensor | None = None
         # [R, 1, 1, C], True at the indices before a row's first own token, and as an additive mask; None if there are none.
         self.own_padding = self.own_bias = None
 
@@ -183,12 +204,12 @@ class ForkedCache:
         return x if self.from_cell_R is None else x[self.from_cell_R]
 
 
-def _scores(q_RKgD: torch.Tensor, k_RKCD: torch.Tensor, scaling: float) -> torch.Tensor:
+def _scores(q_RKgD: torch.Tensor, k_RKCD: torch.Tensor) -> torch.Tensor:
     """``[R, K, g, C]``, in fp32 for half-precision inputs, as in fused kernels: bf16 would round scores above 64 by up to 0.25 nats."""
     if q_RKgD.dtype in (torch.bfloat16, torch.float16):
         q, k = q_RKgD.flatten(0, 1), k_RKCD.flatten(0, 1).transpose(1, 2)
-        return torch.bmm(q, k, out_dtype=torch.float32).unflatten(0, q_RKgD.shape[:2]).mul_(scaling)
-    return (q_RKgD * scaling) @ k_RKCD.transpose(-1, -2)
+        return torch.bmm(q, k, out_dtype=torch.float32).unflatten(0, q_RKgD.shape[:2])
+    return q_RKgD @ k_RKCD.transpose(-1, -2)
 
 
 def _additive(padding: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+
+BLOCK = 128
+"""Tokens whose probabilities are added first on CUDA. Most vocabularies are a multiple of it, and need no padding."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,39 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[t
         return token_R, 0.0 * logits_RV.float().gather(1, token_R[:, None]).squeeze(1)
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    cdf_RV = deterministic_cumsum(filter_probs(logprobs_RV.exp(), sampling))
+    probs_RV = filter_probs(logprobs_RV.exp(), sampling)
+    token_R = first_exceeding_in_blocks(probs_RV, u_R) if probs_RV.is_cuda else first_exceeding(probs_RV, u_R)
+    return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1)
+
+
+def first_exceeding(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
+    """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total. Its probability is never 0."""
+    cdf_RV = deterministic_cumsum(probs_RV)
     total_R1 = cdf_RV[:, -1:]
     # u * total can round up to the total, which would select an index behind the last possible token: stay just below it.
     target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
-    token_R = token_R.clamp(max=logits_RV.shape[1] - 1)  # NaN gives the index behind the last token
-    return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1)
+    return token_R.clamp(max=probs_RV.shape[1] - 1)  # NaN gives the index behind the last token
+
+
+def first_exceeding_in_blocks(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
+    """:func:`first_exceeding` for CUDA, whose ``cumsum`` computes each row, of 151,936 tokens for example, in one thread block.
+
+    First the block of ``BLOCK`` tokens is found by the sums of all blocks, then the token in it. Sums are in fp64, as the CPU's
+    ``cumsum`` has them inside; tokens differ from the CPU's only where its rounding of the results to fp32 decides.
+    """
+    R, V = probs_RV.shape
+    blocks_RNB = F.pad(probs_RV, (0, -V % BLOCK)).view(R, -1, BLOCK)
+    ends_RN = deterministic_cumsum(blocks_RNB.sum(dim=-1, dtype=torch.float64))
+    target_R1 = u_R[:, None] * ends_RN[:, -1:]
+    block_R1 = torch.searchsorted(ends_RN, target_R1, right=True).clamp(max=ends_RN.shape[1] - 1)
+    start_R1 = torch.where(block_R1 > 0, ends_RN.gather(1, (block_R1 - 1).clamp(min=0)), 0.0)
+    inside_RB = blocks_RNB.gather(1, block_R1[:, :, None].expand(R, 1, BLOCK)).squeeze(1)
+    cdf_RB = deterministic_cumsum(inside_RB.double())
+    # The end of the block may have been rounded up: stay below the sum inside of it, whose last step is a possible token.
+    last_R1 = torch.nextafter(cdf_RB[:, -1:], torch.zeros_like(target_R1))
+    index_R1 = torch.searchsorted(cdf_RB, torch.minimum(target_R1 - start_R1, last_R1), right=True)
+    return (block_R1 * BLOCK + index_R1).squeeze(1).clamp(max=V - 1)
 
 
 def filter_probs(probs_RV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
+from grpo.rollout.pieces import Pieces
 from grpo.rollout.weights import CopiedLinear
 from grpo.system.precision import ieee_fp32
 
@@ -31,9 +32,9 @@ class LlamaDecoder:
     For a backbone that :func:`has_llama_layers`; from copied weights, if made inside of :func:`grpo.rollout.weights.copied_weights`.
     """
 
-    def __init__(self, backbone: nn.Module):
-        self.backbone = backbone
-        self.layers = [_Layer(layer) for layer in backbone.layers]
+    def __init__(self, backbone: nn.Module, pieces: Pieces | None = None):
+        self.backbone, self.pieces = backbone, pieces or Pieces()
+        self.layers = [_Layer(layer, self.pieces) for layer in backbone.layers]
 
     def __call__(self, token_R: torch.Tensor, positions_R: torch.Tensor, cache: ForkedCache) -> torch.Tensor:
         """``[R, hidden size]``; the tokens' keys and values go into ``cache``."""
@@ -44,14 +45,16 @@ class LlamaDecoder:
             # rotate_half(q) * sin == roll(q) * sin with the sign of sin's first half flipped, which saves a negation in every layer.
             half = sin_R1D.shape[-1] // 2
             sin_R1D = torch.cat([-sin_R1D[..., :half], sin_R1D[..., half:]], dim=-1)
+            change = None  # what the last MLP adds to x: added together with the next norm
             for number, layer in enumerate(self.layers):
-                x = layer(x, cos_R1D, sin_R1D, number, cache)
-            return _rms_norm(x, self.backbone.norm)
+                x, change = layer(x, change, cos_R1D, sin_R1D, number, cache)
+            norm = self.backbone.norm
+            return self.pieces.add_norm(x, change, norm.weight, norm.variance_epsilon, None)[1]
 
 
 class _Layer:
-    def __init__(self, layer: nn.Module):
-        attention, mlp = layer.self_attn, layer.mlp
+    def __init__(self, layer: nn.Module, pieces: Pieces):
+        attention, mlp, self.pieces = layer.self_attn, layer.mlp, pieces
         self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.head_norms = tuple(getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.qkv = _product([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -61,19 +64,27 @@ class _Layer:
         self.activation, self.scaling, self.D = mlp.act_fn, attention.scaling, attention.head_dim
         self.H, self.K = (proj.out_features // self.D for proj in (attention.q_proj, attention.k_proj))
 
-    def __call__(self, x, cos_R1D, sin_R1D, number: int, cache: ForkedCache) -> torch.Tensor:
-        H, K, D = self.H, self.K, self.D
-        heads = self.qkv(_rms_norm(x, self.norms[0])).view(len(x), H + 2 * K, D)
+    def __call__(self, x, change, cos_R1D, sin_R1D, number: int, cache: ForkedCache):
+        """``x`` behind the attention, and what the MLP adds to it."""
+        H, K, D, pieces = self.H, self.K, self.D, self.pieces
+        x, normed = pieces.add_norm(x, change, self.norms[0].weight, self.norms[0].variance_epsilon, _dtype(self.qkv))
+        heads = self.qkv(normed).view(len(x), H + 2 * K, D)
         q_and_k = heads[:, : H + K]
         if self.head_norms[0] is not None:
             q, k = q_and_k.split((H, K), dim=1)
             q_and_k = torch.cat([_rms_norm(q, self.head_norms[0]), _rms_norm(k, self.head_norms[1])], dim=1)
-        q_and_k = torch.addcmul(q_and_k * cos_R1D, q_and_k.roll(D // 2, dims=-1), sin_R1D)
+        q_and_k = pieces.rotate(q_and_k, cos_R1D, sin_R1D, cache.dtype)
         q, k, v = q_and_k[:, :H, None], q_and_k[:, H:, None], heads[:, H + K :, None]
         attended = cache.attend(number, q, k, v, self.scaling)
-        x = x + self.o(attended.view(len(x), H * D))
-        gate, up = self.gate_up(_rms_norm(x, self.norms[1])).chunk(2, dim=-1)
-        return x + self.down(self.activation(gate) * up)
+        change = self.o(attended.view(len(x), H * D))
+        norm = self.norms[1]
+        x, normed = pieces.add_norm(x, change, norm.weight, norm.variance_epsilon, _dtype(self.gate_up))
+        return x, self.down(pieces.gated(self.activation, self.gate_up(normed)))
+
+
+def _dtype(product: Callable) -> torch.dtype | None:
+    """The dtype that a copied product casts its input to."""
+    return getattr(product, "dtype", None)
 
 
 def _product(layers: list[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:

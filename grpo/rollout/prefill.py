@@ -147,9 +147,12 @@ class _PreallocatedLayer(DynamicLayer):
         self.capacity, self.length = capacity, 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        kind = key_states.device.type
+        # Rotary embeddings leave fp32 keys, and autocast would cast all of them again at every token.
+        self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else key_states.dtype
+        self.device, self.is_initialized = key_states.device, True
         both = (key_states, value_states)
-        self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in both)
+        self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3], dtype=self.dtype) for x in both)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.is_initialized:

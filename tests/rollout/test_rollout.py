@@ -14,7 +14,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, split_stop
 from grpo.rollout.decode_loop import num_admissible
-from grpo.rollout.prefill import ForkedCacheDecoder
+from grpo.rollout.prefill import ForkedCacheDecoder, _PreallocatedLayer
 from grpo.rollout.weights import CopiedLinear, copied_weights
 from grpo.tasks.tiny import build_tokenizer
 
@@ -463,3 +463,39 @@ def test_layers_with_hooks_or_another_forward_compute_themselves(random_model):
         assert isinstance(layer.mlp.gate_proj, CopiedLinear)
         model(input_ids=torch.arange(5)[None])
     assert seen == ["hook"]
+
+
+def test_the_unpacked_cache_has_the_dtype_of_autocast_and_gives_the_same_tokens(random_model, monkeypatch):
+    """Else autocast would cast the fp32 keys of all earlier tokens again at every token."""
+    policy = load(random_model, precision="bf16")
+    problems, seen = problems_of(policy, *TEXTS), []
+    update = _PreallocatedLayer.update
+
+    def seen_update(layer, *args, **options):
+        keys, values = update(layer, *args, **options)
+        seen.append((keys.dtype, values.dtype))
+        return keys, values
+
+    monkeypatch.setattr(_PreallocatedLayer, "update", seen_update)
+    groups = generate(policy, problems, SAMPLING, address=ADDRESS)
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+
+    def as_computed(layer, keys, values):
+        layer.is_initialized, layer.device, layer.dtype = True, keys.device, keys.dtype
+        layer.keys, layer.values = (x.new_empty(*x.shape[:2], layer.capacity, x.shape[3]) for x in (keys, values))
+
+    monkeypatch.setattr(_PreallocatedLayer, "lazy_initialization", as_computed)
+    assert generate(policy, problems, SAMPLING, address=ADDRESS) == groups
+    assert (torch.float32, torch.bfloat16) in seen
+
+
+def test_bf16_sampling_logprobs_of_the_unpacked_cache_are_those_the_loss_scores(random_model):
+    policy = load(random_model, precision="bf16")
+    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
+    with torch.no_grad(), policy.autocast():
+        scored_BT, _ = CompletionScorer(policy.model, temperature=0.9)(
+            batch.sequence_ids_BS, batch.prompt_lengths_B, batch.completion_mask_BT
+        )
+    difference_BT = (scored_BT - batch.sampling_logprobs_BT).abs() * batch.completion_mask_BT
+    assert float(difference_BT.sum() / batch.completion_mask_BT.sum()) < 0.03

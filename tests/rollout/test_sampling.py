@@ -4,11 +4,20 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from grpo.evaluation import pass_at_k
-from grpo.rollout.draw import SamplingParams, deterministic_cumsum, draw, filter_probs
+from grpo.rollout.draw import (
+    BLOCK,
+    SamplingParams,
+    deterministic_cumsum,
+    draw,
+    filter_probs,
+    first_exceeding,
+    first_exceeding_in_blocks,
+)
 
 torch.set_num_threads(1)
 
@@ -232,3 +241,49 @@ def test_sums_where_bits_must_repeat(rows):
         torch.use_deterministic_algorithms(False)
     assert torch.equal(found.as_subclass(torch.Tensor), x_RV.cumsum(dim=-1)) and found.shape == x_RV.shape
     assert seen == [(False, max(rows, 2))]
+
+
+def distributions(R, V, spread, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.softmax(torch.randn(R, V, generator=rng) * spread, dim=-1), torch.rand(R, generator=rng)
+
+
+@pytest.mark.parametrize("V", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 1000, 151936])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 12.0])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 7, "min_p": 0.01}], ids=str)
+def test_blocks_draw_the_tokens_of_one_cumulative_sum(V, spread, filters):
+    """But where a uniform number lies within the rounding of the boundary between two tokens, to fp32."""
+    probs_RV, u_R = distributions(8 if V > 10**5 else 64, V, spread)
+    probs_RV = filter_probs(probs_RV, replace(PLAIN, **filters))
+    u_R[:4] = torch.tensor([0.0, 2**-24, 0.5, HIGHEST])
+    token_R, expected_R = first_exceeding_in_blocks(probs_RV, u_R), first_exceeding(probs_RV, u_R)
+    assert (probs_RV.gather(1, token_R[:, None]) > 0).all()
+    cdf_RV = probs_RV.double().cumsum(dim=-1)
+    end_R1, target_R1 = cdf_RV.gather(1, token_R[:, None]), (u_R[:, None] * cdf_RV[:, -1:]).double()
+    start_R1, rounding = end_R1 - probs_RV.gather(1, token_R[:, None]), 1e-12
+    assert ((target_R1 >= start_R1 - rounding) & (target_R1 < end_R1 + rounding)).all()
+    other_R = token_R != expected_R
+    to_boundary_R1 = torch.minimum((target_R1 - start_R1).abs(), (target_R1 - end_R1).abs())
+    assert (to_boundary_R1[other_R] < 2**-23).all()
+
+
+@pytest.mark.parametrize("draws", [first_exceeding, first_exceeding_in_blocks])
+def test_tokens_without_probability_are_never_drawn(draws):
+    """Whole blocks of them, at both ends and between; numbers that round onto a boundary; tiny and denormal totals."""
+    rng = torch.Generator().manual_seed(1)
+    for scale in (1.0, 1e-20, 1e-44):
+        for _ in range(20):
+            probs_RV = torch.rand(16, 3 * BLOCK + 5, generator=rng) * scale
+            probs_RV[torch.rand(probs_RV.shape, generator=rng) < 0.9] = 0.0
+            probs_RV[:, : BLOCK + 3] = probs_RV[:, 2 * BLOCK :] = 0.0
+            probs_RV[:, 200] = scale
+            u_R = torch.tensor([0.0, 2**-24, 0.5, HIGHEST]).repeat(4)
+            assert (probs_RV.gather(1, draws(probs_RV, u_R)[:, None]) > 0).all()
+    boundary = torch.zeros(2, 4 * BLOCK)
+    boundary[:, [3, 2 * BLOCK]] = torch.tensor([0.25, 0.75])  # the first block ends with exactly 0.25
+    just_below, tokens = float(np.nextafter(np.float32(0.25), np.float32(0))), [3, 2 * BLOCK]
+    assert draws(boundary, torch.tensor([just_below, 0.25])).tolist() == tokens
+
+
+def test_blocks_return_a_token_also_for_nan():
+    assert first_exceeding_in_blocks(torch.full((2, 300), math.nan), torch.tensor([0.0, 0.5])).max() < 300

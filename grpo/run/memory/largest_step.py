@@ -145,7 +145,7 @@ def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
     world = run.world
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
     held = _adam_averages(run)
-    held.append(torch.empty(run.engine.kept_bytes(run.sampling), dtype=torch.uint8, device=world.device))
+    held.append(torch.empty(run.engine.kept_bytes(), dtype=torch.uint8, device=world.device))
     buffers_exist = is_one_of_several or world.size > 1
     if buffers_exist and world.size == 1:
         held += [torch.empty_like(p) for p in parameters]

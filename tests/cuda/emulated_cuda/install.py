@@ -35,6 +35,7 @@ def install() -> None:
         setattr(torch.cuda, name, replacement)
     torch._C._host_emptyCache = lambda: None
     torch._C._cuda_endAllocateToPool = lambda _, pool: device.pools_in_use.discard(pool)
+    torch._C._cuda_releasePool = lambda *_: None
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(values, device="cuda"): made on the host, then copied
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.nn.Module.to = _module_to(torch.nn.Module.to)
