@@ -6,6 +6,7 @@ import dataclasses
 import math
 import platform
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,9 @@ from grpo.config import Config
 from grpo.distributed import World
 from grpo.run import checkpoint
 from grpo.telemetry.reporter import Reporter
+
+CHOSEN = {"optim.tokens_per_microbatch": "tokens_per_microbatch", "rollout.tokens_in_flight": "tokens_in_flight"}
+"""Settings whose defaults a dry run may lower, and the field of :class:`Progress` that holds the chosen value."""
 
 
 @dataclass
@@ -34,6 +38,10 @@ class Progress:
     """``{"step", "value"}`` of the best evaluation by ``checkpoint.keep_best``."""
     unwritten_line: dict[str, Any] | None = None
     """Metrics of the last step while they are not in ``metrics.jsonl`` yet, because the step's evaluation comes first."""
+    tokens_per_microbatch: int | None = None
+    """The value that a dry run chose because the default of ``optim.tokens_per_microbatch`` does not fit in memory; None: not chosen."""
+    tokens_in_flight: int | None = None
+    """The same for ``rollout.tokens_in_flight``."""
     mid_update: bool = False
     """True from the first change of the weights to the end of the step: the state in memory is between two steps. Never saved as True."""
 
@@ -41,6 +49,12 @@ class Progress:
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """The progress saved in a checkpoint's state; missing names keep their defaults."""
         return cls(**{f.name: state[f.name] for f in dataclasses.fields(cls) if f.name in state})
+
+    def forget_chosen(self, changed: Iterable[str]) -> None:
+        """Drop the chosen values of keys that the user has set to other values since."""
+        for key in changed:
+            if key in CHOSEN:
+                setattr(self, CHOSEN[key], None)
 
     def complete_step(self, line: dict[str, Any]) -> None:
         """Record that all updates of a step are done; its metrics are written later."""
