@@ -159,7 +159,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         rewards=rewards,
         reporter=reporter,
         saver=saver,
-        signals=Signals(world),
+        signals=Signals(world, saver.rescue_while_busy),
         lock=lock,
         max_steps=max_steps,
         progress=progress,
