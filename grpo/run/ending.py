@@ -54,6 +54,8 @@ def _rescue_and_report(run: Run, failure: BaseException) -> None:
         traceback.print_exception(failure)
         error = f"{type(failure).__name__}: {first_line(failure)}"
         print(f"error: [rank {rank}] in phase {phase!r}: {error}", file=sys.stderr)
+    elif not run.world.is_main:
+        note = None  # the rank that failed says it
     if note:
         print(f"note: {note}", file=sys.stderr)
     sys.stderr.flush()

@@ -48,6 +48,7 @@ class Signals:
         self.world, self.save_requested, self._rescue = world, False, rescue
         self._first_stop: float | None = None
         self._first_failure: float | None = None
+        self._failure = ""
         self._is_late = self._is_ending = False
         self._installed = threading.current_thread() is threading.main_thread()
         if not self._installed:
