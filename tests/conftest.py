@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import emulated_cuda
 import pytest
 import torch
 from processes import Forked
@@ -82,9 +83,8 @@ def load(folder: Path, packed: bool = False, **options):
     from grpo.attention.packed import enable_packing
     from grpo.model import load_policy, load_tokenizer
 
-    policy = load_policy(
-        str(folder), load_tokenizer(str(folder)), device=torch.device("cpu"), **{"precision": "fp32"} | options
-    )
+    options = {"precision": "fp32", "device": torch.device("cpu")} | options
+    policy = load_policy(str(folder), load_tokenizer(str(folder)), **options)
     if packed:
         assert enable_packing(policy.model, policy.model.model) is None
     return policy
@@ -97,6 +97,16 @@ def assets() -> Path:
         if place and (Path(place) / "models" / "gsm8k-7m" / "config.json").exists():
             return Path(place)
     pytest.skip("needs GSM8K and gsm8k-7m: set GRPO_TEST_ASSETS to the folder that holds data/ and models/")
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """Runs scenarios on the emulated CUDA device (``tests/cuda/emulated_cuda``)."""
+    if reason := emulated_cuda.why_impossible():
+        pytest.skip(reason)
+    emulator = emulated_cuda.Emulator()
+    yield emulator
+    emulator.close()
 
 
 def environment_of_runs(env: dict | None = None) -> dict[str, str]:

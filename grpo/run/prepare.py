@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,9 +135,8 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         environment=here,
     )
     runtime = config.runtime
-    engine = BuiltinEngine(
-        policy, fast_decode=runtime.fast_decode, cuda_graphs=runtime.cuda_graphs, warn=reporter.print
-    )
+    options = dict(fast_decode=runtime.fast_decode, cuda_graphs=runtime.cuda_graphs)
+    engine = BuiltinEngine(policy, **options, warn=partial(print_from_rank, world, reporter))
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     optimizer, lr_schedule = models.optimizer, models.lr_schedule
     parts = dict(model=policy.model, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)
@@ -199,3 +200,11 @@ def _tokenized(
     longest = config.rollout.max_completion_length
     check_context(path, [*train.problems, *evaluation.problems], longest, trust_remote_code=trust)
     return tokenizer, train, evaluation
+
+
+def print_from_rank(world: World, reporter: Reporter, text: str) -> None:
+    """Print a line about this rank, also if it is not the main one: others may have to wait for what the line tells."""
+    if world.is_main:
+        reporter.print(text if world.size == 1 else f"[rank 0] {text}")
+    else:
+        print(f"[rank {world.rank}] {text}", file=sys.stderr, flush=True)

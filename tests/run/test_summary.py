@@ -1,16 +1,20 @@
 """The summary that is printed before the first step."""
 
 import pytest
+import torch
 from conftest import DEFAULTS, load
 
 from grpo.batch import Problem
 from grpo.config import Config, DataConfig, load_config
 from grpo.data import ProblemSet
+from grpo.distributed import World
 from grpo.logprobs import CompletionScorer
 from grpo.rewards.groups import messages_warning
 from grpo.rollout.llama_decoder import matches_model
 from grpo.run.models import enable_packing
+from grpo.run.prepare import print_from_rank
 from grpo.run.summary import data_line, padded_note, warnings_of
+from grpo.telemetry.reporter import Reporter
 
 
 def problems(start: int, end: int) -> list[Problem]:
@@ -85,3 +89,16 @@ def test_own_rewards_that_get_messages_for_text_rows_are_warned_of():
     assert warning("q", messages).startswith("warning: mine.py:brevity get(s) lists of messages, as in TRL, because")
     assert not warning("q", None) and not warning(messages, messages)
     assert not warning("q", messages, conversational=True) and not warning("q", messages, reward="format")
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "out", "err"),
+    [(0, 1, "note: x\n", ""), (0, 2, "[rank 0] note: x\n", ""), (1, 2, "", "[rank 1] note: x\n")],
+)
+def test_what_one_rank_has_to_say_is_printed_with_its_number(tmp_path, capsys, rank, size, out, err):
+    """As that it samples without CUDA graphs, while the others wait for it."""
+    world = World(rank, size, rank, torch.device("cpu"))
+    reporter = Reporter(Config(output_dir=str(tmp_path)), is_main=world.is_main, first_step=0, max_steps=9)
+    print_from_rank(world, reporter, "note: x")
+    assert capsys.readouterr() == (out, err)
+    reporter.close()

@@ -120,7 +120,7 @@ def _graphs(run: Run, rows: int, longest_prompt: int) -> tuple[int, int]:
 def _kept_by_graphs(run: Run, rows: int, longest_prompt: int) -> int:
     """Most bytes that CUDA graphs keep between rollouts, beside the copied weights, which are in memory since the sampling above."""
     buffers, pool = _graphs(run, rows, longest_prompt)
-    most = run.engine.kept_bytes(run.sampling)
+    most = run.engine.kept_bytes()
     return min(buffers, most) + pool if most else 0
 
 
