@@ -93,6 +93,7 @@ def _attention(q, k, v, bias, is_causal, scale):
     """Output in the memory layout of the fused kernels (heads beside each other for each token), and the log-normalizers."""
     scores = _scores(q, k, bias, is_causal, scale)
     log_z = scores.logsumexp(-1)
+    log_z = log_z.masked_fill(log_z == -math.inf, 0.0)  # a query that sees no key gets zeros
     out = ((scores - log_z[..., None]).exp() @ v.float()).to(q.dtype)
     return out.transpose(1, 2).contiguous().transpose(1, 2), log_z
 
