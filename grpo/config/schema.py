@@ -150,7 +150,7 @@ class RolloutConfig(Section):
     stop: list[str] = []
     """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone in its string."""
     tokens_in_flight: int | None = Field(None, ge=1)
-    """Most tokens (prompt + completion) in the KV cache at once, per rank; none: the whole batch."""
+    """Most tokens (prompt + completion) in the KV cache at once, per rank; none: the whole batch, or what the dry run finds to fit."""
 
     @field_validator("stop")
     @classmethod
@@ -185,7 +185,8 @@ class OptimConfig(Section):
     num_epochs: float = Field(1.0, gt=0)
     """Passes over the training problems, if max_steps is none."""
     tokens_per_microbatch: int = Field(16384, ge=1)
-    """Most tokens of one forward and backward pass: prompts (each once per group) and completions together."""
+    """Most tokens of one forward and backward pass: prompts (each once per group) and completions together. Unless set, the dry run
+    lowers it if it does not fit."""
 
     @field_validator("betas")
     @classmethod
