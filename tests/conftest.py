@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import emulated_cuda
 import pytest
 import torch
 from processes import Forked
@@ -97,6 +98,16 @@ def assets() -> Path:
         if place and (Path(place) / "models" / "gsm8k-7m" / "config.json").exists():
             return Path(place)
     pytest.skip("needs GSM8K and gsm8k-7m: set GRPO_TEST_ASSETS to the folder that holds data/ and models/")
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """Runs scenarios on the emulated CUDA device (``tests/cuda/emulated_cuda``)."""
+    if reason := emulated_cuda.why_impossible():
+        pytest.skip(reason)
+    emulator = emulated_cuda.Emulator()
+    yield emulator
+    emulator.close()
 
 
 def environment_of_runs(env: dict | None = None) -> dict[str, str]:
