@@ -142,11 +142,10 @@ def attention_calls(bench: Bench, precision: str) -> dict[str, tuple]:
         masks = "causal" if is_causal else "no mask" if attn_mask is None else f"{str(attn_mask.dtype)[6:]} mask"
         keys = "as many keys as queries" if S == Q else "one query" if Q == 1 else "other keys than queries"
         kind = f"{precision}, {masks}, {H} heads for {K}, {keys}"
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # a query that sees nothing (padding) has no exact result
-            attn_mask_seen = attn_mask | ~attn_mask.any(dim=-1, keepdim=True)
-        else:
-            attn_mask_seen = attn_mask
-        calls.setdefault(kind, (*tensors, attn_mask_seen, is_causal, scale, enable_gqa))
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:  # a query that sees nothing (padding) has no exact result
+            mask = mask | ~mask.any(dim=-1, keepdim=True)
+        calls.setdefault(kind, (*tensors, mask, is_causal, scale, enable_gqa))
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     sampling = SamplingParams(2, 3)
@@ -175,6 +174,10 @@ def exact_attention(q, k, v, mask, is_causal, scale) -> torch.Tensor:
     return scores.softmax(dim=-1) @ v
 
 
+def chosen_kernel(q, k, v, **options) -> str:
+    return KERNELS[torch._fused_sdp_choice(q, k, v, **options)]
+
+
 @check(90)
 def sdpa(bench: Bench) -> Found:
     """SDPA never falls to its math kernel, and forward and backward are within 2% (bf16) or 1e-4 (fp32) of fp64"""
@@ -183,7 +186,7 @@ def sdpa(bench: Bench) -> Found:
         for kind, (*tensors, mask, is_causal, scale, gqa) in attention_calls(bench, precision).items():
             rounded = [x.requires_grad_() for x in tensors]
             options = dict(attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale, enable_gqa=gqa)
-            kernel = KERNELS[torch._fused_sdp_choice(*rounded, **options)]
+            kernel = chosen_kernel(*rounded, **options)
             out = F.scaled_dot_product_attention(*rounded, **options)
             exact = [x.detach().cpu().double().requires_grad_() for x in tensors]
             wanted = exact_attention(*exact, None if mask is None else mask.detach().cpu(), is_causal, scale)
