@@ -1,0 +1,30 @@
+"""Random weights whose distributions are as sharp as a trained model's.
+
+A model with random weights is nearly uniform over its vocabulary: a mean log-prob of -11.9 at 151,936 tokens, where trained models are
+sampled at -0.3 to -1. Rounding then decides nearly every sampled token, and a cumulative distribution has no large steps.
+"""
+
+import torch
+
+MEAN_LOGPROB = -0.6
+"""In nats, of sampled tokens."""
+
+
+@torch.no_grad()
+def sharpen(model, mean_logprob: float = MEAN_LOGPROB) -> float:
+    """Scale the logits of a Llama-shaped model, by the weight of its last norm, so that sampled tokens have this mean log-prob.
+
+    Measured over the tokens of a few random prompts. Returns the factor.
+    """
+    backbone, head = model.base_model, model.get_output_embeddings()
+    rng = torch.Generator().manual_seed(0)
+    ids_BS = torch.randint(head.weight.shape[0], (4, 32), generator=rng).to(head.weight.device)
+    hidden_NH = backbone(input_ids=ids_BS, use_cache=False).last_hidden_state[:, 16:].flatten(0, 1)
+    logits_NV = head(hidden_NH).float()
+    least, most = 1e-3, 1e3
+    for _ in range(30):  # the entropy falls as the factor grows
+        factor = (least * most) ** 0.5
+        entropy = float(torch.distributions.Categorical(logits=logits_NV * factor).entropy().mean())
+        least, most = (factor, most) if entropy > -mean_logprob else (least, factor)
+    backbone.norm.weight.mul_(factor)
+    return factor
