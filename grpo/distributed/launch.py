@@ -41,7 +41,8 @@ def start_world(runtime: RuntimeConfig) -> World:
         backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device_id)
         dist.init_process_group(backend, store=dist.PrefixStore(launch_id, store), **options)
-    return World(rank, size, local_rank, device, launch_id)
+    keeps_collectives = bool(launch_id and os.environ.get("GRPO_TEST_COLLECTIVES"))
+    return World(rank, size, local_rank, device, launch_id, keeps_collectives)
 
 
 def launch_environment() -> tuple[int, int, int, int]:

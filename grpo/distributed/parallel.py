@@ -14,13 +14,13 @@ from grpo.distributed.world import World
 
 
 def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[nn.Module], torch.Tensor]) -> nn.Module:
-    """Wrap ``module`` in DistributedDataParallel and fix the order of its gradient buckets; with one rank return it unchanged.
+    """Wrap ``module`` in DistributedDataParallel and fix the order of its gradient buckets; a rank that is alone gets it unchanged.
 
     DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. Another bucket order is another order
     of summation, so a resumed run would differ in the last bits from one that was not interrupted (visible from three ranks on). Two
     dummy backwards make DDP rebuild its buckets before training starts. ``any_forward`` gives any scalar that depends on all parameters.
     """
-    if world.size == 1:
+    if world.is_alone:
         return module
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     # The argument that keeps a forward pass from sending buffers was renamed in torch 2.13, which warns of the old name.
@@ -31,7 +31,7 @@ def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[n
     for _ in range(2):
         with world.collective():
             (any_forward(wrapped) * 0.0).backward()
-    wrapped.zero_grad(set_to_none=True)
+    wrapped.zero_grad(set_to_none=False)  # the gradients stay views of the buckets
     return wrapped
 
 

@@ -63,7 +63,7 @@ class SharedFlag:
 
 
 def open_shared_flag(world: World) -> SharedFlag | None:
-    """The flag of this launch; None for a single rank, or where the store cannot be reached."""
+    """The flag of this launch; None for a rank that is alone, or where the store cannot be reached."""
     with contextlib.suppress(RuntimeError, KeyError):
-        return SharedFlag(world.launch_id) if world.size > 1 else None
+        return SharedFlag(world.launch_id) if not world.is_alone else None
     return None

@@ -33,6 +33,8 @@ class World:
     device: torch.device
     launch_id: str = ""
     """Shared by the ranks of this launch, and by no other launch of the same torchrun."""
+    keeps_collectives: bool = False
+    """With one rank, communicate as with several (tests only: ``GRPO_TEST_COLLECTIVES=1`` under torchrun)."""
     phase: str = field(default="start", compare=False)
     """The part of a step that this rank is in, or the last one that is complete ("after update"); named in error messages."""
     stop_signal: int | None = field(default=None, compare=False)
@@ -43,6 +45,11 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """True if there is no other rank, so that collectives and DDP are left out."""
+        return self.size == 1 and not self.keeps_collectives
 
     @contextlib.contextmanager
     def timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
@@ -71,7 +78,7 @@ class World:
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """``[n, ...]`` on each rank to ``[n * size, ...]`` on all, in dataset order: rank r holds the global rows r, r + size, ... ."""
-        if self.size == 1:
+        if self.is_alone:
             return rows
         parts = [torch.empty_like(rows, device=self.device) for _ in range(self.size)]
         with self.collective():
@@ -84,7 +91,7 @@ class World:
 
     def gather_objects(self, thing: Any) -> list[Any]:
         """One picklable object per rank, in rank order, on every rank."""
-        if self.size == 1:
+        if self.is_alone:
             return [thing]
         things: list[Any] = [None] * self.size
         with self.collective():
@@ -170,12 +177,12 @@ class World:
         """End this process at once after a failure: with several ranks, destructors could wait for collectives the others never join."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if self.size > 1:
+        if not self.is_alone:
             os._exit(code)
         sys.exit(code)
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp) -> Tensor:
-        if self.size == 1:
+        if self.is_alone:
             return tensor.clone()
         result = tensor.detach().to(self.device, copy=True)
         with self.collective():

@@ -75,4 +75,6 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     if is_finite:
         run.optimizer.step()
     run.lr_schedule.step()  # also after a skipped update: the learning rate is a function of the step
-    run.optimizer.zero_grad(set_to_none=True)
+    # Under DDP gradients are views of its buckets. Set to None, they would be allocated a second time by the first micro-batch that does
+    # not synchronise.
+    run.optimizer.zero_grad(set_to_none=run.world.is_alone)

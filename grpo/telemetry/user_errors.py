@@ -29,6 +29,6 @@ def exit_with_user_error(error: Exception, world: World | None) -> int:
         time.sleep(2)  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
     if is_first or world is None:
         print_user_error(error)
-    if world is not None and world.size > 1:
+    if world is not None and not world.is_alone:
         world.exit_now(2)
     return 2

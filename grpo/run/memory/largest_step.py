@@ -146,8 +146,8 @@ def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
     held = _adam_averages(run)
     held.append(torch.empty(run.engine.kept_bytes(run.sampling), dtype=torch.uint8, device=world.device))
-    buffers_exist = is_one_of_several or world.size > 1
-    if buffers_exist and world.size == 1:
+    buffers_exist = is_one_of_several or not world.is_alone
+    if buffers_exist and world.is_alone:  # DDP's buckets are in memory already
         held += [torch.empty_like(p) for p in parameters]
     hooks = [p.register_hook(_without_memory) for p in parameters] if buffers_exist else []
     try:
