@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 import transformers
-from gpu_common import ENTROPY, Bench, Found, NotRun, check, expect
+from gpu_common import Bench, Found, check, expect
 from rollout import copy_bandwidth
 
 from grpo.attention import enable_packing
@@ -72,12 +72,12 @@ def bandwidth(bench: Bench) -> Found:
 
 
 @check(120)
-def random_model(bench: Bench) -> Found:
+def sampled_logprobs(bench: Bench) -> Found:
     """the mean log-prob of sampled tokens lies between -1 and -0.3, as of a trained model"""
     policy = bench.policy("fp32", every=0)
     groups = BuiltinEngine(policy).generate(bench.problems(), SamplingParams(8, 32), address=(0, "gpu", 0))
     mean = statistics.fmean(x for group in groups for c in group.completions for x in c.sampling_logprobs)
-    expect(-1 <= mean <= -0.3, f"mean log-prob {mean:.2f}, wanted about {-ENTROPY}")
+    expect(-1 <= mean <= -0.3, f"mean log-prob {mean:.2f}")
     return {"mean log-prob": mean}
 
 

@@ -5,7 +5,6 @@ Shapes: ``R`` rows (completions), ``T`` most tokens of a completion, ``V`` vocab
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from random_model import sharpen
 from rollout import SHAPES
 
 from grpo.attention import enable_packing
@@ -32,8 +32,6 @@ from grpo.rollout.draw import filter_probs
 from grpo.tasks.tiny import CHAT_TEMPLATE, EOS, PAD, TURN, build_tokenizer
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-ENTROPY = 0.6
-"""Of the random model's distributions, in nats: trained models are about as sure of their tokens."""
 EOS_EVERY = 100
 """In the checks of graphs every id that this divides ends a row, so that rows end at many lengths; of the small model, a fifth of it."""
 Found = dict[str, Any]
@@ -151,20 +149,14 @@ def make_tokenizer(vocabulary: int) -> Qwen2Tokenizer:
 
 @torch.no_grad()
 def make_random_model(bench: Bench, folder: Path) -> None:
-    """Save Qwen2 of the shape with random weights, whose distributions have about ``ENTROPY`` nats."""
+    """Save Qwen2 of the shape with random weights, and distributions as sharp as a trained model's."""
     torch.manual_seed(0)
     sizes = SMALL if bench.is_small else SHAPES[bench.shape]
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=bench.vocabulary, max_position_embeddings=32768, tie_word_embeddings=True, **sizes)).float()
     for layer in model.model.layers:
         # With the usual initialization attention is almost an average, and wrong positions or masks would hardly show.
         layer.self_attn.q_proj.weight.mul_(4.0 if not bench.is_small else 40.0)
-    logits_NV = model(input_ids=torch.randint(bench.vocabulary, (8, 16))).logits[:, 8:].flatten(0, 1).double()
-    low, high = 1.0, 1000.0
-    for _ in range(20):
-        middle = math.sqrt(low * high)
-        is_too_sure = float(torch.special.entr((logits_NV * middle).softmax(dim=-1)).sum(dim=-1).mean()) < ENTROPY
-        low, high = (low, middle) if is_too_sure else (middle, high)
-    model.model.norm.weight.mul_(low)
+    sharpen(model)
     unfinished = folder.with_name("unfinished")
     model.save_pretrained(unfinished)
     make_tokenizer(bench.vocabulary).save_pretrained(unfinished)

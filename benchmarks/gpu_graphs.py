@@ -47,13 +47,13 @@ class Captured:
 
 
 def sampling_of(bench: Bench, **changes) -> SamplingParams:
-    return replace(SamplingParams(4, 16) if bench.is_small else SamplingParams(8, 48), **changes)
+    return replace(SamplingParams(4, 12) if bench.is_small else SamplingParams(8, 48), **changes)
 
 
 def compare(bench: Bench, sampling: SamplingParams, *, updates: int = 0, every: int = EOS_EVERY) -> tuple[Found, list[Group]]:
     """Graphs against the loop, in both precisions, after each of so many changes of the weights."""
     found, groups = {}, []
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "bf16") if updates or not bench.is_small else ("bf16",):
         captured = Captured(bench, precision, every)
         loop = ForcedLoop(captured.policy)
         for step in range(updates + 1):
@@ -119,7 +119,7 @@ def graphs_stops(bench: Bench) -> Found:
 def graphs_shrinking(bench: Bench) -> Found:
     """rows that end leave the batch, which shrinks at least twice, past a bucket of own tokens, and tokens are the loop's"""
     bench.need_gpu()
-    found, groups = compare(bench, sampling_of(bench, max_completion_length=40 if bench.is_small else 288), every=60)
+    found, groups = compare(bench, sampling_of(bench, max_completion_length=24 if bench.is_small else 288), every=40 if bench.is_small else 100)
     lengths = sorted(len(c.ids) for group in groups for c in group.completions)
     expect(lengths[len(lengths) // 4] < lengths[-1] / 2, f"lengths {lengths}: too few rows end early to shrink")
     return found

@@ -9,11 +9,18 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu
 import gpu_checks
+import torch
 from emulated_cuda.install import chosen_kernel
+from emulated_cuda.tensors import device
+
+
+def set_memory_fraction(fraction, _=None):
+    device.memory_limit = fraction * device.memory_limit
 
 
 def runs(folder, *arguments, mistake=None, only=()):
     gpu_checks.chosen_kernel = chosen_kernel
+    torch.cuda.set_per_process_memory_fraction = set_memory_fraction
     if mistake:
         PLANT[mistake]()
     words = ["--shape", "small", "--no-figures", "--output", folder, *arguments]
