@@ -206,6 +206,8 @@ def save_during_captures(bench: Bench) -> Found:
     with patch.object(CUDAGraphRunner, "_captured", counted):
         groups = captured.generate(sampling)
     change_weights(model)
+    different = [name for name, value in before.items() if not torch.equal(tensors.model[name].cpu(), value)]
+    expect(not different, f"{len(different)} weights of the copy on the host changed with the model")
     thread.join()
     expect("error" not in ends, f"the save failed: {ends.get('error')}")
     checkpoint.verify(ends["folder"])

@@ -6,8 +6,8 @@ completion finished or was cut. :class:`BuiltinEngine` is the engine in the trai
 """
 
 from grpo.rollout.check import check_sampling
-from grpo.rollout.decode_loop import split_stop
 from grpo.rollout.draw import SamplingParams
 from grpo.rollout.engine import BuiltinEngine, split_into_waves
+from grpo.rollout.stops import split_stop
 
 __all__ = ["BuiltinEngine", "SamplingParams", "check_sampling", "split_into_waves", "split_stop"]

@@ -22,6 +22,7 @@ from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.static_batch import Slots, State, StaticBuffers, StaticCache, padded_rows
+from grpo.rollout.stops import Stops
 
 SYNC_EVERY = 8
 """Decode steps between two reads of which rows have ended."""
@@ -40,7 +41,7 @@ class CUDAGraphRunner:
 
     def __init__(self, decoder: LlamaDecoder, head, eos_ids: tuple[int, ...], device: torch.device, *, capture=True):
         self.decoder, self.head, self.device, self.capture = decoder, head, device, capture
-        self.eos_E = torch.tensor(eos_ids, device=device)
+        self.eos_ids = eos_ids
         self.verified: set[bool] = set()
         """The kinds of sampling (whether it is greedy) for which the graphs have agreed with the decode loop."""
         self._buffers = StaticBuffers(device, self._drop_graphs)
@@ -50,10 +51,11 @@ class CUDAGraphRunner:
         self._warmup_stream = torch.cuda.Stream(device) if capture else None
         self._capture_stream = torch.cuda.Stream(device) if capture else None
 
-    def decode(self, decoder: ForkedCacheDecoder, logits_RV, uniforms_RT, sampling, on_tokens) -> Decoded:
+    def decode(self, decoder: ForkedCacheDecoder, logits_RV, uniforms_RT, sampling, stops: Stops, on_tokens) -> Decoded:
         """Decode every row to its end, from the logits of its first token; arguments as of :class:`~grpo.rollout.decode_loop.DecodeLoop`.
 
-        ``decoder`` comes from the prefill, without own tokens.
+        ``decoder`` comes from the prefill, without own tokens. Stop strings are found when the host looks which rows have ended; what a
+        row has drawn behind one is dropped.
         """
         cache, R, T = decoder.cache, len(logits_RV), sampling.max_completion_length
         state = {
@@ -70,11 +72,14 @@ class CUDAGraphRunner:
         if uniforms_RT is not None:
             state["uniforms"] = uniforms_RT
         slots = Slots(self._buffers, state, cache, T)
-        _draw_into(slots.state, slots.next_1, logits_RV, sampling, self.eos_E)
+        eos_E = self._eos(stops.ids)
+        _draw_into(slots.state, slots.next_1, logits_RV, sampling, eos_E)
         decoded = Decoded(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [0] * R, [False] * R)
         num_drawn = 0
-        t = 1  # tokens drawn so far for each live row
+        looked, t = 0, 1  # tokens of each live row at the last look, and now
         while True:
+            if stops.strings:
+                slots.end_at_stops(stops, looked, t)
             live = slots.state["live"][: slots.num_rows].nonzero().flatten()
             if on_tokens is not None:
                 num_before, num_drawn = num_drawn, slots.num_drawn()
@@ -86,12 +91,15 @@ class CUDAGraphRunner:
                 slots.keep(live, t - 1)
             count = min(SYNC_EVERY, T - t)
             step = None  # a graph that is still referenced would outlive its memory pool, if the next line drops all graphs
-            step = self._step_for(slots, sampling, min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T))
+            step = self._step_for(slots, sampling, stops.ids, min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T))
             for _ in range(count):
                 step()
-            t += count
+            looked, t = t, t + count
         slots.copy_results(decoded)
         return decoded
+
+    def _eos(self, stop_ids: list[int]) -> torch.Tensor:
+        return torch.tensor([*self.eos_ids, *stop_ids], device=self.device)
 
     def release(self) -> None:
         """Free buffers and graphs; the next rollout allocates and captures them again."""
@@ -113,20 +121,28 @@ class CUDAGraphRunner:
         if self.capture:
             self._pool = torch.cuda.graph_pool_handle()
 
-    def _step_for(self, slots: Slots, sampling: SamplingParams, width: int) -> Callable[[], None]:
+    def _step_for(self, slots: Slots, sampling: SamplingParams, stop_ids: list[int], width: int) -> Callable[[], None]:
         """One decode step over the slots that attends to ``width`` own tokens; captured, if this shape is new."""
-        key = (*slots.shape_key, width, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        key = (
+            *slots.shape_key,
+            width,
+            tuple(stop_ids),
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            sampling.min_p,
+        )
         if key in self._steps:
             return self._steps[key][0]
         if len(self._steps) >= MAX_GRAPHS:
             self._drop_graphs()
-        state, next_1, cache = slots.state, slots.next_1, StaticCache(slots, width)
+        state, next_1, cache, eos_E = slots.state, slots.next_1, StaticCache(slots, width), self._eos(stop_ids)
 
         def step() -> None:
             cache.set_position(next_1)
             hidden_SH = self.decoder(state["token"], state["position"], cache)
             state["position"].add_(1)
-            _draw_into(state, next_1, self.head(hidden_SH), sampling, self.eos_E)
+            _draw_into(state, next_1, self.head(hidden_SH), sampling, eos_E)
 
         run = self._captured(step, slots) if self.capture else step
         self._steps[key] = run, step

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from grpo.attention import packing_enabled
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.prefill import DynamicCacheDecoder, ForkedCacheDecoder
+from grpo.rollout.stops import Stops
 
 SPARE_SHARE = 8
 """If rows join later, the KV cache has T/8 more slots per row than a completion needs, so that it is compacted less often."""
@@ -48,8 +48,8 @@ class DecodeLoop:
         self.policy, self.prefill, self.prompts = policy, prefill, prompts
         self.uniforms_RT, self.sampling = uniforms_RT, sampling
         R, T, device = len(prompts), sampling.max_completion_length, policy.device
-        stop_ids, self.stop_strings = split_stop(policy.tokenizer, sampling.stop)
-        self.eos_E = torch.tensor([*policy.eos_ids, *stop_ids], device=device)
+        self.stops = Stops(policy.tokenizer, sampling.stop)
+        self.eos_E = torch.tensor([*policy.eos_ids, *self.stops.ids], device=device)
         self.tokens_RT, self.logprobs_RT = torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T)
         self.lengths, self.finished = [T] * R, [False] * R
 
@@ -111,8 +111,11 @@ class DecodeLoop:
         self.tokens_RT[self.rows_B, self.t_B] = self.token_B.cpu()
         self.logprobs_RT[self.rows_B, self.t_B] = logprob_B.cpu()
         finished_B = torch.isin(self.token_B, self.eos_E) & self.live_B
-        if self.stop_strings:
-            finished_B |= self._has_stop_string() & self.live_B
+        if self.stops.strings:
+            ends = zip(self.rows_B, (self.t_B + 1).tolist(), strict=True)
+            tails = [self.tokens_RT[row, max(end - self.stops.span, 0) : end].tolist() for row, end in ends]
+            has_stop_B = [self.stops.first_end(tail, len(tail) - 1) is not None for tail in tails]
+            finished_B |= torch.tensor(has_stop_B, device=finished_B.device) & self.live_B
         for b in finished_B.nonzero().flatten().tolist():
             row = self.rows_B[b]
             self.lengths[row], self.finished[row] = int(self.t_B[b]) + 1, True
@@ -140,32 +143,6 @@ class DecodeLoop:
         """One forward pass over the tokens drawn last, for the logits of each row's next token."""
         self.logits_BV = self.decoder.step(self.token_B)
         self.t_B = self.t_B + 1
-
-    def _has_stop_string(self) -> torch.Tensor:
-        """``[B]`` whether a row's text contains a stop string."""
-        # A string of n characters spans at most 4n byte-level tokens. Decoding whole completions would take quadratic time.
-        most = 4 * max(len(s) for s in self.stop_strings) + 4
-        ends = zip(self.rows_B, (self.t_B + 1).tolist(), strict=True)
-        tails = [self.tokens_RT[row, max(end - most, 0) : end].tolist() for row, end in ends]
-        texts = [self.policy.tokenizer.decode(tail, skip_special_tokens=True) for tail in tails]
-        return torch.tensor([any(s in text for s in self.stop_strings) for text in texts], device=self.policy.device)
-
-
-def split_stop(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple[list[int], list[str]]:
-    """The ids of the stop strings that are special tokens, which the text of a completion does not contain, and the other strings.
-
-    ValueError for a string with a special token beside other text.
-    """
-    tokens = dict.fromkeys([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]) if stop else {}
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
-    special = {token: id for token, id in ids.items() if not tokenizer.decode([id], skip_special_tokens=True)}
-    for string in stop:
-        for token in special:
-            if token in string and token != string:
-                raise ValueError(
-                    f"rollout.stop: {string!r} holds the special token {token!r} beside other text: give {token!r} alone"
-                )
-    return [special[string] for string in stop if string in special], [s for s in stop if s not in special]
 
 
 def num_admissible(prompts: Prompts, in_flight: list[int], num_started: int, sampling, capacity: int) -> int:

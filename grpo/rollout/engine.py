@@ -24,6 +24,7 @@ from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.graph_check import ENOUGH, agrees_with_loop
 from grpo.rollout.llama_decoder import LlamaDecoder, matches_model
 from grpo.rollout.prefill import prefill
+from grpo.rollout.stops import Stops
 from grpo.rollout.weights import FusedLinear, copied_weights
 from grpo.seeding import generator
 from grpo.system import first_line
@@ -71,7 +72,7 @@ class BuiltinEngine:
         completions: list[Completion] = []
         with self._ready() as prefill_rows:
             # CUDA graphs decode a fixed set of rows at a time. The decode loop starts waiting rows as others end.
-            waves = split_into_waves(prompts, sampling) if self._can_replay(sampling) else [slice(None)] * bool(rows)
+            waves = split_into_waves(prompts, sampling) if self.graphs else [slice(None)] * bool(rows)
             for wave in waves:
                 uniforms_RT = self._uniforms(rows[wave], sampling, address)
                 decoded = self._decode(prefill_rows, prompts[wave], uniforms_RT, sampling, on_tokens)
@@ -92,9 +93,9 @@ class BuiltinEngine:
                 draw(logits_RV.zero_(), half_R, sampling)
                 decoder.keep_rows(torch.arange(len(prompts), device=self.policy.device))
 
-    def kept_bytes(self, sampling: SamplingParams) -> int:
+    def kept_bytes(self) -> int:
         """Most device memory that CUDA graphs may keep between rollouts; known after the first rollout or :meth:`dry_run`."""
-        if not self._can_replay(sampling):
+        if self.graphs is None:
             return 0
         return int(cuda_graphs.MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.policy.device).total_memory)
 
@@ -135,13 +136,9 @@ class BuiltinEngine:
             for row, text, finished, logprobs_T in rows
         ]
 
-    def _can_replay(self, sampling: SamplingParams) -> bool:
-        """True if CUDA graphs can decode with these settings. Stop strings need the text of every token, which only the host can decode."""
-        return self.graphs is not None and not sampling.stop
-
     def _decode(self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens) -> Decoded:
         rows = (prefill_rows, prompts, uniforms_RT, sampling)
-        decoded = self._replay(*rows, on_tokens) if self._can_replay(sampling) else None
+        decoded = self._replay(*rows, on_tokens) if self.graphs else None
         decoded = decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
         if decoded.logprobs_RT.isnan().any():
             precision = self.policy.precision
@@ -158,9 +155,10 @@ class BuiltinEngine:
 
         The first rollout of each kind (sampled, greedy) is compared with the decode loop.
         """
+        stops = Stops(self.policy.tokenizer, sampling.stop)
         try:
             decoder, logits_RV = prefill_rows(prompts, sampling.max_completion_length)
-            decoded = self.graphs.decode(decoder, logits_RV, uniforms_RT, sampling, on_tokens)
+            decoded = self.graphs.decode(decoder, logits_RV, uniforms_RT, sampling, stops, on_tokens)
             if sampling.is_greedy in self.graphs.verified or sum(decoded.lengths) - len(prompts) < ENOUGH:
                 return decoded
             if agrees_with_loop(self.policy, prefill_rows, prompts, decoded, uniforms_RT, sampling):

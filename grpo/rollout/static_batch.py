@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from grpo.attention import ForkedCache
 from grpo.rollout.decode_loop import Decoded
+from grpo.rollout.stops import Stops
 
 PROMPT_BUCKET = 256
 """Prompts are padded to a multiple of this number of tokens."""
@@ -111,6 +112,22 @@ class Slots:
     def shape_key(self) -> tuple:
         """Equal keys mean equal shapes and addresses."""
         return self.num_slots, self.U, self.J, self.P, self.T, self.dtype, "uniforms" in self.state
+
+    def end_at_stops(self, stops: Stops, num_searched: int, num_drawn: int) -> None:
+        """End each row at its first stop string among the tokens from number ``num_searched`` on, and drop what it has drawn behind it."""
+        state, first = (
+            {name: values[: self.num_rows] for name, values in self.state.items()},
+            max(num_searched + 1 - stops.span, 0),
+        )
+        lengths, tokens = state["length"].tolist(), state["tokens"][:, first:num_drawn].tolist()
+        ends = {}
+        for slot, (length, row) in enumerate(zip(lengths, tokens, strict=True)):
+            if length > num_searched and (end := stops.first_end(row[: length - first], num_searched - first)):
+                ends[slot] = first + end
+        if ends:
+            slots, end_N = (torch.tensor(list(x), device=self.buffers.device) for x in (ends, ends.values()))
+            state["length"][slots] = end_N
+            state["finished"][slots], state["live"][slots] = True, False
 
     def num_drawn(self) -> int:
         """Tokens drawn so far, for live, ended and dropped rows."""

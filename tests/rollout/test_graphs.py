@@ -161,10 +161,76 @@ def test_where_memory_is_short_the_loop_goes_on(random_model):
     assert said == ["note: decode steps are not captured in CUDA graphs (CUDA out of memory)"]
 
 
-def test_stop_strings_are_found_by_the_loop(random_model):
+def completions(groups):
+    return [c for group in groups for c in group.completions]
+
+
+@pytest.fixture(scope="module")
+def stops_of_texts(random_model) -> dict[str, tuple[str, ...]]:
+    """Stop strings that occur in the sampled texts."""
+    policy = load(random_model, packed=True)
+    rows = completions(BuiltinEngine(policy).generate(problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS))
+    texts = sorted((c.text for c in rows), key=len, reverse=True)
+    assert min(map(len, texts[:4])) > 30, "texts should be long enough to be cut"
+    return {
+        "within a look": (texts[0][10:13],),
+        "across looks": (texts[1][4:12],),
+        "of many rows": (texts[0][2], texts[1][5]),
+        "first tokens": tuple({text[0] for text in texts if text}),
+        "long": (texts[2][1:31],),
+        "last token": (texts[0][-2:],),
+        "absent": ("no such text",),
+        "special": ("<|im_start|>", texts[3][6:8]),
+        "most special tokens": ("<|im_start|>", "<|im_end|>"),
+    }
+
+
+MORE_STOPS = ["within a look", "of many rows", "long", "last token", "absent", "most special tokens"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["across looks", "first tokens", "special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_STOPS)],
+)
+def test_stop_strings_end_the_tokens_of_the_loop(random_model, stops_of_texts, kind):
+    sampling = replace(SAMPLING, stop=stops_of_texts[kind])
     loop, engine = engines(random_model)
-    engine.graphs.decode = pytest.fail
-    engine.generate(problems_of(loop.policy, *TEXTS), replace(SAMPLING, stop=("1",)), address=ADDRESS)
+    problems = problems_of(loop.policy, *TEXTS)
+    expected = loop.generate(problems, sampling, address=ADDRESS)
+    counted = []
+    found = engine.generate(problems, sampling, address=ADDRESS, on_tokens=counted.append)
+    for a, b in zip(completions(found), completions(expected), strict=True):
+        assert (a.ids, a.text, a.finished) == (b.ids, b.text, b.finished)
+        assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=1e-4)
+    assert sum(counted) == sum(len(c.ids) for c in completions(expected)) and min(counted) >= 0
+    unstopped = completions(loop.generate(problems, SAMPLING, address=ADDRESS))
+    ends, other = ([(c.ids, c.finished) for c in rows] for rows in (completions(found), unstopped))
+    assert (ends == other) == (kind == "absent"), "the strings should end something"
+
+
+@pytest.mark.parametrize(
+    ("every", "T"), [(5, 9), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, 40), (1000, 40)])]
+)
+def test_stop_strings_end_the_same_tokens_whenever_the_host_looks(random_model, stops_of_texts, monkeypatch, every, T):
+    """Also at the limit, where a row that stops with its last token has finished."""
+    monkeypatch.setattr(graphs_module, "SYNC_EVERY", every)
+    stop = stops_of_texts["of many rows"] + stops_of_texts["across looks"]
+    sampling = replace(SAMPLING, stop=stop, max_completion_length=T)
+    loop, engine = engines(random_model)
+    problems = problems_of(loop.policy, *TEXTS)
+    expected = completions(loop.generate(problems, sampling, address=ADDRESS))
+    found = completions(engine.generate(problems, sampling, address=ADDRESS))
+    assert [(c.ids, c.text, c.finished) for c in found] == [(c.ids, c.text, c.finished) for c in expected]
+
+
+@pytest.mark.slow
+def test_a_later_rollout_may_have_other_special_tokens_as_stops(random_model):
+    loop, engine = engines(random_model)
+    problems = problems_of(loop.policy, *TEXTS)
+    for stop in ((), ("<|im_start|>",), ()):
+        sampling = replace(SAMPLING, stop=stop)
+        expected = loop.generate(problems, sampling, address=ADDRESS)
+        assert ids(engine.generate(problems, sampling, address=ADDRESS)) == ids(expected)
 
 
 def test_on_cpu_nothing_is_captured(random_model):

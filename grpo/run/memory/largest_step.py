@@ -145,7 +145,7 @@ def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
     world = run.world
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
     held = _adam_averages(run)
-    held.append(torch.empty(run.engine.kept_bytes(run.sampling), dtype=torch.uint8, device=world.device))
+    held.append(torch.empty(run.engine.kept_bytes(), dtype=torch.uint8, device=world.device))
     buffers_exist = is_one_of_several or not world.is_alone
     if buffers_exist and world.is_alone:  # DDP's buckets are in memory already
         held += [torch.empty_like(p) for p in parameters]

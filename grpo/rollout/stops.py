@@ -1,0 +1,47 @@
+"""Stop strings (``rollout.stop``): where they end a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+
+class Stops:
+    """The stop strings of a rollout. Special tokens among them are found by their ids, the others in the text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]):
+        self.tokenizer = tokenizer
+        self.ids, self.strings = split_stop(tokenizer, stop)
+        self.span = 4 * max(map(len, self.strings), default=0) + 4
+        """Tokens before the end of a text that are searched: a string of n characters spans at most 4n byte-level tokens."""
+        # Else, what the text of some tokens contains may be absent from the text of these tokens and later ones.
+        self.remain = not getattr(tokenizer, "clean_up_tokenization_spaces", False) and "\ufffd" not in "".join(stop)
+
+    def first_end(self, tokens: Sequence[int], num_searched: int) -> int | None:
+        """The least n greater than ``num_searched`` so that the last ``span`` of ``tokens[:n]`` contain a stop string; None: no n does."""
+        if self.remain and not self._has_stop(tokens[max(num_searched + 1 - self.span, 0) :]):
+            return None
+        ends = range(num_searched + 1, len(tokens) + 1)
+        return next((n for n in ends if self._has_stop(tokens[max(n - self.span, 0) : n])), None)
+
+    def _has_stop(self, tokens: Sequence[int]) -> bool:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return any(string in text for string in self.strings)
+
+
+def split_stop(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple[list[int], list[str]]:
+    """The ids of the stop strings that are special tokens, which the text of a completion does not contain, and the other strings.
+
+    ValueError for a string with a special token beside other text.
+    """
+    tokens = dict.fromkeys([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]) if stop else {}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    special = {token: id for token, id in ids.items() if not tokenizer.decode([id], skip_special_tokens=True)}
+    for string in stop:
+        for token in special:
+            if token in string and token != string:
+                raise ValueError(
+                    f"rollout.stop: {string!r} holds the special token {token!r} beside other text: give {token!r} alone"
+                )
+    return [special[string] for string in stop if string in special], [s for s in stop if s not in special]
