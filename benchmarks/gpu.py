@@ -13,6 +13,7 @@ check passed, and 1 otherwise, also if one could not be run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -24,23 +25,30 @@ import time
 import traceback
 from pathlib import Path
 
+# With it PyTorch asks the driver's library for GPUs without initialising CUDA, after which a fork could not use it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_common import CHECKS, FIGURES, ROOT, Bench, Entry, NotRun
-
-# isort: split
-import gpu_checks  # noqa: F401  these fill CHECKS and FIGURES, in this order
+# These fill CHECKS and FIGURES, in this order.
+import gpu_checks  # noqa: F401, I001
 import gpu_graphs  # noqa: F401
-import gpu_runs  # noqa: F401
+import gpu_runs
+import gpu_ranks  # noqa: F401
 import gpu_figures  # noqa: F401
+from gpu_common import CHECKS, FIGURES, ROOT, Bench, Entry, NotRun
 
 
 def outcome(entry: Entry, bench: Bench) -> dict:
     """Run an entry in this process."""
     try:
+        if getattr(torch._C, "_cuda_isInBadFork", bool)():
+            raise RuntimeError(
+                "an import used CUDA before the fork, which therefore cannot: find it and keep it from that"
+            )
         return {"result": "passed", "found": entry.function(bench)}
     except NotRun as reason:
         return {"result": "not run", "why": str(reason)}
@@ -58,20 +66,20 @@ def run_apart(entry: Entry, bench: Bench, limit_s: float) -> dict:
     if (child := os.fork()) == 0:
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1), os.dup2(output, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         try:
             answer.write_text(json.dumps(outcome(entry, bench)))
         finally:
-            sys.stdout.flush(), sys.stderr.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(0)
     ended, status = os.waitpid(child, os.WNOHANG)
     while not ended and time.monotonic() - started < limit_s:
         time.sleep(0.02)
         ended, status = os.waitpid(child, os.WNOHANG)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     if not ended:
         os.waitpid(child, 0)
         result = {"result": "failed", "why": f"stopped after {limit_s:.2g} s"}
@@ -92,7 +100,12 @@ def write(results: dict, folder: Path, name: str) -> None:
     """The JSON file, and the same as tables; each replaced at once, so that a reader or an abort never meets half a file."""
     lines = [f"{results['date']}, `{results['command']}`, {results['versions']}", ""]
     for title, criterion in (("checks", "criterion"), ("figures", "measured")):
-        lines += [f"## {title.capitalize()}", "", f"| name | result | s | {criterion} | found |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {title.capitalize()}",
+            "",
+            f"| name | result | s | {criterion} | found |",
+            "|---|---|---|---|---|",
+        ]
         for row in results[title]:
             found = row.get("why") or ", ".join(f"{key} {shown(value)}" for key, value in row["found"].items())
             result = row["result"] if row["result"] == "passed" else f"**{row['result']}**"
@@ -108,7 +121,9 @@ def write(results: dict, folder: Path, name: str) -> None:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="NAME", help="this check or figure; may be given several times")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="this check or figure; may be given several times"
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--no-figures", action="store_true")
     parser.add_argument("--seconds", type=float, default=540, help="no figure starts, or goes on, after this time")

@@ -22,6 +22,8 @@ from grpo.rollout.llama_decoder import matches_model
 
 KERNELS = ("math", "flash", "efficient", "cudnn", "override")
 """Names of the numbers that PyTorch gives the kernels of SDPA."""
+NOMINAL = {"H200": 4.8e12, "H100": 3.35e12, "A100": 1.55e12, "B200": 8e12}
+"""Bytes a second of the memory, by a part of the device's name."""
 
 
 def product_error(device: torch.device) -> float:
@@ -60,15 +62,12 @@ def versions(bench: Bench) -> Found:
 
 @check()
 def bandwidth(bench: Bench) -> Found:
-    """a copy on the device moves at least 60% of what the memory's clock and width allow"""
+    """a copy on the device moves at least 60% of its nominal bytes a second (100 GB/s on a device not known here)"""
     bench.need_real_gpu("memory of its own")
-    torch.zeros(1, device=bench.device)
-    properties, found = torch.cuda.get_device_properties(bench.device), copy_bandwidth(bench.device)
-    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
-    nominal = 2 * clock * 1e3 * width / 8
-    share = found / nominal if nominal else float("nan")
-    expect(found >= max(0.6 * nominal, 1e11), f"{found / 1e9:.0f} GB/s, nominal {nominal / 1e9:.0f}")
-    return {"GB/s": found / 1e9, "nominal GB/s": nominal / 1e9, "share": share}
+    found, name = copy_bandwidth(bench.device), torch.cuda.get_device_name(bench.device)
+    nominal = next((rate for part, rate in NOMINAL.items() if part in name), 1e11 / 0.6)
+    expect(found >= 0.6 * nominal, f"{found / 1e9:.0f} GB/s, nominal {nominal / 1e9:.0f}")
+    return {"GB/s": found / 1e9, "nominal GB/s": nominal / 1e9}
 
 
 @check(120)
@@ -108,8 +107,7 @@ def tf32_checks(bench: Bench) -> Found:
     expect(is_forced or found["error"] < 1e-5, f"fp32 products err by {found['error']:.1e} of their greatest element")
     with tf32():
         found["error with TF32"] = product_error(bench.device)
-        if not bench.is_emulated:
-            expect(found["error with TF32"] > 1e-5, "TF32 was switched on and changed nothing")
+        expect(found["error with TF32"] > 1e-5, "TF32 was switched on and changed nothing")
         start_checks(bench)
     return found
 
@@ -233,7 +231,10 @@ def scoring(bench: Bench) -> Found:
             found[f"{name}, gradient"] = float((gradient - exact).norm() / exact.norm())
     for what, most in (("log-probs", 0.3), ("gradient", 0.3)):
         for name in ("fp32 padded", "fp32 packed"):
-            expect(found[f"{name}, {what}"] < 1e-3, f"{name}: {what} differ from the CPU's by {found[f'{name}, {what}']:.1e}")
+            expect(
+                found[f"{name}, {what}"] < 1e-3,
+                f"{name}: {what} differ from the CPU's by {found[f'{name}, {what}']:.1e}",
+            )
         padded, packed = (found[f"bf16 {name}, {what}"] for name in ("padded", "packed"))
         expect(padded < most, f"bf16 padded: {what} differ from the CPU's fp32 by {padded:.1e}")
         expect(packed < 1.5 * padded + 1e-3, f"bf16 packed: {what} differ by {packed:.1e}, padded by {padded:.1e}")

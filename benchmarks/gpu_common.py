@@ -125,23 +125,34 @@ class Bench:
             expect((why := enable_packing(model, model.model)) is None, f"packing is refused: {why}")
         every = max(every // 5, 2) if self.is_small and every else every
         eos_ids = tuple(range(every, self.vocabulary, every)) if every else (self.vocabulary + 1,)
-        return Policy(model, make_tokenizer(self.vocabulary), eos_ids, 0, torch.device(device or self.device), precision)
+        return Policy(
+            model, make_tokenizer(self.vocabulary), eos_ids, 0, torch.device(device or self.device), precision
+        )
 
     def problems(self, lengths: tuple[int, ...] | None = None) -> list[Problem]:
         """Prompts of random tokens; of uneven lengths, if none are given."""
         rng = torch.Generator().manual_seed(1)
         lengths = lengths or ((3, 12) if self.is_small else (20, 70, 200, 270))
-        return [Problem(u, "", tuple(torch.randint(2, self.vocabulary, (n,), generator=rng).tolist())) for u, n in enumerate(lengths)]
+        return [
+            Problem(u, "", tuple(torch.randint(2, self.vocabulary, (n,), generator=rng).tolist()))
+            for u, n in enumerate(lengths)
+        ]
 
 
 def make_tokenizer(vocabulary: int) -> Qwen2Tokenizer:
     """The tiny tokenizer with a number as the text of every further token: `` 1234``."""
     tiny = build_tokenizer()
-    added = [tiny.added_tokens_decoder[i] for i in sorted(tiny.added_tokens_decoder) if str(tiny.added_tokens_decoder[i]) not in (PAD, EOS, TURN)]
+    added = [
+        tiny.added_tokens_decoder[i]
+        for i in sorted(tiny.added_tokens_decoder)
+        if str(tiny.added_tokens_decoder[i]) not in (PAD, EOS, TURN)
+    ]
     symbols = [tiny.convert_ids_to_tokens(i) for i in range(len(tiny) - len(added))]
     numbers = [f"\u0120{i}" for i in range(len(symbols), vocabulary - len(added))]
     special = dict(pad_token=PAD, eos_token=EOS, unk_token=None, additional_special_tokens=[TURN])
-    tokenizer = Qwen2Tokenizer(vocab={s: i for i, s in enumerate(symbols + numbers)}, merges=[], padding_side="left", **special)
+    tokenizer = Qwen2Tokenizer(
+        vocab={s: i for i, s in enumerate(symbols + numbers)}, merges=[], padding_side="left", **special
+    )
     tokenizer.add_tokens(added)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -152,7 +163,9 @@ def make_random_model(bench: Bench, folder: Path) -> None:
     """Save Qwen2 of the shape with random weights, and distributions as sharp as a trained model's."""
     torch.manual_seed(0)
     sizes = SMALL if bench.is_small else SHAPES[bench.shape]
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=bench.vocabulary, max_position_embeddings=32768, tie_word_embeddings=True, **sizes)).float()
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=bench.vocabulary, max_position_embeddings=32768, tie_word_embeddings=True, **sizes)
+    ).float()
     for layer in model.model.layers:
         # With the usual initialization attention is almost an average, and wrong positions or masks would hardly show.
         layer.self_attn.q_proj.weight.mul_(4.0 if not bench.is_small else 40.0)

@@ -37,7 +37,9 @@ def sampler(bench: Bench, side: str, rows: int) -> tuple[Callable[[int], None], 
 
     policy.model.generation_config.eos_token_id = None
     prompts_RL = torch.tensor([p.prompt_ids for p in problems]).repeat_interleave(GROUP, dim=0).to(bench.device)
-    options = dict(attention_mask=torch.ones_like(prompts_RL), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+    options = dict(
+        attention_mask=torch.ones_like(prompts_RL), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
+    )
     if side == "static":  # transformers compiles the decode steps of a static cache on CUDA
         options["cache_implementation"] = "static"
 
@@ -68,7 +70,9 @@ def kernels(sample: Callable[[int], None], tokens: int) -> Counter:
         torch.cuda.synchronize()
     count = Counter()
     for event in profile.events():
-        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(
+            ("Memcpy", "Memset")
+        )
         count["kernels"] += is_kernel
         count["launches"] += event.name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch"))
     return count
@@ -79,8 +83,14 @@ def sampling(bench: Bench, side: str, rows: int) -> Found:
     tokens = 129 if side in ("graphs", "static") else 65
     sample, model = sampler(bench, side, rows)
     first, whole = seconds(sample, 1), seconds(sample, tokens)
-    bound = bound_seconds(model, torch.full((rows // GROUP, GROUP), tokens), PROMPT, "bf16", copy_bandwidth(bench.device))
-    found = {"ms/token": 1e3 * (whole - first) / (tokens - 1), "tokens/s": rows * tokens / whole, "prefill ms": 1e3 * first}
+    bound = bound_seconds(
+        model, torch.full((rows // GROUP, GROUP), tokens), PROMPT, "bf16", copy_bandwidth(bench.device)
+    )
+    found = {
+        "ms/token": 1e3 * (whole - first) / (tokens - 1),
+        "tokens/s": rows * tokens / whole,
+        "prefill ms": 1e3 * first,
+    }
     found["share of bandwidth bound"] = bound / (whole - first)
     few, more = kernels(sample, 9), kernels(sample, 17)
     return found | {f"{what}/token": (more[what] - few[what]) / 8 for what in ("kernels", "launches")}
@@ -104,7 +114,15 @@ def update_figures(bench: Bench, side: str) -> Found:
     bench.need_real_gpu("time")
     sizes = dict(prompts=8, group=8, prompt=256, completion=512, tokens_per_microbatch=16384)
     return update.measure(
-        SimpleNamespace(model=str(bench.model_folder), vocabulary=None, device="cuda", precision="bf16", threads=4, side=side, **sizes)
+        SimpleNamespace(
+            model=str(bench.model_folder),
+            vocabulary=None,
+            device="cuda",
+            precision="bf16",
+            threads=4,
+            side=side,
+            **sizes,
+        )
     )
 
 
@@ -128,12 +146,21 @@ def step_beside_trl(bench: Bench) -> Found:
         if importlib.util.find_spec(package) is None:
             raise NotRun(f"no {package}")
     output = bench.scratch / "trl"
-    command = [sys.executable, str(ROOT / "benchmarks" / "compare_trl.py"), "--model", str(bench.model_folder), "--output", str(output)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "compare_trl.py"),
+        "--model",
+        str(bench.model_folder),
+        "--output",
+        str(output),
+    ]
     command += ["--prompt-tokens", "200", "--pairs", "1", "--settings", "bf16:0.04:4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     expect(done.returncode == 0, done.stderr[-500:])
     summary = json.loads(output.with_suffix(".json").read_text())["results"][0]["summary"]
-    return {f"{phase}, {side}": figures[side] for phase, figures in summary.items() for side in ("ours", "trl", "ratio")}
+    return {
+        f"{phase}, {side}": figures[side] for phase, figures in summary.items() for side in ("ours", "trl", "ratio")
+    }
 
 
 for number in (32, 256):

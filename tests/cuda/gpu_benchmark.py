@@ -1,6 +1,7 @@
 """Scenarios: ``benchmarks/gpu.py`` on the emulated device, sound and with planted mistakes."""
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -9,12 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import gpu
-import gpu_checks
-import gpu_common
 import torch
 from emulated_cuda.install import chosen_kernel
 from emulated_cuda.tensors import device
@@ -26,6 +21,10 @@ from grpo.rollout.static_batch import StaticCache
 from grpo.rollout.weights import FusedLinear
 from grpo.run import checkpoint
 from grpo.run import models as models_module
+from grpo.run.memory import largest_step
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+gpu, gpu_checks, gpu_common = (importlib.import_module(name) for name in ("gpu", "gpu_checks", "gpu_common"))
 
 
 def runs(folder, *, only, mistake=None, arguments=("--shape", "small", "--no-figures")):
@@ -106,8 +105,6 @@ def forgets_averages():
 
 def short_rehearsal():
     """The memory rehearsal leaves out the update."""
-    from grpo.run.memory import largest_step
-
     largest_step._update = lambda *_, **__: None
 
 

@@ -34,7 +34,16 @@ def test_one_check_that_crashes_or_hangs_does_not_stop_the_others(gpu, tmp_path)
 @pytest.mark.slow
 def test_every_check_passes_on_the_emulated_device(gpu, tmp_path):
     """All but those of the trainer's runs, which are below."""
-    names = ("versions", "bandwidth", "sampled_logprobs", "model_checks", "tf32_checks", "sdpa", "scoring", "failed_capture")
+    names = (
+        "versions",
+        "bandwidth",
+        "sampled_logprobs",
+        "model_checks",
+        "tf32_checks",
+        "sdpa",
+        "scoring",
+        "failed_capture",
+    )
     names += ("graphs_sampled", "graphs_greedy", "graphs_filtered", "graphs_stops", "graphs_shrinking", "graphs_waves")
     found = run(gpu, tmp_path, *names, "save_during_captures", "nccl_alone", "gloo_two_ranks")
     not_here = {name: row["why"] for name, row in found["rows"].items() if row["result"] == "not run"}
