@@ -84,7 +84,7 @@ def _attention_forward(module, query, key, value, attention_mask, *, packed=None
     cache; with ``forked`` alone: one more token per row; with neither: SDPA.
     """
     if packed is None and forked is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return _sdpa(module, query, key, value, attention_mask, **options)
     if any(options.get(name) is not None for name in ("sliding_window", "softcap", "s_aux", "position_bias")):
         raise CannotPack("its attention has a window, a cap, sinks or a bias")
     if attention_mask is not None and attention_mask.shape != ANY_MASK:
@@ -97,6 +97,19 @@ def _attention_forward(module, query, key, value, attention_mask, *, packed=None
     return packed_attention(query, key, value, packed, options.get("scaling")), None
 
 
+def _sdpa(module, query, key, value, attention_mask, **options):
+    """transformers' SDPA function, with keys and values repeated for each query head where transformers leaves that to PyTorch and CUDA has
+    no fused kernel for it: without a mask in fp32. PyTorch's math kernel, which takes such calls, writes all scores to memory.
+    """
+    kind, H, K = key.device.type, query.shape[1], key.shape[1]
+    is_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(kind)
+    is_left_to_pytorch = attention_mask is None and key.shape[-1] == value.shape[-1] <= 256
+    if kind == "cuda" and H != K and is_fp32 and is_left_to_pytorch:
+        key, value = (x.repeat_interleave(H // K, dim=1) for x in (key, value))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register("sdpa", _sdpa)
 AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 

@@ -124,13 +124,11 @@ def _attention(original):
                 device.problem(f"attention by the math kernel: {q.dtype} q{tuple(q.shape)} k{tuple(k.shape)}")
             return original(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=CUDA).masked_fill(~mask, float("-inf"))
+        elif mask is not None and (any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1):
+            device.problem(f"attention copies its mask {tuple(mask.shape)}: its rows are not aligned")
         if mask is not None:
-            if mask.dtype == torch.bool:
-                mask = torch.zeros(mask.shape, dtype=q.dtype, device=CUDA).masked_fill(~mask, float("-inf"))
-            if any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
-                device.problem(
-                    f"attention copies its mask {tuple(mask.shape)} in every layer, because its rows are not aligned"
-                )
             mask = mask.expand(*q.shape[:3], k.shape[2])
         return aten._scaled_dot_product_efficient_attention(
             q, k, v, mask, needs_grad, dropout_p, is_causal, scale=scale

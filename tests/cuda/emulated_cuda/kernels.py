@@ -89,21 +89,17 @@ def _scores(q, k, bias, is_causal: bool, scale: float | None) -> torch.Tensor:
     return scores
 
 
-def _weights(scores, log_z):
-    """Attention weights; 0 in rows that see nothing, as the fused kernels have it."""
-    return (scores - log_z[..., None]).exp().masked_fill(scores == -math.inf, 0.0)
-
-
 def _attention(q, k, v, bias, is_causal, scale):
     """Output in the memory layout of the fused kernels (heads beside each other for each token), and the log-normalizers."""
     scores = _scores(q, k, bias, is_causal, scale)
     log_z = scores.logsumexp(-1)
-    out = (_weights(scores, log_z) @ v.float()).to(q.dtype)
+    log_z = log_z.masked_fill(log_z == -math.inf, 0.0)  # a query that sees no key gets zeros
+    out = ((scores - log_z[..., None]).exp() @ v.float()).to(q.dtype)
     return out.transpose(1, 2).contiguous().transpose(1, 2), log_z
 
 
 def _attention_backward(grad, q, k, v, bias, out, log_z, is_causal, scale):
-    weights, grad = _weights(_scores(q, k, bias, is_causal, scale), log_z), grad.float()
+    weights, grad = (_scores(q, k, bias, is_causal, scale) - log_z[..., None]).exp(), grad.float()
     grad_v = weights.transpose(-1, -2) @ grad
     grad_scores = weights * (grad @ v.float().transpose(-1, -2) - (grad * out.float()).sum(-1, keepdim=True))
     grad_scores = grad_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
