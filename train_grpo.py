@@ -13,6 +13,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from grpo.system.environment_defaults import set_allocator_defaults  # isort: skip
+
+set_allocator_defaults()  # before torch is imported
+
 import torch
 from torch import Tensor
 
@@ -162,7 +166,7 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would give the tokens of a rank with
     # fewer of them more weight, and the gradient would depend on how the batch is divided.
     denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
-    for micro, is_last in microbatches(minibatch, config.optim.tokens_per_microbatch, packed=run.packed):
+    for micro, is_last in microbatches(minibatch, run.tokens_per_microbatch, packed=run.packed):
         with gradient_sync(run.scorer, enabled=is_last):
             with run.policy.autocast():
                 new_BT, entropy_BT = run.scorer(*micro.scorer_inputs)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from grpo.config import RuntimeConfig
+from grpo.distributed.device import choose_device
 from grpo.distributed.store import agree_on_launch_id
 from grpo.distributed.world import World
 from grpo.system import end_with_parent
@@ -21,13 +22,13 @@ def start_world(runtime: RuntimeConfig) -> World:
     """Read torchrun's environment, choose the device, divide the CPU cores among local ranks, join the process group.
 
     Raises:
-        ValueError: if CUDA is asked for where there is none, there are fewer GPUs than local ranks, or the other ranks do not start
-            within ``runtime.timeout_s`` seconds.
+        ValueError: if this rank has no device (:func:`choose_device`), or the other ranks do not start within ``runtime.timeout_s``
+            seconds.
     """
     _end_with_torchrun()
     rank, size, local_rank, local_size = launch_environment()
     local_size = max(local_size, local_rank + 1)  # launchers other than torchrun may not set LOCAL_WORLD_SIZE
-    device = _choose_device(runtime.device, local_rank, local_size)
+    device = choose_device(runtime.device, local_rank, local_size)
     # Ranks that each start as many threads as there are cores compete for them (80 times slower, measured on two cores).
     torch.set_num_threads(runtime.threads_per_rank or max(_available_cores() // local_size, 1))
     if runtime.deterministic:
@@ -51,21 +52,6 @@ def launch_environment() -> tuple[int, int, int, int]:
         return 0, 1, 0, 1
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     return tuple(int(os.environ.get(name, default)) for name, default in defaults.items())
-
-
-def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        raise ValueError("runtime.device=cuda, but PyTorch sees no CUDA device: use runtime.device=auto or cpu")
-    if wanted == "cpu" or not has_cuda:
-        return torch.device("cpu")
-    if local_size > (count := torch.cuda.device_count()):
-        raise ValueError(
-            f"{local_size} processes on this machine, but {count} CUDA devices: use --nproc_per_node={count}"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _end_with_torchrun() -> None:

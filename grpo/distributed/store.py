@@ -46,20 +46,21 @@ def agree_on_launch_id(store: Any, rank: int, size: int, timeout_s: float) -> st
 
 
 class SharedFlag:
-    """A text in torchrun's store that any rank can set and all can read without a collective, which would wait for every rank."""
+    """Texts in torchrun's store that any rank can set and all can read without a collective, which would wait for every rank."""
 
     def __init__(self, launch_id: str) -> None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         options = dict(is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
         self._store = dist.TCPStore(host, port, **options)
-        self._key = f"{launch_id}/notice"
+        self._launch_id = launch_id
 
-    def set(self, text: str) -> None:
-        self._store.set(self._key, text)
+    def set(self, name: str, text: str) -> None:
+        self._store.set(f"{self._launch_id}/{name}", text)
 
-    def get(self) -> str | None:
-        """The text; None before any rank has set it. RuntimeError if the store's process has ended."""
-        return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+    def get(self, name: str) -> str | None:
+        """The text of this name; None before any rank has set it. RuntimeError if the store's process has ended."""
+        key = f"{self._launch_id}/{name}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 def open_shared_flag(world: World) -> SharedFlag | None:

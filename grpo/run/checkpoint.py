@@ -209,8 +209,11 @@ def restore(
 ) -> None:
     """Load optimizer, schedule and a reference that changes during training; ``from_pretrained(folder)`` loads the model."""
     trainer = Path(folder) / "trainer"
-    # AdamW keeps its update counters on the host; load_state_dict moves the averages to the device of their weights.
     saved = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
+    # Whether AdamW is fused follows from this run's device, not from that of the checkpoint. load_state_dict moves the averages to the
+    # device of their weights, and there the update counters too if AdamW is fused; else they stay on the host.
+    for group, own in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, strict=False):
+        group["fused"] = own.get("fused")
     optimizer.load_state_dict(saved["optimizer"])
     if schedule is not None:
         schedule.load_state_dict(saved["schedule"])

@@ -45,6 +45,7 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
 def _rescue_and_report(run: Run, failure: BaseException) -> None:
     """Save what can be saved; then print the error on the rank where it happened."""
     rank, phase = run.world.rank, run.world.phase
+    run.signals.announce_failure(f"rank {rank} has failed in phase {phase!r}")
     try:
         note = run.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights

@@ -65,7 +65,7 @@ def build_models(
         changed_rate = _restore(start, algorithm.updates_per_step, optimizer, lr_schedule, moving_reference, device)
     policy.model.train()
     scorer = CompletionScorer(policy.model, temperature)
-    why_padded = _enable_packing(config, scorer)
+    why_padded = enable_packing(config, scorer)
     check_sampling(policy)
     if ref_scorer is not None:
         if scorer.packed:
@@ -102,7 +102,7 @@ def _restore(
     return None if schedule._last_lr[0] == old_rate else (old_rate, schedule._last_lr[0])
 
 
-def _enable_packing(config: Config, scorer: CompletionScorer) -> str | None:
+def enable_packing(config: Config, scorer: CompletionScorer) -> str | None:
     """Score each prompt once per group if settings and model allow it; otherwise return the reason."""
     if not config.runtime.packed:
         return "runtime.packed is false"

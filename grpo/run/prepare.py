@@ -84,6 +84,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     with world.fail_together():
         start = read_start_point(config, checkpoint, origin, data_fingerprint, content)
     progress = Progress.from_state(start.state)
+    progress.forget_chosen(key for key, _, _ in start.changes)
     if checkpoint and world.is_main:
         threads = torch.get_num_threads() if world.device.type == "cpu" else None
         print_differences(start, world.size, threads, versions())
@@ -158,7 +159,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         rewards=rewards,
         reporter=reporter,
         saver=saver,
-        signals=Signals(world),
+        signals=Signals(world, saver.rescue_while_busy),
         lock=lock,
         max_steps=max_steps,
         progress=progress,

@@ -13,6 +13,7 @@ from grpo.config import Config, ConfigError
 from grpo.run import checkpoint
 from grpo.run.lock import Lock
 from grpo.run.output_folder import check_output_dir
+from grpo.run.saver import CHOSEN
 from grpo.system import open_regular
 from grpo.system.masking import masked
 
@@ -168,6 +169,10 @@ def _differences(
             if old != new:
                 now_it_is = "missing" if new is None else "new" if old is None else "changed"
                 pairs.append((f"content of {name}", "missing" if old is None else "as it was", now_it_is))
+    for key, name in CHOSEN.items():  # setting what the run chose itself is no change
+        section, _, leaf = key.partition(".")
+        if now[section][leaf] == state.get(name) and isinstance(saved.get(section), dict):
+            saved[section][leaf] = now[section][leaf]
     for key in MUST_NOT_CHANGE:
         section, _, leaf = key.partition(".")
         old, new = saved.get(section), now[section]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import platform
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,9 @@ from grpo.config import Config
 from grpo.distributed import World
 from grpo.run import checkpoint
 from grpo.telemetry.reporter import Reporter
+
+CHOSEN = {"optim.tokens_per_microbatch": "tokens_per_microbatch", "rollout.tokens_in_flight": "tokens_in_flight"}
+"""Settings whose defaults a dry run may lower, and the field of :class:`Progress` that holds the chosen value."""
 
 
 @dataclass
@@ -34,6 +39,10 @@ class Progress:
     """``{"step", "value"}`` of the best evaluation by ``checkpoint.keep_best``."""
     unwritten_line: dict[str, Any] | None = None
     """Metrics of the last step while they are not in ``metrics.jsonl`` yet, because the step's evaluation comes first."""
+    tokens_per_microbatch: int | None = None
+    """The value that a dry run chose because the default of ``optim.tokens_per_microbatch`` does not fit in memory; None: not chosen."""
+    tokens_in_flight: int | None = None
+    """The same for ``rollout.tokens_in_flight``."""
     mid_update: bool = False
     """True from the first change of the weights to the end of the step: the state in memory is between two steps. Never saved as True."""
 
@@ -41,6 +50,12 @@ class Progress:
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """The progress saved in a checkpoint's state; missing names keep their defaults."""
         return cls(**{f.name: state[f.name] for f in dataclasses.fields(cls) if f.name in state})
+
+    def forget_chosen(self, changed: Iterable[str]) -> None:
+        """Drop the chosen values of keys that the user has set to other values since."""
+        for key in changed:
+            if key in CHOSEN:
+                setattr(self, CHOSEN[key], None)
 
     def complete_step(self, line: dict[str, Any]) -> None:
         """Record that all updates of a step are done; its metrics are written later."""
@@ -81,6 +96,8 @@ class Saver:
         self.saved_step = self.written_step = self.progress.step
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._lock = threading.Lock()
+        """Held while a save begins or is written, which the thread of :meth:`rescue_while_busy` may do beside the main thread."""
 
     def save_if_due(self, line: dict[str, Any]) -> None:
         """Save at the last step, every ``save_steps`` steps, or if ``line`` has the best evaluation so far."""
@@ -102,18 +119,18 @@ class Saver:
             return
         step = self.progress.step
         with self.world.timed("save", {}), self.world.fail_together():
-            self._raise_background_error()
             if self.world.is_main:
-                self.reporter.sync()
-                arguments = self._arguments()
-                if self.config.checkpoint.background and step < self.max_steps:
-                    live = (self.parts[name] for name in ("model", "optimizer", "schedule", "reference"))
-                    arguments["tensors"] = checkpoint.Tensors.of(*live).on_host()
-                    self._thread = threading.Thread(target=self._write, args=(step, arguments), name="checkpoint")
-                    self._thread.start()
-                else:
-                    self._write(step, arguments)
+                with self._lock:
                     self._raise_background_error()
+                    self.reporter.sync()
+                    arguments = self._arguments()
+                    if self.config.checkpoint.background and step < self.max_steps:
+                        arguments["tensors"] = self._copy_of_tensors()
+                        self._thread = threading.Thread(target=self._write, args=(step, arguments), name="checkpoint")
+                        self._thread.start()
+                    else:
+                        self._write(step, arguments)
+                        self._raise_background_error()
         self.saved_step = step
 
     def save_newest(self) -> None:
@@ -124,10 +141,11 @@ class Saver:
         """
         with self.world.fail_together():
             if self.world.is_main:
-                if error := self._background_error():
-                    self.reporter.print(f"warning: {error}; trying again")
-                self._write_newest()
-                self._raise_background_error()
+                with self._lock:
+                    if error := self._background_error():
+                        self.reporter.print(f"warning: {error}; trying again")
+                    self._write_newest()
+                    self._raise_background_error()
 
     def dry_run(self) -> None:
         """Save once before the first step and delete it, so that a model that cannot be saved or a full disk shows now, not at the end."""
@@ -140,16 +158,47 @@ class Saver:
 
     def rescue(self) -> str | None:
         """After a failure, without the other ranks: save the newest complete step if no checkpoint has it; returns a note for the user."""
+        step, newest = self.progress.step, self.written_step
+        if self.config.debug:
+            return None
+        if not self.world.is_main:
+            lost = f"; otherwise the steps after {self.saved_step} are lost" if step > self.saved_step else ""
+            return f"rank 0 saves step {step}, the last complete one, if it can{lost}" if lost else None
+        with self._lock:
+            self._background_error()  # waits for the thread; what it could not write is tried again below
+            if self.progress.mid_update:
+                lost = f", and the steps after it are lost: {how_to_continue(self.config)}"
+                return f"the failure came in the middle of an update, after step {step}: checkpoint-{newest} is the newest{lost}"
+            return self._note(step) if self._write_newest() else None
+
+    def rescue_while_busy(self) -> str | None:
+        """The same in another thread, while the main thread waits for a rank that has ended, or is slow to finish an update.
+
+        Until an update changes the weights, they are those of the newest complete step. If that happens while they are copied, the copy
+        is dropped. On CUDA they are copied in a stream of their own, since the main thread's may wait for the other rank.
+        """
         if not self.world.is_main or self.config.debug:
             return None
-        self._background_error()  # waits for the thread; what it could not write is tried again below
-        step = self.progress.step
-        if self.progress.mid_update:
-            return f"the failure came in the middle of an update, after step {step}: checkpoint-{self.written_step} is the newest"
-        if not self._write_newest():
-            return None
+        with self._lock:
+            self._background_error()
+            step, device = self.progress.step, self.world.device
+            if self.progress.mid_update or step <= self.written_step:
+                return None
+            with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext():
+                arguments = self._arguments() | {"tensors": self._copy_of_tensors()}
+            if self.progress.mid_update or self.progress.step != step:
+                return None
+            self._write(step, arguments)
+            return self._note(step)
+
+    def _note(self, step: int) -> str:
+        """What became of the save of this step."""
         error = self._background_error()
         return f"{error}" if error else f"saved checkpoint-{step}: {how_to_continue(self.config)}"
+
+    def _copy_of_tensors(self) -> checkpoint.Tensors:
+        live = (self.parts[name] for name in ("model", "optimizer", "schedule", "reference"))
+        return checkpoint.Tensors.of(*live).on_host()
 
     def _write_newest(self) -> bool:
         """Write the newest complete step, unless the disk has it: then False."""

@@ -4,6 +4,9 @@ SIGTERM, SIGINT and SIGHUP stop the run: rollouts and evaluations, which do not 
 SIGUSR1 saves a checkpoint at the end of the current step. A signal to one rank counts for all: that rank sets a shared flag, the others
 read it twice a second, and all vote before anything is done. The kernel reports each signal to a thread of this module
 (``set_wakeup_fd``), also while the main thread waits inside a collective; so a second signal always ends the process.
+
+A rank that fails sets the shared flag too. With gloo the others get an error in their next collective. With NCCL they wait in it until
+torchrun kills them, and their main threads can do nothing: then the main rank saves the last complete step from another thread.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -24,7 +28,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 3.0
 """Ctrl-C reaches a rank twice, from the terminal and from torchrun: signals this close together count as one."""
 WARN_AFTER_SECONDS = 10.0
-"""A rank that is still running this long after a stop signal prints its phase (torchrun kills it after 30 s)."""
+"""A rank that is still running this long after a stop signal prints its phase; the main rank saves (torchrun kills it after 30 s)."""
+FAILED_SECONDS = 3.0
+"""A rank that is still running this long after another one has failed ends; the main rank saves first."""
 POLL_SECONDS = 0.5
 
 
@@ -37,10 +43,12 @@ def ignore_save_signal() -> None:
 class Signals:
     """Signal handlers, installed from construction until :meth:`close`. Outside the main thread nothing is installed."""
 
-    def __init__(self, world: World):
-        self.world, self.save_requested = world, False
+    def __init__(self, world: World, rescue: Callable[[], str | None]):
+        """``rescue`` saves what can be saved while the main thread is busy, and returns a note for the user."""
+        self.world, self.save_requested, self._rescue = world, False, rescue
         self._first_stop: float | None = None
-        self._warned = False
+        self._first_failure: float | None = None
+        self._is_late = self._is_ending = False
         self._installed = threading.current_thread() is threading.main_thread()
         if not self._installed:
             return
@@ -69,6 +77,13 @@ class Signals:
     def exit_code(self) -> int:
         """128 + signal number, as a shell reports a process that a signal ended; torchrun with ``--max-restarts`` restarts it."""
         return 128 + (self.world.stop_signal or signal.SIGTERM)
+
+    def announce_failure(self, text: str) -> None:
+        """Tell the other ranks that this one ends because of an error."""
+        self._is_ending = True
+        if self._installed and self._shared_flag is not None:
+            with contextlib.suppress(RuntimeError):  # the store's process may have ended
+                self._shared_flag.set("failure", text)
 
     def close(self) -> None:
         """Restore the handlers that were installed before."""
@@ -102,12 +117,9 @@ class Signals:
                 for number in numbers:
                     if number in STOP_SIGNALS:
                         self._on_stop_signal(number)
-            elif self._first_stop is None:
+            else:
                 self._read_shared_flag()
-            elif not self._warned and time.monotonic() - self._first_stop > WARN_AFTER_SECONDS:
-                self._warned = True
-                ago = f"{WARN_AFTER_SECONDS:g} s ago"
-                self._print(f"was asked to stop {ago} and is still in phase {self.world.phase!r}")
+                self._notice_delay()
 
     def _on_stop_signal(self, number: int) -> None:
         now = time.monotonic()
@@ -115,19 +127,51 @@ class Signals:
             self._first_stop, self.world.stop_signal = now, self.world.stop_signal or number
             with contextlib.suppress(RuntimeError):  # the store's process may have ended
                 if self._shared_flag is not None:
-                    self._shared_flag.set(str(number))
+                    self._shared_flag.set("stop", str(number))
         elif now - self._first_stop > SAME_SIGNAL_SECONDS:
             self._print(f"second {signal.Signals(number).name}: exiting at once, in phase {self.world.phase!r}")
             os._exit(128 + number)
 
     def _read_shared_flag(self) -> None:
+        if self._shared_flag is None:
+            return
         try:
-            number = self._shared_flag.get() if self._shared_flag is not None else None
+            number, failure = self._shared_flag.get("stop"), self._shared_flag.get("failure")
         except RuntimeError:  # torchrun has ended, or is ending
             self._shared_flag = None
             return
-        if number is not None:  # treat another rank's signal as this rank's own
+        if failure is not None and self._first_failure is None:
+            self._first_failure, self._failure = time.monotonic(), failure
+        if number is not None and self._first_stop is None:  # treat another rank's signal as this rank's own
             signal.pthread_kill(threading.main_thread().ident, int(number))
+
+    def _notice_delay(self) -> None:
+        """Let this rank end if another one has failed, or say that it takes long to stop; in both cases the main rank saves first."""
+        if self._is_late or self._is_ending:
+            return
+        now = time.monotonic()
+        if self._first_failure is not None and now - self._first_failure > FAILED_SECONDS:
+            self._is_late = True
+            self._print(f"{self._failure}; this rank was in phase {self.world.phase!r}, and ends")
+            self._start_rescue(then_end=True)
+        elif self._first_stop is not None and now - self._first_stop > WARN_AFTER_SECONDS:
+            self._is_late = True
+            self._print(f"was asked to stop {WARN_AFTER_SECONDS:g} s ago and is still in phase {self.world.phase!r}")
+            self._start_rescue(then_end=False)
+
+    def _start_rescue(self, *, then_end: bool) -> None:
+        def run() -> None:
+            try:
+                note = self._rescue()
+            except Exception as error:  # the device may be unable to return the weights
+                note = f"the state could not be saved: {type(error).__name__}: {error}"
+            if note:
+                self._print(f"note: {note}")
+            if then_end and not self._is_ending:
+                self.world.exit_now(1)
+
+        # A thread of its own, since this one must hear a second signal.
+        threading.Thread(target=run, daemon=True, name="rescue").start()
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -63,14 +63,20 @@ class Run:
     @property
     def sampling(self) -> SamplingParams:
         values = {field.name: getattr(self.config.rollout, field.name) for field in fields(SamplingParams)}
-        return SamplingParams(**values | {"stop": tuple(values["stop"])})
+        chosen = self.progress.tokens_in_flight or self.config.rollout.tokens_in_flight
+        return SamplingParams(**values | {"stop": tuple(values["stop"]), "tokens_in_flight": chosen})
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Most tokens of one forward and backward pass: that of the configuration, or a smaller one that a dry run chose."""
+        return self.progress.tokens_per_microbatch or self.config.optim.tokens_per_microbatch
 
     @torch.no_grad()
     def logprobs(self, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
         """Log-probs of a whole batch without gradient, ``[B, T]`` fp32 nats, in passes of ``tokens_per_microbatch`` tokens."""
         logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=self.world.device)
         with self.policy.autocast(), self.reporter.bar("log-probs", len(batch), "row") as bar:
-            for rows in microbatch_rows(batch, self.config.optim.tokens_per_microbatch, packed=scorer.packed):
+            for rows in microbatch_rows(batch, self.tokens_per_microbatch, packed=scorer.packed):
                 scored_bt, _ = scorer(*batch.select(rows).scorer_inputs)
                 logprobs_BT[rows.to(scored_bt.device), : scored_bt.shape[1]] = scored_bt
                 bar.update(len(rows))
@@ -107,7 +113,7 @@ class Run:
                 temperature=settings.temperature,
                 max_completion_length=rollout.max_completion_length,
                 stop=tuple(rollout.stop),
-                tokens_in_flight=rollout.tokens_in_flight,
+                tokens_in_flight=self.sampling.tokens_in_flight,
                 seed=self.config.seed,
                 step=0,  # the same seeds in each evaluation, so that metrics differ by the weights alone
                 on_problems=bar.update,

@@ -29,11 +29,20 @@ def print_summary(
     if run.eval_problems and (note := correctness_note(run.config.eval, run.rewards.names)):
         lines.append(note)
     if why_padded:
-        lines.append(f"note      {why_padded}: each prompt is computed once per completion when scoring")
+        lines.append(padded_note(run.config, run.world.device.type, why_padded))
     if checkpoint:
         lines.append(f"resuming  {checkpoint} at step {run.progress.step}")
     for line in lines:
         run.reporter.print(line)
+
+
+def padded_note(config: Config, device: str, why_padded: str) -> str:
+    """What the run does without because scoring computes prompts once per completion."""
+    lost = "each prompt is computed once per completion when scoring"
+    if config.runtime.fast_decode:
+        graphs = " nor CUDA graphs" if device == "cuda" and config.runtime.cuda_graphs else ""
+        lost += f", and sampling uses transformers' decode step, not the faster one of this package{graphs}"
+    return f"note      {why_padded}: {lost}"
 
 
 def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]:

@@ -86,9 +86,47 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
         assert "[rank 0] stopped in phase 'after reward'" in printed, "at the vote"
     else:
         assert "error: [rank 0] in phase 'update': RuntimeError: " in printed and "Timed out waiting 12000ms" in printed
-        assert "[rank 1] was asked to stop 10 s ago and is still in phase 'update'" in printed
+        assert "[rank 1] rank 0 has failed in phase 'update'; this rank was in phase 'update', and ends" in printed
     assert "saved checkpoint-3" in printed
     run(output, tiny(random_model, output, *SAVES), ranks=2)
+    assert_same_run(straight, output, STEPS)
+
+
+@pytest.mark.slow
+def test_a_rank_fails_and_the_others_wait_for_it_in_a_collective(tmp_path, random_model, straight):
+    """As with NCCL, where no error reaches them. Rank 0 saves the last complete step from another thread, long before torchrun kills it."""
+    output = tmp_path / "run"
+    arguments = tiny(random_model, output, *SAVES)
+    fault = f"rank=1 step=3 place=backward do=raise linger=25 once={tmp_path}/once"
+    started = Started(output, arguments, ranks=2, fault=fault, torchrun=[])
+    started.wait_for("error: [rank 1] in phase 'update': RuntimeError: a fault was asked for")
+    failed = time.monotonic()
+    started.wait_for("[rank 0] note: saved checkpoint-3: the same command continues from there")
+    assert time.monotonic() - failed < 20 and 1 in started.ranks(), "rank 1 is still connected"
+    assert started.end(patience=40) == 1
+    printed = started.text()
+    assert (
+        "note: rank 0 saves step 3, the last complete one, if it can; otherwise the steps after 2 are lost" in printed
+    )
+    assert "[rank 0] rank 1 has failed in phase 'update'; this rank was in phase 'update', and ends" in printed
+    assert "checkpoint-3 at step 3" in run(output, arguments, ranks=2).text()
+    assert_same_run(straight, output, STEPS)
+
+
+@pytest.mark.slow
+def test_a_stop_signal_while_a_rank_hangs(tmp_path, random_model, straight):
+    """Torchrun sends SIGTERM when a rank was killed; under NCCL the others cannot follow. Rank 0 saves before SIGKILL comes."""
+    output = tmp_path / "run"
+    arguments = tiny(random_model, output, *SAVES)
+    fault = f"rank=1 step=3 place=backward do=hang once={tmp_path}/once"
+    started = Started(output, arguments, ranks=2, fault=fault)
+    started.wait_for("FAULT")
+    started.kill(signal.SIGTERM, 0)
+    started.wait_for("[rank 0] note: saved checkpoint-3: the same command continues from there", timeout=25)
+    started.kill(signal.SIGKILL)
+    started.end()
+    assert "[rank 0] was asked to stop 10 s ago and is still in phase 'update'" in started.text()
+    run(output, arguments, ranks=2)
     assert_same_run(straight, output, STEPS)
 
 

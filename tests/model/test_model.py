@@ -162,6 +162,14 @@ def test_weight_decay_is_for_matrices(policy):
     assert {p.dim() for p in free["params"]} == {1}
     count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     assert count == sum(p.numel() for p in policy.model.parameters())
+    assert optimizer.defaults["fused"] is None  # on CPU the bits are those of PyTorch's default
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_adamw_is_fused_on_a_gpu(policy):
+    options = dict(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    assert make_optimizer(policy.model.cuda(), **options).defaults["fused"]
+    assert not make_optimizer(policy.model.bfloat16(), **options).defaults["fused"]
 
 
 def test_reference_is_frozen_and_moves_only_when_told(random_model):

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from conftest import load
+from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo.model import make_reference
@@ -37,6 +38,23 @@ def trained(folder, updates: int = 3):
         schedule.step()
         optimizer.zero_grad()
     return {"model": policy.model, "tokenizer": policy.tokenizer, "optimizer": optimizer, "schedule": schedule}
+
+
+@pytest.mark.parametrize("saved", [True, None])
+def test_whether_adamw_is_fused_is_not_taken_from_the_checkpoint(random_model, tmp_path, saved):
+    """A checkpoint of a GPU continued on the CPU, and the other way round."""
+    things, fresh = trained(random_model, updates=0), trained(random_model, updates=0)
+    things["optimizer"] = AdamW(things["model"].parameters(), fused=saved)
+    fresh["optimizer"] = AdamW(fresh["model"].parameters(), fused=None if saved else True)
+    things["model"](torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    things["optimizer"].step()
+    folder = save_checkpoint(tmp_path, 1, **things)
+    restore(folder, optimizer=fresh["optimizer"], schedule=None, device=torch.device("cpu"))
+    (group,) = fresh["optimizer"].param_groups
+    assert group["fused"] == (None if saved else True)
+    fresh["model"](torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    fresh["optimizer"].step()
+    assert {float(state["step"]) for state in fresh["optimizer"].state.values()} == {2.0}
 
 
 def test_round_trip_is_bit_for_bit(random_model, tmp_path):

@@ -1,11 +1,21 @@
 """The estimate of memory against what PyTorch keeps."""
 
+import weakref
+
 import pytest
 import torch
+from conftest import load
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from grpo import logprobs
+from grpo.batch import Problem
 from grpo.logprobs import CompletionScorer
-from grpo.run.memory.estimate import Memory, estimate, line
+from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout.cuda_graphs import CUDAGraphRunner
+from grpo.rollout.draw import draw
+from grpo.rollout.llama_decoder import LlamaDecoder
+from grpo.run.memory.estimate import BYTES_PER_SCORED_LOGIT, Memory, estimate, graph_bytes, line
 
 SIZES = {
     "hidden_size": 128,
@@ -59,6 +69,85 @@ def test_activations_are_about_what_autograd_keeps(precision, checkpointing):
         assert memory.activations < 0.5 * whole.activations
     else:
         assert memory.activations == pytest.approx(kept_for_backward(model, precision, 4, 100), rel=0.2)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the storages that operations inside the block make and that live at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given | self._seen:
+                    self._seen.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _freed(self, address: int, size: int) -> None:
+        self._seen.discard(address)
+        self.now -= size
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}])
+def test_the_pool_of_graphs_is_about_what_drawing_a_token_allocates(filters):
+    R, V, sampling = 64, 5000, SamplingParams(8, 16, **filters)
+    logits_RV, u_R = torch.randn(R, V).bfloat16(), torch.full((R,), 0.5)
+    with Allocated() as allocated:
+        draw(logits_RV.clone(), u_R, sampling)
+    _, pool = graph_bytes(Qwen2Config(vocab_size=V, **SIZES), sampling, R, 10, bf16=True)
+    assert 0.5 * pool < allocated.peak <= 1.1 * pool
+
+
+def test_the_buffers_of_graphs_are_counted(random_model):
+    policy = load(random_model, packed=True)
+    engine, sampling = BuiltinEngine(policy, warn=pytest.fail), SamplingParams(8, 40)
+    engine.graphs = CUDAGraphRunner(
+        lambda *inputs: LlamaDecoder(policy.backbone)(*inputs),
+        lambda hidden: policy.model.get_output_embeddings()(hidden),
+        policy.eos_ids, policy.device, capture=False,
+    )  # fmt: skip
+    problems = [Problem(n, "", tuple(range(4, 4 + length))) for n, length in enumerate((30, 12, 5))]
+    engine.generate(problems, sampling, address=(0, "rollout", 0))
+    held = sum(flat.nbytes for flat in engine.graphs._buffers.values())
+    buffers, _ = graph_bytes(policy.model.config, sampling, 24, 30, bf16=False)
+    assert buffers == pytest.approx(held, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_logits_of_a_chunk_are_counted(precision, chunks, monkeypatch):
+    """A vocabulary beside which the layers are small."""
+    N, V = 512, 4096
+    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", N * V // chunks)
+    head = torch.nn.Linear(16, V, bias=False)
+    hidden_NH, labels_N = torch.randn(N, 16, requires_grad=True), torch.arange(N)
+    holder = torch.nn.Module()
+    holder.get_output_embeddings = lambda: head
+    scorer = CompletionScorer(holder)
+    with Allocated() as allocated, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        scorer._score_hidden(hidden_NH, labels_N)[0].sum().backward()
+    expected = BYTES_PER_SCORED_LOGIT * N * V // chunks
+    assert 0.5 * expected < allocated.peak <= 1.1 * expected
+
+
+def test_the_estimate_counts_the_head_and_the_copies_that_graphs_keep():
+    options = dict(precision="bf16", reference_bytes=0.0, gradient_checkpointing=False, tokens_in_flight=10)
+    options |= dict(tokens_per_microbatch=16384)
+    small, large = Qwen2Config(vocab_size=100, **SIZES), Qwen2Config(vocab_size=150_000, **SIZES)
+    for on_cpu, most in ((True, logprobs.LOGITS_PER_CHUNK), (False, logprobs.LOGITS_PER_CHUNK_ON_CUDA)):
+        less, more = (estimate(config, 10**6, on_cpu=on_cpu, **options) for config in (small, large))
+        assert more.activations - less.activations == BYTES_PER_SCORED_LOGIT * (most - 16384 * 100)
+    kept = estimate(large, 10**6, on_cpu=False, keeps_copies=True, **options)
+    assert kept.activations - more.activations == 2 * 10**6
 
 
 def test_the_line_of_the_summary():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -141,12 +142,50 @@ def refused(done) -> str:
     return line.removeprefix("error: a largest step does not fit in memory: ")
 
 
+def chosen(done, key: str) -> list[str]:
+    """The values that the run chose for a key because the default did not fit."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "dry run of a largest step in " in done.stdout
+    return re.findall(rf"^note      {key}=.* is too much .*; using {key}=(\d+), with the same", done.stdout, re.M)
+
+
+def state_of(output, step: int) -> dict:
+    return json.loads((output / f"checkpoint-{step}" / "trainer" / "state.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_default_that_does_not_fit_is_lowered(tmp_path, long_model):
+    """Continued, with more memory, the run keeps the value: its bits are those of a run that was not interrupted."""
+    output = tmp_path / "run"
+    arguments = [*long_run(long_model, output), "algorithm.beta=0.0", "optim.max_steps=2", "checkpoint.save_steps=1"]
+    (value,) = chosen(run_with(60, *arguments, tmp_path=tmp_path), "optim.tokens_per_microbatch")
+    assert 800 < int(value) < 16384 and state_of(output, 2)["tokens_per_microbatch"] == int(value)
+    whole = results_of(output, 2)
+    shutil.rmtree(output / "checkpoint-2")
+    continued = run_with(4000, *arguments, tmp_path=tmp_path)
+    assert not chosen(continued, "optim.tokens_per_microbatch") and "step 2/2" in continued.stdout
+    assert results_of(output, 2) == whole
+    shutil.rmtree(output / "checkpoint-2")  # the value itself may be set, another one may not
+    same = run_with(4000, *arguments, f"optim.tokens_per_microbatch={value}", tmp_path=tmp_path)
+    assert same.returncode == 0, same.stderr[-3000:]
+    shutil.rmtree(output / "checkpoint-2")
+    other = run_with(4000, *arguments, "optim.tokens_per_microbatch=900", tmp_path=tmp_path)
+    assert other.returncode == 2 and "optim.tokens_per_microbatch: checkpoint 16384, now 900" in other.stderr
+
+
+@pytest.mark.slow
+def test_all_ranks_choose_the_same_value(tmp_path, long_model):
+    arguments = long_run(long_model, tmp_path / "run", "algorithm.beta=0.0")
+    (value,) = chosen(run_with(60, *arguments, tmp_path=tmp_path, ranks=2, rank=1), "optim.tokens_per_microbatch")
+    assert 800 < int(value) < 16384
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_an_update_too_large(tmp_path, long_model, packed):
     """The value that the message names does fit: the whole run completes under the same limit."""
     arguments = long_run(long_model, tmp_path / "run", f"runtime.packed={packed}", "algorithm.beta=0.0")
-    told = refused(run_with(60, *arguments, tmp_path=tmp_path))
+    told = refused(run_with(60, *arguments, "optim.tokens_per_microbatch=16384", tmp_path=tmp_path))
     found = re.fullmatch(
         r"optim\.tokens_per_microbatch=16384 is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
         told,
@@ -161,16 +200,21 @@ def test_an_update_too_large(tmp_path, long_model, packed):
 @pytest.mark.parametrize("bound", ["null", "80000"])
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_a_rollout_too_large(tmp_path, packed, bound):
-    """A cache of 200 MiB, and an update that is small."""
+    """A cache of 200 MiB, and an update that is small. A limit that the user set is refused; without one, one is chosen."""
     model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
     arguments = long_run(
         model, tmp_path / "run", "rollout.prompts_per_step=32", "optim.tokens_per_microbatch=1000",
         f"runtime.packed={packed}", "algorithm.beta=0.0", f"rollout.tokens_in_flight={bound}",
     )  # fmt: skip
-    told = refused(run_with(120, *arguments, tmp_path=tmp_path))
-    value = "80000" if bound != "null" else r"null \(105984 tokens\)"
+    first = run_with(120, *arguments, tmp_path=tmp_path)
+    if bound == "null":
+        (value,) = chosen(first, "rollout.tokens_in_flight")
+        assert "rollout.tokens_in_flight=null (105984 tokens) is too much for completions of 400 tokens" in first.stdout
+        assert 800 < int(value) < 105984 and state_of(tmp_path / "run", 1)["tokens_in_flight"] == int(value)
+        return
+    told = refused(first)
     found = re.fullmatch(
-        rf"rollout\.tokens_in_flight={value} is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
+        r"rollout\.tokens_in_flight=80000 is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
         told,
     )
     assert found and 800 < int(found[1]) < 80000, told
@@ -191,7 +235,7 @@ def test_not_even_one_fits(tmp_path, long_model):
 @pytest.mark.slow
 def test_all_ranks_stop_where_memory_is_short_on_one(tmp_path, long_model):
     arguments = long_run(long_model, tmp_path / "run", "algorithm.beta=0.0")
-    done = run_with(60, *arguments, tmp_path=tmp_path, ranks=2, rank=1)
+    done = run_with(60, *arguments, "optim.tokens_per_microbatch=16384", tmp_path=tmp_path, ranks=2, rank=1)
     assert done.returncode != 0
     (found,) = re.findall(
         r"^error: a largest step does not fit .*tokens_per_microbatch=16384 .*; (\d+) fits$", done.stderr, re.M

@@ -1,12 +1,16 @@
 """The summary that is printed before the first step."""
 
 import pytest
+from conftest import DEFAULTS, load
 
 from grpo.batch import Problem
-from grpo.config import Config, DataConfig
+from grpo.config import Config, DataConfig, load_config
 from grpo.data import ProblemSet
+from grpo.logprobs import CompletionScorer
 from grpo.rewards.groups import messages_warning
-from grpo.run.summary import data_line, warnings_of
+from grpo.rollout.llama_decoder import matches_model
+from grpo.run.models import enable_packing
+from grpo.run.summary import data_line, padded_note, warnings_of
 
 
 def problems(start: int, end: int) -> list[Problem]:
@@ -44,6 +48,30 @@ def test_settings_without_effect_are_noted(changes, expected):
     config = Config.model_validate({"algorithm": changes})
     lines = [line for line in warnings_of(config, [], []) if "no effect" in line]
     assert (len(lines) == 1 and expected in lines[0]) if expected else not lines
+
+
+def test_what_a_padded_run_does_without_is_said():
+    why, slower = (
+        "runtime.packed is false",
+        "sampling uses transformers' decode step, not the faster one of this package",
+    )
+    start = f"note      {why}: each prompt is computed once per completion when scoring"
+    assert padded_note(Config(), "cpu", why) == f"{start}, and {slower}"
+    assert padded_note(Config(), "cuda", why) == f"{start}, and {slower} nor CUDA graphs"
+    without = {name: Config.model_validate({"runtime": {name: False}}) for name in ("fast_decode", "cuda_graphs")}
+    assert padded_note(without["cuda_graphs"], "cuda", why) == f"{start}, and {slower}"
+    assert padded_note(without["fast_decode"], "cuda", why) == start
+
+
+@pytest.mark.parametrize("setting", ["runtime.packed=false", "model.disable_dropout=false"])
+def test_packing_is_what_fast_decode_needs(random_model, setting):
+    """The loss that the note speaks of: without packing the engine finds no written-out decode step."""
+    config = load_config([DEFAULTS, setting])
+    policy = load(random_model)
+    scorer = CompletionScorer(policy.model)
+    why_padded = enable_packing(config, scorer)
+    assert setting.split("=")[0] in why_padded and not matches_model(policy.model)
+    assert enable_packing(load_config([DEFAULTS]), scorer) is None and matches_model(policy.model)
 
 
 def test_own_rewards_that_get_messages_for_text_rows_are_warned_of():

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from grpo.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
 from grpo.model import num_parameters
+from grpo.rollout import SamplingParams
+from grpo.rollout.cuda_graphs import PROMPT_BUCKET
 from grpo.run.state import Run
 
 GIB = 2**30
+BYTES_PER_SCORED_LOGIT = 14
+"""At the peak of the head's backward pass: the logits, their probabilities, and the gradient (counted in tests/run/test_memory.py)."""
+BYTES_PER_DRAWN_LOGIT, BYTES_PER_FILTERED_LOGIT = 20, 46
+"""At the peak of drawing a token: logits, log-probs, probabilities, their sums; with top-k, top-p or min-p, sorted beside (counted there)."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,8 @@ class Memory:
     cache: float
     """While sampling: KV cache of the completions at their longest, and copies of the weights (``grpo.rollout.weights``)."""
     activations: float
-    """Activations of one micro-batch that its backward pass needs, and the bf16 copies of the weights that autocast makes."""
+    """Activations of one micro-batch that its backward pass needs, the logits of one chunk, the bf16 copies of the weights that autocast
+    makes, and the copies that CUDA graphs keep between rollouts."""
 
     @property
     def peak(self) -> float:
@@ -39,6 +47,7 @@ def estimate(
     on_cpu: bool,
     tokens_in_flight: int,
     tokens_per_microbatch: int,
+    keeps_copies: bool = False,
 ) -> Memory:
     """The memory of a decoder with gated MLPs (Llama, Qwen, Mistral, Gemma, ...); that of other models is of the same order.
 
@@ -47,6 +56,7 @@ def estimate(
         reference_bytes: of the reference's weights, 0 without a reference.
         tokens_in_flight: most prompt and completion tokens in the KV cache while sampling.
         tokens_per_microbatch: most prompt and completion tokens in one forward and backward pass.
+        keeps_copies: CUDA graphs keep the copied weights between rollouts.
     """
     layers, hidden, inner, kv_width = _sizes(model_config)
     bf16 = precision == "bf16"
@@ -56,11 +66,35 @@ def estimate(
     cache_element = 2 if bf16 and not on_cpu else 4  # on the CPU keys and values are kept in fp32
     weight_copy = 2.0 if bf16 else 4.0 if on_cpu else 0.0  # on the CPU fp32 weights are copied in oneDNN's layout
     autocast_copy = 2.0 if bf16 else 0.0
+    kept_copy = weight_copy if keeps_copies else 0.0
+    logits = min(
+        tokens_per_microbatch * model_config.vocab_size, LOGITS_PER_CHUNK if on_cpu else LOGITS_PER_CHUNK_ON_CUDA
+    )
     return Memory(
         states=16.0 * num_parameters,
         reference=reference_bytes,
         cache=2.0 * layers * kv_width * cache_element * tokens_in_flight + weight_copy * num_parameters,
-        activations=per_token * tokens_per_microbatch + autocast_copy * num_parameters,
+        activations=per_token * tokens_per_microbatch
+        + BYTES_PER_SCORED_LOGIT * logits
+        + (autocast_copy + kept_copy) * num_parameters,
+    )
+
+
+def graph_bytes(
+    model_config: Any, sampling: SamplingParams, rows: int, longest_prompt: int, *, bf16: bool
+) -> tuple[int, int]:
+    """Bytes that decoding in CUDA graphs takes beside the decode loop: their static buffers, and the pool of their temporary tensors.
+
+    The buffers hold keys and values, prompts padded, and for each token of a completion its id, its log-prob and its uniform number. The
+    pool is counted as the tensors of vocabulary size that drawing a token makes; all graphs share it.
+    """
+    layers, _, _, kv_width = _sizes(model_config)
+    T, prompts = sampling.max_completion_length, -(-rows // sampling.num_generations)
+    padded_prompt = -(-longest_prompt // PROMPT_BUCKET) * PROMPT_BUCKET
+    buffers = 2 * layers * kv_width * (2 if bf16 else 4) * (rows * T + prompts * padded_prompt) + rows * T * (8 + 4 + 4)
+    is_filtered = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    return buffers, rows * model_config.vocab_size * (
+        BYTES_PER_FILTERED_LOGIT if is_filtered else BYTES_PER_DRAWN_LOGIT
     )
 
 
@@ -88,8 +122,9 @@ def estimate_line(run: Run, longest_prompt: int) -> str:
         reference_bytes=sum(p.numel() * p.element_size() for p in reference),
         gradient_checkpointing=config.model.gradient_checkpointing,
         on_cpu=run.world.device.type == "cpu",
-        tokens_in_flight=min(r.tokens_in_flight or most, most),
-        tokens_per_microbatch=min(config.optim.tokens_per_microbatch, most),
+        tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
+        tokens_per_microbatch=min(run.tokens_per_microbatch, most),
+        keeps_copies=run.world.device.type == "cuda" and run.engine.fast_decode and run.engine.cuda_graphs,
     )
     return line(memory)
 

@@ -5,6 +5,8 @@ forward and backward of the heaviest micro-batch. Both also hold Adam's averages
 (at most 256 completions at once) and passes without gradient (smaller than the update).
 
 The run does not change by a bit: global generators are restored, gradients reach neither ``.grad`` nor DDP, the optimizer does not step.
+Only where a default (``optim.tokens_per_microbatch``, ``rollout.tokens_in_flight``) does not fit, a value that does is chosen instead, the
+same on all ranks. It is saved in every checkpoint, so that a resumed run computes in the same parts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import torch
 from grpo.batch import Batch, Completion, Group, Problem, collate, microbatch_rows
 from grpo.distributed import World
 from grpo.rollout import split_into_waves
-from grpo.run.memory.estimate import GIB
+from grpo.run.memory.estimate import GIB, graph_bytes
+from grpo.run.saver import CHOSEN
 from grpo.run.state import Run
 
 DOES_NOT_FIT = "a largest step does not fit in memory: "
@@ -28,10 +31,10 @@ DOES_NOT_FIT = "a largest step does not fit in memory: "
 def dry_run(run: Run, problems: Sequence[Problem]) -> str:
     """Try the largest step that the run can make of these problems; returns a line for the summary.
 
-    Sampling uses the plain decode loop, not CUDA graphs.
+    Sampling uses the plain decode loop; of CUDA graphs the memory is held (:func:`grpo.run.memory.estimate.graph_bytes`).
 
     Raises:
-        ValueError: on all ranks, if memory runs out on any, with the key to lower and a value that fits.
+        ValueError: on all ranks, if memory runs out on any with a value that the user set, with the key to lower and a value that fits.
     """
     world, seconds, is_cuda = run.world, {}, run.world.device.type == "cuda"
     longest_first = sorted(problems, key=lambda problem: -len(problem.prompt_ids))
@@ -39,7 +42,7 @@ def dry_run(run: Run, problems: Sequence[Problem]) -> str:
         torch.cuda.reset_peak_memory_stats(world.device)
     with world.timed("memory dry run", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
         rows = _try_sampling(run, longest_first)
-        tokens = _try_update(run, longest_first)
+        tokens = _try_update(run, longest_first, rows)
     tried = f"{rows} completions at once, {tokens} tokens forward and backward"
     if is_cuda:
         peak = float(world.max(torch.tensor(torch.cuda.max_memory_allocated(world.device) / GIB)))
@@ -53,7 +56,8 @@ def _try_sampling(run: Run, longest_first: Sequence[Problem]) -> int:
     r = run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     whole = r.prompts_per_step // run.world.size * r.num_generations * (L + T)
-    bound = min(r.tokens_in_flight or whole, whole)
+    wanted = run.sampling.tokens_in_flight
+    bound = most = min(wanted or whole, whole)
     while True:
         heaviest = _heaviest_waves(run, longest_first, bound)
         if all(_fits(run.world, lambda prompts=prompts: _sample(run, prompts)) for prompts in heaviest):
@@ -64,9 +68,8 @@ def _try_sampling(run: Run, longest_first: Sequence[Problem]) -> int:
                 f"lower rollout.max_completion_length={T}, or take a smaller model"
             )
         bound //= 2
-    if bound < min(r.tokens_in_flight or whole, whole):
-        setting = f"rollout.tokens_in_flight={r.tokens_in_flight or f'null ({whole} tokens)'}"
-        raise ValueError(_does_not_fit(setting, T, L, bound))
+    if bound < most:
+        _choose(run, "rollout.tokens_in_flight", wanted or f"null ({whole} tokens)", T, L, bound)
     return max(map(len, heaviest))
 
 
@@ -95,23 +98,46 @@ def _heaviest_waves(run: Run, longest_first: Sequence[Problem], bound: int) -> l
 
 def _sample(run: Run, prompts: Sequence[tuple[int, ...]]) -> None:
     _averages = _adam_averages(run)  # held while sampling
+    _pool = torch.empty(
+        _graphs(run, len(prompts), max(map(len, prompts)))[1], dtype=torch.uint8, device=run.world.device
+    )
     run.engine.dry_run(prompts, run.sampling)
 
 
-def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
-    """Forward and backward of the heaviest micro-batch; returns its tokens."""
+def _graphs(run: Run, rows: int, longest_prompt: int) -> tuple[int, int]:
+    """Bytes of the buffers and of the pool of CUDA graphs that decode so many rows; zeros where nothing is captured."""
+    if run.world.device.type != "cuda" or not run.engine.cuda_graphs:
+        return 0, 0
+    return graph_bytes(
+        run.policy.model.config.get_text_config(),
+        run.sampling,
+        rows,
+        longest_prompt,
+        bf16=run.policy.precision == "bf16",
+    )
+
+
+def _kept_by_graphs(run: Run, rows: int, longest_prompt: int) -> int:
+    """Most bytes that CUDA graphs keep between rollouts, beside the copied weights, which are in memory since the sampling above."""
+    buffers, pool = _graphs(run, rows, longest_prompt)
+    most = run.engine.kept_bytes()
+    return min(buffers, most) + pool if most else 0
+
+
+def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -> int:
+    """Forward and backward of the heaviest micro-batch; returns its tokens. ``rows_at_once``: the completions of the largest wave."""
     config, world, r = run.config, run.world, run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // world.size // config.algorithm.num_minibatches
     completion = Completion(ids=(run.policy.pad_id,) * T, text="", finished=False)
     groups = [Group(problem, (completion,) * r.num_generations) for problem in longest_first[:P]]
     batch = collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id)
-    bound = config.optim.tokens_per_microbatch
+    bound, graphs = run.tokens_per_microbatch, _kept_by_graphs(run, rows_at_once, L)
     while True:
         parts = microbatch_rows(batch, bound, packed=run.packed)
         micro = max((batch.select(rows) for rows in parts), key=lambda part: _tokens(part, run.packed))
         tokens = _tokens(micro, run.packed)
-        if _fits(world, lambda micro=micro, parts=parts: _update(run, micro, is_one_of_several=len(parts) > 1)):
+        if _fits(world, lambda micro=micro, parts=parts: _update(run, micro, graphs, is_one_of_several=len(parts) > 1)):
             break
         if len(micro) == 1:
             advice = "" if config.model.gradient_checkpointing else "set model.gradient_checkpointing=true, "
@@ -122,9 +148,8 @@ def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
         bound //= 2
         while bound >= tokens:  # such a bound would give the same micro-batch again
             bound //= 2
-    if bound < config.optim.tokens_per_microbatch:
-        setting = f"optim.tokens_per_microbatch={config.optim.tokens_per_microbatch}"
-        raise ValueError(_does_not_fit(setting, T, L, bound))
+    if bound < run.tokens_per_microbatch:
+        _choose(run, "optim.tokens_per_microbatch", run.tokens_per_microbatch, T, L, bound)
     return tokens
 
 
@@ -136,8 +161,8 @@ def _tokens(part: Batch, packed: bool) -> int:
     return sum(prompts.values()) + int(part.completion_mask_BT.sum())
 
 
-def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
-    """Forward and backward, holding as much other memory as a real update does.
+def _update(run: Run, micro: Batch, graphs: int, *, is_one_of_several: bool) -> None:
+    """Forward and backward, holding as much other memory as a real update does, of which CUDA graphs have ``graphs`` bytes.
 
     From the second micro-batch on (and always under DDP) gradients are added to buffers that exist, one parameter at a time. Otherwise all
     gradients are newly allocated.
@@ -145,7 +170,7 @@ def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
     world = run.world
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
     held = _adam_averages(run)
-    held.append(torch.empty(run.engine.kept_bytes(), dtype=torch.uint8, device=world.device))
+    held.append(torch.empty(graphs, dtype=torch.uint8, device=world.device))
     buffers_exist = is_one_of_several or not world.is_alone
     if buffers_exist and world.is_alone:  # DDP's buckets are in memory already
         held += [torch.empty_like(p) for p in parameters]
@@ -155,7 +180,8 @@ def _update(run: Run, micro: Batch, *, is_one_of_several: bool) -> None:
             logprobs_BT, _ = run.bare_scorer(*(tensor.to(world.device) for tensor in micro.scorer_inputs))
         held += torch.autograd.grad(logprobs_BT.sum(), parameters, allow_unused=True)
         del logprobs_BT
-        if world.device.type == "cuda":  # AdamW on CUDA takes the square root of all second averages at once
+        # AdamW on CUDA, unless fused, takes the square root of all second averages at once.
+        if world.device.type == "cuda" and not run.optimizer.defaults["fused"]:
             held += [torch.empty_like(p) for p in parameters]
     finally:
         for hook in hooks:
@@ -201,5 +227,12 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def _does_not_fit(setting: str, T: int, L: int, fits: int) -> str:
-    return f"{DOES_NOT_FIT}{setting} is too much for completions of {T} tokens after prompts of {L}; {fits} fits"
+def _choose(run: Run, key: str, wanted: int | str, T: int, L: int, fits: int) -> None:
+    """Use the value that fits instead of one that the user did not set; refuse one that the user did set."""
+    section, _, leaf = key.partition(".")
+    problem = f"{key}={wanted} is too much for completions of {T} tokens after prompts of {L}"
+    settings = getattr(run.config, section)
+    if leaf in settings.model_fields_set and getattr(settings, leaf) is not None:
+        raise ValueError(f"{DOES_NOT_FIT}{problem}; {fits} fits")
+    setattr(run.progress, CHOSEN[key], fits)
+    run.reporter.print(f"note      {problem}; using {key}={fits}, with the same results up to rounding")
