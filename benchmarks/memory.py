@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from compare_trl import SYSTEM, processor
+from compare_trl import processor
+from step_side import SYSTEM
 
 WORKER = "--worker"  # the first argument of a process that trains
 
