@@ -7,7 +7,6 @@ Output lines: ``ready``, then for every line read the seconds and the number of 
 import json
 import os
 import sys
-import time
 from types import SimpleNamespace
 
 replies = os.fdopen(os.dup(1), "w")
@@ -34,17 +33,13 @@ def main() -> None:
     rows = [(prompt, length) for prompt, lengths in zip(a.prompts, a.lengths, strict=True) for length in lengths]
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in rows]
     sampling = [
-        SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, seed=None)
-        for _, length in rows
+        SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False) for _, length in rows
     ]
     print("ready", file=replies, flush=True)
     for _ in sys.stdin:
         engine.reset_prefix_cache()  # the prompts of a rollout are new
-        start = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        print(json.dumps([seconds, tokens]), file=replies, flush=True)
+        print(sum(len(output.outputs[0].token_ids) for output in outputs), file=replies, flush=True)
 
 
 if __name__ == "__main__":
