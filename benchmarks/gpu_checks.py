@@ -73,7 +73,7 @@ def bandwidth(bench: Bench) -> Found:
 @check(120)
 def sampled_logprobs(bench: Bench) -> Found:
     """the mean log-prob of sampled tokens lies between -1 and -0.3, as of a trained model"""
-    policy = bench.policy("fp32", every=0)
+    policy = bench.policy("fp32")
     groups = BuiltinEngine(policy).generate(bench.problems(), SamplingParams(8, 32), address=(0, "gpu", 0))
     mean = statistics.fmean(x for group in groups for c in group.completions for x in c.sampling_logprobs)
     expect(-1 <= mean <= -0.3, f"mean log-prob {mean:.2f}")

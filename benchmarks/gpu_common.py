@@ -32,8 +32,6 @@ from grpo.rollout.draw import filter_probs
 from grpo.tasks.tiny import CHAT_TEMPLATE, EOS, PAD, TURN, build_tokenizer
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-EOS_EVERY = 100
-"""In the checks of graphs every id that this divides ends a row, so that rows end at many lengths; of the small model, a fifth of it."""
 Found = dict[str, Any]
 """What a check or a figure measured, by name."""
 
@@ -117,14 +115,12 @@ class Bench:
             make_random_model(self, folder)
         return folder
 
-    def policy(self, precision: str, *, packed: bool = True, every: int = EOS_EVERY, device=None) -> Policy:
-        """The random model; ``every``: which ids end a completion, 0 for none."""
+    def policy(self, precision: str, *, packed: bool = True, eos_ids: tuple[int, ...] = (), device=None) -> Policy:
+        """The random model; without ``eos_ids`` nothing ends a completion."""
         model = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32, attn_implementation="sdpa")
         model = model.to(device or self.device).eval()
         if packed:
             expect((why := enable_packing(model, model.model)) is None, f"packing is refused: {why}")
-        every = max(every // 5, 2) if self.is_small and every else every
-        eos_ids = tuple(range(every, self.vocabulary, every)) if every else (self.vocabulary + 1,)
         return Policy(
             model, make_tokenizer(self.vocabulary), eos_ids, 0, torch.device(device or self.device), precision
         )

@@ -24,7 +24,7 @@ GROUP, PROMPT = 8, 256
 def sampler(bench: Bench, side: str, rows: int) -> tuple[Callable[[int], None], torch.nn.Module]:
     """A function that samples so many tokens for each of the rows, none of which ends before, and its model."""
     is_ours = side in ("graphs", "loop")
-    policy, problems = bench.policy("bf16", packed=is_ours, every=0), bench.problems((PROMPT,) * (rows // GROUP))
+    policy, problems = bench.policy("bf16", packed=is_ours), bench.problems((PROMPT,) * (rows // GROUP))
     if is_ours:
         said: list[str] = []
         engine = BuiltinEngine(policy, cuda_graphs=side == "graphs", warn=said.append)
@@ -35,7 +35,9 @@ def sampler(bench: Bench, side: str, rows: int) -> tuple[Callable[[int], None], 
 
         return sample, policy.model
 
-    policy.model.generation_config.eos_token_id = None
+    # In bf16 weights, which is fastest for it, and which its static cache needs.
+    model = policy.model.bfloat16()
+    model.generation_config.eos_token_id = None
     prompts_RL = torch.tensor([p.prompt_ids for p in problems]).repeat_interleave(GROUP, dim=0).to(bench.device)
     options = dict(
         attention_mask=torch.ones_like(prompts_RL), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
@@ -44,11 +46,11 @@ def sampler(bench: Bench, side: str, rows: int) -> tuple[Callable[[int], None], 
         options["cache_implementation"] = "static"
 
     def generate(tokens: int) -> None:
-        with torch.no_grad(), policy.autocast():
-            out = policy.model.generate(prompts_RL, max_new_tokens=tokens, **options)
+        with torch.no_grad():
+            out = model.generate(prompts_RL, max_new_tokens=tokens, **options)
         expect(out.shape[1] == PROMPT + tokens, f"{out.shape[1] - PROMPT} tokens instead of {tokens}")
 
-    return generate, policy.model
+    return generate, model
 
 
 def seconds(sample: Callable[[int], None], tokens: int) -> float:
@@ -107,7 +109,7 @@ def register_sampling(side: str, rows: int, about: str, limit_s: float) -> None:
 for number in (32, 256):
     register_sampling("graphs", number, "decode steps as CUDA graphs", 60)
     register_sampling("loop", number, "the decode loop", 60)
-    register_sampling("dynamic", number, "generate with its dynamic cache", 60)
+    register_sampling("dynamic", number, "generate with a dynamic cache, bf16 weights", 60)
 
 
 def update_figures(bench: Bench, side: str) -> Found:
@@ -145,16 +147,22 @@ def step_beside_trl(bench: Bench) -> Found:
     for package in ("pydantic", "datasets", "trl"):
         if importlib.util.find_spec(package) is None:
             raise NotRun(f"no {package}")
-    output = bench.scratch / "trl"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "compare_trl.py"),
-        "--model",
-        str(bench.model_folder),
+    output, data = bench.scratch / "trl", bench.scratch / "questions.jsonl"
+    rows = [{"question": f"What is {n} + {n + 1}?", "answer": f"#### {2 * n + 1}"} for n in range(16)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, str(ROOT / "benchmarks" / "compare_trl.py"), "--model", str(bench.model_folder)]
+    command += [
+        "--data",
+        str(data),
         "--output",
         str(output),
+        "--steps",
+        "3",
+        "--settings",
+        "bf16:0.04:4",
+        "--trl",
+        "8 32",
     ]
-    command += ["--prompt-tokens", "200", "--pairs", "1", "--settings", "bf16:0.04:4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     expect(done.returncode == 0, done.stderr[-500:])
     summary = json.loads(output.with_suffix(".json").read_text())["results"][0]["summary"]
@@ -164,4 +172,4 @@ def step_beside_trl(bench: Bench) -> Found:
 
 
 for number in (32, 256):
-    register_sampling("static", number, "generate with its static cache, compiled", 120)
+    register_sampling("static", number, "generate with a static cache, compiled, bf16 weights", 120)

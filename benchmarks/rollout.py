@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from compare_trl import processor, versions
-
 from random_model import sharpen
 
 from grpo.batch import Problem

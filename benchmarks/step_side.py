@@ -126,7 +126,7 @@ def trl(a, wait_for_turn) -> dict:
             loss_type="grpo",
             max_steps=a.steps,
             bf16=a.precision == "bf16",
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             gradient_checkpointing="checkpointing" in options,
             use_transformers_continuous_batching="continuous-batching" in options,
             logging_steps=1,

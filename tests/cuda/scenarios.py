@@ -5,7 +5,14 @@ from pathlib import Path
 
 import torch
 from conftest import save_random_model, small_run
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import train_grpo
 from grpo.tasks.tiny import build_tokenizer
