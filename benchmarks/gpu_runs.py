@@ -23,7 +23,9 @@ try:
     from grpo.run.saver import Saver
 
     MISSING = None
-except ImportError as error:  # pydantic, where only torch and transformers are installed
+except ModuleNotFoundError as error:  # pydantic, where only torch and transformers are installed
+    if error.name.startswith(("grpo", "train_grpo")):
+        raise
     MISSING = error.name
 
 REWARD = (

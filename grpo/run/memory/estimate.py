@@ -8,7 +8,7 @@ from typing import Any
 from grpo.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
 from grpo.model import num_parameters
 from grpo.rollout import SamplingParams
-from grpo.rollout.cuda_graphs import PROMPT_BUCKET
+from grpo.rollout.static_batch import PROMPT_BUCKET
 from grpo.run.state import Run
 
 GIB = 2**30
