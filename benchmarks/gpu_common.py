@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from random_model import sharpen
+from random_model import MEAN_LOGPROB, sharpen
 from rollout import SHAPES
 
 from grpo.attention import enable_packing
@@ -166,6 +166,13 @@ def make_random_model(bench: Bench, folder: Path) -> None:
         # With the usual initialization attention is almost an average, and wrong positions or masks would hardly show.
         layer.self_attn.q_proj.weight.mul_(4.0 if not bench.is_small else 40.0)
     sharpen(model)
+    for _ in range(3):  # that was measured on random tokens: now on its own
+        policy = Policy(
+            model.eval(), make_tokenizer(bench.vocabulary), (bench.vocabulary + 1,), 0, torch.device("cpu"), "fp32"
+        )
+        groups = BuiltinEngine(policy).generate(bench.problems((8, 12)), SamplingParams(8, 32), address=(0, "gpu", 1))
+        mean = statistics.fmean(x for group in groups for c in group.completions for x in c.sampling_logprobs)
+        model.model.norm.weight.mul_(min(max(mean / MEAN_LOGPROB, 0.5), 2.0) ** 0.5)
     unfinished = folder.with_name("unfinished")
     model.save_pretrained(unfinished)
     make_tokenizer(bench.vocabulary).save_pretrained(unfinished)
