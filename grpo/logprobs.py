@@ -12,6 +12,7 @@ from torch import nn
 
 from grpo.attention import enable_packing, pack, packed_hidden
 from grpo.batch import IGNORE_INDEX
+from grpo.system.precision import ieee_fp32
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
 """Maximum number of logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products."""
@@ -216,6 +217,7 @@ def _divide_by_temperature(logits_NV: torch.Tensor, temperature: float) -> torch
 
 
 @torch.no_grad()
+@ieee_fp32()
 def head_is_plain(model: nn.Module) -> bool:
     """True if the model's logits are ``head(backbone(ids))`` and nothing else; tested with a forward pass of two tokens.
 

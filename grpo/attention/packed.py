@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from grpo.attention.forked import ForkedCache
 from grpo.attention.layout import PackedLayout, pack, pack_prompts
 from grpo.system import first_line
+from grpo.system.precision import ieee_fp32
 
 ATTENTION = "sdpa_or_packed"
 """Name of our attention function in transformers: SDPA, unless the forward pass brings a packed layout or a forked cache."""
@@ -148,6 +149,7 @@ def packing_enabled(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
+@ieee_fp32()
 def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
     """Switch the model to packed and forked attention, if both give the hidden states of padded attention on a short batch.
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.system.precision import ieee_fp32
+
 
 @dataclass
 class Policy:
@@ -44,13 +46,13 @@ class Policy:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def computes_equally(self, compute: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """True if both logits ``[..., V]`` that ``compute`` returns differ by less than 0.1% of their standard deviation, in fp32.
+        """True if both logits ``[..., V]`` that ``compute`` returns differ by less than 0.1% of their standard deviation, in fp32 (without TF32).
 
         Where a kernel has no fp32 (flash attention, for example), in the precision of the run and by less than 50%: that finds gross
         errors only.
         """
         try:
-            with torch.autocast(self.device.type, enabled=False):
+            with torch.autocast(self.device.type, enabled=False), ieee_fp32():
                 (found, expected), tolerance = compute(), 1e-3
         except Exception:  # the kernels are not ours
             if self.precision == "fp32":

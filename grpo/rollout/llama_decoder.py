@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
 from grpo.rollout.weights import CopiedLinear
+from grpo.system.precision import ieee_fp32
 
 MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -106,6 +107,7 @@ def has_llama_layers(backbone: nn.Module) -> bool:
 
 
 @torch.no_grad()
+@ieee_fp32()
 def matches_model(model: PreTrainedModel) -> bool:
     """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two prompts, in fp32."""
     backbone = model.base_model

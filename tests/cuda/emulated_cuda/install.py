@@ -39,6 +39,7 @@ def install() -> None:
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.nn.Module.to = _module_to(torch.nn.Module.to)
     torch.load = _load(torch.load)
+    torch.profiler.profile = _profile(torch.profiler.profile)
     torch.nn.functional.scaled_dot_product_attention = _attention(torch.nn.functional.scaled_dot_product_attention)
     MODE.__enter__()
 
@@ -78,6 +79,11 @@ def _module_to(original):
         return module
 
     return to
+
+
+def _profile(original):
+    """The profiler without CUDA's events, which a CPU build of PyTorch cannot record."""
+    return lambda activities, **options: original(activities=[torch.profiler.ProfilerActivity.CPU], **options)
 
 
 def _load(original):
