@@ -4,7 +4,7 @@
 
 One axis varies at a time; the others stay at 4 problems x 8 completions of 128 tokens after prompts of 256 tokens, with the model's vocabulary.
 The weights are random, in the shape of the model's config.json, so hardly a completion ends before the limit and both trainers do the same
-work. The two sides alternate in fresh processes; the first step of each is not counted. Results go to results/growth.json, .md and .png.
+work. The two sides take turns, in new processes for each point; the first step of each is not counted. Results go to results/growth.json, .md and .png.
 Points that are already in growth.json are not measured again.
 """
 
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import compare_trl
+from step_side import PROMPTS
 
 BASE = {"precision": "fp32", "beta": 0.04, "threads": 2, "generations": 8, "max-tokens": 128, "prompt-tokens": 256}
 AXES = {
@@ -92,13 +93,14 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 a.model = random_model(like, value if axis == "vocabulary" else AXES["vocabulary"][1][0], folder)
                 point = {"axis": axis, "value": value}
-                for side in ("ours", "trl"):
-                    found = compare_trl.measure(a, side, setting)
-                    seconds = found["step"] * found["tokens_per_step"] / 1000
-                    point[side] = {
-                        "seconds": seconds,
-                        "tokens": found["tokens_per_step"],
-                        "peak_rss_mib": found["peak_rss_mib"],
+                theirs = str(PROMPTS * setting["generations"])  # TRL computes all rows at once
+                options = {name.replace("-", "_"): value for name, value in setting.items()}
+                found = compare_trl.measure(a, ["ours", theirs], options)
+                for name, side in (("ours", "ours"), ("trl", theirs)):
+                    point[name] = {
+                        "seconds": found[side]["step"][1],
+                        "tokens": found[side]["tokens"][1],
+                        "peak_rss_mib": found[side]["peak_rss_mib"],
                     }
             points.append(point)
             print(json.dumps(point), flush=True)

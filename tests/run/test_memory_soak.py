@@ -1,0 +1,32 @@
+"""Memory does not grow with the number of steps."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment_of_runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_memory_of_the_last_step_is_that_of_step_5(assets, tmp_path, precision, ranks):
+    """Every micro-batch has new lengths: kernels, with their working memory, were once kept for each of them."""
+    command = [
+        sys.executable,
+        f"{ROOT}/benchmarks/memory.py",
+        f"--model={assets}/models/gsm8k-7m",
+        f"--data={assets}/data/gsm8k/train.jsonl",
+        f"--settings={precision}:{ranks}",
+        f"--threads={ranks}",
+        "--steps=14",
+        f"--output={tmp_path}/memory",
+        "rollout.prompts_per_step=2",
+        "rollout.max_completion_length=32",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment_of_runs(), check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((tmp_path / "memory.json").read_text())["results"]
+    assert len(found["rss_mib"]) == 14
+    assert found["figures"]["growth"] < 1.05, done.stdout
