@@ -94,6 +94,8 @@ def trl(a, wait_for_turn) -> dict:
             self.start = time.perf_counter()
 
         def on_step_end(self, *args, **kwargs):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             record["step"].append(time.perf_counter() - self.start)
 
     class Timed(GRPOTrainer):
@@ -126,7 +128,7 @@ def trl(a, wait_for_turn) -> dict:
             loss_type="grpo",
             max_steps=a.steps,
             bf16=a.precision == "bf16",
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             gradient_checkpointing="checkpointing" in options,
             use_transformers_continuous_batching="continuous-batching" in options,
             logging_steps=1,
