@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -160,9 +161,12 @@ class Vllm:
         given |= {"prompts": prompts_UL.tolist(), "lengths": lengths_UG.tolist()}
         command = [a.vllm_python, str(Path(__file__).with_name("vllm_side.py")), json.dumps(given)]
         environment = os.environ | {"OMP_NUM_THREADS": str(a.threads), "LD_PRELOAD": a.vllm_preload}
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.process = subprocess.Popen(command, env=environment, **pipes)
-        assert self.process.stdout.readline() == "ready\n", "vLLM has not started"
+        with tempfile.TemporaryFile("w+") as log:
+            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            self.process = subprocess.Popen(command, env=environment, **pipes)
+            if self.process.stdout.readline() != "ready\n":
+                log.seek(0)
+                raise SystemExit(f"vLLM has not started:\n{log.read()[-4000:]}")
 
     def __call__(self, *_) -> int:
         print("sample", file=self.process.stdin, flush=True)

@@ -94,6 +94,8 @@ def trl(a, wait_for_turn) -> dict:
             self.start = time.perf_counter()
 
         def on_step_end(self, *args, **kwargs):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             record["step"].append(time.perf_counter() - self.start)
 
     class Timed(GRPOTrainer):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from statistics import mean
 
 import pytest
 from conftest import ROOT, environment_of_runs
@@ -20,13 +21,14 @@ def test_memory_of_the_last_step_is_that_of_step_5(assets, tmp_path, precision, 
         f"--data={assets}/data/gsm8k/train.jsonl",
         f"--settings={precision}:{ranks}",
         f"--threads={ranks}",
-        "--steps=14",
+        "--steps=12",
         f"--output={tmp_path}/memory",
         "rollout.prompts_per_step=2",
         "rollout.max_completion_length=32",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment_of_runs(), check=False)
     assert done.returncode == 0, done.stderr
-    (found,) = json.loads((tmp_path / "memory.json").read_text())["results"]
-    assert len(found["rss_mib"]) == 14
-    assert found["figures"]["growth"] < 1.05, done.stdout
+    rss = json.loads((tmp_path / "memory.json").read_text())["results"][0]["rss_mib"]
+    assert len(rss) == 12
+    # Means of three steps: a step's memory also depends on how many tokens it sampled.
+    assert mean(rss[-3:]) < 1.05 * mean(rss[3:6]), rss
