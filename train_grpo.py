@@ -13,9 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from grpo.system.environment_defaults import set_allocator_defaults  # isort: skip
-
-set_allocator_defaults()  # before torch is imported
+import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets environment variables
 
 import torch
 from torch import Tensor

@@ -1,17 +1,23 @@
-"""Environment variables that libraries read when they are imported or first used. This module imports none of them."""
+"""Environment variables that PyTorch reads when it is imported or first used. This module imports none of it."""
 
 import os
 
+NUM_CACHED_KERNELS = 64
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-def set_allocator_defaults() -> None:
-    """Let PyTorch's CUDA allocator grow its segments, unless the user has set one of its variables. Before torch is imported.
 
-    Completions, and so micro-batches, have new lengths in every step: with segments of fixed size, memory fragments. CUDA graphs keep
-    pools of their own either way. Known to fail with such segments: collectives inside of CUDA graphs (pytorch/pytorch#158029) and
-    sharing CUDA tensors between processes; neither is done here. torch 2.11 and later read ``PYTORCH_ALLOC_CONF``
-    (2.9 did not, pytorch/pytorch#183387); ``PYTORCH_CUDA_ALLOC_CONF``, its older name, still wins over it.
+def set_environment_defaults() -> None:
+    """Set what makes memory steady while lengths differ from step to step, unless the user has set it. Called before torch is imported.
+
+    CPU: oneDNN, and PyTorch's interface to it, keep a kernel with its scratch memory for each of up to 1,024 shapes: 2 GB after 40 steps
+    of a model of 7M parameters under bf16.
+
+    CUDA: segments of fixed size would fragment, so let the allocator grow its segments. CUDA graphs keep pools of their own either way.
+    Known to fail with such segments: collectives inside of CUDA graphs (pytorch/pytorch#158029) and sharing CUDA tensors between
+    processes; neither is done here. torch 2.11 and later read ``PYTORCH_ALLOC_CONF`` (2.9 did not, pytorch/pytorch#183387);
+    ``PYTORCH_CUDA_ALLOC_CONF``, its older name, still wins over it.
     """
-    if not any(
-        name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    ):
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(NUM_CACHED_KERNELS))
+    if not any(name in os.environ for name in ALLOCATOR_NAMES):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

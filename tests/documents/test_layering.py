@@ -22,6 +22,7 @@ ORDER = [
 """The rooms of ``grpo`` (a file or folder directly under it): each may import only those before it."""
 
 ALONE = {
+    "__init__": {"system"},
     "config": {"choices", "system"},
     "distributed": {"config", "system"},
     "hub": set(),
