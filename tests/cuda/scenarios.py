@@ -48,7 +48,7 @@ LLAMA3_ROPE = {
 ARCHITECTURES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 16}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 16, "initializer_range": 0.05}),
 }
 
 
