@@ -48,7 +48,7 @@ LLAMA3_ROPE = {
 ARCHITECTURES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 16}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 16, "initializer_range": 0.05}),
 }
 
 
@@ -60,7 +60,8 @@ def save_model(folder: Path, architecture: str) -> Path:
     tokenizer = build_tokenizer()
     tokens = dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(1)
-    model(config(**SIZES, **tokens, pad_token_id=tokenizer.pad_token_id, **options)).save_pretrained(folder)
+    options = SIZES | tokens | {"pad_token_id": tokenizer.pad_token_id} | options
+    model(config(**options)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

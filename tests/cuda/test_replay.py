@@ -3,7 +3,8 @@
 import pytest
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replayed_graphs_give_the_loops_tokens_across_weight_updates(gpu, tmp_path, precision):
     report = gpu.run("scenarios.replays", folder=str(tmp_path), precision=precision)
     assert report.problems == [] and report.returned["said"] == []

@@ -62,7 +62,10 @@ def test_a_container_that_switches_tf32_on_loses_nothing(tmp_path):
     assert report.replays > 20
 
 
-@pytest.mark.parametrize("tf32", [None, "allow_tf32", "fp32_precision"])
+SLOW_CHECKS = [pytest.param(name, marks=pytest.mark.slow) for name in (None, "fp32_precision")]
+
+
+@pytest.mark.parametrize("tf32", ["allow_tf32", *SLOW_CHECKS])
 def test_checks_at_start_pass_where_products_are_in_tf32(gpu, tmp_path, tf32):
     found = gpu.run("scenarios.checks", folder=str(tmp_path), tf32=tf32).returned
     assert found["plain head"] and found["packing"] is None and found["written-out decode"]
