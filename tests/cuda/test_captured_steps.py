@@ -6,6 +6,7 @@ MOST_KERNELS = {"bf16": 31, "fp32": 32}
 """Of a layer of a captured step, equal groups. (41 with scatter and gather in every step.)"""
 
 
+@pytest.mark.slow
 def test_an_invalidated_capture_leaves_no_memory_pool_in_use(gpu, tmp_path):
     report = gpu.run("graph_scenarios.is_invalidated", folder=str(tmp_path))
     (line,) = report.returned["said"]
