@@ -139,23 +139,24 @@ def attention_calls(bench: Bench, precision: str) -> dict[str, tuple]:
         H, K, Q, S = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
         masks = "causal" if is_causal else "no mask" if attn_mask is None else f"{str(attn_mask.dtype)[6:]} mask"
         keys = "as many keys as queries" if S == Q else "one query" if Q == 1 else "other keys than queries"
-        kind = f"{precision}, {masks}, {H} heads for {K}, {keys}"
+        kind = f"{str(tensors[0].dtype)[6:]}, {masks}, {H} heads for {K}, {keys}"
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:  # a query that sees nothing (padding) has no exact result
             mask = mask | ~mask.any(dim=-1, keepdim=True)
         calls.setdefault(kind, (*tensors, mask, is_causal, scale, enable_gqa))
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    sampling = SamplingParams(2, 3)
-    with patch.object(F, "scaled_dot_product_attention", record):
-        for packed in (True, False):
-            policy = bench.policy(precision, packed=packed)
-            batch = collate(scoring_groups(bench), torch.zeros(2, 3), pad_id=0, device=bench.device)
-            scorer = CompletionScorer(policy.model)
-            scorer.packed = packed
+    for packed in (True, False):
+        policy = bench.policy(precision, packed=packed)
+        batch = collate(scoring_groups(bench), torch.zeros(2, 3), pad_id=0, device=bench.device)
+        scorer = CompletionScorer(policy.model)
+        scorer.packed, _ = packed, scorer.plain_head
+        with patch.object(F, "scaled_dot_product_attention", record):
             with policy.autocast():
                 scorer(*batch.scorer_inputs)
-            BuiltinEngine(policy).generate(bench.problems(), sampling, address=(0, "gpu", 0))
+            BuiltinEngine(policy, fast_decode=False).generate(
+                bench.problems(), SamplingParams(2, 3), address=(0, "gpu", 0)
+            )
     return calls
 
 

@@ -71,7 +71,7 @@ def nccl_alone(bench: Bench) -> Found:
 
 def by_gloo(arguments: list[str]) -> int:
     """The trainer as one of several ranks that share the first GPU, which NCCL refuses."""
-    init, choose = dist.init_process_group, launch._choose_device
+    init, choose = dist.init_process_group, launch.choose_device
 
     def init_gloo(backend, **options):
         return init("gloo", **options | {"device_id": None})
@@ -79,7 +79,7 @@ def by_gloo(arguments: list[str]) -> int:
     def choose_first(wanted, local_rank, local_size):
         return choose(wanted, 0, 1)
 
-    with patch.object(dist, "init_process_group", init_gloo), patch.object(launch, "_choose_device", choose_first):
+    with patch.object(dist, "init_process_group", init_gloo), patch.object(launch, "choose_device", choose_first):
         return counted(arguments)
 
 

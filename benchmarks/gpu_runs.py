@@ -110,7 +110,7 @@ def small_run(bench: Bench) -> list[str]:
     steps, prompts, length = (3, 2, 6) if bench.is_small else (8, 8, 48)
     return [
         REWARD, f"runtime.device={bench.device.type}", "runtime.deterministic=true", "runtime.precision=bf16",
-        f"rollout={{prompts_per_step: {prompts}, num_generations: 4, max_completion_length: {length}}}",
+        f"rollout={{prompts_per_step: {prompts}, num_generations: 4, max_completion_length: {length}, temperature: 1.5}}",
         "algorithm.beta=0.04", f"optim.max_steps={steps}", "checkpoint.save_steps=1", "checkpoint.keep=100",
         "eval.before_training=false", "eval.num_samples=1", "eval.temperature=0", "data.max_eval_samples=1",
         "logging.log_completions=0", "runtime.rehearse=false", "runtime.threads_per_rank=1", "reward.num_workers=1",
@@ -157,6 +157,7 @@ def kill_and_resume(bench: Bench) -> Found:
     unequal = [row["step"] for row, other in zip(expected, found, strict=False) if row != other]
     expect(len(found) == len(expected) and not unequal, f"metrics differ at steps {unequal} of {len(expected)}")
     expect(found_digests == digests, f"weights or optimizer state differ: {found_digests} instead of {digests}")
+    expect(any(row.get("grad_norm", 0) > 0 for row in expected), "every gradient is 0: such a run shows nothing")
     return {"checkpoints before the kill": len(steps), "steps": len(expected)}
 
 
