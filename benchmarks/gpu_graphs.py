@@ -181,21 +181,20 @@ def failed_capture(bench: Bench) -> Found:
     bench.need_gpu()
     captured, sampling = Captured(bench, "bf16"), sampling_of(bench)
     expected = BuiltinEngine(captured.policy).generate(bench.problems(), sampling, address=(0, "gpu", 0))
-    capture = CUDAGraphRunner._captured
+    capture, failures = CUDAGraphRunner._captured, []
 
     def broken(runner, step, slots):
-        calls = []
-
-        def second_call_synchronizes():  # the first is the warm-up
+        def synchronizes_when_captured():
             step()
-            calls.append(None)
-            if len(calls) == 2:
+            if torch.cuda.is_current_stream_capturing():
+                failures.append(None)
                 slots.next_1.item()
 
-        return capture(runner, second_call_synchronizes, slots)
+        return capture(runner, synchronizes_when_captured, slots)
 
     with patch.object(CUDAGraphRunner, "_captured", broken):
         groups = captured.engine.generate(bench.problems(), sampling, address=(0, "gpu", 0))
+    expect(bool(failures), "no capture was begun")
     expect(
         captured.engine.graphs is None and len(captured.said) == 1,
         f"graphs are still on, or nothing was said: {captured.said}",

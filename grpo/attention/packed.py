@@ -65,7 +65,7 @@ def _attend(
         mask = _additive_mask(packed, number, g, q_1HND.dtype)
         out_RKgCD = F.scaled_dot_product_attention(q_RKgCD, k_RKSD, v_RKSD, attn_mask=mask, scale=scaling)
         outs.append(tile.unpad(out_RKgCD.reshape(tile.rows, H, tile.width, -1).transpose(1, 2)))
-    outs.append(outs[0].new_zeros(packed.sizes[-1], H, q_1HND.shape[3]))
+    outs.append(outs[0].new_zeros(packed.sizes[-1], *outs[0].shape[1:]))
     return torch.cat(outs)[None]
 
 

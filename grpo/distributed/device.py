@@ -19,13 +19,13 @@ def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device
         ValueError: if CUDA is asked for where there is none, GPUs are there that PyTorch cannot use, or there are fewer GPUs than ranks.
     """
     has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        raise ValueError("runtime.device=cuda, but PyTorch sees no CUDA device: use runtime.device=auto or cpu")
-    if wanted == "auto" and not has_cuda and (count := _nvidia_gpus()):
+    if wanted != "cpu" and not has_cuda and (count := _nvidia_gpus()):
         raise ValueError(
             f"this machine has {count} NVIDIA GPU(s), but PyTorch cannot use them: {_why_unusable()}; "
             "runtime.device=cpu trains on the CPU"
         )
+    if wanted == "cuda" and not has_cuda:
+        raise ValueError("runtime.device=cuda, but PyTorch sees no CUDA device: use runtime.device=auto or cpu")
     if wanted == "cpu" or not has_cuda:
         return torch.device("cpu")
     if local_size > (count := torch.cuda.device_count()):

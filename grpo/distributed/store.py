@@ -57,6 +57,10 @@ class SharedFlag:
     def set(self, name: str, text: str) -> None:
         self._store.set(f"{self._launch_id}/{name}", text)
 
+    def set_first(self, name: str, text: str) -> None:
+        """Set a text, unless a rank has set it before."""
+        self._store.compare_set(f"{self._launch_id}/{name}", "", text)
+
     def get(self, name: str) -> str | None:
         """The text of this name; None before any rank has set it. RuntimeError if the store's process has ended."""
         key = f"{self._launch_id}/{name}"

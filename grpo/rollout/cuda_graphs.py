@@ -5,14 +5,15 @@ makes the device wait for the host. Here all that a step reads and writes is in 
 shape, sampling included, is captured; later ones replay it. Every ``SYNC_EVERY`` tokens the host moves the live rows to a smaller shape.
 The tokens are those of :mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured.
 
-**The capture has never run on a GPU**, since none was available. On CPU, tests run the same steps without capturing them.
+**No GPU has run this**, since none was available. Tests capture and replay the steps on an emulated CUDA device (``tests/cuda/``), and run
+them on the CPU without graphs.
 
-Shapes: ``S`` slots (rows, then padding), ``R`` rows, ``T`` most tokens of a completion, ``C`` own tokens that a step attends to, ``U``
-prompts, ``J`` most rows of one prompt, ``P`` padded prompt length, ``K`` key heads, ``D`` head size.
+Shapes: ``S`` slots (rows, then padding), ``R`` rows, ``T`` most tokens of a completion, ``V`` vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -55,8 +56,8 @@ class CUDAGraphRunner:
     def decode(self, decoder: ForkedCacheDecoder, logits_RV, uniforms_RT, sampling, stops: Stops, on_tokens) -> Decoded:
         """Decode every row to its end, from the logits of its first token; arguments as of :class:`~grpo.rollout.decode_loop.DecodeLoop`.
 
-        ``decoder`` comes from the prefill, without own tokens. Stop strings are found when the host looks which rows have ended; what a
-        row has drawn behind one is dropped.
+        ``decoder`` comes from the prefill, without own tokens. Stop strings are searched for when the host reads which rows have ended;
+        what a row has drawn behind one is dropped.
         """
         cache, R, T = decoder.cache, len(logits_RV), sampling.max_completion_length
         state = {
@@ -77,10 +78,10 @@ class CUDAGraphRunner:
         _draw_into(slots.state, slots.next_1, logits_RV, sampling, eos_E)
         decoded = Decoded(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [0] * R, [False] * R)
         num_drawn = 0
-        looked, t = 0, 1  # tokens of each live row at the last look, and now
+        num_searched, t = 0, 1  # tokens of each live row that have been searched for stop strings, and that are drawn
         while True:
             if stops.strings:
-                slots.end_at_stops(stops, looked, t)
+                slots.end_at_stops(stops, num_searched, t)
             live = slots.state["live"][: slots.num_rows].nonzero().flatten()
             if on_tokens is not None:
                 num_before, num_drawn = num_drawn, slots.num_drawn()
@@ -95,7 +96,7 @@ class CUDAGraphRunner:
             step = self._step_for(slots, sampling, stops.ids, min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T))
             for _ in range(count):
                 step()
-            looked, t = t, t + count
+            num_searched, t = t, t + count
         slots.copy_results(decoded)
         return decoded
 
@@ -109,11 +110,9 @@ class CUDAGraphRunner:
 
     def release_if_large(self) -> None:
         """After a rollout: free the buffers if the update may need their memory."""
-        is_on_gpu = self.device.type == "cuda"
-        if (
-            is_on_gpu
-            and self._buffers.nbytes > MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.device).total_memory
-        ):
+        if self.device.type != "cuda":
+            return
+        if self._buffers.nbytes > MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
             self.release()
 
     def _drop_graphs(self) -> None:
@@ -124,25 +123,14 @@ class CUDAGraphRunner:
 
     def _step_for(self, slots: Slots, sampling: SamplingParams, stop_ids: list[int], width: int) -> Callable[[], None]:
         """One decode step over the slots that attends to ``width`` own tokens; captured, if this shape is new."""
-        key = (
-            *slots.shape_key,
-            width,
-            tuple(stop_ids),
-            sampling.temperature,
-            sampling.top_p,
-            sampling.top_k,
-            sampling.min_p,
-        )
+        settings = sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
+        key = (*slots.shape_key, width, tuple(stop_ids), *settings)
         if key in self._steps:
             return self._steps[key][0]
         if len(self._steps) >= MAX_GRAPHS:
             self._drop_graphs()
-        state, next_1, cache, eos_E = (
-            slots.state,
-            slots.next_1,
-            StaticCache(slots, width, self.pieces),
-            self._eos(stop_ids),
-        )
+        state, next_1, eos_E = slots.state, slots.next_1, self._eos(stop_ids)
+        cache = StaticCache(slots, width, self.pieces)
 
         def step() -> None:
             cache.set_position(next_1)
@@ -173,7 +161,7 @@ class CUDAGraphRunner:
                     step()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-            current.wait_stream(self._warmup_stream)
+                current.wait_stream(self._warmup_stream)  # also after an error: the decode loop may get this memory
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
             self._warmup_stream.wait_stream(current)
@@ -185,8 +173,11 @@ class CUDAGraphRunner:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 step()
-            finally:
-                self._end_capture(graph)
+            except BaseException:
+                with contextlib.suppress(Exception):  # the error of the step says more
+                    self._end_capture(graph)
+                raise
+            self._end_capture(graph)
         return graph.replay
 
     def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -195,14 +186,12 @@ class CUDAGraphRunner:
             graph.capture_end()
         except Exception:
             number = torch.cuda.current_device()
-            torch._C._cuda_endAllocateToPool(
-                number, self._pool
-            )  # else all later allocations would come from the graph's pool
+            # Else all later allocations would come from the graph's pool.
+            torch._C._cuda_endAllocateToPool(number, self._pool)
             torch._C._cuda_releasePool(number, self._pool)
+            # Else the generator would expect to be captured, and dropout would raise. (A device that is emulated has no generator.)
             for generator in torch.cuda.default_generators[number : number + 1]:
-                generator.graphsafe_set_state(
-                    generator.clone_state()
-                )  # else it would expect to be captured, and dropout would raise
+                generator.graphsafe_set_state(generator.clone_state())
             raise
 
 

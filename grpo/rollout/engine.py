@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from grpo.attention import packing_enabled
 from grpo.batch import Completion, Group, Problem
 from grpo.model import Policy
 from grpo.rollout import cuda_graphs
@@ -22,7 +23,7 @@ from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, DecodeLoop, Prefill, Prompts
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.graph_check import ENOUGH, agrees_with_loop
-from grpo.rollout.llama_decoder import LlamaDecoder, matches_model
+from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.pieces import pieces_for
 from grpo.rollout.prefill import prefill
 from grpo.rollout.stops import Stops
@@ -93,6 +94,14 @@ class BuiltinEngine:
                 # Attention over the skipped tokens, which are arbitrary memory, can give NaN: draw from zeros.
                 draw(logits_RV.zero_(), half_R, sampling)
                 decoder.keep_rows(torch.arange(len(prompts), device=self.policy.device))
+
+    @property
+    def may_capture(self) -> bool:
+        """True if decode steps are captured in CUDA graphs, as far as the settings and the model's modules tell."""
+        policy = self.policy
+        on_gpu = policy.device.type == "cuda"
+        packed = packing_enabled(policy.model)
+        return on_gpu and self.cuda_graphs and self.fast_decode and packed and has_llama_layers(policy.backbone)
 
     def kept_bytes(self) -> int:
         """Most device memory that CUDA graphs may keep between rollouts; known after the first rollout or :meth:`dry_run`."""

@@ -73,11 +73,14 @@ def check(compiled: Pieces, device: torch.device) -> None:
 
 
 def _check(compiled: Pieces, plain: Pieces, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    weight_H = torch.nn.Parameter(torch.linspace(0.5, 1.5, 64, device=device))
     for R in (3, 6):
-        x_RH, change_RH = torch.randn(R, 64, device=device), torch.randn(R, 64, device=device)
-        heads_RAD, scores = torch.randn(R, 6, 16, device=device), torch.randn(R, 2, 3, 40, device=device)
+        shapes = (R, 64), (R, 64), (R, 6, 16), (R, 2, 3, 40)
+        x_RH, change_RH, heads_RAD, scores = (torch.randn(s, generator=generator, device=device) for s in shapes)
+        change_RH, heads_RAD = change_RH.bfloat16(), heads_RAD.bfloat16()  # outputs of products, as when decoding
         bias = torch.zeros(R, 1, 1, 60, device=device)
-        calls = [("add_norm", (x_RH, delta, x_RH[0], 1e-6, torch.bfloat16)) for delta in (None, change_RH)]
+        calls = [("add_norm", (x_RH, delta, weight_H, 1e-6, torch.bfloat16)) for delta in (None, change_RH)]
         calls += [("rotate", (heads_RAD, heads_RAD[:, :1], heads_RAD[:, 1:2], torch.bfloat16))]
         calls += [("gated", (torch.nn.functional.silu, x_RH))]
         calls += [("weights", (scores, scores[..., :20] * 0.5, bias, 0.125, torch.bfloat16))]

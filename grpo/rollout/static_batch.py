@@ -83,9 +83,8 @@ class Slots:
         cell_S[:R] = prompt_R * J + number_R
         self.to_cell_S = buffers.copy("to cell", cell_S)
         self.from_cell_S = buffers.copy("from cell", cell_S.clamp(max=U * J - 1))
-        if S == U * J and bool(
-            (counts_U == J).all()
-        ):  # every row is in the cell of its number: nothing to scatter and gather
+        if S == U * J and bool((counts_U == J).all()):
+            # Every row is in the cell of its number: nothing to scatter and gather.
             self.to_cell_S = self.from_cell_S = None
         self.state["prompt"] = torch.zeros_like(self.state["prompt"]).index_copy_(0, slots, prompt_R)
         self.state = {name: buffers.copy(name, values[filled_S]) for name, values in self.state.items()}
@@ -117,23 +116,13 @@ class Slots:
     @property
     def shape_key(self) -> tuple:
         """Equal keys mean equal shapes and addresses."""
-        return (
-            self.num_slots,
-            self.U,
-            self.J,
-            self.to_cell_S is None,
-            self.P,
-            self.T,
-            self.dtype,
-            "uniforms" in self.state,
-        )
+        is_grid, is_sampled = self.to_cell_S is None, "uniforms" in self.state
+        return self.num_slots, self.U, self.J, self.P, self.T, self.dtype, is_grid, is_sampled
 
     def end_at_stops(self, stops: Stops, num_searched: int, num_drawn: int) -> None:
         """End each row at its first stop string among the tokens from number ``num_searched`` on, and drop what it has drawn behind it."""
-        state, first = (
-            {name: values[: self.num_rows] for name, values in self.state.items()},
-            max(num_searched + 1 - stops.span, 0),
-        )
+        state = {name: values[: self.num_rows] for name, values in self.state.items()}
+        first = max(num_searched + 1 - stops.span, 0)
         lengths, tokens = state["length"].tolist(), state["tokens"][:, first:num_drawn].tolist()
         ends = {}
         for slot, (length, row) in enumerate(zip(lengths, tokens, strict=True)):

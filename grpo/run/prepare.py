@@ -86,7 +86,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     with world.fail_together():
         start = read_start_point(config, checkpoint, origin, data_fingerprint, content)
     progress = Progress.from_state(start.state)
-    progress.forget_chosen(key for key, _, _ in start.changes)
+    progress.forget_chosen(config)
     if checkpoint and world.is_main:
         threads = torch.get_num_threads() if world.device.type == "cpu" else None
         print_differences(start, world.size, threads, versions())
@@ -203,7 +203,7 @@ def _tokenized(
 
 
 def print_from_rank(world: World, reporter: Reporter, text: str) -> None:
-    """Print a line about this rank, also if it is not the main one: others may have to wait for what the line tells."""
+    """Print a line about this rank, also if it is not the main one: what slows one rank down slows all."""
     if world.is_main:
         reporter.print(text if world.size == 1 else f"[rank 0] {text}")
     else:

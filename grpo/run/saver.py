@@ -7,7 +7,6 @@ import dataclasses
 import math
 import platform
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,11 +50,13 @@ class Progress:
         """The progress saved in a checkpoint's state; missing names keep their defaults."""
         return cls(**{f.name: state[f.name] for f in dataclasses.fields(cls) if f.name in state})
 
-    def forget_chosen(self, changed: Iterable[str]) -> None:
-        """Drop the chosen values of keys that the user has set to other values since."""
-        for key in changed:
-            if key in CHOSEN:
-                setattr(self, CHOSEN[key], None)
+    def forget_chosen(self, config: Config) -> None:
+        """Drop the chosen values of keys that the user has set."""
+        for key, name in CHOSEN.items():
+            section, _, leaf = key.partition(".")
+            settings = getattr(config, section)
+            if leaf in settings.model_fields_set and getattr(settings, leaf) is not None:
+                setattr(self, name, None)
 
     def complete_step(self, line: dict[str, Any]) -> None:
         """Record that all updates of a step are done; its metrics are written later."""
@@ -158,7 +159,7 @@ class Saver:
 
     def rescue(self) -> str | None:
         """After a failure, without the other ranks: save the newest complete step if no checkpoint has it; returns a note for the user."""
-        step, newest = self.progress.step, self.written_step
+        step = self.progress.step
         if self.config.debug:
             return None
         if not self.world.is_main:
@@ -167,8 +168,7 @@ class Saver:
         with self._lock:
             self._background_error()  # waits for the thread; what it could not write is tried again below
             if self.progress.mid_update:
-                lost = f", and the steps after it are lost: {how_to_continue(self.config)}"
-                return f"the failure came in the middle of an update, after step {step}: checkpoint-{newest} is the newest{lost}"
+                return self._cannot_save(step)
             return self._note(step) if self._write_newest() else None
 
     def rescue_while_busy(self) -> str | None:
@@ -182,14 +182,23 @@ class Saver:
         with self._lock:
             self._background_error()
             step, device = self.progress.step, self.world.device
-            if self.progress.mid_update or step <= self.written_step:
+            if self.progress.mid_update:
+                return self._cannot_save(step)
+            if step <= self.written_step:
                 return None
             with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext():
                 arguments = self._arguments() | {"tensors": self._copy_of_tensors()}
             if self.progress.mid_update or self.progress.step != step:
-                return None
+                return self._cannot_save(step)
             self._write(step, arguments)
             return self._note(step)
+
+    def _cannot_save(self, step: int) -> str:
+        """Why the weights are no longer, or not yet, those of a complete step, and what is lost."""
+        lost = f"and the steps after it are lost: {how_to_continue(self.config)}"
+        return (
+            f"an update after step {step} has changed the weights: checkpoint-{self.written_step} is the newest, {lost}"
+        )
 
     def _note(self, step: int) -> str:
         """What became of the save of this step."""

@@ -5,8 +5,9 @@ SIGUSR1 saves a checkpoint at the end of the current step. A signal to one rank 
 read it twice a second, and all vote before anything is done. The kernel reports each signal to a thread of this module
 (``set_wakeup_fd``), also while the main thread waits inside a collective; so a second signal always ends the process.
 
-A rank that fails sets the shared flag too. With gloo the others get an error in their next collective. With NCCL they wait in it until
-torchrun kills them, and their main threads can do nothing: then the main rank saves the last complete step from another thread.
+A rank that fails sets the shared flag too. With gloo the others get an error in their next collective. With NCCL they get none, and their
+main threads wait in it: then another thread ends the process after ``FAILED_SECONDS``; on the main rank it saves the last complete step
+first.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ class Signals:
     def announce_failure(self, text: str) -> None:
         """Tell the other ranks that this one ends because of an error."""
         self._is_ending = True
-        if self._installed and self._shared_flag is not None:
+        flag = self._shared_flag if self._installed else None  # read once: the other thread may set it to None
+        if flag is not None:
             with contextlib.suppress(RuntimeError):  # the store's process may have ended
-                self._shared_flag.set("failure", text)
+                flag.set_first("failure", text)
 
     def close(self) -> None:
         """Restore the handlers that were installed before."""

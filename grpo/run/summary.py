@@ -40,8 +40,8 @@ def padded_note(config: Config, device: str, why_padded: str) -> str:
     """What the run does without because scoring computes prompts once per completion."""
     lost = "each prompt is computed once per completion when scoring"
     if config.runtime.fast_decode:
-        graphs = " nor CUDA graphs" if device == "cuda" and config.runtime.cuda_graphs else ""
-        lost += f", and sampling uses transformers' decode step, not the faster one of this package{graphs}"
+        graphs = " and without CUDA graphs" if device == "cuda" and config.runtime.cuda_graphs else ""
+        lost += f", and sampling uses transformers' decode step, without this package's faster one{graphs}"
     return f"note      {why_padded}: {lost}"
 
 

@@ -124,7 +124,7 @@ def estimate_line(run: Run, longest_prompt: int) -> str:
         on_cpu=run.world.device.type == "cpu",
         tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
         tokens_per_microbatch=min(run.tokens_per_microbatch, most),
-        keeps_copies=run.world.device.type == "cuda" and run.engine.fast_decode and run.engine.cuda_graphs,
+        keeps_copies=run.engine.may_capture,
     )
     return line(memory)
 

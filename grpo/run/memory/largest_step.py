@@ -106,7 +106,7 @@ def _sample(run: Run, prompts: Sequence[tuple[int, ...]]) -> None:
 
 def _graphs(run: Run, rows: int, longest_prompt: int) -> tuple[int, int]:
     """Bytes of the buffers and of the pool of CUDA graphs that decode so many rows; zeros where nothing is captured."""
-    if run.world.device.type != "cuda" or not run.engine.cuda_graphs:
+    if not run.engine.may_capture:
         return 0, 0
     return graph_bytes(
         run.policy.model.config.get_text_config(),
