@@ -134,7 +134,7 @@ def test_the_logits_of_a_chunk_are_counted(precision, chunks, monkeypatch):
     holder.get_output_embeddings = lambda: head
     scorer = CompletionScorer(holder)
     with Allocated() as allocated, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-        scorer._score_hidden(hidden_NH, labels_N)[0].sum().backward()
+        scorer._score_tokens(hidden_NH, labels_N)[0].sum().backward()
     expected = BYTES_PER_SCORED_LOGIT * N * V // chunks
     assert 0.5 * expected < allocated.peak <= 1.1 * expected
 

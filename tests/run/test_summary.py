@@ -57,11 +57,11 @@ def test_settings_without_effect_are_noted(changes, expected):
 def test_what_a_padded_run_does_without_is_said():
     why, slower = (
         "runtime.packed is false",
-        "sampling uses transformers' decode step, not the faster one of this package",
+        "sampling uses transformers' decode step, without this package's faster one",
     )
     start = f"note      {why}: each prompt is computed once per completion when scoring"
     assert padded_note(Config(), "cpu", why) == f"{start}, and {slower}"
-    assert padded_note(Config(), "cuda", why) == f"{start}, and {slower} nor CUDA graphs"
+    assert padded_note(Config(), "cuda", why) == f"{start}, and {slower} and without CUDA graphs"
     without = {name: Config.model_validate({"runtime": {name: False}}) for name in ("fast_decode", "cuda_graphs")}
     assert padded_note(without["cuda_graphs"], "cuda", why) == f"{start}, and {slower}"
     assert padded_note(without["fast_decode"], "cuda", why) == start

@@ -85,17 +85,17 @@ def graph_bytes(
 ) -> tuple[int, int]:
     """Bytes that decoding in CUDA graphs takes beside the decode loop: their static buffers, and the pool of their temporary tensors.
 
-    The buffers hold keys and values, prompts padded, and for each token of a completion its id, its log-prob and its uniform number. The
-    pool is counted as the tensors of vocabulary size that drawing a token makes; all graphs share it.
+    The buffers hold keys and values, prompts padded and with a mask for each row, and for each token of a completion its id, its log-prob
+    and its uniform number. The pool is counted as the tensors of vocabulary size that drawing a token makes; all graphs share it.
     """
     layers, _, _, kv_width = _sizes(model_config)
     T, prompts = sampling.max_completion_length, -(-rows // sampling.num_generations)
     padded_prompt = -(-longest_prompt // PROMPT_BUCKET) * PROMPT_BUCKET
-    buffers = 2 * layers * kv_width * (2 if bf16 else 4) * (rows * T + prompts * padded_prompt) + rows * T * (8 + 4 + 4)
+    buffers = 2 * layers * kv_width * (2 if bf16 else 4) * (rows * T + prompts * padded_prompt)
+    buffers += rows * T * (8 + 4 + 4) + rows * padded_prompt * 4
     is_filtered = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    return buffers, rows * model_config.vocab_size * (
-        BYTES_PER_FILTERED_LOGIT if is_filtered else BYTES_PER_DRAWN_LOGIT
-    )
+    bytes_per_logit = BYTES_PER_FILTERED_LOGIT if is_filtered else BYTES_PER_DRAWN_LOGIT
+    return buffers, rows * model_config.vocab_size * bytes_per_logit
 
 
 def _sizes(config: Any) -> tuple[int, int, int, int]:
