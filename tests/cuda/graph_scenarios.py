@@ -62,7 +62,7 @@ def kernels_per_layer(folder, precision: str, **changes) -> dict[str, dict[str, 
         problems = problems_of(loop.policy)
         for bound in (None, 600):  # which splits groups
             engine.generate(problems, SamplingParams(8, 12, tokens_in_flight=bound), address=ADDRESS)
-        graphs = {key[3]: run.__self__ for key, (run, _) in engine.graphs._steps.items()}  # by whether groups are equal
+        graphs = {key[6]: run.__self__ for key, (run, _) in engine.graphs._steps.items()}  # by whether groups are equal
         found = [launched(operation(func) for func, *_ in graphs[equal].recorded) for equal in (True, False)]
         device.forget()
         with loop._ready() as prefill:

@@ -3,6 +3,8 @@
 import pytest
 from emulated_cuda import ScenarioFailed
 
+pytestmark = pytest.mark.slow
+
 
 def test_sound_code_passes_and_its_kernels_are_counted(gpu):
     report = gpu.run("scenarios.adds_up", count=3)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CPU = ("--shape", "small", "--no-figures", "--device", "cpu")
 
 
@@ -31,7 +33,6 @@ def test_one_check_that_crashes_or_hangs_does_not_stop_the_others(gpu, tmp_path)
     assert "| passes | passed | 0 | e | number 1.5 |" in table and "**not run**" in table
 
 
-@pytest.mark.slow
 def test_every_check_passes_on_the_emulated_device(gpu, tmp_path):
     """All but those of the trainer's runs, which are below."""
     names = (
@@ -55,7 +56,6 @@ def test_every_check_passes_on_the_emulated_device(gpu, tmp_path):
     assert one_more["code"] == 0 and list(one_more["rows"]) == ["versions"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "name", "why"),
     [
@@ -75,20 +75,17 @@ def test_checks_fail_where_something_is_broken(gpu, tmp_path, mistake, name, why
     assert re.search(why, row["why"]), row
 
 
-@pytest.mark.slow
 def test_memory_on_the_emulated_device(gpu, tmp_path):
     found = run(gpu, tmp_path, "rehearsed_peak", "too_large_microbatch")
     assert found["code"] == 0, found["rows"]
 
 
-@pytest.mark.slow
 def test_runs_on_the_cpu(gpu, tmp_path):
     found = run(gpu, tmp_path, "scoring", "sdpa", "kill_and_resume", "gloo_two_ranks", "graphs_greedy", arguments=CPU)
     not_here = {name: row.get("why") for name, row in found["rows"].items() if row["result"] != "passed"}
     assert not_here == {"graphs_greedy": "needs a GPU"}
 
 
-@pytest.mark.slow
 def test_a_run_that_is_continued_otherwise_is_found(gpu, tmp_path):
     row = run(gpu, tmp_path, "kill_and_resume", arguments=CPU, mistake="forgets_averages")["rows"]["kill_and_resume"]
     assert row["result"] == "failed" and "metrics differ at steps" in row["why"]

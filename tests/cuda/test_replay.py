@@ -2,8 +2,9 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replayed_graphs_give_the_loops_tokens_across_weight_updates(gpu, tmp_path, precision):
     report = gpu.run("scenarios.replays", folder=str(tmp_path), precision=precision)
@@ -15,14 +16,12 @@ def test_replayed_graphs_give_the_loops_tokens_across_weight_updates(gpu, tmp_pa
         assert min(report.returned["equal"]) > 0.7
 
 
-@pytest.mark.slow
 def test_a_refresh_that_changes_addresses_is_found(gpu, tmp_path):
     report = gpu.run("scenarios.replays", folder=str(tmp_path), precision="bf16", mistake="stale address")
     assert any("a graph reads freed memory" in problem for problem in report.problems)
     assert min(report.returned["equal"][1:]) < 0.5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "reason"), [("host sync", "called a synchronizing CUDA operation"), ("CPU tensor", "the same device")]
 )
