@@ -78,10 +78,11 @@ def _check(compiled: Pieces, plain: Pieces, device: torch.device) -> None:
     for R in (3, 6):
         shapes = (R, 64), (R, 64), (R, 6, 16), (R, 2, 3, 40)
         x_RH, change_RH, heads_RAD, scores = (torch.randn(s, generator=generator, device=device) for s in shapes)
+        cos_R1D, sin_R1D = heads_RAD[:, :1], heads_RAD[:, 1:2]
         change_RH, heads_RAD = change_RH.bfloat16(), heads_RAD.bfloat16()  # outputs of products, as when decoding
         bias = torch.zeros(R, 1, 1, 60, device=device)
         calls = [("add_norm", (x_RH, delta, weight_H, 1e-6, torch.bfloat16)) for delta in (None, change_RH)]
-        calls += [("rotate", (heads_RAD, heads_RAD[:, :1], heads_RAD[:, 1:2], torch.bfloat16))]
+        calls += [("rotate", (heads_RAD, cos_R1D, sin_R1D, torch.bfloat16))]
         calls += [("gated", (torch.nn.functional.silu, x_RH))]
         calls += [("weights", (scores, scores[..., :20] * 0.5, bias, 0.125, torch.bfloat16))]
         for name, arguments in calls:

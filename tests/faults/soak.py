@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from conftest import save_random_model
