@@ -35,7 +35,7 @@ PHASES = {
 
 
 def measure(a, sides: list[str], setting: dict) -> dict[str, dict]:
-    """What each side recorded, in turns: ``ours``, or a setting of TRL."""
+    """Run all sides in turn; the records of each, by side: ``ours``, or a setting of TRL."""
     started: dict[str, subprocess.Popen] = {}
     environment = os.environ | {"OMP_NUM_THREADS": str(setting["threads"]), "TOKENIZERS_PARALLELISM": "false"}
     given = {"model": str(a.model), "data": str(a.data), "steps": a.steps, "padded": a.padded}

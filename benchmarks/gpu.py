@@ -1,4 +1,4 @@
-"""Checks that everything works on this machine's GPU, then measures it: one command, under ten minutes on an H200.
+"""Checks that everything works on this machine's GPU, then measures it: one command, meant to take less than ten minutes on an H200.
 
     python benchmarks/gpu.py                              every check, then every figure
     python benchmarks/gpu.py --list                       their names, and the criterion of each check

@@ -81,7 +81,7 @@ def sampled_logprobs(bench: Bench) -> Found:
 
 
 def start_checks(bench: Bench) -> None:
-    """What every run tests of its model before the first step."""
+    """The tests that every run makes of its model before the first step."""
     policy = bench.policy("bf16", packed=False)
     expect(head_is_plain(policy.model), "the head is not recognised as plain")
     check_sampling(policy)

@@ -1,4 +1,4 @@
-"""What the checks and figures of ``gpu.py`` share: their registry, the random model, and a decode loop that is given its tokens.
+"""Parts of the checks and figures of ``gpu.py``: their registry, the random model, and a decode loop that is given its tokens.
 
 Shapes: ``R`` rows (completions), ``T`` most tokens of a completion, ``V`` vocabulary.
 """
@@ -33,7 +33,7 @@ from grpo.tasks.tiny import CHAT_TEMPLATE, EOS, PAD, TURN, build_tokenizer
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 Found = dict[str, Any]
-"""What a check or a figure measured, by name."""
+"""Values that a check or a figure measured, by name."""
 
 
 class NotRun(Exception):
@@ -76,7 +76,7 @@ def _register(entries: list[Entry], function: Callable, limit_s: float) -> Calla
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the checks run, and the model they run on."""
+    """The device that the checks run on, and the shape of their model."""
 
     device: torch.device
     shape: str

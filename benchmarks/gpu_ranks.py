@@ -22,7 +22,7 @@ COLLECTIVES = {"GRPO_TEST_COLLECTIVES": "1"}
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """The environment variables that torchrun sets for a rank."""
     values = dict(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_PORT=port, MASTER_ADDR="127.0.0.1"
     )

@@ -201,7 +201,7 @@ class Saver:
         )
 
     def _note(self, step: int) -> str:
-        """What became of the save of this step."""
+        """A note for the user that this step is saved, or the error that prevented it."""
         error = self._background_error()
         return f"{error}" if error else f"saved checkpoint-{step}: {how_to_continue(self.config)}"
 

@@ -37,7 +37,7 @@ def print_summary(
 
 
 def padded_note(config: Config, device: str, why_padded: str) -> str:
-    """What the run does without because scoring computes prompts once per completion."""
+    """The line that says which faster methods a run that is not packed cannot use."""
     lost = "each prompt is computed once per completion when scoring"
     if config.runtime.fast_decode:
         graphs = " and without CUDA graphs" if device == "cuda" and config.runtime.cuda_graphs else ""

@@ -9,8 +9,8 @@ ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP
 def set_environment_defaults() -> None:
     """Set what makes memory steady while lengths differ from step to step, unless the user has set it. Called before torch is imported.
 
-    CPU: oneDNN, and PyTorch's interface to it, keep a kernel with its scratch memory for each of up to 1,024 shapes: 2 GB after 40 steps
-    of a model of 7M parameters under bf16.
+    CPU: oneDNN, and PyTorch's interface to it, keep a kernel with its scratch memory for each of up to 1,024 shapes: half a GiB after
+    20 short steps of a model of 7M parameters under bf16 (``benchmarks/memory.py``).
 
     CUDA: segments of fixed size would fragment, so let the allocator grow its segments. CUDA graphs keep pools of their own either way.
     Known to fail with such segments: collectives inside of CUDA graphs (pytorch/pytorch#158029) and sharing CUDA tensors between

@@ -30,6 +30,5 @@ def test_memory_of_the_last_step_is_that_of_step_5(assets, tmp_path, precision, 
     assert done.returncode == 0, done.stderr
     rss = json.loads((tmp_path / "memory.json").read_text())["results"][0]["rss_mib"]
     assert len(rss) == 12
-    # Means of three steps: a step's memory also depends on how many tokens it sampled. They differ by up to 3%; with a kernel kept for
-    # each shape by 16% to 26% under bf16.
-    assert mean(rss[-3:]) < 1.1 * mean(rss[3:6]), rss
+    # Means of three steps: a step's memory also depends on how many tokens it sampled.
+    assert mean(rss[-3:]) < 1.05 * mean(rss[3:6]), rss
