@@ -50,11 +50,20 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     config = _read_config(folder / "config.yaml", notes)
     samples = _read_completions(folder / "completions", max_samples, notes)
     name = str(config.get("logging.run_name") or folder.resolve().name)
-    is_complete = bool(metrics) and (folder / f"checkpoint-{metrics[-1]['step']}").is_dir()
+    is_complete = _has_last_step(metrics, config) and (folder / f"checkpoint-{metrics[-1]['step']}").is_dir()
     if not metrics:
         notes.append("No step has been written yet.")
     intervals = _read_steps(folder / "intervals.jsonl", notes)
     return RunData(name, metrics, intervals, config, read_starts(folder), samples, is_complete, notes)
+
+
+def _has_last_step(metrics: list[dict[str, Any]], config: dict[str, Any]) -> bool:
+    """True if the newest step is the last of the run by ``optim.max_steps`` or ``optim.num_epochs``; without both, any step may be."""
+    last = metrics[-1] if metrics else {}
+    for done, total in ("step", "optim.max_steps"), ("epoch", "optim.num_epochs"):
+        if _finite_or_none(config.get(total)):
+            return (last.get(done) or 0) >= config[total] - 1e-9  # an epoch is a sum of fractions
+    return bool(metrics)
 
 
 def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
@@ -151,6 +160,21 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
 
     names = evaluation_names(run)
     return [dict(name=name, is_rate=is_rate(name), before=side(first, name), after=side(last, name)) for name in names]
+
+
+def reward_before_and_after(run: RunData, most: int = 10) -> dict[str, Any] | None:
+    """A row as of :func:`before_and_after`: the mean reward of the first steps and of the last, at most ``most`` of each; None for one step."""
+    steps = [line for line in run.metrics if line.get("reward") is not None]
+    count = min(most, len(steps) // 2)
+    if count == 0:
+        return None
+
+    def side(lines: list[dict[str, Any]]) -> dict[str, Any]:
+        mean = sum(line["reward"] for line in lines) / count
+        return {"first": lines[0]["step"], "step": lines[-1]["step"], "value": mean, "low": None, "high": None}
+
+    label = f"reward, mean of {count} steps"
+    return {"name": "reward", "label": label, "is_rate": False, "before": side(steps[:count]), "after": side(steps[-count:])}
 
 
 def _interval(run: RunData, line: dict[str, Any], name: str) -> tuple[float | None, float | None]:
