@@ -63,7 +63,9 @@ def _watch(options: argparse.Namespace, output: Path) -> list[RunData]:
                 if all(run.is_complete for run in runs):
                     return runs
                 if seen is None:
-                    print(f"{output}: open it in a browser; it follows the run until Ctrl-C is pressed here", flush=True)
+                    print(
+                        f"{output}: open it in a browser; it follows the run until Ctrl-C is pressed here", flush=True
+                    )
                 seen = progress
             time.sleep(max(RELOAD_S, 4 * seconds))  # a fifth of one core at most: the run may need the rest
     except KeyboardInterrupt:

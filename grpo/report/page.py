@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from grpo.report.read import RunData, before_and_after, evaluation_names, evaluations, every_nth, reward_before_and_after
+from grpo.report.read import (
+    RunData,
+    before_and_after,
+    evaluation_names,
+    evaluations,
+    every_nth,
+    reward_before_and_after,
+)
 from grpo.telemetry.hints import Hints
 
 SCRIPTS = ("base.js", "view.js", "charts.js", "curves.js", "headline.js", "samples.js", "tables.js", "main.js")

@@ -174,7 +174,13 @@ def reward_before_and_after(run: RunData, most: int = 10) -> dict[str, Any] | No
         return {"first": lines[0]["step"], "step": lines[-1]["step"], "value": mean, "low": None, "high": None}
 
     label = f"reward, mean of {count} steps"
-    return {"name": "reward", "label": label, "is_rate": False, "before": side(steps[:count]), "after": side(steps[-count:])}
+    return {
+        "name": "reward",
+        "label": label,
+        "is_rate": False,
+        "before": side(steps[:count]),
+        "after": side(steps[-count:]),
+    }
 
 
 def _interval(run: RunData, line: dict[str, Any], name: str) -> tuple[float | None, float | None]:
