@@ -1,7 +1,7 @@
 // Line charts in SVG. Each shows all runs, with gaps where values are missing. Mouse, touch or arrow keys move a cursor through all charts
 // of the page, which then show their values there.
 const FIGURES = [];
-const LEFT = 50, RIGHT = 10, TOP = 10, BOTTOM = 24;
+const LEFT = 50, RIGHT = 14, TOP = 10, BOTTOM = 24;
 
 // Exponential moving average, without the bias of its first value towards 0.
 function smooth(values, weight) {
