@@ -120,11 +120,11 @@ function buildChartControls(controls) {
     const box = el("input", { type: "checkbox", checked: !view.hidden.has(index), onchange: () => { box.checked ? view.hidden.delete(index) : view.hidden.add(index); redraw(); } });
     controls.append(el("label", {}, box, swatch(runColour(index)), run.name));
   });
-  if (view.smoothing === null) view.smoothing = RUNS.some((run) => run.steps.length > 50) ? 0.6 : 0;
+  if (!view.isSmoothingChosen) view.smoothing = RUNS.some((run) => run.steps.length > 50) ? 0.6 : 0;
   const weight = el("span", { class: "weight" }, view.smoothing.toFixed(2));
   const slider = el("input", {
     type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing,
-    oninput: () => { view.smoothing = +slider.value; weight.textContent = view.smoothing.toFixed(2); redraw(); },
+    oninput: () => { view.smoothing = +slider.value; view.isSmoothingChosen = true; weight.textContent = view.smoothing.toFixed(2); redraw(); },
   });
   controls.append(el("label", { title: "Weight of the past in an exponential moving average; 0 is off" }, "Smoothing", slider, weight));
   const log = el("input", { type: "checkbox", checked: view.log, onchange: () => { view.log = log.checked; redraw(); } });

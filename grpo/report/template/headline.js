@@ -12,7 +12,7 @@ function tile(row) {
     el("div", { class: "interval" }, cell ? intervalText(cell, row.is_rate) || (cell.first === undefined ? `step ${cell.step}` : `steps ${cell.first}\u2013${cell.step}`) : name === "after" ? "not yet" : "not evaluated"));
   return el("div", { class: "tile" },
     el("div", { class: "label" }, row.label, row.before && row.after && isNumber(row.after.low) ? el("span", {}, `step ${row.before.step} \u2192 ${row.after.step}`) : null),
-    el("div", { class: "sides" }, side(row.before, "before"), el("span", { class: "arrow", "aria-label": "to" }, "\u2192"), side(row.after, "after"), el("div", { class: "change " + change.class }, change.text)));
+    el("div", { class: "sides" }, side(row.before, "before"), el("span", { class: "arrow", "aria-label": "to" }, "\u2192"), side(row.after, "after"), row.before && row.after ? el("div", { class: "change " + change.class }, change.text) : null));
 }
 
 function buildHeadline(section) {

@@ -1,7 +1,7 @@
 // The settings of the page, and what a page that reloads itself keeps: settings, open sections and the position on the page. They are kept
 // in the browser's history entry of the page, which also works for a local file.
 const kept = history.state && history.state.grpo || {};
-const view = { axis: "step", smoothing: null, log: false, cursor: null, samples: {}, ...kept.view };
+const view = { axis: "step", smoothing: 0, isSmoothingChosen: false, log: false, cursor: null, samples: {}, ...kept.view };
 view.hidden = new Set(view.hidden);
 const FOLDS = "details[data-key]";
 
