@@ -14,7 +14,7 @@ from grpo.system.bounded_yaml import BoundedLoader
 from grpo.telemetry.console import is_rate, without_most_pass_at_k
 from grpo.telemetry.environment import read_starts
 from grpo.telemetry.intervals import wilson
-from grpo.telemetry.samples import read_samples
+from grpo.telemetry.samples import count_samples, read_samples
 
 
 @dataclass
@@ -110,21 +110,24 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read_completions(folder: Path, max_samples: int, notes: list[str]) -> list[dict[str, Any]]:
-    by_step, damaged = [], 0
+    counts, records, damaged = {}, [], 0
     for path in sorted(folder.glob("step_*.parquet")):
         try:
-            by_step.append(read_samples(path))
+            counts[path] = count_samples(path)
+        except (OSError, ValueError):
+            damaged += 1
+    stride = math.ceil(sum(counts.values()) / max_samples) if max_samples else len(counts) + 1
+    kept = every_nth(list(counts), max(stride, 1))
+    for path in kept:
+        try:
+            records += read_samples(path)
         except (OSError, ValueError, KeyError):
             damaged += 1
     if damaged:
         notes.append(f"{damaged} file(s) of completions could not be read.")
-    if not by_step:
-        return []
-    stride = math.ceil(sum(map(len, by_step)) / max_samples) if max_samples else len(by_step) + 1
-    kept = every_nth(by_step, max(stride, 1))
-    if len(kept) < len(by_step):
-        notes.append(f"Completions of {len(kept)} of {len(by_step)} steps are shown; --max-samples shows more.")
-    return [record for records in kept for record in records]
+    if len(kept) < len(counts):
+        notes.append(f"Completions of {len(kept)} of {len(counts)} steps are shown; --max-samples shows more.")
+    return records
 
 
 def every_nth(items: list[Any], n: int) -> list[Any]:

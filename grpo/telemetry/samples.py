@@ -102,6 +102,12 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def count_samples(path: str | Path) -> int:
+    """The number of records in a file, without reading them; raises the errors of :func:`read_samples`."""
+    with open_regular(path) as file:
+        return pyarrow.parquet.read_metadata(file).num_rows
+
+
 def _storable(value: Any) -> Any:
     """A value that Parquet can store: text without broken Unicode, None for NaN and infinity, chat messages as JSON."""
     if isinstance(value, float):
