@@ -117,6 +117,7 @@ function draw(title, lines, width, options) {
     root.append(svg("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, tickText(y)));
   }
   for (const x of ticks(x0, x1, Math.max(2, Math.floor(width / 90)))) {
+    if (view.axis === "step" && !Number.isInteger(x)) continue;
     root.append(svg("text", { x: px(x), y: height - 7, "text-anchor": "middle" }, tickText(x)));
   }
   for (const line of lines) {
