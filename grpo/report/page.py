@@ -14,19 +14,27 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from grpo.report.read import RunData, before_and_after, evaluation_names, evaluations, every_nth
+from grpo.report.read import (
+    RunData,
+    before_and_after,
+    evaluation_names,
+    evaluations,
+    every_nth,
+    reward_before_and_after,
+)
 from grpo.telemetry.hints import Hints
 
-SCRIPTS = ("base.js", "charts.js", "samples.js", "tables.js", "main.js")
+SCRIPTS = ("base.js", "view.js", "charts.js", "curves.js", "headline.js", "samples.js", "tables.js", "main.js")
 MAX_POINTS = 1500
 """Points of a curve; of longer runs only every n-th step is shown."""
 
 
-def build_page(runs: Sequence[RunData]) -> str:
-    """The whole file as ASCII text."""
+def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
+    """The whole file as ASCII text. An open page reloads its file every ``reload_s`` seconds; with None it does not."""
     names = _distinct([run.name for run in runs])
     data = {
         "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "reload_s": reload_s,
         "runs": [_run(name, run) for name, run in zip(names, runs, strict=True)],
     }
     style, script = _template("style.css"), "".join(_template(name) for name in SCRIPTS)
@@ -79,6 +87,7 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
         "eval_steps": [line["step"] for line in evaluated],
         "eval_series": {key: [line.get(key) for line in evaluated] for key in evaluation_names(run)},
         "comparison": before_and_after(run),
+        "reward": reward_before_and_after(run),
         "config": {key: _as_text(value) for key, value in run.config.items()},
         "starts": [{str(key): _as_text(value) for key, value in start.items()} for start in run.starts],
         "hints": [[line["step"], hint] for line in steps for hint in hints.update(line)],
@@ -88,7 +97,7 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
 
 
 def _sample(record: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: record.get(key) for key in ("step", "problem", "prompt", "completion", "length", "finished")}
+    kept = {key: record.get(key) for key in ("step", "problem", "prompt", "answer", "completion", "length", "finished")}
     kept |= {key: _short(record.get(key)) for key in ("reward", "advantage")}
     kept["rewards"] = {key: _short(value) for key, value in record["rewards"].items()}
     kept["tokens"] = record.get("tokens")

@@ -14,7 +14,7 @@ from grpo.system.bounded_yaml import BoundedLoader
 from grpo.telemetry.console import is_rate, without_most_pass_at_k
 from grpo.telemetry.environment import read_starts
 from grpo.telemetry.intervals import wilson
-from grpo.telemetry.samples import read_samples
+from grpo.telemetry.samples import count_samples, read_samples
 
 
 @dataclass
@@ -50,11 +50,20 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     config = _read_config(folder / "config.yaml", notes)
     samples = _read_completions(folder / "completions", max_samples, notes)
     name = str(config.get("logging.run_name") or folder.resolve().name)
-    is_complete = bool(metrics) and (folder / f"checkpoint-{metrics[-1]['step']}").is_dir()
+    is_complete = _has_last_step(metrics, config) and (folder / f"checkpoint-{metrics[-1]['step']}").is_dir()
     if not metrics:
         notes.append("No step has been written yet.")
     intervals = _read_steps(folder / "intervals.jsonl", notes)
     return RunData(name, metrics, intervals, config, read_starts(folder), samples, is_complete, notes)
+
+
+def _has_last_step(metrics: list[dict[str, Any]], config: dict[str, Any]) -> bool:
+    """True if the newest step is the last of the run by ``optim.max_steps`` or ``optim.num_epochs``; without both, any step may be."""
+    last = metrics[-1] if metrics else {}
+    for done, total in ("step", "optim.max_steps"), ("epoch", "optim.num_epochs"):
+        if _finite_or_none(config.get(total)):
+            return (last.get(done) or 0) >= config[total] - 1e-9  # an epoch is a sum of fractions
+    return bool(metrics)
 
 
 def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
@@ -101,21 +110,24 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read_completions(folder: Path, max_samples: int, notes: list[str]) -> list[dict[str, Any]]:
-    by_step, damaged = [], 0
+    counts, records, damaged = {}, [], 0
     for path in sorted(folder.glob("step_*.parquet")):
         try:
-            by_step.append(read_samples(path))
+            counts[path] = count_samples(path)
+        except (OSError, ValueError):
+            damaged += 1
+    stride = math.ceil(sum(counts.values()) / max_samples) if max_samples else len(counts) + 1
+    kept = every_nth(list(counts), max(stride, 1))
+    for path in kept:
+        try:
+            records += read_samples(path)
         except (OSError, ValueError, KeyError):
             damaged += 1
     if damaged:
         notes.append(f"{damaged} file(s) of completions could not be read.")
-    if not by_step:
-        return []
-    stride = math.ceil(sum(map(len, by_step)) / max_samples) if max_samples else len(by_step) + 1
-    kept = every_nth(by_step, max(stride, 1))
-    if len(kept) < len(by_step):
-        notes.append(f"Completions of {len(kept)} of {len(by_step)} steps are shown; --max-samples shows more.")
-    return [record for records in kept for record in records]
+    if len(kept) < len(counts):
+        notes.append(f"Completions of {len(kept)} of {len(counts)} steps are shown; --max-samples shows more.")
+    return records
 
 
 def every_nth(items: list[Any], n: int) -> list[Any]:
@@ -151,6 +163,27 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
 
     names = evaluation_names(run)
     return [dict(name=name, is_rate=is_rate(name), before=side(first, name), after=side(last, name)) for name in names]
+
+
+def reward_before_and_after(run: RunData, most: int = 10) -> dict[str, Any] | None:
+    """A row as of :func:`before_and_after`: the mean reward of the first steps and of the last, at most ``most`` of each; None for one step."""
+    steps = [line for line in run.metrics if line.get("reward") is not None]
+    count = min(most, len(steps) // 2)
+    if count == 0:
+        return None
+
+    def side(lines: list[dict[str, Any]]) -> dict[str, Any]:
+        mean = sum(line["reward"] for line in lines) / count
+        return {"first": lines[0]["step"], "step": lines[-1]["step"], "value": mean, "low": None, "high": None}
+
+    label = f"reward, mean of {count} steps"
+    return {
+        "name": "reward",
+        "label": label,
+        "is_rate": False,
+        "before": side(steps[:count]),
+        "after": side(steps[-count:]),
+    }
 
 
 def _interval(run: RunData, line: dict[str, Any], name: str) -> tuple[float | None, float | None]:

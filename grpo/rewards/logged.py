@@ -16,7 +16,7 @@ METRICS = frozenset({
 METRIC_GROUPS = ("clip_ratio/", "completions/", "eval/", "histograms/", "rewards/", "sampling/", "tables/", "time/")
 """``log_metric`` refuses names that start with one of these too."""
 COLUMNS = frozenset({
-    "step", "problem", "prompt", "completion", "rewards", "reward", "advantage", "length", "finished", "token_ids", "tokens",
+    "step", "problem", "prompt", "answer", "completion", "rewards", "reward", "advantage", "length", "finished", "token_ids", "tokens",
     "logprobs", "updated_logprobs", "ref_logprobs", "logged",
 })  # fmt: skip
 """Columns of the completions that a run keeps: ``log_extra`` refuses these names."""

@@ -18,7 +18,7 @@ from grpo.system import open_regular, write_atomically
 
 _INT, _FLOAT, _TEXT, _LOGPROBS = pyarrow.int64(), pyarrow.float64(), pyarrow.string(), pyarrow.list_(pyarrow.float32())
 _COLUMNS = dict(
-    step=_INT, problem=_INT, prompt=_TEXT, completion=_TEXT, reward=_FLOAT, advantage=_FLOAT, length=_INT,
+    step=_INT, problem=_INT, prompt=_TEXT, answer=_TEXT, completion=_TEXT, reward=_FLOAT, advantage=_FLOAT, length=_INT,
     finished=pyarrow.bool_(), token_ids=pyarrow.list_(_INT), tokens=pyarrow.list_(_TEXT),
     logprobs=_LOGPROBS, updated_logprobs=_LOGPROBS, ref_logprobs=_LOGPROBS,
 )  # fmt: skip
@@ -34,6 +34,7 @@ def sample_records(
     """The first ``B`` completions of a step as records.
 
     Args:
+        groups: ``answer`` of a record is the problem's column of that name as text; None where it has none.
         names: of the reward functions.
         logprobs_BT: log-probs of each completion's tokens before the step: the old log-probs of the loss.
         updated_logprobs_BT: the same after the step's updates.
@@ -43,12 +44,13 @@ def sample_records(
     rows = [(p, g) for p, group in enumerate(groups) for g in range(len(group.completions))]
     records = []
     for b, (p, g) in enumerate(rows[: len(logprobs_BT)]):
-        completion = groups[p].completions[g]
+        completion, answer = groups[p].completions[g], groups[p].problem.columns.get("answer")
         n = len(completion.ids)
         record = {
             "step": step,
             "problem": groups[p].problem.index,
             "prompt": groups[p].problem.prompt,
+            "answer": None if answer is None else str(answer),
             "completion": completion.text,
             "rewards": dict(zip(names, values_PGF[p, g].tolist(), strict=True)),
             "reward": rewards_PG[p, g].item(),
@@ -92,11 +94,18 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     with open_regular(path) as file:
         records = pyarrow.parquet.read_table(file).to_pylist()
     for record in records:
+        record.setdefault("answer", None)  # files of older runs do not have this column
         columns = [name for name in record if name.startswith(REWARD_PREFIX)]
         record["rewards"] = {name.removeprefix(REWARD_PREFIX): record.pop(name) for name in columns}
         if logged := [name for name in record if name not in _COLUMNS and name != "rewards"]:
             record["logged"] = {name: record.pop(name) for name in logged}
     return records
+
+
+def count_samples(path: str | Path) -> int:
+    """The number of records in a file, without reading them; raises the errors of :func:`read_samples`."""
+    with open_regular(path) as file:
+        return pyarrow.parquet.read_metadata(file).num_rows
 
 
 def _storable(value: Any) -> Any:

@@ -25,12 +25,12 @@ def write_run(folder, *, steps=12, per_step=7, evaluate=True, seed=0, lines=(), 
             line = {
                 "step": step, "epoch": step / 10, "reward": step / 10, "rewards/accuracy/mean": step / 10, "kl": 0.01 * step, "entropy": None,
                 "completions/mean_length": 10.0, "completions/min_length": 5.0, "completions/max_length": 20.0, "num_tokens": 100 * step,
-                "step_time": 2.0, "time/rollout": 1.0, "time/reward": 0.1, "time/logprobs": 0.2, "time/update": 0.5, "time/eval": 0.0,
+                "step_time": 2.0, "time/rollout": 1.0 + step / 100, "time/reward": 0.1, "time/logprobs": 0.2, "time/update": 0.5, "time/eval": 0.0,
             }  # fmt: skip
             if step == 5:
                 line["kl"] = None
-            if evaluate and step == steps:
-                line |= evaluation(0.75, 18.0)
+            if evaluate and step in (steps // 2, steps):
+                line |= evaluation(0.75, 18.0) if step == steps else evaluation(0.5, 19.0)
             file.write(json.dumps(line) + "\n")
         file.writelines(lines)
     if intervals:
@@ -50,7 +50,8 @@ def evaluation(rate, length):
 def sample(step, number):
     advantage = number - 3.0
     return {
-        "step": step, "problem": number, "prompt": json.dumps([{"role": "user", "content": f"{number}+{number} {NASTY}"}]),
+        "step": step, "problem": number, "answer": f"{2 * number} {NASTY}" if number else None,
+        "prompt": json.dumps([{"role": "user", "content": f"{number}+{number} {NASTY}"}]),
         "completion": f"it is {2 * number} {NASTY}", "rewards": {"accuracy": math.nan if number == 6 else number % 2},
         "reward": math.nan if number == 6 else number % 2, "advantage": advantage, "length": 4, "finished": number != 2,
         "token_ids": [1, 2, 3, 4], "tokens": ["it", " is", "\n", NASTY], "logprobs": [-0.5, -1.0, math.nan, 0.0],

@@ -3,6 +3,9 @@
 import html.parser
 import json
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, small_run
@@ -12,7 +15,7 @@ import train_grpo
 from grpo.evaluation.command import main as evaluation_main
 from grpo.report.__main__ import main
 from grpo.report.page import SCRIPTS, build_page, embed
-from grpo.report.read import before_and_after, read_run
+from grpo.report.read import before_and_after, read_run, reward_before_and_after
 from grpo.telemetry.intervals import wilson
 
 
@@ -23,7 +26,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert run.config["rollout.num_generations"] == 8
     assert run.config["reward.functions"][0]["name"] == "accuracy"
     assert len(run.samples) == 6 * 7
-    assert run.notes == []
+    assert run.notes == [] and not run.is_complete
     rows = {row["name"]: row for row in before_and_after(run)}
     accuracy, length = rows["eval/greedy_accuracy"], rows["eval/mean_length"]
     assert accuracy["before"] == {"step": 0, "value": 0.25, "low": wilson(0.25, 100)[0], "high": wilson(0.25, 100)[1]}
@@ -33,6 +36,23 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert [name for name, row in rows.items() if not row["is_rate"]] == [
         "eval/mean_length", "eval/greedy_mean_length", "eval/rewards/penalty", "eval/rewards/bonus",
     ]  # fmt: skip
+
+
+def test_a_run_is_complete_with_the_checkpoint_of_its_last_step(tmp_path):
+    folder = write_run(tmp_path / "one", steps=4, optim={"max_steps": 4})
+    assert not read_run(folder).is_complete, "the checkpoint is not written yet"
+    (folder / "checkpoint-4").mkdir()
+    assert read_run(folder).is_complete
+    for settings in ("optim: {max_steps: 8}", "optim: {num_epochs: 1}"):
+        (folder / "config.yaml").write_text(settings)
+        assert not read_run(folder).is_complete, "a checkpoint on the way"
+    (folder / "config.yaml").write_text("optim: {num_epochs: 0.4}")
+    assert read_run(folder).is_complete
+    assert reward_before_and_after(read_run(folder)) == {
+        "name": "reward", "label": "reward, mean of 2 steps", "is_rate": False,
+        "before": {"first": 1, "step": 2, "value": pytest.approx(0.15), "low": None, "high": None},
+        "after": {"first": 3, "step": 4, "value": pytest.approx(0.35), "low": None, "high": None},
+    }  # fmt: skip
 
 
 def test_intervals_are_those_that_the_evaluation_computed(tmp_path):
@@ -117,6 +137,19 @@ def test_the_command_writes_a_file_or_prints_one_line_about_the_error(tmp_path, 
     assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")
     assert main([one, two, "--output", str(tmp_path / "new" / "both.html")]) == 0
     assert "both.html: 2 run(s)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_watching_ends_at_ctrl_c_with_a_page_that_no_longer_reloads_itself(tmp_path):
+    folder = write_run(tmp_path / "one")
+    command = [sys.executable, "-m", "grpo.report", str(folder), "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as watching:
+        assert "follows the run" in watching.stdout.readline()
+        assert '"reload_s":5' in (folder / "report.html").read_text()
+        watching.send_signal(signal.SIGINT)
+        assert "report.html: 1 run(s)" in watching.communicate()[0]
+    assert watching.returncode == 0
+    assert '"reload_s":null' in (folder / "report.html").read_text()
 
 
 def test_max_samples_keeps_evenly_spaced_steps_and_the_last(tmp_path):

@@ -1,11 +1,18 @@
 """The report in a real browser, used with clicks and keys. Needs Chromium (``apt-get install chromium``) and playwright."""
 
 import os
+import re
 import shutil
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
+from conftest import ROOT, small_run
 from report.runs_for_tests import write_run
 
+from grpo.report.__main__ import main
 from grpo.report.page import build_page
 from grpo.report.read import read_run
 
@@ -130,11 +137,94 @@ def test_charts_show_all_runs_and_a_cursor_moves_with_the_keys(page):
     assert figure.locator("path").count() == 1
     drawn = page.locator("figure[data-chart='kl'] path").get_attribute("d")
     assert drawn.count("M") == 2, "a gap where step 5 has no value"
-    assert "no values yet" in page.locator("figure[data-chart='entropy']").inner_text()
+    assert page.locator("#still tr", has_text="entropy").all_text_contents() == ["entropynonenone"], "never a value"
     phases = page.locator("figure[data-chart='time by phase: first'] path")
     assert phases.count() == 4
     page.get_by_label("Horizontal axis").select_option("tokens")
     assert "1000" in figure.locator("svg text").all_text_contents()
+
+
+def test_smoothing_and_a_logarithmic_axis(page):
+    figure, kl = page.locator("figure[data-chart='reward']"), page.locator("figure[data-chart='kl']")
+    page.get_by_label("Smoothing").fill("0.5")
+    assert figure.locator("path").count() == 4, "the curve as it is stays, pale, behind the smoothed one"
+    assert figure.locator("path").first.get_attribute("stroke-opacity") == "0.25"
+    # Rewards 0.1 and 0.2 with weights 0.5 ** 2 and 0.5, divided by the sum of the weights: 0.125 / 0.75
+    figure.locator("svg").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert "first 0.2000 (smoothed 0.1667)" in figure.locator("output").inner_text()
+    assert "step 2: first 0.0200" in kl.locator("output").inner_text(), "the cursor is at the same step in all charts"
+    page.get_by_label("Smoothing").fill("0")
+    page.get_by_label("Log axis").check()
+    assert "log" in figure.locator("h3").inner_text()
+    assert figure.locator("svg text").all_text_contents()[:4] == ["0.1", "0.2", "0.5", "1"]
+    penalty = page.locator("figure[data-chart='eval/rewards/penalty'] h3")
+    assert penalty.text_content().endswith("linear: has values below 0")
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_the_result_and_the_reward_are_on_the_first_screen(browser, tmp_path, size):
+    path = tmp_path / "report.html"
+    path.write_text(build_page([read_run(write_run(tmp_path / "run", steps=60))]), encoding="ascii")
+    for page in opened(browser, path.as_uri(), viewport=dict(zip(("width", "height"), size, strict=True))):
+        tile = page.locator(".tile").first
+        shown = " ".join(tile.inner_text().split())
+        assert shown == "greedy accuracy step 0 \u2192 60 25.0% 17.5\u201334.3 \u2192 75.0% 65.7\u201382.5 +50.0"
+        for part in (tile, page.locator("figure[data-chart='reward'] svg")):
+            box = part.bounding_box()
+            assert box["y"] >= 0 and box["y"] + box["height"] <= size[1], "visible without scrolling"
+        # Only the metrics that change have a chart, and most of those are folded.
+        opened_charts = page.locator("figure:visible").evaluate_all("all => all.map((one) => one.dataset.chart)")
+        assert opened_charts == ["reward", "eval/greedy_accuracy", "kl"]
+        assert page.locator("figure[data-chart='eval/pass@7']").is_hidden()
+        page.locator("summary", has_text="Evaluation").click()
+        assert page.locator("figure[data-chart='eval/pass@7'] svg").is_visible()
+        assert page.locator("#still tr", has_text="step_time").text_content() == "step_time2"
+        assert page.locator("#still tr", has_text="eval/").count() == 0, "they are in the table of before and after"
+        assert page.get_by_label("Smoothing").input_value() == "0.6", "a long run starts smoothed"
+        prompts = page.locator("article.sample details")
+        assert prompts.evaluate_all("all => all.map((one) => one.open)") == [True] + 4 * [False]
+        answers = page.locator("article.sample .answer").all_inner_texts()
+        assert len(answers) == 4, "one of five problems has no answer"
+        assert "</script><script>window.owned = 1" in answers[0]
+
+
+def test_the_open_page_follows_a_run(browser, tmp_path, random_model, monkeypatch):
+    """A real run is trained and watched while the page is open."""
+    monkeypatch.setattr("grpo.report.__main__.RELOAD_S", 2)
+    run = tmp_path / "run"
+    arguments = [*small_run(random_model, run), "optim.max_steps=24", "checkpoint.save_steps=8"]
+    with subprocess.Popen(
+        [sys.executable, "train_grpo.py", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL
+    ) as training:
+        while not (run / "metrics.jsonl").exists():
+            assert training.poll() is None
+            time.sleep(0.1)
+        watching = threading.Thread(target=main, args=([str(run), "--watch"],))
+        watching.start()
+        while not (run / "report.html").exists():
+            time.sleep(0.1)
+        page = browser.new_context(viewport={"width": 1200, "height": 700}).new_page()
+        page.goto((run / "report.html").as_uri())
+        assert page.locator("#live").inner_text() == "reloads every 2 s"
+        seen = page.locator("#about").text_content()
+        assert "still running" in seen
+        page.get_by_label("Smoothing").fill("0.8")
+        page.get_by_label("Log axis").check()
+        page.locator("summary", has_text="Policy").click()
+        page.evaluate("window.scrollTo(0, 400); document.activeElement.blur()")
+        playwright.expect(page.locator("#about")).not_to_have_text(seen, timeout=60_000)
+        assert page.evaluate("window.scrollY") == 400
+        assert page.get_by_label("Smoothing").input_value() == "0.8"
+        assert page.get_by_label("Log axis").is_checked()
+        assert page.locator("details[data-key='curves Policy']").get_attribute("open") is not None
+        assert training.wait() == 0
+    watching.join(timeout=60)
+    playwright.expect(page.locator("#about")).to_contain_text(re.compile("^24 steps .*, complete"))
+    assert page.locator("#live").count() == 0, "it reloads itself no longer"
+    assert page.get_by_label("Smoothing").input_value() == "0.8"
+    page.context.close()
 
 
 def test_tables_show_intervals_and_differences(page):

@@ -3,6 +3,7 @@
 import json
 import math
 
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import load, run_trainer, small_run
@@ -17,7 +18,7 @@ NASTY = "zwölf\u2028</script>\x00\x1b[31m\n\u202e\ud800"
 
 def record(**changes):
     return {
-        "step": 3, "problem": 7, "prompt": "2+2", "completion": "4", "rewards": {"a": math.nan, "b/c": 1.5}, "reward": 1.5,
+        "step": 3, "problem": 7, "prompt": "2+2", "answer": "4", "completion": "4", "rewards": {"a": math.nan, "b/c": 1.5}, "reward": 1.5,
         "advantage": -0.5, "length": 2, "finished": True, "token_ids": [22, 5], "tokens": ["4", NASTY], "logprobs": [-0.5, math.nan],
         "updated_logprobs": [-0.25, -1.0], "ref_logprobs": None,
     } | changes  # fmt: skip
@@ -39,6 +40,11 @@ def test_records_are_read_as_they_were_written(tmp_path):
     assert messages["completion"] == nasty
     assert messages["ref_logprobs"] == [-0.5, -2.0]
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "no temporary file is left"
+    older = pyarrow.parquet.read_table(tmp_path / "a.parquet").drop_columns("answer")
+    pyarrow.parquet.write_table(older, tmp_path / "a.parquet")
+    assert [row["answer"] for row in read_samples(tmp_path / "a.parquet")] == [None, None], (
+        "written before the column came"
+    )
 
 
 def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, random_model):
@@ -68,6 +74,8 @@ def test_the_log_probs_are_those_of_the_policy_before_and_after_the_step(tmp_pat
     policies = {"logprobs": load(random_model), "updated_logprobs": load(tmp_path / "run" / "checkpoint-1")}
     tokenizer = policies["logprobs"].tokenizer
     for row in records:
+        left, right = row["prompt"].rstrip("=").split("+")
+        assert row["answer"] == str(int(left) + int(right)), row["prompt"]
         assert len(row["tokens"]) == len(row["token_ids"]) == row["length"]
         assert tokenizer.decode(row["token_ids"], skip_special_tokens=True) == row["completion"]
         prompt_ids = tokenizer(render(row["prompt"], tokenizer, None, []), add_special_tokens=False)["input_ids"]

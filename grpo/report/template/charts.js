@@ -1,16 +1,9 @@
-// Line charts in SVG. Each shows all runs, with gaps where values are missing. Mouse, touch or arrow keys move a cursor that shows values.
-const HEIGHT = 190, LEFT = 50, RIGHT = 10, TOP = 10, BOTTOM = 24;
-const PHASES = ["time/rollout", "time/reward", "time/logprobs", "time/update"];
-const GROUPS = [
-  ["Reward", /^(reward$|reward_std|frac_|rewards\/.*\/mean)/, "Weighted sum of the reward functions, and each function, over all completions of a step."],
-  ["Evaluation", /^eval\//, "On held-out problems."],
-  ["Policy", /^(kl|entropy|clip_ratio|ratio|loss|grad_norm|learning_rate|sampling|skipped)/, ""],
-  ["Completions", /^completions\/(mean_length|clipped_ratio)/, ""],
-  ["Time", /^(step_time|tokens_per_second|time\/eval)/, ""],
-];
-const BANDS = { "completions/mean_length": ["completions/min_length", "completions/max_length"] };
-const view = { axis: "step", smoothing: 0, hidden: new Set() };
+// Line charts in SVG. Each shows all runs, with gaps where values are missing. Mouse, touch or arrow keys move a cursor through all charts
+// of the page, which then show their values there.
+const FIGURES = [];
+const LEFT = 50, RIGHT = 14, TOP = 10, BOTTOM = 24;
 
+// Exponential moving average, without the bias of its first value towards 0.
 function smooth(values, weight) {
   let mean = null, mass = 0;
   return values.map((value) => {
@@ -29,28 +22,17 @@ function ticks(low, high, count) {
   return found;
 }
 
+function logTicks(low, high) {
+  const found = [], units = high / low < 1000 ? [1, 2, 5] : [1];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+    found.push(...units.map((unit) => unit * 10 ** power).filter((value) => value >= low && value <= high));
+  }
+  return found.length > 1 ? found : ticks(low, high, 4);
+}
+
 function tickText(value) {
   const short = +value.toPrecision(6), size = Math.abs(short);
   return size && (size >= 1e5 || size < 1e-3) ? short.toExponential().replace("e+", "e") : String(short);
-}
-
-function axisOf(run, isEvaluation) {
-  const steps = isEvaluation ? run.eval_steps : run.steps;
-  if (view.axis === "step" || isEvaluation && view.axis !== "step" && !run.steps.length) return steps;
-  const values = view.axis === "tokens" ? run.series.num_tokens || [] : run.clock;
-  if (!isEvaluation) return run.steps.map((_, i) => values[i]);
-  return steps.map((step) => step === 0 ? 0 : values[run.steps.findIndex((other) => other >= step)] ?? null);
-}
-
-function linesOf(metric) {
-  const isEvaluation = metric.startsWith("eval/");
-  return RUNS.flatMap((run, index) => {
-    const raw = (isEvaluation ? run.eval_series : run.series)[metric];
-    if (!raw || view.hidden.has(index) || !raw.some(isNumber)) return [];
-    const band = BANDS[metric] && BANDS[metric].map((name) => run.series[name]);
-    const smoothed = view.smoothing && !isEvaluation ? smooth(raw, view.smoothing) : raw;
-    return [{ name: run.name, colour: runColour(index), x: axisOf(run, isEvaluation), raw, shown: smoothed, band, marks: isEvaluation }];
-  });
 }
 
 function path(x, y, px, py) {
@@ -69,26 +51,33 @@ function extent(lists) {
   return low > high ? null : [low, high];
 }
 
-// A figure; figure.redraw() draws it again, which also happens when its width changes.
-function chart(title, help, getLines, options) {
+// A figure. figure.redraw() draws it again, which also happens when its width changes; figure.showCursor() shows the values at the cursor.
+function chart(title, help, getLines, options = {}) {
   const reading = el("output", { class: "reading", "aria-live": "off" });
-  const holder = el("div");
-  const figure = el("figure", { "data-chart": title }, el("h3", {}, title), holder, reading, help ? el("figcaption", {}, help) : null);
-  let cursorX = null;
+  const holder = el("div"), scale = el("span", { class: "scale" });
+  const figure = el("figure", { "data-chart": title }, el("h3", {}, options.label || title, scale), holder, reading, help ? el("figcaption", {}, help) : null);
+  let lines = [], drawing = null;
   figure.redraw = () => {
-    const lines = getLines(), width = Math.max(holder.clientWidth || 360, 220);
-    holder.replaceChildren(draw(title, lines, width, options || {}, (x) => { cursorX = x; showValues(lines); }, cursorX));
-    showValues(lines);
+    lines = getLines();
+    drawing = draw(title, lines, Math.max(holder.clientWidth || 360, 220), options);
+    scale.textContent = view.log ? drawing.scale : "";
+    holder.replaceChildren(drawing.root);
+    figure.showCursor();
   };
-  function showValues(lines) {
-    const parts = lines.map((line) => {
-      const i = cursorX === null ? line.x.length - 1 : nearest(line.x, cursorX);
-      return line.name + " " + formatNumber(line.raw[i]);
+  figure.showCursor = () => {
+    drawing.showCursor();
+    const x = view.cursor, at = lines.length && x !== null ? lines[0].x[nearest(lines[0].x, x)] : null;
+    reading.replaceChildren(lines.length ? (isNumber(at) ? `${view.axis.replace(/s$/, "")} ${formatNumber(at)}: ` : "last: ") : "");
+    lines.forEach((line, k) => {
+      const i = x === null ? line.x.length - 1 : nearest(line.x, x);
+      const text = formatNumber(line.raw[i]) + (line.shown === line.raw || !isNumber(line.shown[i]) ? "" : ` (smoothed ${formatNumber(line.shown[i])})`);
+      const name = lines.length > 1 ? el("b", {}, line.name) : "";
+      if (name) name.style.color = line.colour;
+      reading.append(k ? " \u00b7 " : "", name, name ? " " + text : text);
     });
-    const at = lines.length && cursorX !== null ? lines[0].x[nearest(lines[0].x, cursorX)] : null;
-    reading.textContent = (isNumber(at) ? view.axis.replace(/s$/, "") + " " + formatNumber(at) + ": " : lines.length ? "last: " : "") + parts.join(" \u00b7 ");
-  }
+  };
   new ResizeObserver(() => { if (holder.clientWidth && holder.clientWidth !== figure.width) { figure.width = holder.clientWidth; figure.redraw(); } }).observe(holder);
+  FIGURES.push(figure);
   return figure;
 }
 
@@ -98,27 +87,38 @@ function nearest(xs, x) {
   return best;
 }
 
-function draw(title, lines, width, options, onCursor, cursorX) {
-  const root = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", tabindex: "0" });
+// {root: the SVG, scale: a note on its vertical axis if a logarithmic one is wanted, showCursor: a function}
+function draw(title, lines, width, options) {
+  const height = options.height || 190;
+  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: "0" });
+  const values = lines.flatMap((line) => [line.raw, ...(line.band || []).filter(Boolean)]).flat().filter(isNumber);
+  const isLog = view.log && !options.fromZero && values.every((value) => value >= 0) && values.some((value) => value > 0);
+  const hasZeros = isLog && values.includes(0), positive = (list) => list.map((value) => value > 0 ? value : null);
+  if (hasZeros) lines = lines.map((line) => {
+    const raw = positive(line.raw), shown = line.shown === line.raw ? raw : smooth(raw, view.smoothing);
+    return { ...line, raw, shown, band: line.band && line.band.map((list) => list && positive(list)) };
+  });
   const xRange = extent(lines.map((line) => line.x)), yRange = extent(lines.flatMap((line) => [line.raw, ...(line.band || []).filter(Boolean)]));
   root.setAttribute("aria-label", title + (yRange ? `: from ${formatNumber(yRange[0])} to ${formatNumber(yRange[1])}` : ": no values"));
   if (!xRange || !yRange) {
-    root.append(svg("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no values yet"));
-    return root;
+    root.append(svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no values yet"));
+    return { root, scale: "", showCursor() {} };
   }
-  let [x0, x1] = xRange, [y0, y1] = options.fromZero ? [0, yRange[1]] : yRange;
+  const to = isLog ? Math.log10 : (y) => y;
+  let [x0, x1] = xRange, [y0, y1] = (options.fromZero ? [0, yRange[1]] : yRange).map(to);
   if (x0 === x1) x1 = x0 + 1;
   if (y0 === y1) { const margin = Math.abs(y0) * 0.1 || 1; y0 -= options.fromZero || y0 === 0 ? 0 : margin; y1 += margin; }
   const margin = (y1 - y0) * 0.05;
   y1 += margin; if (!options.fromZero) y0 -= margin;
   const px = (x) => LEFT + (x - x0) / (x1 - x0) * (width - LEFT - RIGHT);
-  const py = (y) => TOP + (y1 - y) / (y1 - y0) * (HEIGHT - TOP - BOTTOM);
-  for (const y of ticks(y0, y1, 5)) {
+  const py = (y) => TOP + (y1 - to(y)) / (y1 - y0) * (height - TOP - BOTTOM);
+  for (const y of isLog ? logTicks(10 ** y0, 10 ** y1) : ticks(y0, y1, Math.round(height / 40))) {
     root.append(svg("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: py(y), y2: py(y) }));
     root.append(svg("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, tickText(y)));
   }
   for (const x of ticks(x0, x1, Math.max(2, Math.floor(width / 90)))) {
-    root.append(svg("text", { x: px(x), y: HEIGHT - 7, "text-anchor": "middle" }, tickText(x)));
+    if (view.axis === "step" && !Number.isInteger(x)) continue;
+    root.append(svg("text", { x: px(x), y: height - 7, "text-anchor": "middle" }, tickText(x)));
   }
   for (const line of lines) {
     if (line.area) {
@@ -137,81 +137,29 @@ function draw(title, lines, width, options, onCursor, cursorX) {
       if (isNumber(x) && isNumber(line.shown[i]) && (line.marks || isIsolated(i))) root.append(svg("circle", { cx: px(x), cy: py(line.shown[i]), r: 3, fill: line.colour }));
     });
   }
-  const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, x1: 0, x2: 0, visibility: "hidden" });
+  const cursor = svg("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, x1: 0, x2: 0, visibility: "hidden" });
   root.append(cursor);
   const grid = [...new Set(lines.flatMap((line) => line.x.filter(isNumber)))].sort((a, b) => a - b);
-  function moveCursor(x) {
-    cursor.setAttribute("x1", px(x)); cursor.setAttribute("x2", px(x)); cursor.setAttribute("visibility", "visible");
-    cursorX = x; onCursor(x);
-  }
-  if (cursorX !== null && cursorX >= x0 && cursorX <= x1) { cursor.setAttribute("x1", px(cursorX)); cursor.setAttribute("x2", px(cursorX)); cursor.setAttribute("visibility", "visible"); }
+  const showCursor = () => {
+    const isInside = view.cursor !== null && view.cursor >= x0 && view.cursor <= x1;
+    set(cursor, { visibility: isInside ? "visible" : "hidden", x1: isInside ? px(view.cursor) : 0, x2: isInside ? px(view.cursor) : 0 });
+  };
   root.addEventListener("pointermove", (event) => {
     const box = root.getBoundingClientRect();
     moveCursor(grid[nearest(grid, x0 + ((event.clientX - box.left) * width / box.width - LEFT) / (width - LEFT - RIGHT) * (x1 - x0))]);
   });
+  root.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") moveCursor(null); });
   root.addEventListener("keydown", (event) => {
-    const here = cursorX === null ? grid.length - 1 : nearest(grid, cursorX);
-    const to = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: grid.length - 1 }[event.key];
-    if (to === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
+    const here = view.cursor === null ? grid.length - 1 : nearest(grid, view.cursor);
+    const target = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: grid.length - 1 }[event.key];
+    if (target === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
-    moveCursor(grid[Math.min(Math.max(to, 0), grid.length - 1)]);
+    moveCursor(grid[Math.min(Math.max(target, 0), grid.length - 1)]);
   });
-  return root;
+  return { root, scale: isLog ? (hasZeros ? "log, without zeros" : "log") : options.fromZero ? "linear" : "linear: has values below 0", showCursor };
 }
 
-// The seconds of each phase of one run, stacked.
-function phaseLines(run) {
-  const total = run.steps.map(() => 0);
-  return PHASES.filter((name) => run.series[name]).map((name, i) => {
-    const raw = run.series[name], below = [...total];
-    raw.forEach((value, k) => { total[k] += value || 0; });
-    return { name: name.slice(5), colour: runColour(i), x: axisOf(run, false), raw, shown: raw, area: [below, [...total]], band: [below, [...total]] };
-  });
-}
-
-function buildCurves(section) {
-  const content = section.querySelector(".content"), controls = section.querySelector(".controls"), figures = [];
-  const redraw = () => figures.forEach((figure) => figure.redraw());
-  const metrics = [...new Set(RUNS.flatMap((run) => [...Object.keys(run.series), ...Object.keys(run.eval_series)]))];
-  const used = new Set([...PHASES, "epoch", ...Object.values(BANDS).flat()]);
-  const add = (figure, parent) => { figures.push(figure); parent.append(figure); };
-  for (const [name, pattern, help] of GROUPS) {
-    const members = metrics.filter((metric) => pattern.test(metric) && !used.has(metric));
-    if (!members.length) continue;
-    content.append(el("h3", { class: "group" }, name, help ? el("span", { class: "help" }, "  " + help) : null));
-    for (const metric of members) {
-      used.add(metric);
-      add(chart(metric, BANDS[metric] ? "Shaded: from the shortest to the longest completion." : "", () => linesOf(metric)), content);
-    }
-    if (name === "Time") {
-      for (const run of RUNS.filter((one) => one.series["time/rollout"])) {
-        const label = "time by phase" + (RUNS.length > 1 ? ": " + run.name : "");
-        const legend = PHASES.map((phase, i) => el("span", { class: "legend" }, swatch(runColour(i)), phase.slice(5)));
-        const figure = chart(label, "Seconds per step, stacked by phase.", () => phaseLines(run), { fromZero: true });
-        figure.append(...legend);
-        add(figure, content);
-      }
-    }
-  }
-  const rest = metrics.filter((metric) => !used.has(metric));
-  if (rest.length) {
-    const more = el("div", { class: "grid" });
-    content.append(el("details", { class: "group", ontoggle: redraw }, el("summary", {}, `${rest.length} more`), more));
-    for (const metric of rest) add(chart(metric, "", () => linesOf(metric)), more);
-  }
-  if (!metrics.length) content.append(el("p", { class: "note" }, "No step has been written yet."));
-  if (RUNS.length > 1) RUNS.forEach((run, index) => {
-    const box = el("input", { type: "checkbox", checked: true, onchange: () => { box.checked ? view.hidden.delete(index) : view.hidden.add(index); redraw(); } });
-    controls.append(el("label", {}, box, swatch(runColour(index)), run.name));
-  });
-  const slider = el("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, oninput: () => { view.smoothing = +slider.value; redraw(); } });
-  controls.append(labelled("Smoothing", slider));
-  controls.append(labelled("Horizontal axis", choice("Horizontal axis", [["step", "steps"], ["seconds", "seconds"], ["tokens", "tokens"]], (value) => { view.axis = value; redraw(); })));
-  redraw();
-}
-
-function swatch(colour) {
-  const node = el("span", { class: "swatch" });
-  node.style.background = colour;
-  return node;
+function moveCursor(x) {
+  view.cursor = x;
+  for (const figure of FIGURES) figure.showCursor();
 }

@@ -1,5 +1,5 @@
 // Each section is built separately: if the data of a run break one of them, the others are still shown.
-for (const [id, build] of [["overview", buildOverview], ["evaluation", buildEvaluation], ["curves", buildCurves],
+for (const [id, build] of [["headline", buildHeadline], ["curves", buildCurves], ["evaluation", buildEvaluation],
   ["samples", buildSamples], ["config", buildConfig], ["environment", buildEnvironment]]) {
   const section = document.getElementById(id);
   try {
@@ -9,3 +9,4 @@ for (const [id, build] of [["overview", buildOverview], ["evaluation", buildEval
     section.append(el("p", { class: "note" }, "This section could not be shown: " + error.message));
   }
 }
+restore();

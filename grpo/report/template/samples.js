@@ -48,22 +48,27 @@ function buildSamples(section) {
     content.append(el("p", { class: "note" }, "This run kept no completions (see logging.log_completions)."));
     return;
   }
-  const state = { run: withSamples[0], step: null, filter: "all", sort: "order", search: "", page: 0, quantity: "ratio" };
+  const state = { run: withSamples[0], step: null, isNewest: true, filter: "all", sort: "order", search: "", page: 0, quantity: "ratio", ...view.samples };
+  view.samples = state;
   const steps = () => [...new Set(RUNS[state.run].samples.map((sample) => sample.step))];
-  state.step = steps().at(-1);
+  if (!withSamples.includes(state.run)) state.run = withSamples[0];
+  if (state.isNewest || state.step !== null && !steps().includes(state.step)) state.step = steps().at(-1);
   const stepSelect = choice("Step", [], (value) => update({ step: value === "every" ? null : +value }));
   const slider = el("input", { type: "range", min: 0, "aria-label": "Step", oninput: () => update({ step: steps()[+slider.value] }) });
   const earlier = el("button", { type: "button", onclick: () => move(-1) }, "Earlier step");
   const later = el("button", { type: "button", onclick: () => move(1) }, "Later step");
-  const search = el("input", { type: "search", placeholder: "Search the text", "aria-label": "Search the text", oninput: () => update({ search: search.value.toLowerCase() }) });
+  const search = el("input", { type: "search", value: state.search, placeholder: "Search the text", "aria-label": "Search the text", oninput: () => update({ search: search.value.toLowerCase() }) });
   if (withSamples.length > 1) {
-    controls.append(labelled("Run", choice("Run", withSamples.map((index) => [index, RUNS[index].name]), (value) => {
+    const runs = choice("Run", withSamples.map((index) => [index, RUNS[index].name]), (value) => {
       state.run = +value;
       update({ step: steps().at(-1) });
-    })));
+    });
+    runs.value = state.run;
+    controls.append(labelled("Run", runs));
   }
   const filter = choice("Show", Object.entries(FILTERS).map(([key, [text]]) => [key, text]), (value) => update({ filter: value }));
   const sort = choice("Order", Object.entries(SORTS).map(([key, [text]]) => [key, text]), (value) => update({ sort: value }));
+  [filter.value, sort.value] = [state.filter, state.sort];
   controls.append(labelled("Step", stepSelect), slider, earlier, later, labelled("Show", filter), labelled("Order", sort), search);
   const count = el("p", { class: "note", "aria-live": "polite", id: "sample-count" });
   const list = el("div", { id: "sample-list" });
@@ -82,6 +87,7 @@ function buildSamples(section) {
   }
   function show() {
     const run = RUNS[state.run], all = steps();
+    state.isNewest = state.step === all.at(-1);
     stepSelect.replaceChildren(el("option", { value: "every" }, "every"), ...all.map((step) => el("option", { value: step }, String(step))));
     stepSelect.value = state.step === null ? "every" : String(state.step);
     slider.max = all.length - 1;
@@ -97,12 +103,12 @@ function buildSamples(section) {
     pageNumber.textContent = `page ${state.page + 1} of ${pages}`;
     previous.disabled = state.page === 0;
     next.disabled = state.page === pages - 1;
-    list.replaceChildren(...chosen.slice(state.page * PER_PAGE, (state.page + 1) * PER_PAGE).map((sample) => card(sample, run, state)));
+    list.replaceChildren(...chosen.slice(state.page * PER_PAGE, (state.page + 1) * PER_PAGE).map((sample, i) => card(sample, run, state, i)));
   }
   show();
 }
 
-function card(sample, run, state) {
+function card(sample, run, state, position) {
   run.ranges = run.ranges || rangesOf(run.samples);
   const facts = el("div", { class: "facts" }, el("strong", {}, `step ${sample.step}, problem ${sample.problem}`));
   facts.append(chip("reward", sample.reward, ...run.ranges.reward));
@@ -111,8 +117,10 @@ function card(sample, run, state) {
   if (sample.advantage) shade(advantage, Math.abs(sample.advantage) / run.ranges.advantage, sample.advantage > 0 ? "var(--good)" : "var(--bad)");
   facts.append(advantage, el("span", {}, `${sample.length} tokens, ${sample.finished ? "finished" : "truncated"}`));
   const node = el("article", { class: "sample" }, facts);
-  node.append(el("details", {}, el("summary", {}, "Prompt"), appendText(el("div", { class: "text" }), promptText(sample.prompt))));
+  const prompt = appendText(el("div", { class: "text" }), promptText(sample.prompt));
+  node.append(el("details", { "data-key": "prompt " + position, open: position === 0 }, el("summary", {}, "Prompt"), prompt));
   node.append(appendText(el("div", { class: "text completion" }), sample.completion));
+  if (sample.answer !== null) node.append(el("div", { class: "answer" }, "Reference answer", appendText(el("div", { class: "text" }), sample.answer)));
   if (sample.tokens && sample.logprobs) {
     const holder = el("div");
     const button = el("button", {

@@ -1,26 +1,26 @@
-// The sections Overview, Before and after, Configuration, Environment.
+// The sections Before and after, Configuration, Environment.
 function head(index) {
   return el("span", { class: "run-head" }, RUNS.length > 1 ? swatch(runColour(index)) : null, RUNS[index].name);
-}
-
-function buildOverview(section) {
-  document.getElementById("title").textContent = RUNS.length === 1 ? RUNS[0].name : `${RUNS.length} runs`;
-  document.getElementById("about").textContent = `written ${DATA.generated}`;
-  RUNS.forEach((run, index) => {
-    section.append(el("p", {}, head(index), ` ${run.last_step} steps in ${formatDuration(run.seconds)}, ${run.status}`));
-    const lines = el("ul");
-    for (const [step, hint] of run.hints) lines.append(el("li", { class: "hint" }, `step ${step}: ${hint}`));
-    for (const note of run.notes) lines.append(el("li", { class: "note" }, note));
-    if (lines.children.length) section.append(lines);
-  });
 }
 
 function side(cell, isRate) {
   if (!cell) return el("td", { class: "number" }, "\u2013");
   const number = isRate ? formatPercent(cell.value) : formatNumber(cell.value);
+  const interval = intervalText(cell, isRate);
+  return el("td", { class: "number" }, number, ...(interval ? [" ", el("span", { class: "interval" }, interval)] : []));
+}
+
+function intervalText(cell, isRate) {
   const bound = (value) => isRate ? (100 * value).toFixed(1) : formatNumber(value);
-  const interval = isNumber(cell.low) ? el("span", { class: "interval" }, `${bound(cell.low)}\u2013${bound(cell.high)}`) : null;
-  return el("td", { class: "number" }, number, interval);
+  return isNumber(cell.low) ? `${bound(cell.low)}\u2013${bound(cell.high)}` : "";
+}
+
+// The change of a row of the table, coloured if the two intervals do not overlap.
+function changeOf(row) {
+  if (!row.before || !row.after) return { text: "\u2013", class: "" };
+  const change = row.after.value - row.before.value, good = row.name.endsWith("truncated") ? change < 0 : change > 0;
+  const areApart = change && isNumber(row.before.low) && (row.after.low > row.before.high || row.after.high < row.before.low);
+  return { text: row.is_rate ? points(change) : formatSigned(change), class: areApart && row.is_rate ? (good ? "better" : "worse") : "" };
 }
 
 function points(change) {
@@ -40,18 +40,15 @@ function buildEvaluation(section) {
   for (const index of withEvaluation) {
     const run = RUNS[index], body = el("tbody");
     for (const row of run.comparison) {
-      const isRate = row.is_rate;
-      const change = row.before && row.after ? row.after.value - row.before.value : null;
-      const good = row.name.endsWith("truncated") ? change < 0 : change > 0;
-      const areApart = change && isNumber(row.before.low) && (row.after.low > row.before.high || row.after.high < row.before.low);
-      body.append(el("tr", {}, el("th", { scope: "row" }, row.name.slice(5).replaceAll("_", " ")), side(row.before, isRate), side(row.after, isRate),
-        el("td", { class: "number " + (areApart && isRate ? (good ? "better" : "worse") : "") }, change === null ? "\u2013" : isRate ? points(change) : formatSigned(change))));
+      const change = changeOf(row);
+      body.append(el("tr", {}, el("th", { scope: "row" }, row.name.slice(5).replaceAll("_", " ")), side(row.before, row.is_rate), side(row.after, row.is_rate),
+        el("td", { class: "number " + change.class }, change.text)));
     }
     const last = run.comparison.map((row) => row.after).find(Boolean);
     tables.append(el("div", { class: "scroll" }, el("table", {}, RUNS.length > 1 ? el("caption", {}, head(index)) : null,
       el("thead", {}, el("tr", {}, el("th", {}, ""), el("th", { class: "number" }, "before"), el("th", { class: "number" }, last ? `step ${last.step}` : "after"), el("th", { class: "number" }, "change"))), body)));
   }
-  content.append(el("p", { class: "note" }, "Below a number: its 95% confidence interval over the evaluation problems, as the evaluation computed it. Runs without intervals.jsonl have intervals of rates only, and those of rates over several samples per problem are too wide. Changes of rates are in percentage points, coloured if the two intervals do not overlap."));
+  content.append(el("p", { class: "note" }, "Beside a number: its 95% confidence interval over the evaluation problems, as the evaluation computed it. Runs without intervals.jsonl have intervals of rates only, and those of rates over several samples per problem are too wide. Changes of rates are in percentage points, coloured if the two intervals do not overlap."));
 }
 
 function buildConfig(section) {
