@@ -121,7 +121,7 @@ def debug_variant(config: Config) -> Config:
             value = values[section][key]
             values[section][key] = largest if value is None else min(value, largest)
     values["checkpoint"] |= {"resume": "never", "save_steps": None, "keep_best": None}
-    values["logging"] |= {"wandb": "disabled"}
+    values["logging"] |= {"wandb": "disabled", "tensorboard": False}
     minibatches = config.algorithm.num_minibatches
     values["rollout"]["prompts_per_step"] = max(values["rollout"]["prompts_per_step"] // minibatches, 1) * minibatches
     folder = config.output_dir.rstrip("/")
