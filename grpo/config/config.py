@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
+from grpo.config.logging import LoggingConfig
 from grpo.system.masking import masked
 
 
@@ -24,7 +25,7 @@ class Config(schema.Section):
     optim: schema.OptimConfig = schema.OptimConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
     checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
-    logging: schema.LoggingConfig = schema.LoggingConfig()
+    logging: LoggingConfig = LoggingConfig()
     runtime: schema.RuntimeConfig = schema.RuntimeConfig()
 
     def for_writing(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The sections of the configuration, except ``algorithm``: each key with its type, default and meaning, and the checks in a section.
+"""The sections of the configuration, except ``algorithm`` and ``logging``: each key with its type, default and meaning, and the checks in a section.
 
 The text under a key is what ``--help`` prints.
 """
@@ -251,32 +251,6 @@ class CheckpointConfig(Section):
     """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; a checkpoint folder: start from it."""
     accept_changes: bool = False
     """Continue even if model, data, rewards, algorithm, optimizer, rollout, precision or seed differ from the checkpoint's."""
-
-
-class LoggingConfig(Section):
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases mode; metrics.jsonl is always written."""
-    project: str = "grpo"
-    """wandb project."""
-    run_name: str | None = None
-    """wandb run name; none: the name of output_dir."""
-    group: str | None = None
-    """wandb group, under which wandb collects several runs."""
-    tags: list[str] = []
-    """wandb tags of the run."""
-    wandb_prefix: str = ""
-    """Text before each name in wandb and TensorBoard, except evaluations; train/ gives TRL's names and x axis."""
-    tensorboard: bool = False
-    """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
-    log_completions: int = Field(4, ge=0)
-    """Completions to write to completions/ (Parquet, with the log-probs of each token) every N = `every` steps; 0: none."""
-    every: int = Field(1, ge=1)
-    """Console line, point in wandb and TensorBoard, and completions every N steps (metrics.jsonl has every step)."""
-
-    @property
-    def has_dashboards(self) -> bool:
-        """True if the run is shown in wandb or TensorBoard."""
-        return self.wandb != "disabled" or self.tensorboard
 
 
 class RuntimeConfig(Section):

@@ -60,7 +60,7 @@ class WandbLogger(Dashboard):
         self._slow_table_reported = False
         self._run = self._start(config, environment)
         if self._run is not None:
-            self._print(f"dashboard {self._place()}")
+            self._print(f"wandb     {self._place()}")
 
     def add_completions(self, records: Sequence[dict[str, Any]]) -> None:
         self._completions = [*self._completions, *records][-TABLE_ROWS:]
@@ -93,7 +93,7 @@ class WandbLogger(Dashboard):
         try:
             self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
             if self._run.offline:
-                self._print(f"dashboard {self._place()}")
+                self._print(f"wandb     {self._place()}")
         except Exception as error:  # for example, the server no longer answers
             again = f"send the run again with: wandb sync --no-skip-online {Path(self._run.dir).parent}"
             self._print(
@@ -139,12 +139,11 @@ class WandbLogger(Dashboard):
             return None
 
     def _place(self) -> str:
-        """The run's page; of an offline run its folder, and the command that sends all parts of the run, one for each start."""
+        """The address of the run's page; of an offline run the command that sends its folders, one for each start."""
         if not self._run.offline:
             return self._run.url
-        folder = Path(self._run.dir).parent
-        parts = sorted(folder.parent.glob(f"offline-run-*-{self.run_id}"))
-        return f"{folder} (wandb, offline); send it with: {shlex.join(['wandb', 'sync', *map(str, parts)])}"
+        folders = sorted(Path(self._run.dir).parent.parent.glob(f"offline-run-*-{self.run_id}"))
+        return f"offline; send this run with: {shlex.join(['wandb', 'sync', *map(str, folders)])}"
 
     def _add_best(self, metrics: dict[str, Any]) -> bool:
         """True if a step improves the best reward or the best value of an evaluation metric."""
