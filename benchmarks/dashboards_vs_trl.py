@@ -25,7 +25,7 @@ SETTINGS = [
 
 
 def train_trl(folder: Path, arguments: list[str]) -> None:
-    """TRL's run, in TRL's Python: its own defaults, except for sizes, learning rate and what switches the dashboards on."""
+    """TRL's run, in TRL's Python: its own defaults, except for sizes, loss, learning rate and what switches the dashboards on."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -47,6 +47,7 @@ def train_trl(folder: Path, arguments: list[str]) -> None:
     r = config.rollout
     options = GRPOConfig(
         output_dir=str(folder), report_to=["wandb", "tensorboard"], run_name="TRL", logging_steps=config.logging.every, use_cpu=True, bf16=False,
+        loss_type="grpo", reward_weights=[function.weight for function in config.reward.functions],
         max_steps=config.optim.max_steps, learning_rate=config.optim.learning_rate, beta=config.algorithm.beta,
         per_device_train_batch_size=r.prompts_per_step * r.num_generations, num_generations=r.num_generations,
         max_completion_length=r.max_completion_length, save_strategy="no", eval_strategy="steps", eval_steps=config.eval.every,
@@ -96,16 +97,18 @@ def wandb_points(folder: Path) -> tuple[set[str], dict[str, dict[int, float]]]:
 
 
 def table(ours: dict[str, dict[int, float]], trl: dict[str, dict[int, float]]) -> str:
-    """Every name of either side, with the number of its points and its value at the last of them."""
-
-    def cell(points: dict[int, float] | None) -> str:
-        return f"{len(points)} points, last {points[max(points)]:.4g}" if points else "-"
-
-    names = sorted(
-        ours.keys() | trl.keys(), key=lambda name: (not (name in ours and name in trl), name not in trl, name)
-    )
-    rows = [f"| `{name}` | {cell(ours.get(name))} | {cell(trl.get(name))} |" for name in names]
-    return "\n".join(["| name in TensorBoard | ours | TRL |", "|---|---|---|", *rows])
+    """The names in TensorBoard, without the prefix: of both sides with the same steps, of TRL alone, of this trainer alone."""
+    shared = {name for name in ours.keys() & trl.keys() if ours[name].keys() == trl[name].keys()}
+    groups = {
+        "both, with the same steps": shared,
+        "TRL alone": trl.keys() - shared,
+        "this trainer alone": ours.keys() - shared,
+    }
+    rows = [
+        f"| {group} | {', '.join(f'`{n.removeprefix("train/")}`' for n in sorted(names))} |"
+        for group, names in groups.items()
+    ]
+    return "\n".join(["| shown by | names |", "|---|---|", *rows])
 
 
 def main() -> None:
@@ -135,10 +138,9 @@ def main() -> None:
     print(table(*sides))
     for folder, in_tensorboard in zip((ours, trl), sides, strict=True):
         axes, in_wandb = wandb_points(folder)
-        missing = sorted(in_tensorboard.keys() - in_wandb.keys())
-        print(
-            f"wandb, {folder.name}: x axis {', '.join(axes)}; of TensorBoard's names it lacks: {', '.join(missing) or 'none'}"
-        )
+        x = ", ".join(f"{step:g}" for step in in_wandb["train/reward"])
+        missing = ", ".join(sorted(in_tensorboard.keys() - in_wandb.keys())) or "none"
+        print(f"wandb, {folder.name}: train/reward at {', '.join(axes)} {x}; without TensorBoard's names {missing}")
 
 
 if __name__ == "__main__":

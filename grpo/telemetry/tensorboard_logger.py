@@ -109,5 +109,5 @@ def _completion_text(record: dict[str, Any]) -> str:
 
 
 def _verbatim(text: str) -> str:
-    """Markdown that shows a text as it is."""
-    return textwrap.indent(text, "    ", lambda line: True)
+    """Markdown that shows a text as it is, with ``?`` for broken Unicode, which an event file cannot hold."""
+    return textwrap.indent(text.encode("utf-8", "replace").decode("utf-8"), "    ", lambda line: True)
