@@ -104,10 +104,11 @@ def table(ours: dict[str, dict[int, float]], trl: dict[str, dict[int, float]]) -
         "TRL alone": trl.keys() - shared,
         "this trainer alone": ours.keys() - shared,
     }
-    rows = [
-        f"| {group} | {', '.join(f'`{n.removeprefix("train/")}`' for n in sorted(names))} |"
+    listed = {
+        group: ", ".join(f"`{name.removeprefix('train/')}`" for name in sorted(names))
         for group, names in groups.items()
-    ]
+    }
+    rows = [f"| {group} | {names} |" for group, names in listed.items()]
     return "\n".join(["| shown by | names |", "|---|---|", *rows])
 
 
