@@ -100,7 +100,7 @@ def _completion_text(record: dict[str, Any]) -> str:
     rewards = "".join(f", {name} {value:g}" for name, value in record["rewards"].items() if value is not None)
     end = "" if record["finished"] else ", cut off"
     title = (
-        f"**reward {record['reward']:g}**{rewards}, advantage {record['advantage']:g}, {record['length']} tokens{end}"
+        f"**reward {record['reward']:g}**{rewards}, advantage {record['advantage']:.3g}, {record['length']} tokens{end}"
     )
     parts = [title, "prompt", _verbatim(str(record["prompt"])), "completion", _verbatim(record["completion"])]
     if record.get("answer") is not None:

@@ -194,7 +194,7 @@ class WandbLogger(Dashboard):
             logged = list(dict.fromkeys(name for record in self._completions for name in record.get("logged", ())))
             has_answers = any(record.get("answer") is not None for record in self._completions)
             answer = ["answer"] if has_answers else []
-            names = ["step", "prompt", *answer, "completion", "reward", "advantage", "length", "finished"]
+            names = ["step", "prompt", "completion", *answer, "reward", "advantage", "length", "finished"]
             rows = [
                 [
                     *(record.get(name) for name in names),
