@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
+from grpo.config.logging import LoggingConfig
 from grpo.system.masking import masked
 
 
@@ -24,7 +25,7 @@ class Config(schema.Section):
     optim: schema.OptimConfig = schema.OptimConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
     checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
-    logging: schema.LoggingConfig = schema.LoggingConfig()
+    logging: LoggingConfig = LoggingConfig()
     runtime: schema.RuntimeConfig = schema.RuntimeConfig()
 
     def for_writing(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def debug_variant(config: Config) -> Config:
             value = values[section][key]
             values[section][key] = largest if value is None else min(value, largest)
     values["checkpoint"] |= {"resume": "never", "save_steps": None, "keep_best": None}
-    values["logging"] |= {"wandb": "disabled"}
+    values["logging"] |= {"wandb": "disabled", "tensorboard": False}
     minibatches = config.algorithm.num_minibatches
     values["rollout"]["prompts_per_step"] = max(values["rollout"]["prompts_per_step"] // minibatches, 1) * minibatches
     folder = config.output_dir.rstrip("/")

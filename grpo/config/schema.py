@@ -1,4 +1,4 @@
-"""The sections of the configuration, except ``algorithm``: each key with its type, default and meaning, and the checks in a section.
+"""The sections of the configuration, except ``algorithm`` and ``logging``: each key with its type, default and meaning, and the checks in a section.
 
 The text under a key is what ``--help`` prints.
 """
@@ -251,19 +251,6 @@ class CheckpointConfig(Section):
     """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; a checkpoint folder: start from it."""
     accept_changes: bool = False
     """Continue even if model, data, rewards, algorithm, optimizer, rollout, precision or seed differ from the checkpoint's."""
-
-
-class LoggingConfig(Section):
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases mode; metrics.jsonl is always written."""
-    project: str = "grpo"
-    """wandb project."""
-    run_name: str | None = None
-    """wandb run name; none: the name of output_dir."""
-    log_completions: int = Field(4, ge=0)
-    """Completions to write to completions/ (Parquet, with the log-probs of each token) every N = `every` steps; 0: none."""
-    every: int = Field(1, ge=1)
-    """Console line, wandb point and completions every N steps (metrics.jsonl has every step)."""
 
 
 class RuntimeConfig(Section):

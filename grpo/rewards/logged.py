@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 METRICS = frozenset({
-    "step", "epoch", "reward", "reward_std", "frac_reward_zero_std", "frac_unscorable", "loss", "kl", "entropy", "grad_norm",
+    "step", "epoch", "reward", "reward_std", "reward_group_std", "frac_reward_zero_std", "frac_unscorable", "loss", "kl", "entropy", "grad_norm",
     "learning_rate", "ratio", "ratio_histogram", "skipped_updates", "num_tokens", "completion_tokens", "step_time", "tokens_per_second",
 })  # fmt: skip
 """Metrics of the trainer: ``log_metric`` refuses these names."""

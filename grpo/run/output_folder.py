@@ -53,7 +53,9 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
                 aside = _move_aside(output, [folder])
                 print(f"{folder}, which is not continued, was moved to {aside}", flush=True)
     elif results := [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl")]:
-        others = [output / name for name in ("completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl")]
+        others = [
+            output / name for name in ("completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl", "tensorboard")
+        ]
         aside = _move_aside(output, [*results, *others])
         print(f"an earlier run in {output} was moved to {aside}", flush=True)
     resolved = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)

@@ -34,6 +34,7 @@ from grpo.run.state import Run
 from grpo.run.summary import print_summary
 from grpo.telemetry.environment import environment, record_start
 from grpo.telemetry.reporter import Reporter
+from grpo.telemetry.tensorboard_logger import check_tensorboard
 
 
 def prepare(config: Config, world: World) -> Run | None:
@@ -52,6 +53,8 @@ def prepare(config: Config, world: World) -> Run | None:
 def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> Run | None:
     ignore_save_signal()
     check_world_size(config, world.size)
+    with world.fail_together():
+        check_tensorboard(config)
 
     lock, found = Lock(), None
     on_failure.callback(lock.release)

@@ -53,7 +53,7 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
 def add_microbatch(
     run: Run, metrics: Accumulator, micro: Batch, new_BT: Tensor, old_BT: Tensor, entropy_BT: Tensor, first_pass: bool
 ) -> None:
-    """Add one micro-batch's entropy, importance ratios (for wandb), and difference between sampled and scored log-probs.
+    """Add one micro-batch's entropy, importance ratios (for dashboards), and difference between sampled and scored log-probs.
 
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
@@ -63,7 +63,7 @@ def add_microbatch(
     if first_pass:
         difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
-    if run.config.logging.wandb != "disabled":
+    if run.config.logging.has_dashboards:
         ratio_BT = importance_ratio(new_BT, old_BT, micro.loss_mask_BT, run.config.algorithm.importance_level)
         metrics.add("ratio_histogram", ratio_histogram(ratio_BT, micro.loss_mask_BT))
 
@@ -93,7 +93,8 @@ def step_line(
 
 def reward_metrics(names: list[str], values_PGF: Tensor, totals_PG: Tensor) -> dict[str, float]:
     """Reward statistics of the whole global batch; every rank has all of it."""
-    metrics = {"reward": _mean(totals_PG), "reward_std": _mean(_row_std(totals_PG))}
+    metrics = {"reward": _mean(totals_PG), "reward_std": _row_std(totals_PG.reshape(1, -1)).item()}
+    metrics["reward_group_std"] = _mean(_row_std(totals_PG))
     metrics["frac_reward_zero_std"] = has_equal_rewards(totals_PG).float().mean().item()
     metrics["frac_unscorable"] = torch.isnan(totals_PG).float().mean().item()
     for f, name in enumerate(names):
@@ -119,14 +120,14 @@ def add_completions(groups: list[Group], metrics: Accumulator) -> None:
 def report_details(
     run: Run, groups: list[Group], batch: Batch, values_PGF: Tensor, all_rewards_PG: Tensor, metrics: Accumulator
 ) -> None:
-    """Report a complete step's histograms to wandb (over all ranks), and write a few of this rank's completions to a file.
+    """Report a complete step's histograms to dashboards (over all ranks), and write a few of this rank's completions to a file.
 
     Args:
         batch: this rank's, with the old log-probs of the loss.
     """
     world, reporter, step = run.world, run.reporter, run.progress.step
     advantages_PG = batch.advantages_B.view(len(groups), -1).cpu()
-    if run.config.logging.wandb != "disabled":
+    if run.config.logging.has_dashboards:
         lengths_PG = world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
         all_advantages_PG = world.gather_rows(advantages_PG)
         if reporter.is_logged(step):

@@ -1,4 +1,4 @@
-"""The histogram of importance ratios for wandb. Shapes: ``B`` completions, ``T`` completion tokens, ``E`` edges between bins."""
+"""The histogram of importance ratios for dashboards. Shapes: ``B`` completions, ``T`` completion tokens, ``E`` edges between bins."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Everything that a run shows or writes about its steps: console, progress bars, metrics.jsonl, hints, completions/ and wandb."""
+"""Everything that a run shows or writes about its steps: console, progress bars, metrics.jsonl, hints, completions/ and dashboards."""
 
 import contextlib
 import sys
@@ -13,9 +13,11 @@ from grpo.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.system import printable
 from grpo.telemetry.console import console_line, evaluation_line, progress_values
+from grpo.telemetry.dashboard import Dashboard
 from grpo.telemetry.hints import Hints
 from grpo.telemetry.metrics_file import MetricsFile
 from grpo.telemetry.samples import write_samples
+from grpo.telemetry.tensorboard_logger import TensorBoardLogger
 from grpo.telemetry.terminal import stderr_above_bars
 from grpo.telemetry.wandb_logger import WandbLogger
 
@@ -36,7 +38,7 @@ class Reporter:
     ):  # fmt: skip
         self.is_main, self.max_steps, self._every = is_main, max_steps, config.logging.every
         self.wandb_run_id = wandb_run_id
-        self._wandb: WandbLogger | None = None
+        self._dashboards: list[Dashboard] = []
         self._redirected_stderr = contextlib.ExitStack()
         self._bar_stream = sys.stderr if is_main and sys.stderr.isatty() else None
         if sys.stderr.isatty():
@@ -55,11 +57,17 @@ class Reporter:
             self._hints.update(metrics)
         self._steps_bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
         if config.logging.wandb != "disabled":
-            self._wandb = WandbLogger(
+            earlier = [metrics for metrics in self._metrics_file.kept if self._is_shown(metrics)]
+            wandb = WandbLogger(
                 config, run_id=wandb_run_id, environment=environment or {}, max_steps=max_steps, first_step=first_step,
-                metrics_file=self._metrics_file, print_line=self.print,
+                earlier=earlier, newest_earlier_step=self._metrics_file.newest_earlier_step, print_line=self.print,
             )  # fmt: skip
-            self.wandb_run_id = self._wandb.run_id
+            self.wandb_run_id = wandb.run_id
+            self._dashboards.append(wandb)
+        if config.logging.tensorboard:
+            self._dashboards.append(
+                TensorBoardLogger(config, max_steps=max_steps, first_step=last_kept_step + 1, print_line=self.print)
+            )
 
     def print(self, text: str) -> None:
         """Print a line on the console, above the bars."""
@@ -82,21 +90,21 @@ class Reporter:
     def step(self, metrics: dict[str, Any]) -> None:
         """Report one step: ``metrics["step"]`` counts from 1, 0 is the evaluation before training.
 
-        ``metrics.jsonl`` and the hints see each step; console and wandb those of :meth:`is_logged`, and steps with an evaluation.
+        ``metrics.jsonl`` and the hints see each step; console and dashboards those of :meth:`is_logged`, and steps
+        with an evaluation.
         """
         if not self.is_main:
             return
         self._metrics_file.write(metrics)
         self._steps_bar.set_postfix(progress_values(metrics), refresh=False)
         self._steps_bar.update(metrics["step"] - self._steps_bar.n)
-        has_evaluation = "eval/greedy_accuracy" in metrics
-        if self.is_logged(metrics["step"]) or has_evaluation:
+        if self._is_shown(metrics):
             if "reward" in metrics:
                 self.print(console_line(metrics, self.max_steps))
-            if has_evaluation:
+            if _has_evaluation(metrics):
                 self.print(evaluation_line(metrics, self.max_steps))
-            if self._wandb is not None:
-                self._wandb.log(metrics)
+            for dashboard in self._dashboards:
+                dashboard.log(metrics)
         for hint in self._hints.update(metrics):
             self.print(f"hint: {hint} (see docs/metrics.md)")
 
@@ -112,21 +120,21 @@ class Reporter:
             self._intervals_file.sync()
 
     def is_logged(self, step: int) -> bool:
-        """True if this rank shows a step on the console and in wandb, and keeps some of its completions."""
+        """True if this rank shows a step on the console and on dashboards, and keeps some of its completions."""
         return self.is_main and (step % self._every == 0 or step == self.max_steps)
 
     def histogram(self, name: str, values: torch.Tensor | tuple[Sequence[float], Sequence[float]]) -> None:
-        """Add a histogram to the next step in wandb: its values, or ``(counts, edges)`` of bins."""
-        if self._wandb is not None:
-            self._wandb.add_histogram(name, values)
+        """Add a histogram to the next step on the dashboards: its values, or ``(counts, edges)`` of bins."""
+        for dashboard in self._dashboards:
+            dashboard.add_histogram(name, values)
 
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
         """Write some completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.telemetry.samples``)."""
         if not self.is_main or not records:
             return
         write_samples(self._completions_dir / f"step_{step:06d}.parquet", records)
-        if self._wandb is not None:
-            self._wandb.add_completions(records)
+        for dashboard in self._dashboards:
+            dashboard.add_completions(records)
 
     def close(self) -> None:
         if self.is_main:
@@ -135,5 +143,12 @@ class Reporter:
         if self.is_main:
             self._metrics_file.close()
             self._intervals_file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for dashboard in self._dashboards:
+            dashboard.finish()
+
+    def _is_shown(self, metrics: dict[str, Any]) -> bool:
+        return self.is_logged(metrics["step"]) or _has_evaluation(metrics)
+
+
+def _has_evaluation(metrics: dict[str, Any]) -> bool:
+    return "eval/greedy_accuracy" in metrics

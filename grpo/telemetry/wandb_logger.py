@@ -6,17 +6,17 @@ import contextlib
 import math
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo.config import Config
 from grpo.system import first_line
-from grpo.telemetry.metrics_file import MetricsFile, json_safe
+from grpo.telemetry.dashboard import Dashboard
+from grpo.telemetry.metrics_file import json_safe
 from grpo.telemetry.samples import read_samples
 
 TIMEOUTS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 20}
@@ -26,50 +26,49 @@ TABLE_TIMEOUT = 8
 """wandb asks the server before it accepts a table, and training waits for the answer: seconds to wait at most."""
 SLOW_TABLE, TABLE_TIME_SHARE = 5.0, 0.05
 """After a table that took more than ``SLOW_TABLE`` seconds, tables pause until they take no more than this share of the time."""
-TABLE_ROWS, TABLES_PER_RUN = 1000, 50
-"""The table of completions: its newest rows, and about how often it is sent in a run, since each time all rows are sent."""
+TABLE_ROWS = 1000
+"""The table of completions has its newest rows. Each time, all rows are sent."""
+NO_BEST, LOW_IS_BEST = ("mean_length",), ("truncated",)
+"""Evaluation metrics whose names end with these: of a length no value is the best, of cut-off completions the lowest is."""
 
 
-class WandbLogger:
+class WandbLogger(Dashboard):
     """One run in wandb. After a failure :meth:`log` does nothing.
 
     Args:
         run_id: wandb's id of the interrupted run that goes on; None draws a new one.
         environment: facts about this start, stored in wandb beside the configuration.
         first_step: steps that are already done.
-        metrics_file: holds the steps that the interrupted run has written.
+        earlier: the metrics of the steps that the interrupted run has shown and that this run does not compute again.
+        newest_earlier_step: the newest step that the interrupted run has computed; -1 for a new run.
     """
 
     def __init__(
         self, config: Config, *, run_id: str | None, environment: dict[str, Any], max_steps: int, first_step: int,
-        metrics_file: MetricsFile, print_line: Callable[[str], None],
+        earlier: Sequence[dict[str, Any]], newest_earlier_step: int, print_line: Callable[[str], None],
     ):  # fmt: skip
+        super().__init__(config, max_steps=max_steps, print_line=print_line)
         self.run_id = run_id
         """Continues this run in wandb when it is given to a later start."""
-        self._print = print_line
-        self._every, self._max_steps = config.logging.every, max_steps
-        self._newest_earlier_step = metrics_file.newest_earlier_step
-        self._histograms: dict[str, Any] = {}
+        self._newest_earlier_step = newest_earlier_step
         self._completions = _earlier_completions(Path(config.output_dir) / "completions", first_step)
-        self._evaluations = [metrics for metrics in metrics_file.kept if "eval/greedy_accuracy" in metrics]
+        self._evaluations = [metrics for metrics in earlier if "eval/greedy_accuracy" in metrics]
+        self._best: dict[str, float] = {}
+        for metrics in earlier:
+            self._add_best(metrics)
         self._tables_pause_until = -math.inf
         self._slow_table_reported = False
         self._run = self._start(config, environment)
-
-    def add_histogram(self, name: str, values: torch.Tensor | tuple[Sequence[float], Sequence[float]]) -> None:
-        """Add a histogram to the next step that is logged: its values, or ``(counts, edges)`` of bins."""
-        self._histograms[f"histograms/{name}"] = values.flatten() if isinstance(values, torch.Tensor) else values
+        if self._run is not None:
+            self._print(f"wandb     {self._place()}")
 
     def add_completions(self, records: Sequence[dict[str, Any]]) -> None:
-        """Add rows to the table of completions."""
         self._completions = [*self._completions, *records][-TABLE_ROWS:]
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Send one step, with the histograms added for it and the tables that are due."""
         if self._run is None:
             return
-        step = metrics["step"]
-        values, self._histograms = self._histograms, {}
+        step, values = metrics["step"], self._take_histograms()
         if "eval/greedy_accuracy" in metrics:
             self._evaluations.append(metrics)
         if self._run.offline and step <= self._newest_earlier_step:
@@ -79,7 +78,10 @@ class WandbLogger:
             if tables and time.monotonic() >= self._tables_pause_until:
                 self._log_tables(step, tables)
             # wandb's own counter is the step too: the server then ignores the steps that a resumed run sends again.
-            self._run.log(metrics | histograms, step=step, commit=True)
+            named = {self.shown_name(name): value for name, value in metrics.items()}
+            self._run.log(named | histograms, step=step, commit=True)
+            if self._add_best(metrics):
+                self._run.summary.update(self._best)
         except Exception as error:  # for example, wandb's process was killed
             self._print(f"warning: wandb stopped ({first_line(error)}); metrics.jsonl still gets every metric")
             self._run = None
@@ -90,6 +92,8 @@ class WandbLogger:
             return
         try:
             self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+            if self._run.offline:
+                self._print(f"wandb     {self._place()}")
         except Exception as error:  # for example, the server no longer answers
             again = f"send the run again with: wandb sync --no-skip-online {Path(self._run.dir).parent}"
             self._print(
@@ -111,6 +115,7 @@ class WandbLogger:
             name = config.logging.run_name or Path(config.output_dir).name
             options = dict(
                 project=config.logging.project, name=name, id=self.run_id, dir=str(config.output_dir),
+                group=config.logging.group, tags=config.logging.tags or None,
                 config=config.for_writing() | {"environment": environment},
                 settings=wandb.Settings(silent=True, finish_timeout_raises=True, **TIMEOUTS),
             )  # fmt: skip
@@ -124,12 +129,33 @@ class WandbLogger:
                 wandb.teardown()  # otherwise the failed attempt keeps the run's id in use
                 run = wandb.init(mode="offline", **options)
             # Our own x axis: wandb drops points whose step is not above the last one, as those of a resumed run may be.
-            run.define_metric("step")
-            run.define_metric("*", step_metric="step")
+            axis = self.shown_name("step")
+            run.define_metric(axis)
+            run.define_metric("*", step_metric=axis)
+            run.summary.update(self._best)
             return run
         except Exception as error:
             self._print(f"warning: no wandb ({first_line(error)}); metrics.jsonl still gets every metric")
             return None
+
+    def _place(self) -> str:
+        """The address of the run's page; of an offline run the command that sends its folders, one for each start."""
+        if not self._run.offline:
+            return self._run.url
+        folders = sorted(Path(self._run.dir).parent.parent.glob(f"offline-run-*-{self.run_id}"))
+        return f"offline; send this run with: {shlex.join(['wandb', 'sync', *map(str, folders)])}"
+
+    def _add_best(self, metrics: dict[str, Any]) -> bool:
+        """True if a step improves the best reward or the best value of an evaluation metric."""
+        improved = False
+        for name, value in metrics.items():
+            known = self._best.get(key := f"best/{name}")
+            has_best = name == "reward" or (name.startswith("eval/") and not name.endswith(NO_BEST))
+            if has_best and value is not None and math.isfinite(value):
+                best = (min if name.endswith(LOW_IS_BEST) else max)(value, value if known is None else known)
+                improved |= best != known
+                self._best[key] = best
+        return improved
 
     def _log_tables(self, step: int, tables: dict[str, Any]) -> None:
         """Add tables to a step. A server that answers late or not at all delays training once; then tables pause."""
@@ -152,33 +178,39 @@ class WandbLogger:
         for name, values in values_by_name.items():
             if isinstance(values, tuple):
                 histograms[name] = self._wandb.Histogram(np_histogram=values)
-            elif len(finite := values[torch.isfinite(values)]):
-                histograms[name] = self._wandb.Histogram(finite.tolist())
+            else:
+                histograms[name] = self._wandb.Histogram(values.tolist())
         return histograms
 
     def _wandb_tables(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The table of evaluations if this step has one; the table of completions about ``TABLES_PER_RUN`` times and at the end."""
+        """The table of evaluations if this step has one; the table of completions when it is due."""
         tables, step = {}, metrics["step"]
         if "eval/greedy_accuracy" in metrics:
             names = ["step", *(name for name in metrics if name.startswith("eval/"))]
             rows = [[evaluation.get(name) for name in names] for evaluation in self._evaluations]
             tables["tables/evaluations"] = self._wandb.Table(columns=names, data=rows)
-        interval = self._every * max(self._max_steps // self._every // TABLES_PER_RUN, 1)
-        if self._completions and (step == self._max_steps or step % interval == 0):
+        if self._completions and self._shows_completions(step):
             rewards = list(self._completions[-1]["rewards"])
             logged = list(dict.fromkeys(name for record in self._completions for name in record.get("logged", ())))
-            names = ["step", "prompt", "completion", "reward", "advantage", "length", "finished"]
+            has_answers = any(record.get("answer") is not None for record in self._completions)
+            answer = ["answer"] if has_answers else []
+            names = ["step", "prompt", "completion", *answer, "reward", "advantage", "length", "finished"]
             rows = [
                 [
-                    *(record[name] for name in names),
+                    *(record.get(name) for name in names),
                     *(record["rewards"].get(name) for name in rewards),
                     *(str(record.get("logged", {}).get(name)) for name in logged),  # in wandb a column has one type
                 ]
-                for record in (row | {"prompt": str(row["prompt"])} for row in json_safe(self._completions))
+                for record in map(_with_texts, json_safe(self._completions))
             ]
             columns = [*names, *(f"rewards/{name}" for name in rewards), *logged]
             tables["completions"] = self._wandb.Table(columns=columns, data=rows)
         return tables
+
+
+def _with_texts(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose prompt and answer are texts, since in wandb a column has one type."""
+    return record | {name: str(record[name]) for name in ("prompt", "answer") if record.get(name) is not None}
 
 
 def _earlier_completions(folder: Path, first_step: int) -> list[dict[str, Any]]:

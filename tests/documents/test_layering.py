@@ -111,7 +111,12 @@ def test_only_one_file_knows_of_other_ranks():
 
 
 @pytest.mark.parametrize(
-    ("package", "file"), [("wandb", "grpo/telemetry/wandb_logger.py"), ("datasets", "grpo/data/source.py")]
+    ("package", "file"),
+    [
+        ("wandb", "grpo/telemetry/wandb_logger.py"),
+        ("torch.utils.tensorboard", "grpo/telemetry/tensorboard_logger.py"),
+        ("datasets", "grpo/data/source.py"),
+    ],
 )
 def test_heavy_packages_are_imported_in_one_file_and_when_needed(package, file):
     found = {

@@ -119,7 +119,8 @@ def test_a_reward_that_scored_nothing_has_no_mean():
     values_PGF = torch.tensor([[[2e38, nan], [3e38, nan]], [[nan, nan], [1e38, nan]]])
     metrics = reward_metrics(["some", "none"], values_PGF, values_PGF[..., 0])
     assert metrics["rewards/some/mean"] == pytest.approx(2e38) and metrics["rewards/some/std"] == pytest.approx(1e38)
-    assert metrics["reward_std"] == pytest.approx((0.5e38 * 2**0.5 + 0) / 2), "0 for a single reward"
+    assert metrics["reward_std"] == pytest.approx(1e38), "of 1e38, 2e38 and 3e38, as in TRL"
+    assert metrics["reward_group_std"] == pytest.approx((0.5e38 * 2**0.5 + 0) / 2), "0 for a single reward"
     for name in ("rewards/none/mean", "rewards/none/std"):
         assert json_safe(metrics)[name] is None
     assert json_safe(reward_metrics(["none"], values_PGF[..., 1:], values_PGF[..., 1]))["reward"] is None

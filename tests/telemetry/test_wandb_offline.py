@@ -1,40 +1,34 @@
-"""wandb in whole runs without a server: what the offline files hold, also over an interruption, and a missing package."""
+"""wandb in whole runs without a server: what the offline files hold, also over an interruption, and a missing package.
+
+The first test reads TensorBoard's event files of the same run too.
+"""
 
 import json
+import shlex
 import shutil
 
 import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
+from test_tensorboard import event_files
+from wandb_files import wandb_records
 
 from grpo.telemetry.samples import read_samples
 
+COMMAND = "wandb     offline; send this run with: wandb sync "
 
-def log_records(data: bytes):
-    """The records of a .wandb file, which has LevelDB's log format: blocks of 32 KiB; CRC, length and type before each part."""
-    position, parts = 7, []  # a header of seven bytes
-    while position < len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
-        parts.append(data[position + 7 : position + 7 + length])
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield b"".join(parts)
-            parts = []
+
+def raw_records(folder, start: int):
+    """All that one start of a run left in wandb's own file."""
+    return wandb_records(
+        sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime)[start]
+    )
 
 
 def offline_records(folder, start: int = -1):
     """The history, configuration and axes that one start of a run (the last one, unless told) left in wandb's own file."""
-    from wandb.proto import wandb_internal_pb2
-
-    file = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime)[start]
     history, config, axes = [], {}, set()
-    for data in log_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in raw_records(folder, start):
         kind = record.WhichOneof("record_type")
         if kind == "history":
             item = record.history.item
@@ -46,10 +40,22 @@ def offline_records(folder, start: int = -1):
     return history, config, axes
 
 
+def offline_summary(folder, start: int = -1):
+    """The run as wandb shows it in its list: the summary that was set explicitly, and its name, group and tags."""
+    summary, about = {}, {}
+    for record in raw_records(folder, start):
+        kind = record.WhichOneof("record_type")
+        if kind == "summary":
+            summary |= {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.summary.update}
+        elif kind == "run":
+            about = {"name": record.run.display_name, "group": record.run.run_group, "tags": list(record.run.tags)}
+    return summary, about
+
+
 def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_model):
     rewards = f"{ROOT}/tests/rewards_for_tests.py"
-    run_trainer(
-        *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2",
+    done = run_trainer(
+        *small_run(random_model, tmp_path / "run"), "logging.wandb=offline", "optim.max_steps=3", "eval.every=2", "logging.tensorboard=true",
         f"reward.functions=[{{name: '{rewards}:share_of_digits', args: {{api_key: sk-of-the-test}}}}, '{rewards}:notes']",
         "algorithm.num_iterations=2", ranks=2,
     )  # fmt: skip
@@ -61,6 +67,30 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
     for logged, written in zip(history, lines, strict=True):
         for name, value in written.items():
             assert logged[name] == pytest.approx(value), name
+    summary, about = offline_summary(tmp_path / "run")
+    assert summary["best/reward"] == max(line["reward"] for line in lines[1:])
+    assert summary["best/eval/truncated"] == min(line["eval/truncated"] for line in lines if "eval/truncated" in line)
+    assert "best/eval/mean_length" not in summary and "best/loss" not in summary
+    assert about == {"name": "run", "group": "", "tags": []}
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert done.stdout.count(f"{COMMAND}{folder}\n") == 2, "at the start and at the end"
+    assert f"\ndashboard tensorboard --logdir {tmp_path / 'run' / 'tensorboard'}\n" in done.stdout
+    shown = event_files(tmp_path / "run")
+    for name in dict.fromkeys(name for line in lines for name in line if name != "step"):
+        points = [(line["step"], pytest.approx(line[name])) for line in lines if name in line]
+        assert [(event.step, event.value) for event in shown.Scalars(name)] == points, name
+    for name, number in (
+        ("reward", 24),
+        ("advantage", 24),
+        ("length", 24),
+        ("ratio", sum(history[2]["histograms/ratio/values"])),
+    ):
+        assert shown.Histograms(f"histograms/{name}")[1].histogram_value.num == number
+    first, *_, last = shown.Tensors("completions/text_summary")
+    assert (first.step, last.step) == (1, 3)
+    text = last.tensor_proto.string_val[0].decode()
+    assert text.count("**reward ") == 4 and "characters" not in text
+
     assert config["rollout"]["num_generations"] == 4
     assert config["environment"]["torch"] == torch.__version__
     assert len(config["environment"]["git_commit"]) == 40
@@ -83,9 +113,11 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
     (media,) = (tmp_path / "run").glob("wandb/offline-run-*/files/" + point["completions/path"])
     table = json.loads(media.read_text())
     assert table["columns"] == [
-        "step", "prompt", "completion", "reward", "advantage", "length", "finished", "rewards/share_of_digits",
-        "rewards/notes", "characters",
+        "step", "prompt", "completion", *["answer"] * ("answer" in records[0]), "reward", "advantage", "length", "finished",
+        "rewards/share_of_digits", "rewards/notes", "characters",
     ]  # fmt: skip
+    if "answer" in records[0]:
+        assert [row[3] for row in table["data"][4:]] == [str(record["answer"]) for record in records]
     assert [row[-1] for row in table["data"]] == [str(len(row[2])) for row in table["data"]]
     assert history[2]["mean_characters"] > 1
     assert [row[0] for row in table["data"]] == [1, 1, 1, 1, 2, 2, 2, 2]
@@ -138,8 +170,16 @@ def test_a_resumed_run_keeps_its_wandb_id_and_sends_no_step_twice(tmp_path, rand
     }
     run_trainer(*arguments, "logging.wandb=online", "optim.max_steps=3", env=no_server)
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")  # as if the run had been killed after its third step
-    more = [*arguments, "optim.max_steps=4", "checkpoint.accept_changes=true"]
-    run_trainer(*more, "logging.wandb=online", env=no_server)
+    more = [*arguments, "optim.max_steps=4", "checkpoint.accept_changes=true", "logging.group=g", "logging.tags=[a,b]"]
+    done = run_trainer(*more, "logging.wandb=online", env=no_server)
+    parts = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert done.stdout.rstrip().endswith(COMMAND + shlex.join(map(str, parts))), "one command sends both parts"
+    summary, about = offline_summary(tmp_path / "run")
+    assert about == {"name": "run", "group": "g", "tags": ["a", "b"]}
+    rewards = [
+        json.loads(line).get("reward", 0.0) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert summary["best/reward"] == max(rewards), "also of the steps before the interruption"
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer" / "state.json").read_text())
     assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{state['wandb_run_id']}/*.wandb"))) == 2
     first, second = (offline_records(tmp_path / "run", start)[0] for start in (0, 1))

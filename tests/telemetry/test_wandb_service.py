@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ def test_a_server_gets_each_step_once_also_after_an_interruption(tmp_path):
     with service("well") as running:
         output, _ = report(tmp_path / "run", running.url, 0, 3)
         assert "warning" not in output
+        assert output.startswith(f"wandb     {running.url}/me/grpo/runs/abcd1234\n")
         assert [(line["_step"], line["step"], line["reward"]) for line in running.lines] == [
             (1, 1, 0.1),
             (2, 2, 0.2),
@@ -106,17 +108,15 @@ def test_offline_parts_of_a_run_can_be_sent_later(tmp_path):
     folder = tmp_path / "run"
     with service("refuses") as away:  # both starts go on offline, with the same run id
         report(folder, away.url, 0, 3)
-        report(folder, away.url, 2, 5)
-    parts = sorted((folder / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_ctime)
-    assert len(parts) == 2
+        output, _ = report(folder, away.url, 2, 5)
+    printed = shlex.split(output.rpartition("send this run with: ")[2].splitlines()[0])
+    assert printed[:2] == ["wandb", "sync"] and len(printed) == 4, "one folder for each start"
     with service("well") as running:
         environment = os.environ | {
             "WANDB_BASE_URL": running.url, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(tmp_path), "no_proxy": "127.0.0.1",
         }  # fmt: skip
-        for part in parts:
-            command = [sys.executable, "-m", "wandb", "sync", str(part)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120, check=False
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+        done = subprocess.run(
+            [sys.executable, "-m", *printed], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
         assert [line["step"] for line in running.lines] == [1, 2, 3, 4, 5]
