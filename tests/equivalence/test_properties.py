@@ -16,7 +16,8 @@ from grpo.config import PRESETS, Config, load_config
 from grpo.loss import loss_denominator
 from grpo.rewards.builtin import accuracy, countdown, tag_groups
 from grpo.rewards.expression import evaluate_expression
-from grpo.rewards.extract import answers_equal, extract_answer, has_format, parse_number
+from grpo.rewards.extract import MODES, answers_equal, extract_answer, has_format, parse_number
+from grpo.rewards.notation import Quantity, equal_in_any_notation, read_quantity
 
 FUZZ_CASES = 500
 """Texts per part in the quick suite; ten times as many in the slow one."""
@@ -75,6 +76,50 @@ def test_a_number_is_read_as_it_was_written(integer, decimals, grouped):
     assert answers_equal(text, str(float(value)) if abs(value) < 10**6 and decimals < 6 else text)
     for wrong in (f"{text} {text}", f"{text}x{text}", "x", ""):
         assert parse_number(wrong) is None
+
+
+NOTATIONS = (
+    "{0}", "{0} apples", "{0} km", "**{0}**", "`{0}`", "${0}$", r"\({0}\)", r"\text{{{0}}}", r"\boxed{{{0}}}", "x = {0}", "The answer is {0}.",
+    "**Answer:** {0}", r"${0} \text{{ cm}}^2$", "{0} miles per hour",
+)  # fmt: skip
+numbers = st.integers(-(10**12), 10**12)
+
+
+@seed(0)
+@properties
+@given(
+    value=numbers, part=st.integers(1, 10**6), parts=st.integers(1, 10**6), other=numbers, between=st.text(max_size=9)
+)
+def test_a_number_in_any_notation_is_that_number_and_two_are_none(value, part, parts, other, between):
+    written = [str(value), f"{value:,}", f"{value:,}".replace(",", "{,}"), f"{value:,}".replace(",", r"\,")]
+    for text in [notation.format(number) for notation in NOTATIONS for number in written]:
+        assert read_quantity(text).value == value, text
+        assert equal_in_any_notation(text, value) and not equal_in_any_notation(text, value + 1)
+    for fraction in (rf"\frac{{{part}}}{{{parts}}}", rf"$\dfrac{{{part}}}{{{parts}}}$", f"{part}/{parts} cups"):
+        assert read_quantity(fraction).value == Fraction(part, parts)
+        mixed = read_quantity(f"{abs(value)} {fraction}")
+        assert (
+            mixed is None
+            if part >= parts or not value or "$" in fraction
+            else mixed.value == abs(value) + Fraction(part, parts)
+        )
+    for separator in (
+        " ",
+        ", ",
+        " or ",
+        " and ",
+        " of ",
+        " to ",
+        "; ",
+        "\n",
+        " = ",
+        "**",
+        "$",
+        between + " " + between,
+    ):
+        text = f"{value}{separator}{abs(other)}"
+        if parse_number(text) is None:
+            assert read_quantity(text) is None, text
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=40)
@@ -138,7 +183,8 @@ def test_packing_loses_no_row_and_no_token(prompts, completions, budget, parts):
 PIECES = [
     "<answer>", "</answer>", "<think>", "</think>", "<answer", "answer>", "<", ">", "\\boxed{", "{", "}", "(", ")", "(((", ")))", "+", "-",
     "*", "/", "×", "÷", "−", "=", "1", "42", "0", "007", "3.14", "1,000", ",", ".", "%", "$", "1e9", "9" * 40, "1/3", "/0", " ", "\n", "\t", "  " * 20,
-    "x", "the answer is", "####", "٣", "²", "½", "🙂", "\x00", "\ud800", "-" * 30, "(" * 40, "1+" * 30, "1 " * 40, ".1" * 30, ",1" * 30,
+    "x", "the answer is", "####", "\\frac{1}{2}", "\\frac", "\\text{", "{,}", "\\,", "**", "`", "^{", "\\circ", "x=", " km", " apples", "\\(", "\\)",
+    "٣", "²", "½", "🙂", "\x00", "\ud800", "-" * 30, "(" * 40, "1+" * 30, "1 " * 40, ".1" * 30, ",1" * 30,
 ]  # fmt: skip
 
 
@@ -154,9 +200,12 @@ def random_text(rng: random.Random) -> str:
 def seconds_to_parse(text: str) -> float:
     """CPU seconds of all parsers together; no exception but the documented one, an answer of the right type."""
     began = time.process_time()
-    for mode in ("strict", "lenient"):
+    for mode in MODES:
         answer = extract_answer(text, mode=mode)
         assert answer is None or isinstance(answer, str)
+        (right,) = accuracy(prompts=[""], completions=[text], answer=["42"], mode=mode, any_notation=True)
+        assert right in (0.0, 1.0)
+    assert read_quantity(text) is None or isinstance(read_quantity(text), Quantity)
     number = parse_number(text)
     assert number is None or isinstance(number, Fraction)
     assert has_format(text) in (True, False)

@@ -92,7 +92,7 @@ def test_strict_needs_exactly_one_tag(text, answer):
 
 
 def test_extract_answer_refuses_another_mode():
-    with pytest.raises(ValueError, match="'strict' or 'lenient', got 'loose'"):
+    with pytest.raises(ValueError, match="mode must be 'strict', 'lenient', 'boxed' or '####', got 'loose'"):
         extract_answer("", "loose")
 
 
