@@ -24,14 +24,15 @@ MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2012": "-", "\u2013": "-", "\ufe6
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a backslash takes the next character with it: \{ is no brace
 
+# Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length of a run of spaces.
 _NUMBER = re.compile(
-    r"""(?:=\s*)?                                     # "= 5"
-    (?P<sign>[+-]?) \s* (?:\\?[$€£])? \s* (?P<inner>[+-]?)
+    r"""(?:=\s*+)?                                     # "= 5"
+    (?P<sign>[+-]?) \s*+ (?:\\?[$€£])? \s*+ (?P<inner>[+-]?)
     (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
     (?P<decimals>\.[0-9]*)?
     (?:[eE](?P<exponent>[+-]?[0-9]{1,3}))?
-    (?:\s*/\s*(?P<denominator>[0-9]+))?
-    \s* (?:\\?%)? \s* \$? \.?                         # "50%", "$5$", "5." """,
+    (?:\s*+/\s*+(?P<denominator>[0-9]+))?
+    \s*+ (?:\\?%)? \s*+ \$? \.?                         # "50%", "$5$", "5." """,
     re.VERBOSE,
 )
 

@@ -44,14 +44,14 @@ _WRAPPED = re.compile(
     """,
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
-_ASSIGNMENT = re.compile(r"(?P<variable>[A-Za-z])\s*=(?P<value>[^=]+)")
+_ASSIGNMENT = re.compile(r"(?P<variable>[A-Za-z])\s*+=(?P<value>[^=]+)")
 _MIXED = re.compile(
-    r"(?P<sign>[+-]?)\s*(?P<whole>[1-9][0-9]*)[ ]+(?P<part>[1-9][0-9]*)\s*/\s*(?P<parts>[1-9][0-9]*)\s*\.?"
+    r"(?P<sign>[+-]?)\s*+(?P<whole>[1-9][0-9]*)[ ]+(?P<part>[1-9][0-9]*)\s*+/\s*+(?P<parts>[1-9][0-9]*)\s*+\.?"
 )
 _WITH_UNIT = re.compile(
-    r"""(?P<value>.*[^A-Za-z\s°/.]) \s*
-    (?P<unit>(?:(?:square|cubic|sq|cu)\.?\s+)? (?P<word>°?\s*[A-Za-z]+|°) (?:(?:/|\s+per\s+)(?P<per>[A-Za-z]+))?
-    (?:\s*(?:\^\{?[23]\}?|[²³]))?) \s*\.?""",
+    r"""(?P<value>.*[^A-Za-z\s°/.]) \s*+
+    (?P<unit>(?:(?:square|cubic|sq|cu)\.?\s++)? (?P<word>°?\s*+[A-Za-z]+|°) (?:(?:/|\s++per\s++)(?P<per>[A-Za-z]+))?
+    (?:\s*+(?:\^\{?[23]\}?|[²³]))?) \s*+\.?""",
     re.VERBOSE | re.DOTALL,
 )
 _SIGNS = {"$": "dollar", "€": "euro", "£": "pound", "%": "percent", "°": "degree"}

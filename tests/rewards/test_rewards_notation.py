@@ -43,7 +43,7 @@ def test_a_box_and_the_line_of_gsm8k(mode, text, answer):
 
 
 def test_a_mode_that_yaml_read_as_a_comment():
-    with pytest.raises(ValueError, match='got None; in YAML an unquoted # begins a comment: write mode: "####"$'):
+    with pytest.raises(ValueError, match=r'got None; in YAML an unquoted # begins a comment: write mode: "####"$'):
         load_reward("accuracy")([], [], mode=None)
     with pytest.raises(ValueError, match="any_notation must be true or false, got 'yes'"):
         load_reward("accuracy")([], [], any_notation="yes")
@@ -66,19 +66,22 @@ def test_every_notation_of_a_number():
             assert read_quantity(text) is not None and read_quantity(text).value == value, text
 
 
+NEAR_MISSES = (
+    "5 or 6|between 5 and 6|5 of 6|5, 6|1 2|10-5|x=5, y=6|x=5 or x=6|not 5|5:30|5^2|5e|v2 5|5 to 6|5\u20136|5 3|5;6|5 e 3|"
+    "x>5|x >= 5|x != 5|x == 5|x := 5|2x=5|x^2=5|-x=5|x = y = 5|f(x) = 5|x is not 5|the answer is not 5|the wrong answer is 5|"
+    "the answer is 5 or 6|5x|5 x|5i|5 m|5!|5?|~5|~~5~~|~~5~~ 6|\u22485|about 5|5+|5-|5\u00b11|5(6)|(5)|5*6|5 * 6|5*6*|"
+    "**5** **6**|**5**6|$5$ $6$|$5$6$|`5` 6|$5 or $6|\\boxed{5} \\boxed{6}|\\(5\\) \\(6\\)|5\\text{6}|\\text{5}\\text{6}|5\\,6|5{,}6|"
+    "$2$ $1/2$|2*1/2*|\\frac{1}{2}\\frac{1}{2}|2\\frac{3}{2}|2 3/2|2 and 1/2|1/2 1/2|\\frac{1}{2}5|\\frac123|\\frac{1}{0}|2\n1/2|1 000/3|"
+    "5 hundred|5 thousand|5 million|5 millions|5 bn|5k|5 dozen|5 dozens|5 pairs|5 halves|5 thirds|5 tenths|5 times|5 squared|5 less|5 minus|"
+    "5 plus|5 pi|5\\pi|5\\sqrt{2}|5\\cdot 6|5 mod 7|5 % 3|5_6|5_{6}|0x5|5th|$5 cents|5% apples|5. apples|5 apples 6|5 apples and 6 pears|"
+    "5 apples or six|5 six|5 apples per hundred|5 pages/x|5'6\"|5...|5.5.5|5 dollars 50 cents|5 hours 30 minutes|5 feet 6 inches|a 5|5 a|"
+    "I5|No. 5|#5|5/0|5/x|x/5|5 is wrong|5 maybe|5,|\\text{five}|5 o'clock|5 pm|5 in"
+)  # fmt: skip
+"""A second number, an operator, a word that changes the value, a doubt. None of them is read as a number at all."""
+
+
 def test_what_is_not_the_number_five():
-    """Near misses: a second number, an operator, a word that changes the value, a doubt. None of them is read as a number at all."""
-    for text in (
-        "5 or 6|between 5 and 6|5 of 6|5, 6|1 2|10-5|x=5, y=6|x=5 or x=6|not 5|5:30|5^2|5e|v2 5|5 to 6|5\u20136|5 3|5;6|5 e 3|"
-        "x>5|x >= 5|x != 5|x == 5|x := 5|2x=5|x^2=5|-x=5|x = y = 5|f(x) = 5|x is not 5|the answer is not 5|the wrong answer is 5|"
-        "the answer is 5 or 6|5x|5 x|5i|5 m|5!|5?|~5|~~5~~|~~5~~ 6|\u22485|about 5|5+|5-|5\u00b11|5(6)|(5)|5*6|5 * 6|5*6*|"
-        "**5** **6**|**5**6|$5$ $6$|$5$6$|`5` 6|$5 or $6|\\boxed{5} \\boxed{6}|\\(5\\) \\(6\\)|5\\text{6}|\\text{5}\\text{6}|5\\,6|5{,}6|"
-        "$2$ $1/2$|2*1/2*|\\frac{1}{2}\\frac{1}{2}|2\\frac{3}{2}|2 3/2|2 and 1/2|1/2 1/2|\\frac{1}{2}5|\\frac123|\\frac{1}{0}|2\n1/2|1 000/3|"
-        "5 hundred|5 thousand|5 million|5 millions|5 bn|5k|5 dozen|5 dozens|5 pairs|5 halves|5 thirds|5 tenths|5 times|5 squared|5 less|5 minus|"
-        "5 plus|5 pi|5\\pi|5\\sqrt{2}|5\\cdot 6|5 mod 7|5 % 3|5_6|5_{6}|0x5|5th|$5 cents|5% apples|5. apples|5 apples 6|5 apples and 6 pears|"
-        "5 apples or six|5 six|5 apples per hundred|5 pages/x|5'6\"|5...|5.5.5|5 dollars 50 cents|5 hours 30 minutes|5 feet 6 inches|a 5|5 a|"
-        "I5|No. 5|#5|5/0|5/x|x/5|5 is wrong|5 maybe|5,|\\text{five}|5 o'clock|5 pm|5 in|"
-    ).split("|"):  # fmt: skip
+    for text in NEAR_MISSES.split("|"):
         assert read_quantity(text) is None, text
         assert load_reward("accuracy")([""], [f"<answer>{text}</answer>"], answer=[5], any_notation=True) == [0.0], text
     assert read_quantity("5 apples" + " " * 400) is None, "as long as no number is"
