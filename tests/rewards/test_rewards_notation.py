@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 from conftest import ROOT
 
+from grpo.config.arguments import read_yaml
 from grpo.rewards import load_reward
 from grpo.rewards.extract import MODES, extract_answer
 from grpo.rewards.notation import last_number, read_quantity
@@ -45,6 +46,10 @@ def test_a_box_and_the_line_of_gsm8k(mode, text, answer):
 def test_a_mode_that_yaml_read_as_a_comment():
     with pytest.raises(ValueError, match=r'got None; in YAML an unquoted # begins a comment: write mode: "####"$'):
         load_reward("accuracy")([], [], mode=None)
+    with pytest.raises(
+        ValueError, match=r'x\.yaml:1: not valid YAML: .*; an unquoted # begins a comment: write "####"$'
+    ):
+        read_yaml("args: {mode: ####}", "x.yaml")
     with pytest.raises(ValueError, match="any_notation must be true or false, got 'yes'"):
         load_reward("accuracy")([], [], any_notation="yes")
 
