@@ -133,7 +133,8 @@ def read_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"{where}: not valid YAML: {problem}".replace("\n", " ")) from None
+        hint = '; an unquoted # begins a comment: write "####"' if " ####" in text else ""
+        raise ConfigError(f"{where}: not valid YAML: {problem}{hint}".replace("\n", " ")) from None
 
 
 class _Loader(BoundedLoader):

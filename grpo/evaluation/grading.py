@@ -22,7 +22,8 @@ class Grader:
     Args:
         config: ``correctness`` names the reward that decides what is correct (a value above ``correct_above``), by default the first
             one that checks answers. ``format`` names the reward that decides what is well-formed (a value above 0), by default the
-            reward ``format``; without that reward, ``<think>..</think> <answer>..</answer>`` is well-formed.
+            reward ``format``. Without that reward, a response is well-formed if it has an answer in the place where ``accuracy``
+            looks for it (modes ``boxed`` and ``####``), else if it is ``<think>..</think> <answer>..</answer>``.
         rewards: scores the completions. What they give to ``log_metric`` and ``log_extra`` is dropped: it belongs to training.
     """
 
@@ -32,6 +33,7 @@ class Grader:
         self.correctness = config.correctness or next(filter(_checks_answers, names), names[0])
         self.correct_above = config.correct_above
         self.format = config.format or ("format" if "format" in names else None)
+        self.mode = _answer_mode(rewards, self.correctness)
         self.trainer_state = trainer_state
 
     def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
@@ -47,7 +49,7 @@ class Grader:
         last_number = extract_answer(completion.text, mode="lenient")
         return CompletionResult(
             correct=correctness is not None and correctness > self.correct_above,
-            formatted=(rewards[self.format] or 0.0) > 0 if self.format else has_format(completion.text),
+            formatted=(rewards[self.format] or 0.0) > 0 if self.format else self._is_well_formed(completion.text),
             lenient=answer is not None and last_number is not None and answers_equal(last_number, str(answer)),
             length=len(completion.ids),
             truncated=not completion.finished,
@@ -55,6 +57,16 @@ class Grader:
             scored=correctness is not None,
             text=completion.text,
         )
+
+    def _is_well_formed(self, text: str) -> bool:
+        return has_format(text) if self.mode is None else extract_answer(text, self.mode) is not None
+
+
+def _answer_mode(rewards: RewardRunner, correctness: str) -> str | None:
+    """The mode of ``accuracy`` if that decides what is correct, in a mode with a form of its own: ``boxed`` or ``####``."""
+    spec = rewards.specs[rewards.names.index(correctness)]
+    mode = spec.args.get("mode") if spec.name == "accuracy" else None
+    return mode if mode in ("boxed", "####") else None
 
 
 def _checks_answers(reward: str) -> bool:

@@ -30,6 +30,13 @@ def require_number(**arguments: Any) -> None:
             raise ValueError(f"{name} must be a number, got {value!r}")
 
 
+def require_bool(**arguments: Any) -> None:
+    """Check that every argument is ``True`` or ``False``."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
 def require_tag(tag: Any) -> None:
     """Check that ``tag`` is the name of a tag without its angle brackets."""
     if not isinstance(tag, str) or not tag or set(tag) & set("<>/ "):

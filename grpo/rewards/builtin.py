@@ -5,21 +5,29 @@ messages. The keyword-only parameters are the arguments that a configuration set
 Each function checks its arguments before any row, so a call without rows checks a configuration.
 """
 
+from typing import Any
+
 from grpo.rewards import completion_text
-from grpo.rewards.arguments import Scores, column_values, is_missing, require_number, require_tag
+from grpo.rewards.arguments import Scores, column_values, is_missing, require_bool, require_number, require_tag
 from grpo.rewards.expression import solves_countdown
 from grpo.rewards.extract import answers_equal, compile_pattern, extract_answer, has_format, tag_content
+from grpo.rewards.notation import equal_in_any_notation, last_number
 
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 """Five groups: one for each tag, and one that matches if nothing follows the last tag."""
 
 
-def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", column="answer", **columns) -> Scores:
+def accuracy(
+    prompts, completions, *, mode="strict", value=1.0, tag="answer", any_notation=False, column="answer", **columns
+) -> Scores:
     """``value`` where the answer equals the gold answer (as a number, else as normalised text), and 0 elsewhere.
 
-    ``mode="strict"`` reads the answer from the only ``<tag>...</tag>``, ``mode="lenient"`` takes the last number of the response.
+    ``mode`` says where the answer is: ``strict`` (in the only ``<tag>...</tag>``), ``lenient`` (the last number), ``boxed`` (in the last
+    ``\\boxed{...}``) or ``####`` (behind the last ``####``); see :func:`extract_answer`. With ``any_notation`` a number is also read with a
+    unit, Markdown or LaTeX around it, as ``x = 5``, as ``\\frac{1}{2}`` and as ``2 1/2``; see :mod:`grpo.rewards.notation`.
     """
     extract_answer("", mode, tag)
+    require_bool(any_notation=any_notation)
     require_number(value=value)
     require_tag(tag)
     rewards: Scores = []
@@ -27,9 +35,17 @@ def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", co
         if is_missing(gold):
             rewards.append(None)
             continue
-        answer = extract_answer(completion_text(completion), mode, tag)
-        rewards.append(float(value) if answer is not None and answers_equal(answer, gold) else 0.0)
+        is_right = _is_right(completion_text(completion), gold, mode, tag, any_notation)
+        rewards.append(float(value) if is_right else 0.0)
     return rewards
+
+
+def _is_right(text: str, gold: Any, mode: str, tag: str, any_notation: bool) -> bool:
+    without_context = any_notation and mode == "lenient"
+    answer = last_number(text) if without_context else extract_answer(text, mode, tag)
+    if answer is None or not any_notation:
+        return answer is not None and answers_equal(answer, gold)
+    return equal_in_any_notation(answer, gold, bare=without_context)
 
 
 def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Scores:

@@ -15,22 +15,29 @@ LONGEST_NUMBER = 400
 DEFAULT_FORMAT = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 """Matches the whole response. :func:`has_format` also requires each of the four tags exactly once."""
 
-_DEFAULT_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
+MODES = ("strict", "lenient", "boxed", "####")
+"""The places from which :func:`extract_answer` reads an answer."""
 
+_DEFAULT_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a backslash takes the next character with it: \{ is no brace
+
+# Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length of a run of spaces.
 _NUMBER = re.compile(
-    r"""(?:=\s*)?                                     # "= 5"
-    (?P<sign>[+-]?) \s* (?:\\?[$€£])? \s* (?P<inner>[+-]?)
+    r"""(?:=\s*+)?                                     # "= 5"
+    (?P<sign>[+-]?) \s*+ (?:\\?[$€£])? \s*+ (?P<inner>[+-]?)
     (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
     (?P<decimals>\.[0-9]*)?
     (?:[eE](?P<exponent>[+-]?[0-9]{1,3}))?
-    (?:\s*/\s*(?P<denominator>[0-9]+))?
-    \s* (?:\\?%)? \s* \$? \.?                         # "50%", "$5$", "5." """,
+    (?:\s*+/\s*+(?P<denominator>[0-9]+))?
+    \s*+ (?:\\?%)? \s*+ \$? \.?                         # "50%", "$5$", "5." """,
     re.VERBOSE,
 )
 
 # A minus is read as a sign only where it cannot be a subtraction: the last number of "10-5" is 5, not -5.
-_LAST_NUMBER = re.compile(
+LAST_NUMBER = re.compile(
     r"""(?:\$- | (?:(?<![\w)\]])-)? \$?) (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
     (?:\.[0-9]+)? (?:[eE][+-]?[0-9]{1,3}(?!\w))?""",
     re.VERBOSE,
@@ -85,19 +92,40 @@ def last_tag_content(text: str, tag: str) -> str | None:
     return content if opening else None
 
 
-def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
-    """The answer in a response, or ``None`` if there is none.
+def boxed_content(text: str) -> str | None:
+    """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, unchanged; ``None`` without one, or if its brace is not closed."""
+    start = max((box.end() for box in _BOX.finditer(text)), default=None)
+    depth = 1
+    for brace in _BRACE.finditer(text, start) if start is not None else ():
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start : brace.start()]
+    return None
 
-    ``"strict"`` takes the stripped text inside ``<tag>...</tag>`` (``None`` unless there is exactly one such tag, it is not empty, and it
-    is not inside ``<think>...</think>``), ``"lenient"`` the last number anywhere in the text. Any other mode is a ``ValueError``.
+
+def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
+    """The answer in a response, without surrounding white space, or ``None`` if there is none or it is empty.
+
+    - ``"strict"``: the text inside ``<tag>...</tag>``, if there is exactly one such tag and it is not inside ``<think>...</think>``
+    - ``"lenient"``: the last number anywhere in the text
+    - ``"boxed"``: the text inside the last ``\\boxed{...}`` or ``\\fbox{...}`` after the thinking
+    - ``"####"``: the rest of the line after the last ``####`` after the thinking, as in the answers of GSM8K
+
+    Any other mode is a ``ValueError``.
     """
     if mode == "strict":
         content = tag_content(text, tag)
-        return (content.strip() or None) if content is not None else None
-    if mode == "lenient":
-        numbers = _LAST_NUMBER.findall(text.translate(_MINUS_SIGNS))
-        return numbers[-1] if numbers else None
-    raise ValueError(f"mode must be 'strict' or 'lenient', got {mode!r}")
+    elif mode == "lenient":
+        content = next(reversed(LAST_NUMBER.findall(text.translate(MINUS_SIGNS))), None)
+    elif mode == "boxed":
+        content = boxed_content(after_thinking(text))
+    elif mode == "####":
+        _, mark, rest = after_thinking(text).rpartition("####")
+        content = rest.partition("\n")[0] if mark else None
+    else:
+        unquoted = '; in YAML an unquoted # begins a comment: write mode: "####"' if mode is None else ""
+        raise ValueError(f"mode must be {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}, got {mode!r}{unquoted}")
+    return (content.strip() or None) if content is not None else None
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -109,7 +137,7 @@ def parse_number(text: str) -> Fraction | None:
     text = text.strip()
     if len(text) > LONGEST_NUMBER:
         return None
-    match = _NUMBER.fullmatch(text.translate(_MINUS_SIGNS))
+    match = _NUMBER.fullmatch(text.translate(MINUS_SIGNS))
     if match is None or (match["sign"] and match["inner"]):
         return None
     whole, decimals = match["whole"].replace(",", ""), (match["decimals"] or ".")[1:]

@@ -17,6 +17,7 @@ from grpo.evaluation import CompletionResult, estimates, pass_at_k
 from grpo.evaluation.collect import evaluate
 from grpo.evaluation.estimate import mean_of, rate_of, wilson
 from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
+from grpo.rewards.result import RewardSpec
 from grpo.rollout import BuiltinEngine
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -176,6 +177,13 @@ def test_the_grader_reads_correctness_format_and_the_last_number():
     (results,) = grade([group("<think>a</think>\n<answer>7</answer>", "7")])
     assert [r.formatted for r in results] == [True, False]
     assert [r.lenient for r in results] == [False, False], "no answer to compare with"
+    tags, box, line = "<think>a</think> <answer>7</answer>", "so \\boxed{7}", "so\n#### 7"
+    for mode, right_form in ((None, tags), ("lenient", tags), ("boxed", box), ("####", line)):
+        (results,) = Grader(EvalConfig(), Rewards(accuracy=0.0, mode=mode))([group(tags, box, line, answer="7")])
+        assert [r.formatted for r in results] == [right_form == text for text in (tags, box, line)], mode
+        assert all(r.lenient for r in results)
+    (results,) = Grader(EvalConfig(), Rewards(accuracy=1.0, format=0.0, mode="boxed"))([group(box)])
+    assert not results[0].formatted, "the reward format decides where there is one"
 
 
 def test_greedy_and_samples_are_counted_apart(policy):
@@ -290,8 +298,9 @@ def test_every_metric_of_two_problems_by_hand():
 class Rewards:
     """In place of a RewardRunner: fixed values by name, one for all completions or a list with one per completion."""
 
-    def __init__(self, **values):
+    def __init__(self, mode=None, **values):
         self.names, self.columns = list(values), list(values.values())
+        self.specs = [RewardSpec(name, args={"mode": mode} if mode else {}) for name in values]
 
     def score(self, prompts, completions, **_):
         columns = [c if isinstance(c, list) else [c] * len(completions) for c in self.columns]

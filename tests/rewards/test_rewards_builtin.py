@@ -92,7 +92,7 @@ def test_strict_needs_exactly_one_tag(text, answer):
 
 
 def test_extract_answer_refuses_another_mode():
-    with pytest.raises(ValueError, match="'strict' or 'lenient', got 'loose'"):
+    with pytest.raises(ValueError, match="mode must be 'strict', 'lenient', 'boxed' or '####', got 'loose'"):
         extract_answer("", "loose")
 
 
@@ -108,7 +108,7 @@ def test_the_default_format_needs_each_tag_once():
     "unit", ["1,", "111,", "1", "1 ", "-", ".", "<think></think>", " ", "1e", "$", "=\t", "</answer> "]
 )
 def test_long_texts_are_read_in_linear_time(unit):
-    text = unit * (200_000 // len(unit))
+    text = unit * (100_000 // len(unit))
     start = time.perf_counter()
     for variant in (text, "<think>" + text, "<think>" + text + "</think><answer>" + text + "</answer>x"):
         extract_answer(variant), extract_answer(variant, "lenient"), has_format(variant)
