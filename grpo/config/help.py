@@ -48,11 +48,8 @@ def help_on(words: list[str], model: type[BaseModel]) -> str:
     found: dict[str, FieldInfo] = {}
     for word in words:
         name = word.strip(".").lower()
-        matches = [key for key in known if key == name or key.startswith(f"{name}.")] or [
-            key for key in known if name in key
-        ]
-        if not matches and (meant := ALIASES.get(name.rpartition(".")[2])):
-            matches = [meant]
+        matches = [key for key in known if key == name or key.startswith(f"{name}.")]
+        matches = matches or [key for key in known if name in key or key == ALIASES.get(name.rpartition(".")[2])]
         if not matches:
             advice = unknown_key(word, list(known)).removeprefix(f"unknown key {word!r}").lstrip(";: ")
             raise ValueError(f"--help {word}: no key contains this word; {advice}")

@@ -8,10 +8,12 @@ from grpo.report.figures import write_figures
 from grpo.report.page import build_page
 from grpo.report.read import read_run
 from grpo.system import write_atomically
+from grpo.telemetry.terminal import survive_lost_readers
 from grpo.telemetry.user_errors import print_user_error
 
 
 def main(argv: list[str]) -> int:
+    survive_lost_readers()
     description = "Write one HTML file that shows a run or compares several."
     parser = argparse.ArgumentParser(prog="python -m grpo.report", description=description)
     add = parser.add_argument

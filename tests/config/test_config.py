@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 import train_grpo
 from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, keys_of, load_config
+from grpo.config.aliases import ALIASES, EXPLANATIONS
 from grpo.config.config import add_implied_rewards
 from grpo.loss import policy_loss
 
@@ -283,6 +284,28 @@ def test_an_unknown_key_names_the_nearest(file, typed, meant):
         ]
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("optim.lr", "; did you mean 'optim.learning_rate'?"),
+        ("batch_size", "; did you mean 'rollout.prompts_per_step'?"),
+        ("algorithm.kl_coef", "; did you mean 'algorithm.beta'?"),
+        ("num_gpus", ": the launcher decides: NPROC_PER_NODE=2"),
+        ("report_to", ": logging.wandb=online"),
+    ],
+)
+def test_a_name_from_elsewhere_names_the_key(typed, said):
+    (line,) = mistakes([f"{typed}=1"])
+    assert line.startswith(f"unknown key {typed!r}{said}")
+
+
+def test_the_names_from_elsewhere_are_no_keys_and_lead_to_keys():
+    known = set(keys_of(Config))
+    leaves = {key.rpartition(".")[2] for key in known} | set(Config.model_fields) - {"optim"}
+    assert set(ALIASES.values()) <= known
+    assert not leaves & (set(ALIASES) | set(EXPLANATIONS))
+
+
 def test_an_unknown_section_names_the_nearest(file):
     assert mistakes(file("algoritm: {beta: 0.1}\n")) == ["unknown key 'algoritm'; did you mean 'algorithm'?"]
     assert mistakes(file("rolout: {top_k: 1}\n")) == ["unknown key 'rolout'; did you mean 'rollout'?"]
@@ -533,6 +556,31 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys):
     assert "rollout.temperature  (float; default 1.0)" in lines
     assert "algorithm.epsilon_high  (float | none; default none)" in lines
     assert "algorithm.objective  (clip | cispo | reinforce; default clip)" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["eval.num_samples"], ["eval.num_samples"]),
+        (["optim"], [key for key in keys_of(Config) if key.startswith("optim.")]),
+        (["learning_rate", "seed=1"], ["optim.learning_rate"]),
+        (["lr"], ["optim.learning_rate", "optim.lr_scheduler_type", "optim.min_lr"]),
+        (["kl_coef"], ["algorithm.beta"]),
+        (["keep", "seed"], ["seed", "checkpoint.keep", "checkpoint.keep_best"]),
+    ],
+)
+def test_help_on_some_keys(capsys, words, keys):
+    with pytest.raises(SystemExit):
+        load_config(["--help", *words])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  (")[0] for line in lines if line and not line.startswith(" ")] == keys
+
+
+def test_help_on_no_key():
+    assert mistakes(["--help", "learning_rates"]) == [
+        "--help learning_rates: no key contains this word; did you mean 'optim.learning_rate'?"
+    ]
+    assert mistakes(["zzqqxx", "--help"])[0].endswith("no key contains this word; --help lists all keys")
 
 
 # --- --debug
