@@ -77,4 +77,4 @@ if ((${NNODES:-1} > 1)); then
   : "${MASTER_ADDR:?several machines need MASTER_ADDR, the address of the first one}" "${NODE_RANK:?several machines need NODE_RANK, 0 to NNODES-1}"
   rendezvous=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}")
 fi
-exec "$python" -m torch.distributed.run ${rendezvous[@]+"${rendezvous[@]}"} --nproc_per_node="$nproc" ${torchrun_options[@]+"${torchrun_options[@]}"} "${command[@]}"
+exec "$python" -m grpo.distributed.torchrun ${rendezvous[@]+"${rendezvous[@]}"} --nproc_per_node="$nproc" ${torchrun_options[@]+"${torchrun_options[@]}"} "${command[@]}"
