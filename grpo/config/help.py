@@ -88,13 +88,16 @@ def _default(value: Any) -> str:
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The error for a key that does not exist, naming the key that was probably meant."""
-    known = [*known, *dict.fromkeys(k.split(".")[0] for k in known if "." in k)]
     section, _, leaf = key.rpartition(".")
-    is_entry_of_list = any(part.isdecimal() for part in key.split("."))
-    if leaf in ALIASES and not is_entry_of_list:
-        return f"unknown key {key!r}; did you mean {ALIASES[leaf]!r}?"
-    if leaf in EXPLANATIONS and not is_entry_of_list:
-        return f"unknown key {key!r}: {EXPLANATIONS[leaf]}"
+    if not any(part.isdecimal() for part in key.split(".")):  # an entry of a list has keys of its own
+        if same := [k for k in known if k.rpartition(".")[2] == leaf]:  # without a section, or with a wrong one
+            meant = difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if section else same[0]
+            return f"unknown key {key!r}; did you mean {meant!r}?"
+        if leaf in ALIASES:
+            return f"unknown key {key!r}; did you mean {ALIASES[leaf]!r}?"
+        if leaf in EXPLANATIONS:
+            return f"unknown key {key!r}: {EXPLANATIONS[leaf]}"
+    known = [*known, *dict.fromkeys(k.split(".")[0] for k in known if "." in k)]
     by_leaf = {k.rpartition(".")[2]: k for k in known}
     leaves_of_section = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     for written, candidates in ((leaf, leaves_of_section), (key, {k: k for k in known}), (leaf, by_leaf)):

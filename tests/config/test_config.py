@@ -270,6 +270,9 @@ def test_a_gym_task_brings_its_scorer_unless_another_is_named():
         ("optim.temperature", "rollout.temperature"),  # the right name in the wrong section
         ("algoritm.beta", "algorithm.beta"),
         ("beta", "algorithm.beta"),
+        ("temperature", "rollout.temperature"),
+        ("evel.temperature", "eval.temperature"),
+        ("delta", "algorithm.delta"),
         ("output_dri", "output_dir"),
         ("seeed", "seed"),
         ("rollout.prompts_per_step.x", "rollout.prompts_per_step"),
