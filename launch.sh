@@ -3,6 +3,7 @@
 #
 #   ./launch.sh                                          the demo, configs/tiny_arithmetic.yaml
 #   ./launch.sh configs/X.yaml key=value ... [--debug]   any run
+#   ./launch.sh --help [WORD ...]                        this text and all keys; with words, the keys that contain them
 #   ./launch.sh --max-restarts=3 configs/X.yaml          options of torchrun are passed on to torchrun
 #   ./launch.sh test [pytest options]                    the quick tests, one pytest worker per core (-n 0: no workers)
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host MASTER_PORT=29500 NPROC_PER_NODE=8 ./launch.sh configs/X.yaml    on each machine
@@ -45,7 +46,10 @@ fi
 trainer_options=() torchrun_options=() config=""
 while (($#)); do
   case "$1" in
-    --debug | --help | -h) trainer_options+=("$1") ;;
+    --help | -h)
+      (($# > 1)) || { sed -n '2,/^[^#]/{s/^#$//p;s/^# //p;}' launch.sh; echo; }
+      exec "$python" train_grpo.py "$@" ;;
+    --debug) trainer_options+=("$1") ;;
     --config) config="${2:-}"; shift ;;
     --config=*) config="${1#*=}" ;;
     -*=*) torchrun_options+=("$1") ;;
@@ -77,4 +81,4 @@ if ((${NNODES:-1} > 1)); then
   : "${MASTER_ADDR:?several machines need MASTER_ADDR, the address of the first one}" "${NODE_RANK:?several machines need NODE_RANK, 0 to NNODES-1}"
   rendezvous=(--nnodes="$NNODES" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}")
 fi
-exec "$python" -m torch.distributed.run ${rendezvous[@]+"${rendezvous[@]}"} --nproc_per_node="$nproc" ${torchrun_options[@]+"${torchrun_options[@]}"} "${command[@]}"
+exec "$python" -m grpo.distributed.torchrun ${rendezvous[@]+"${rendezvous[@]}"} --nproc_per_node="$nproc" ${torchrun_options[@]+"${torchrun_options[@]}"} "${command[@]}"

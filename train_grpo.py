@@ -51,7 +51,7 @@ def train(run: Run) -> None:
     """
     config, world, algorithm, progress = run.config, run.world, run.config.algorithm, run.progress
     if progress.step == 0 and config.eval.before_training:
-        with world.timed("eval", {}):
+        with world.timed("eval", run.reporter.time_left.seconds):
             progress.before = run.evaluate(step=0)
         run.reporter.step({"step": 0, **progress.before})
     if progress.unwritten_line:  # the run was stopped in the evaluation of its last complete step
@@ -89,7 +89,9 @@ def train(run: Run) -> None:
         scored = replace(batch, old_logprobs_BT=old_BT)
         report_details(run, groups, scored, values_PGF, all_rewards_PG, metrics)
         end_step(run, line)
-    if not config.debug:
+    if config.debug:
+        debug.show_verdict(run)
+    else:
         run.reporter.print(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
 
 

@@ -1,35 +1,40 @@
-"""Talk to a checkpoint, or print G samples of one prompt with their rewards.
+"""Talk to a model, or print samples of one prompt with their rewards.
 
-python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150
-python -m grpo.chat --model DIR --prompt "17+25=" --samples 8 --column answer=42
+    python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150
+    python -m grpo.chat --model runs/tiny_arithmetic/checkpoint-150 --prompt "17+25=" --samples 8 --column answer=42
+    python -m grpo.chat --model Qwen/Qwen2.5-0.5B-Instruct --prompt "What is 17+25?"
 
-Prompts are rendered as in training, with the configuration in the checkpoint or of ``--config``.
+Prompts are rendered, sampled and scored as in the run that wrote the checkpoint, or with --config. A model without a run gets the
+prompt alone, and no rewards are computed unless --column or reward.functions=[...] asks for them.
 """
 
 import argparse
 import json
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from grpo.batch import Group
-from grpo.config import Config, load_config
+from grpo.config import KEYS_EPILOG, Config, config_of_models
 from grpo.data.problems import Rows, make_problems, system_prompt_and_instructions
+from grpo.distributed import set_cpu_threads
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
-from grpo.run import checkpoint
 from grpo.system import printable
+from grpo.telemetry.terminal import end_without_reader
 from grpo.telemetry.user_errors import print_user_error
 
 
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    end_without_reader()
+    options, overrides = _parser().parse_known_args(argv)
     try:
-        config = _config_from(options)
+        config = _config_from(options, overrides)
+        set_cpu_threads(config.runtime)
         run = talk if options.prompt is None else show_samples
         return run(_engine_from(options, config), config, options)
     except (ValueError, OSError) as error:
@@ -41,27 +46,32 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m grpo.chat", description="Talk to a model, or sample one prompt.")
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo.chat", description=__doc__, epilog=KEYS_EPILOG,
+        usage="python -m grpo.chat --model MODEL [--prompt TEXT] [options] [section.key=value ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     model_help = "checkpoint folder, any Hugging Face folder or id, or builtin:tiny"
     parser.add_argument("--model", required=True, help=model_help)
-    parser.add_argument("--config", help="YAML file of a run, if the model folder contains no configuration")
-    parser.add_argument("--prompt", help="sample this prompt instead of starting a conversation")
-    parser.add_argument("--samples", type=int, default=8, help="number of completions of --prompt (default 8)")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: that of the model's run")
+    parser.add_argument("--prompt", metavar="TEXT", help="sample this prompt instead of starting a conversation")
+    parser.add_argument("--samples", type=int, metavar="N", default=8, help="completions of --prompt (default 8)")
     column_help = "a column for the rewards, such as answer=42"
     parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help=column_help)
     parser.add_argument("--temperature", type=float, help="default: the run's rollout.temperature; 0 is greedy")
-    parser.add_argument("--max-tokens", type=int, help="default: the run's rollout.max_completion_length")
+    length_help = "default: the run's rollout.max_completion_length; without a run 256, or half the model's context"
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=length_help)
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
-def _config_from(options: argparse.Namespace) -> Config:
-    if options.config is not None:
-        return load_config(["--config", options.config])
-    if (Path(options.model) / "trainer" / "state.json").exists():
-        return Config.model_validate(checkpoint.read_state(options.model)["config"])
+def _config_from(options: argparse.Namespace, overrides: list[str]) -> Config:
     # Without a run: an empty system prompt, or the model would get the instructions of the default task.
-    return Config.model_validate({"data": {"system_prompt": ""}})
+    plain = {"data": {"system_prompt": ""}}
+    config, saved = config_of_models([options.model], options.config, overrides, without_run=plain)
+    options.is_plain = saved is None and options.config is None
+    options.has_rewards = not options.is_plain or options.column or any(o.startswith("reward") for o in overrides)
+    return config
 
 
 def _engine_from(options: argparse.Namespace, config: Config) -> BuiltinEngine:
@@ -86,6 +96,8 @@ def _sample(
     rows = Rows("the prompt", [prompt], [columns], *system_prompt_and_instructions(config.data, config.data.dataset))
     context_length = engine.policy.context_length or 10**9
     max_tokens = options.max_tokens or config.rollout.max_completion_length
+    if options.is_plain and options.max_tokens is None:
+        max_tokens = min(max_tokens, context_length // 2)
     if max_tokens >= context_length:
         raise ValueError(
             f"{max_tokens} completion tokens leave no space for a prompt in the model's context of {context_length} tokens: "
@@ -150,21 +162,28 @@ def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namesp
     if options.samples < 1:
         raise ValueError(f"--samples {options.samples} must be at least 1")
     group = _sample(engine, config, options, options.prompt, columns, num_samples=options.samples, turn=0)
+    shown = _rewards_of(group, engine, config) if options.has_rewards else [""] * options.samples
+    for number, (completion, rewards) in enumerate(zip(group.completions, shown, strict=True), 1):
+        ending = "finished" if completion.finished else "truncated"
+        print(f"--- {number}/{options.samples}  {rewards}{len(completion.ids)} tokens, {ending}")
+        print(printable(completion.text))
+    return 0
+
+
+def _rewards_of(group: Group, engine: BuiltinEngine, config: Config) -> Iterator[str]:
+    """The weighted sum and all rewards of each completion, as text."""
     reward = config.reward
     with RewardRunner(reward.functions, timeout_s=reward.timeout_s, device=engine.policy.device) as rewards:
         try:
             values = score_groups(rewards, [group]).values
         except ValueError as mistake:
             raise ValueError(f"{mistake}; add --column NAME=VALUE") from None
-        for number, (completion, row) in enumerate(zip(group.completions, values, strict=True), 1):
-            weighted = [w * v for w, v in zip(rewards.weights, row, strict=True) if w and v is not None]
-            total = f"{sum(weighted):g}" if weighted else "unscorable"
-            values_shown = ["unscorable" if value is None else f"{value:g}" for value in row]
-            parts = ", ".join(f"{name} {shown}" for name, shown in zip(rewards.names, values_shown, strict=True))
-            ending = "finished" if completion.finished else "truncated"
-            print(f"--- {number}/{options.samples}  reward {total} ({parts}), {len(completion.ids)} tokens, {ending}")
-            print(printable(completion.text))
-    return 0
+    for row in values:
+        weighted = [w * v for w, v in zip(rewards.weights, row, strict=True) if w and v is not None]
+        total = f"{sum(weighted):g}" if weighted else "unscorable"
+        values_shown = ["unscorable" if value is None else f"{value:g}" for value in row]
+        parts = ", ".join(f"{name} {shown}" for name, shown in zip(rewards.names, values_shown, strict=True))
+        yield f"reward {total} ({parts}), "
 
 
 if __name__ == "__main__":

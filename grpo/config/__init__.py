@@ -3,10 +3,11 @@
 from grpo.config.algorithm import PRESETS, AlgorithmConfig
 from grpo.config.arguments import ConfigError, load_config, mask_command_line
 from grpo.config.config import Config, check_world_size
-from grpo.config.help import help_text, keys_of
+from grpo.config.help import KEYS_EPILOG, help_text, keys_of
+from grpo.config.saved import config_of_models
 from grpo.config.schema import DataConfig, EvalConfig, OptimConfig, RuntimeConfig
 
 __all__ = [
-    "PRESETS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "OptimConfig", "RuntimeConfig",
-    "check_world_size", "help_text", "keys_of", "load_config", "mask_command_line",
+    "KEYS_EPILOG", "PRESETS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "OptimConfig", "RuntimeConfig",
+    "check_world_size", "config_of_models", "help_text", "keys_of", "load_config", "mask_command_line",
 ]  # fmt: skip

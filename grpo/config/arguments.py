@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo.config.config import Config, debug_variant
-from grpo.config.help import explain, help_text, keys_of, not_a_section, unknown_key
+from grpo.config.help import explain, help_on, help_text, keys_of, not_a_section, unknown_key
 from grpo.system.bounded_yaml import BoundedLoader
 from grpo.system.masking import masked
 
@@ -21,7 +21,9 @@ class ConfigError(ValueError):
     """A mistake of the user in the configuration; the message says what would work."""
 
 
-def load_config(argv: list[str], *, default_file: str | Path | None = None) -> Config:
+def load_config(
+    argv: list[str], *, default_file: str | Path | None = None, default_values: dict[str, Any] | None = None
+) -> Config:
     """Read a configuration, ``["--config", "file.yaml", "section.key=value", "--debug"]`` for example, and check it.
 
     A later override wins over an earlier one, overrides win over the file, and the file wins over the defaults.
@@ -29,6 +31,7 @@ def load_config(argv: list[str], *, default_file: str | Path | None = None) -> C
     Args:
         argv: command line arguments, without the program's name.
         default_file: YAML file to read, with a note on the console, if ``argv`` names none; None: the defaults of the schema.
+        default_values: nested values to begin with if ``argv`` names no file.
 
     Raises:
         ConfigError: one line per mistake. ``SystemExit`` with code 0 after ``--help``.
@@ -42,13 +45,17 @@ def load_config(argv: list[str], *, default_file: str | Path | None = None) -> C
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
     if options.help:
-        print(help_text(Config))
+        words = [word for word in overrides if "=" not in word and not word.startswith("-")]
+        try:
+            print(help_on(words, Config) if words else help_text(Config))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         raise SystemExit(0)
     if (file := options.config) is None and default_file is not None:
         file = os.path.relpath(default_file)
         if os.environ.get("RANK", "0") == "0":  # torchrun starts this program once per rank
             print(f"config    {file}, since there is no --config", flush=True)
-    values = _read_file(file) if file is not None else {}
+    values = read_config_file(file) if file is not None else dict(default_values or {})
     for override in overrides:
         _apply(override, values)
     try:
@@ -96,7 +103,8 @@ def mask_command_line() -> None:
                 sys.argv[index] = f"{key}={shown.strip()}"
 
 
-def _read_file(name: str) -> dict[str, Any]:
+def read_config_file(name: str | Path) -> dict[str, Any]:
+    """The values of a YAML file; raises a ``ConfigError`` that names the file and the problem."""
     try:
         with open(os.path.expanduser(name), encoding="utf-8") as file:
             text = file.read(BoundedLoader.MAX_CHARACTERS + 1)

@@ -104,7 +104,7 @@ def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"reward": reward | {"functions": [*functions, punishment]}}
 
 
-_DEBUG_LARGEST: dict[str, dict[str, int]] = {
+DEBUG_LARGEST: dict[str, dict[str, int]] = {
     "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64},
     "data": {"max_train_samples": 32, "max_eval_samples": 4},
     "optim": {"max_steps": 2},
@@ -117,7 +117,7 @@ _DEBUG_LARGEST: dict[str, dict[str, int]] = {
 def debug_variant(config: Config) -> Config:
     """The configuration of ``--debug``: two small steps in one process, in a folder of its own, ``<output_dir>-debug``."""
     values = config.model_dump()
-    for section, keys in _DEBUG_LARGEST.items():
+    for section, keys in DEBUG_LARGEST.items():
         for key, largest in keys.items():
             value = values[section][key]
             values[section][key] = largest if value is None else min(value, largest)

@@ -9,14 +9,19 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from grpo.config.aliases import ALIASES, EXPLANATIONS
 from grpo.system.masking import masked
 
 USAGE = """\
 usage: python train_grpo.py [--config FILE.yaml] [section.key=value ...] [--debug]
        torchrun --nproc_per_node=8 train_grpo.py [--config FILE.yaml] [section.key=value ...]
+       python train_grpo.py --help [WORD ...]     the keys of a section (optim), one key (optim.learning_rate), all with a word (length)
 
 Without --config: configs/tiny_arithmetic.yaml, a demo that runs in minutes on a CPU. A key that the file does not set has the default below.
 Values are read as YAML, lists and mappings too. --debug: one process, a few prompts, 2 steps, everything printed and checked."""
+
+KEYS_EPILOG = "The keys of the configuration: python train_grpo.py --help [SECTION or WORD]"
+"""The last line of the help of commands that read a configuration."""
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
@@ -30,8 +35,31 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 def help_text(model: type[BaseModel]) -> str:
     """Usage, then every key with type, default and meaning."""
-    lines, previous_section = [USAGE, ""], ""
-    for key, field in keys_of(model).items():
+    return f"{USAGE}\n{_describe(keys_of(model))}"
+
+
+def help_on(words: list[str], model: type[BaseModel]) -> str:
+    """The keys that words name, with type, default and meaning: those of a section, a single one, or all that contain the word.
+
+    Raises:
+        ValueError: if a word names no key.
+    """
+    known = keys_of(model)
+    found: dict[str, FieldInfo] = {}
+    for word in words:
+        name = word.strip(".").lower()
+        matches = [key for key in known if key == name or key.startswith(f"{name}.")]
+        matches = matches or [key for key in known if name in key or key == ALIASES.get(name.rpartition(".")[2])]
+        if not matches:
+            advice = unknown_key(word, list(known)).removeprefix(f"unknown key {word!r}").lstrip(";: ")
+            raise ValueError(f"--help {word}: no key contains this word; {advice}")
+        found |= {key: known[key] for key in matches}
+    return _describe({key: known[key] for key in known if key in found}).strip("\n")
+
+
+def _describe(keys: Mapping[str, FieldInfo]) -> str:
+    lines, previous_section = [""], ""
+    for key, field in keys.items():
         section, _, _ = key.rpartition(".")
         if section != previous_section:
             lines.append("")
@@ -60,8 +88,16 @@ def _default(value: Any) -> str:
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The error for a key that does not exist, naming the key that was probably meant."""
-    known = [*known, *dict.fromkeys(k.split(".")[0] for k in known if "." in k)]
     section, _, leaf = key.rpartition(".")
+    if not any(part.isdecimal() for part in key.split(".")):  # an entry of a list has keys of its own
+        if same := [k for k in known if k.rpartition(".")[2] == leaf]:  # without a section, or with a wrong one
+            meant = difflib.get_close_matches(key, same, n=1, cutoff=0.0)[0] if section else same[0]
+            return f"unknown key {key!r}; did you mean {meant!r}?"
+        if leaf in ALIASES:
+            return f"unknown key {key!r}; did you mean {ALIASES[leaf]!r}?"
+        if leaf in EXPLANATIONS:
+            return f"unknown key {key!r}: {EXPLANATIONS[leaf]}"
+    known = [*known, *dict.fromkeys(k.split(".")[0] for k in known if "." in k)]
     by_leaf = {k.rpartition(".")[2]: k for k in known}
     leaves_of_section = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     for written, candidates in ((leaf, leaves_of_section), (key, {k: k for k in known}), (leaf, by_leaf)):

@@ -270,7 +270,8 @@ class RuntimeConfig(Section):
     deterministic: bool = False
     """Use only kernels that give the same bits every time (slower; needed on CUDA, and on CPU with several threads)."""
     threads_per_rank: int | None = Field(None, ge=1)
-    """CPU threads of each rank; none: the cores of this machine / its ranks."""
+    """CPU threads of each rank; none: OMP_NUM_THREADS, else the cores of this machine / its ranks. (With several ranks OMP_NUM_THREADS=1
+    does not count, because torchrun sets it: use this key.)"""
     rehearse: bool | None = None
     """Dry-run the largest possible step at start, to find out-of-memory early; none: on CUDA only."""
     profile: int | None = Field(None, ge=1)

@@ -1,14 +1,22 @@
-"""Print prompts as the model will read them, without loading the model: ``python -m grpo.data --config X [section.key=value ...]``."""
+"""Print the first prompts as the model will read them, without loading the model.
 
+    python -m grpo.data --config configs/tiny_arithmetic.yaml
+    python -m grpo.data --config configs/X.yaml data.system_prompt="Think, then answer." data.max_prompt_length=256
+
+Then come the numbers of rows that are used and left out, and the lengths of the prompts.
+"""
+
+import argparse
 import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from grpo.config import Config, load_config
+from grpo.config import KEYS_EPILOG, Config, load_config
 from grpo.data import ProblemSet, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
 from grpo.system import printable
+from grpo.telemetry.terminal import end_without_reader
 from grpo.telemetry.user_errors import print_user_error
 
 NUM_PROMPTS = 3
@@ -17,8 +25,14 @@ MAX_VALUE_LENGTH = 200
 
 
 def main(argv: list[str]) -> int:
+    end_without_reader()
+    usage = "python -m grpo.data [--config FILE] [section.key=value ...]"
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, epilog=KEYS_EPILOG, formatter_class=formatter)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: the defaults of all keys")
+    options, overrides = parser.parse_known_args(argv)
     try:
-        config = load_config(argv)
+        config = load_config(["--config", options.config, *overrides] if options.config else overrides)
         trust = config.model.trust_remote_code
         path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=trust)
         for line in preview(config, load_tokenizer(path, trust_remote_code=trust)):

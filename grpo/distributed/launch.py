@@ -29,8 +29,7 @@ def start_world(runtime: RuntimeConfig) -> World:
     rank, size, local_rank, local_size = launch_environment()
     local_size = max(local_size, local_rank + 1)  # launchers other than torchrun may not set LOCAL_WORLD_SIZE
     device = choose_device(runtime.device, local_rank, local_size)
-    # Ranks that each start as many threads as there are cores compete for them (80 times slower, measured on two cores).
-    torch.set_num_threads(runtime.threads_per_rank or max(_available_cores() // local_size, 1))
+    set_cpu_threads(runtime, local_size)
     if runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -44,6 +43,18 @@ def start_world(runtime: RuntimeConfig) -> World:
         dist.init_process_group(backend, store=dist.PrefixStore(launch_id, store), **options)
     keeps_collectives = bool(launch_id and os.environ.get("GRPO_TEST_COLLECTIVES"))
     return World(rank, size, local_rank, device, launch_id, keeps_collectives)
+
+
+def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
+    """Set the CPU threads of this process: ``runtime.threads_per_rank``, else ``OMP_NUM_THREADS``, else the cores divided by the ranks.
+
+    With several ranks ``OMP_NUM_THREADS=1`` does not count: torchrun sets it if the user has not.
+    """
+    # "4,2" is for nested parallelism: the first number is that of the outermost level.
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    from_user = int(wanted) if wanted.isdecimal() and not (local_size > 1 and int(wanted) == 1) else 0
+    # Ranks that each start as many threads as there are cores compete for them (80 times slower, measured on two cores).
+    torch.set_num_threads(runtime.threads_per_rank or from_user or max(_available_cores() // local_size, 1))
 
 
 def launch_environment() -> tuple[int, int, int, int]:

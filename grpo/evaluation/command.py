@@ -1,12 +1,15 @@
 """Evaluate models with the configuration of a run, outside training.
 
-    python -m grpo.evaluation --config X.yaml --model FOLDER [--model ANOTHER] [--output FILE.json] [section.key=value ...]
+    python -m grpo.evaluation --model runs/X/checkpoint-150
+    python -m grpo.evaluation --model BEFORE --model runs/X/checkpoint-150 eval.num_samples=8 eval.temperature=1
     torchrun --nproc_per_node=8 -m grpo.evaluation --config X.yaml --model FOLDER
 
 Data, prompts, rewards, seed and the section `eval` come from the configuration, and the completions are the same as in the
-evaluations of the training loop. The command prints each metric with its 95% interval and count, and writes every problem with its
-completions and their results to OUTPUT_DIR/evaluation.json (or --output). With several models, the last table compares the first
-("before") with the last ("after").
+evaluations of the training loop. Without --config it is the configuration of the run that wrote the checkpoint (with several
+models: the first that has one), without such a run the defaults.
+
+The command prints each metric with its 95% interval and count, and writes every problem with its completions and their results to
+OUTPUT_DIR/evaluation.json (or --output). With several models, the last table compares the first ("before") with the last ("after").
 """
 
 import argparse
@@ -22,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo.batch import Problem
-from grpo.config import Config, load_config
+from grpo.config import KEYS_EPILOG, Config, config_of_models
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, evaluate
@@ -49,25 +52,33 @@ INTERVAL_METHOD = (
 
 
 def main(argv: list[str]) -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo.evaluation", description=__doc__, formatter_class=formatter, allow_abbrev=False
-    )
-    model_help = "folder or Hub id; can be repeated; default: the configuration's model"
-    parser.add_argument("--model", action="append", help=model_help)
-    parser.add_argument("--output", type=Path, help="the JSON file to write")
-    options, rest = parser.parse_known_args(argv)
-    world = None
     survive_lost_readers()
+    options, rest = _parser().parse_known_args(argv)
+    models, world = options.model or [], None
     try:
-        config = load_config(rest)
+        config, saved = config_of_models(models, options.config, rest)
         world = start_world(config.runtime)
+        if saved and world.is_main:
+            print(f"config    {saved.source}, of the run; --config FILE or section.key=value changes it", flush=True)
         output = options.output or Path(config.output_dir) / "evaluation.json"
-        run(config, options.model or [config.model.name_or_path], output, world)
+        run(config, models or [config.model.name_or_path], output, world)
     except (ValueError, OSError, OtherRankFailed) as error:
         return exit_with_user_error(error, world)
     world.shutdown()
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo.evaluation", allow_abbrev=False, description=__doc__, epilog=KEYS_EPILOG,
+        usage="python -m grpo.evaluation [--model MODEL ...] [--config FILE] [--output FILE] [section.key=value ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    model_help = "folder or Hub id; can be repeated; default: the configuration's model"
+    parser.add_argument("--model", action="append", help=model_help)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: that of the model's run")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON file to write")
+    return parser
 
 
 def run(config: Config, models: list[str], output: Path, world: World) -> list[Evaluation]:

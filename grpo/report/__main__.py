@@ -9,6 +9,7 @@ from grpo.report.figures import write_figures
 from grpo.report.page import build_page
 from grpo.report.read import RunData, read_run
 from grpo.system import write_atomically
+from grpo.telemetry.terminal import survive_lost_readers
 from grpo.telemetry.user_errors import print_user_error
 
 RELOAD_S = 5
@@ -16,6 +17,7 @@ RELOAD_S = 5
 
 
 def main(argv: list[str]) -> int:
+    survive_lost_readers()
     description = "Write one HTML file that shows a run or compares several."
     parser = argparse.ArgumentParser(prog="python -m grpo.report", description=description)
     add = parser.add_argument

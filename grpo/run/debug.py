@@ -1,14 +1,21 @@
-"""Prints and checks of ``--debug``: shapes, dtypes, devices and times of each phase, one group in full."""
+"""Prints and checks of ``--debug``: shapes, dtypes, devices and times of each phase, one group in full, and a verdict at the end."""
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo.batch import Batch, Group
+from grpo.choices import equal_rewards_have_gradient
+from grpo.config import Config
+from grpo.config.config import DEBUG_LARGEST
 from grpo.run.state import Run
 from grpo.telemetry.accumulator import Accumulator
 
@@ -29,6 +36,8 @@ def show_step(
     problem = groups[0].problem
     show(f"problem {problem.index}, {len(problem.prompt_ids)} prompt tokens, as the model sees it:")
     show(textwrap.indent(run.policy.tokenizer.decode(problem.prompt_ids), "  | "))
+    if "answer" in problem.columns:
+        show(f"answer: {problem.columns['answer']}")
     for g, completion in enumerate(groups[0].completions):
         rewards = ", ".join(f"{n} {v:g}" for n, v in zip(run.rewards.names, values_PGF[0, g].tolist(), strict=True))
         end = "finished" if completion.finished else "truncated"
@@ -71,3 +80,59 @@ def check_update(run: Run, metrics: Accumulator) -> None:
     is_1 = math.isnan(ratio) or not run.config.model.disable_dropout or abs(ratio - 1) < tolerance
     assert is_1, f"importance ratio of the first update is {ratio}, not 1"
     run.reporter.print(f"checked   importance ratio of the first update: {ratio:.6f}")
+
+
+def show_verdict(run: Run) -> None:
+    """Print which checks have passed (a failed one has ended the run), and what in the steps of ``metrics.jsonl`` looks wrong."""
+    lines = map(json.loads, (Path(run.config.output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    steps = [line for line in lines if "reward" in line]
+    checks = [f"in each of {len(steps)} steps masks = lengths, EOS inside the mask, all finite"]
+    if run.config.model.disable_dropout:  # see check_batch and check_update
+        checks += ["KL = 0 before the first update"] * (run.ref_scorer is not None)
+        checks += ["importance ratio of the first update = 1"]
+    run.reporter.print("\n--- verdict " + "-" * 59)
+    run.reporter.print(f"checked   all {3 * len(steps) + len(checks) - 1} checks have passed: {'; '.join(checks)}")
+    found = list(suspicions(steps, run.config))
+    for text in found:
+        run.reporter.print(f"suspect   {text}")
+    before = "once that is explained" if found else "if what is printed above is as you expect"
+    run.reporter.print(f"next      {before}: the same command without --debug")
+
+
+def suspicions(steps: Sequence[dict[str, Any]], config: Config) -> Iterator[str]:
+    """One line for each thing in the metrics of the steps that would keep a run from learning, with what to do about it."""
+
+    def always(name: str, value: float) -> bool:
+        return all(step.get(name) == value for step in steps)
+
+    for name in [name for name in steps[0] if name.startswith("rewards/") and name.endswith("/errors")]:
+        if count := sum(step.get(name, 0) for step in steps):
+            yield f"reward {name.split('/')[1]} failed on {count:g} completions: see the error above"
+    values = {step["reward"] for step in steps}
+    no_spread = all(
+        not step[name] for step in steps for name in step if name.startswith("rewards/") and name.endswith("/std")
+    )
+    if always("frac_unscorable", 1.0):
+        yield "no completion got a reward, since the reward functions return None for all of them"
+    elif values == {0.0} and no_spread:
+        yield (
+            "every completion got reward 0: compare completions and answer above. If a right completion gets 0, change the reward or the "
+            "format that the prompt asks for; if none is right, take easier problems or a stronger model"
+        )
+    elif len(values) == 1 and no_spread:
+        yield f"every completion got reward {values.pop():g}: a reward that does not depend on the completion teaches nothing"
+    elif always("frac_reward_zero_std", 1.0) and not equal_rewards_have_gradient(
+        config.algorithm.baseline, config.algorithm.scale
+    ):
+        yield (
+            "the completions of each group have equal rewards, so that there is no gradient: take more completions "
+            f"(rollout.num_generations; --debug takes at most {DEBUG_LARGEST['rollout']['num_generations']}), or problems that the model "
+            "solves sometimes"
+        )
+    if always("completions/clipped_ratio", 1.0):
+        length, largest = config.rollout.max_completion_length, DEBUG_LARGEST["rollout"]["max_completion_length"]
+        cut = f" (--debug allows at most {largest}, so the run itself may be fine)" if length == largest else ""
+        yield (
+            f"every completion was cut off at rollout.max_completion_length={length}{cut}: raise it, or see above whether the model "
+            "knows from the prompt where to stop"
+        )

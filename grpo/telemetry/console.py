@@ -1,7 +1,48 @@
 """The lines of a run on the console, and the numbers beside its progress bar."""
 
+import statistics
+import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
+
+from tqdm import tqdm
+
+RECENT_STEPS = 20
+"""Steps whose median is taken as the duration of the steps to come."""
+
+
+class TimeLeft:
+    """The time until the end of a run, from the duration of its recent steps and of its newest evaluation.
+
+    Args:
+        eval_every: steps between evaluations; None: only the last step is followed by one.
+    """
+
+    def __init__(self, max_steps: int, eval_every: int | None):
+        self.max_steps, self.eval_every = max_steps, eval_every
+        self.seconds = {"eval": 0.0}
+        """Duration of the newest evaluation."""
+        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._ended: float | None = None
+
+    def after(self, metrics: dict[str, Any]) -> str | None:
+        """``12:34`` or ``1:02:03`` after a step, which is called with its metrics as soon as it has ended; None if no step is left."""
+        step, ended, evaluation = metrics["step"], time.monotonic(), metrics.get("time/eval", 0.0)
+        self.seconds["eval"] = evaluation or self.seconds["eval"]
+        if (
+            "step_time" in metrics
+        ):  # the clock includes saving; at the first step of a continued run it has not been started
+            since = 0.0 if self._ended is None else ended - self._ended - evaluation
+            self._steps.append(max(since, metrics["step_time"]))
+        self._ended = ended
+        num_left = self.max_steps - step
+        if num_left <= 0 or not self._steps:
+            return None
+        num_evaluations = (
+            1 if self.eval_every is None else -(-self.max_steps // self.eval_every) - step // self.eval_every
+        )
+        return tqdm.format_interval(num_left * statistics.median(self._steps) + num_evaluations * self.seconds["eval"])
 
 
 def progress_values(metrics: dict[str, Any]) -> dict[str, str]:
@@ -11,8 +52,8 @@ def progress_values(metrics: dict[str, Any]) -> dict[str, str]:
     return {label: f"{metrics[name]:{form}}" for name, label, form in columns if metrics.get(name) is not None}
 
 
-def console_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One step: the reward, its parts, then metrics that show whether training is healthy."""
+def console_line(metrics: dict[str, Any], max_steps: int, left: str | None = None) -> str:
+    """One step: the reward, its parts, metrics that show whether training is healthy, and the time that is left."""
     parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
     means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     parts += [f"{name.split('/')[1]} {metrics[name]:.3f}" for name in means]
@@ -20,7 +61,7 @@ def console_line(metrics: dict[str, Any], max_steps: int) -> str:
                ("frac_reward_zero_std", "equal-reward groups", ".0%"), ("grad_norm", "grad norm", ".3f"),
                ("learning_rate", "lr", ".1e"), ("tokens_per_second", "tokens/s", ".0f"), ("step_time", "seconds", ".2f"))  # fmt: skip
     parts += [f"{label} {metrics[name]:{form}}" for name, label, form in columns if name in metrics]
-    return "  ".join(parts)
+    return "  ".join(parts + [f"left {left}"] * (left is not None))
 
 
 def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:

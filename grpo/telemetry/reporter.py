@@ -12,7 +12,7 @@ from tqdm import tqdm
 from grpo.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.system import printable
-from grpo.telemetry.console import console_line, evaluation_line, progress_values
+from grpo.telemetry.console import TimeLeft, console_line, evaluation_line, progress_values
 from grpo.telemetry.dashboard import Dashboard
 from grpo.telemetry.hints import Hints
 from grpo.telemetry.metrics_file import MetricsFile
@@ -38,6 +38,7 @@ class Reporter:
     ):  # fmt: skip
         self.is_main, self.max_steps, self._every = is_main, max_steps, config.logging.every
         self.wandb_run_id = wandb_run_id
+        self.time_left = TimeLeft(max_steps, config.eval.every)
         self._dashboards: list[Dashboard] = []
         self._redirected_stderr = contextlib.ExitStack()
         self._bar_stream = sys.stderr if is_main and sys.stderr.isatty() else None
@@ -96,11 +97,12 @@ class Reporter:
         if not self.is_main:
             return
         self._metrics_file.write(metrics)
+        left = self.time_left.after(metrics)
         self._steps_bar.set_postfix(progress_values(metrics), refresh=False)
         self._steps_bar.update(metrics["step"] - self._steps_bar.n)
         if self._is_shown(metrics):
             if "reward" in metrics:
-                self.print(console_line(metrics, self.max_steps))
+                self.print(console_line(metrics, self.max_steps, left if self._bar_stream is None else None))
             if _has_evaluation(metrics):
                 self.print(evaluation_line(metrics, self.max_steps))
             for dashboard in self._dashboards:

@@ -5,6 +5,7 @@ import errno
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -14,6 +15,18 @@ from tqdm import tqdm
 
 def survive_lost_readers() -> None:
     """Let this process go on without a terminal: what is printed to a closed pipe, terminal or stream goes to /dev/null from then on."""
+    _wrap_streams(ends_process=False)
+
+
+def end_without_reader() -> None:
+    """Let this process end, quietly and as SIGPIPE would end it (exit code 141), once nobody reads its output (``... | head -1``).
+
+    For commands that only print. (SIGPIPE itself would also end a process whose reward worker has ended.)
+    """
+    _wrap_streams(ends_process=True)
+
+
+def _wrap_streams(*, ends_process: bool) -> None:
     for number in range(3):
         try:
             os.fstat(number)
@@ -26,16 +39,17 @@ def survive_lost_readers() -> None:
         options = dict(line_buffering=True)
         if stream is not None:
             stream.flush()
-            is_by_line = stream.line_buffering or stream.write_through
+            is_by_line = stream.line_buffering or stream.write_through or ends_process
             options = dict(encoding=stream.encoding, errors=stream.errors, line_buffering=is_by_line)
-        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(_Output(number)), **options))
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(_Output(number, ends_process=ends_process)), **options))
 
 
 class _Output(io.FileIO):
-    """A standard stream that becomes /dev/null when nobody reads it any more."""
+    """A standard stream that becomes /dev/null when nobody reads it any more; ``SystemExit`` then if that ends the process."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, *, ends_process: bool):
         super().__init__(number, "w", closefd=False)
+        self._ends_process = ends_process
 
     def write(self, data: Any) -> int:
         try:
@@ -46,6 +60,8 @@ class _Output(io.FileIO):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())
         os.close(null)
+        if self._ends_process:
+            sys.exit(128 + signal.SIGPIPE)
         return len(data)
 
 

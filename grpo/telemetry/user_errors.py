@@ -1,8 +1,11 @@
 """Errors that the user can fix, such as a wrong setting: printed once, without a traceback, exit code 2."""
 
+import contextlib
+import json
 import os
 import sys
 import time
+from pathlib import Path
 
 from grpo.distributed import World, launch_environment
 from grpo.system import printable
@@ -29,6 +32,17 @@ def exit_with_user_error(error: Exception, world: World | None) -> int:
         time.sleep(2)  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
     if is_first or world is None:
         print_user_error(error)
+        _tell_torchrun(error)
     if world is not None and not world.is_alone:
         world.exit_now(2)
     return 2
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Write the error where torchrun looks for it: the table that torchrun prints in the end then has it in its last line."""
+    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is None:
+        return
+    text = printable(str(error))
+    details = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps({"message": details}), encoding="utf-8")

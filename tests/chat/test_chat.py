@@ -53,7 +53,7 @@ def test_a_conversation_goes_on_until_it_is_too_long_or_ended(checkpoint, chat):
 def test_user_errors_are_one_line(checkpoint, random_model, chat):
     cases = {
         ("--model", "/nowhere"): "model.name_or_path=/nowhere does not exist",
-        ("--model", random_model, "--prompt", "2+2="): "256 completion tokens leave no space",
+        ("--model", random_model, "--prompt", "2+2=", "--max-tokens", "256"): "256 completion tokens leave no space",
         (
             "--model",
             random_model,
@@ -61,6 +61,8 @@ def test_user_errors_are_one_line(checkpoint, random_model, chat):
             "2+2=",
             "--max-tokens",
             "8",
+            "--column",
+            "other=1",
         ): "column(s) answer",  # the default reward reads it
         ("--model", checkpoint, "--prompt", "2", "--column", "answer"): "--column answer: use NAME=VALUE",
     }
@@ -68,6 +70,33 @@ def test_user_errors_are_one_line(checkpoint, random_model, chat):
         code, _, complaint = chat(*arguments)
         assert code == 2
         assert complaint.startswith("error: ") and words in complaint and complaint.count("\n") == 1
+
+
+def test_a_model_without_a_run_gets_the_prompt_alone(random_model, chat, tmp_path):
+    """No rewards, and completions that fit into the model's context, also of a base model without a chat template."""
+    base = tmp_path / "base"
+    shutil.copytree(random_model, base, ignore=shutil.ignore_patterns("*.jinja"))
+    for model in (random_model, base):
+        code, shown, _ = chat("--model", model, "--prompt", "2+2=", "--samples", "2", "rollout.temperature=0.01")
+        heads = re.findall(r"^--- \d/2  (\d+) tokens, (?:finished|truncated)$", shown, re.M)
+        assert code == 0 and len(heads) == 2 and all(int(length) <= 128 for length in heads)
+
+
+def test_the_configuration_beside_a_checkpoint_is_that_of_its_run(checkpoint, chat, tmp_path):
+    """Also without the trainer's state, in a folder that was moved; ``section.key=value`` changes it."""
+    run = tmp_path / "moved"
+    shutil.copytree(checkpoint.parent, run)
+    shutil.rmtree(run / "checkpoint-1" / "trainer")
+    arguments = ("--prompt", "2+2=", "--samples", "2")
+    expected = chat("--model", checkpoint, *arguments)[1]
+    assert "share_of_digits" in expected
+    assert chat("--model", run / "checkpoint-1", *arguments)[1] == expected
+    shown = chat("--model", run / "checkpoint-1", *arguments, "rollout.max_completion_length=2")[1]
+    assert {int(length) for length in re.findall(r"(\d+) tokens", shown)} <= {1, 2}
+    (run / "checkpoint-1" / "trainer").mkdir()
+    (run / "checkpoint-1" / "trainer" / "state.json").write_text('{"step": 1')
+    code, _, said = chat("--model", run / "checkpoint-1", *arguments)
+    assert code == 2 and "state.json holds no configuration that can be read" in said
 
 
 def test_control_characters_of_a_model_are_escaped():

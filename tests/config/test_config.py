@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 import train_grpo
 from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, keys_of, load_config
+from grpo.config.aliases import ALIASES, EXPLANATIONS
 from grpo.config.config import add_implied_rewards
 from grpo.loss import policy_loss
 
@@ -269,6 +270,9 @@ def test_a_gym_task_brings_its_scorer_unless_another_is_named():
         ("optim.temperature", "rollout.temperature"),  # the right name in the wrong section
         ("algoritm.beta", "algorithm.beta"),
         ("beta", "algorithm.beta"),
+        ("temperature", "rollout.temperature"),
+        ("evel.temperature", "eval.temperature"),
+        ("delta", "algorithm.delta"),
         ("output_dri", "output_dir"),
         ("seeed", "seed"),
         ("rollout.prompts_per_step.x", "rollout.prompts_per_step"),
@@ -281,6 +285,28 @@ def test_an_unknown_key_names_the_nearest(file, typed, meant):
         assert mistakes(file(yaml.safe_dump({section: {leaf: 1}}))) == [
             f"unknown key {typed!r}; did you mean {meant!r}?"
         ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("optim.lr", "; did you mean 'optim.learning_rate'?"),
+        ("batch_size", "; did you mean 'rollout.prompts_per_step'?"),
+        ("algorithm.kl_coef", "; did you mean 'algorithm.beta'?"),
+        ("num_gpus", ": the launcher decides: NPROC_PER_NODE=2"),
+        ("report_to", ": logging.wandb=online"),
+    ],
+)
+def test_a_name_from_elsewhere_names_the_key(typed, said):
+    (line,) = mistakes([f"{typed}=1"])
+    assert line.startswith(f"unknown key {typed!r}{said}")
+
+
+def test_the_names_from_elsewhere_are_no_keys_and_lead_to_keys():
+    known = set(keys_of(Config))
+    leaves = {key.rpartition(".")[2] for key in known} | set(Config.model_fields) - {"optim"}
+    assert set(ALIASES.values()) <= known
+    assert not leaves & (set(ALIASES) | set(EXPLANATIONS))
 
 
 def test_an_unknown_section_names_the_nearest(file):
@@ -533,6 +559,31 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys):
     assert "rollout.temperature  (float; default 1.0)" in lines
     assert "algorithm.epsilon_high  (float | none; default none)" in lines
     assert "algorithm.objective  (clip | cispo | reinforce; default clip)" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["eval.num_samples"], ["eval.num_samples"]),
+        (["optim"], [key for key in keys_of(Config) if key.startswith("optim.")]),
+        (["learning_rate", "seed=1"], ["optim.learning_rate"]),
+        (["lr"], ["optim.learning_rate", "optim.lr_scheduler_type", "optim.min_lr"]),
+        (["kl_coef"], ["algorithm.beta"]),
+        (["keep", "seed"], ["seed", "checkpoint.keep", "checkpoint.keep_best"]),
+    ],
+)
+def test_help_on_some_keys(capsys, words, keys):
+    with pytest.raises(SystemExit):
+        load_config(["--help", *words])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  (")[0] for line in lines if line and not line.startswith(" ")] == keys
+
+
+def test_help_on_no_key():
+    assert mistakes(["--help", "learning_rates"]) == [
+        "--help learning_rates: no key contains this word; did you mean 'optim.learning_rate'?"
+    ]
+    assert mistakes(["zzqqxx", "--help"])[0].endswith("no key contains this word; --help lists all keys")
 
 
 # --- --debug

@@ -76,6 +76,11 @@ def test_the_training_loop_finds_the_same_numbers(tmp_path, random_model, alone)
     both = json.loads((tmp_path / "evaluation.json").read_text())["models"]
     assert [m["model"] for m in both] == [str(random_model), f"{tmp_path}/checkpoint-1"]
     assert both[0]["metrics"] == found
+    # The checkpoint's run has all of these settings, also where it lies now.
+    moved = (tmp_path / "checkpoint-1").rename(tmp_path / "elsewhere")
+    done = run_evaluation(f"--model={moved}")
+    assert f"config    {moved}/trainer/state.json, of the run; --config FILE or " in done.stdout
+    assert json.loads((moved / "evaluation.json").read_text())["models"][0]["metrics"] == both[1]["metrics"]
 
 
 @pytest.mark.slow

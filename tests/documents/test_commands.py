@@ -96,7 +96,7 @@ def cut(command: str) -> str:
     if data and "gsm8k_cpu" not in command:
         data += " data.eval_dataset=train.jsonl data.eval_split=train"
     if "grpo.evaluation" in command:
-        return re.sub(r"--model \S+", "--model FOLDER", command) + f"{data} {CUTS}"
+        return re.sub(r"--model (?!runs/)\S+", "--model FOLDER", command) + f"{data} {CUTS}"
     if command.startswith("pytest"):
         return command + " --collect-only -q"
     if "launch.sh test" in command:

@@ -110,3 +110,22 @@ def test_output_that_nobody_reads_is_no_error(tmp_path, streams):
     subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=60)
     assert (tmp_path / "code").read_text() == "0\n"
     assert int((tmp_path / "file").read_text()) > 2
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("train_grpo.py --help", 0),
+        ("-m grpo.evaluation --help", 0),
+        ("-m grpo.report --help", 0),
+        ("-m grpo.chat --help", 141),
+        ("-m grpo.data", 141),
+    ],
+)
+@pytest.mark.slow  # imports take seconds
+def test_commands_end_quietly_when_nobody_reads(tmp_path, command, code):
+    """Those that only print end as SIGPIPE ends a program, the others finish."""
+    shell = f'{{ "$@"; echo $? > {tmp_path}/code; }} | true'
+    words = ["bash", "-c", shell, "run", sys.executable, *command.split()]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=60, text=True)
+    assert (done.stderr, (tmp_path / "code").read_text()) == ("", f"{code}\n")

@@ -82,6 +82,21 @@ def test_the_console_line_starts_with_the_reward():
     assert line == "step   3/120  reward 0.500  format 0.250  kl 0.0100  equal-reward groups 50%"
 
 
+def test_the_time_that_is_left_counts_steps_and_evaluations(tmp_path, capsys):
+    """The median of the steps, 60 s each, and three more evaluations of the newest one's 100 s; a slow first step does not count."""
+    writer = reporter(tmp_path, every=1, max_steps=20)
+    writer.time_left.eval_every = 5
+    writer.time_left.seconds["eval"] = 7.0
+    for step, extra in ((1, {"step_time": 900.0}), (2, {}), (3, {}), (4, {}), (5, {"time/eval": 100.0})):
+        writer.step({"step": step, "reward": 1.0, "step_time": 60.0} | extra)
+    writer.step({"step": 20, "reward": 1.0, "step_time": 60.0})
+    writer.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("  left 4:45:28"), "19 x 900 s + 4 x 7 s"
+    assert lines[4].endswith("  left 20:00"), "15 x 60 s + 3 x 100 s"
+    assert lines[5] == "step 20/20  reward 1.000  seconds 60.00", "none is left"
+
+
 def test_the_evaluation_table():
     table = evaluation_table(
         {"eval/mean@8": 0.5, "step": 0}, {"eval/mean@8": 0.75, "eval/mean_length": 20.0, "loss": 1.0}
