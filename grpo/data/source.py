@@ -31,6 +31,8 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
     setting = f"data.{key}={dataset}"
     limit = config.max_train_samples if train else config.max_eval_samples
     if dataset == GIVEN_ROWS:
+        if not train and config.eval_split is None and config.eval_dataset is None:
+            return None
         raise ValueError(
             f"{setting}: these rows were given to grpo.train() as a Python object, which a configuration cannot hold: set data.{key} to "
             "a file or a Hub dataset with such rows"
