@@ -19,6 +19,12 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
     A failure ends this process at once with code 1, after an error message. If no update was under way, a checkpoint is saved first, so
     that only the current step is lost.
     """
+    code = _finish_or_end_process(run, train)
+    run.world.shutdown()
+    return code
+
+
+def _finish_or_end_process(run: Run, train: Callable[[Run], None]) -> int:
     try:
         code = train_and_save(run, train)
     except BaseException as failure:
@@ -29,17 +35,17 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
             run.close()
         run.world.exit_now(1)
     run.close()
-    run.world.shutdown()
     return code
 
 
 def run_inside_program(run: Run, train: Callable[[Run], None]) -> int:
-    """The same for a program that goes on afterwards: a failure is raised, with a note on what was saved, instead of ending the process.
+    """The same for a program that goes on afterwards: a failure is raised, with a note on what was saved, instead of ending the process,
+    and the ranks stay connected.
 
     With several ranks a failure ends the process here too: the others may wait for this rank, which cannot join them again.
     """
     if not run.world.is_alone:
-        return run_to_completion(run, train)
+        return _finish_or_end_process(run, train)
     with contextlib.ExitStack() as at_end:
         at_end.callback(run.close)
         try:
