@@ -18,12 +18,14 @@ from outputs import assert_same_weights, lines
 import grpo
 from grpo.chat import main as chat
 from grpo.config import ConfigError, load_config
+from grpo.distributed import World
 from grpo.evaluation.command import main as evaluate
 from grpo.library import TrainingResult, train
 from grpo.report.__main__ import main as report
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.objects import digest, importable_name
 from grpo.run.checkpoint import read_state
+from grpo.run.signals import Signals
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 FACTOR = 0.5
@@ -70,6 +72,7 @@ def children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
+@pytest.mark.slow
 def test_objects_names_a_second_call_and_a_changed_reward(random_model, tmp_path, capsys):
     """A closure, a lambda, a function of a module, a builtin and an object that cannot be pickled; then the same call again, and with other code."""
 
@@ -179,7 +182,6 @@ def test_mistakes_are_value_errors_and_leave_nothing(arguments, message, tmp_pat
     assert (process_state(), children()) == (before, processes)
 
 
-@pytest.mark.slow
 def test_a_failing_step_raises_and_the_same_call_continues(random_model, tmp_path):
     """A reward that this process runs fails in the third step; the steps before it are saved."""
     broken, here = [True], WithGenerator()
@@ -217,6 +219,19 @@ def test_a_signal_saves_and_ends_the_call(number, error, random_model, tmp_path)
         )
     assert process_state() == before
     assert TrainingResult.load(tmp_path / "run").checkpoint.name == "checkpoint-1"
+
+
+def test_a_second_interrupt_ends_an_update_but_not_the_process(monkeypatch):
+    monkeypatch.setattr("grpo.run.signals.SAME_SIGNAL_SECONDS", 0.0)
+    world = World(0, 1, 0, torch.device("cpu"))
+    handlers = Signals(world, lambda: None, ends_process=False)
+    try:
+        signal.raise_signal(signal.SIGINT)
+        assert handlers.vote() == (False, True)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        handlers.close()
 
 
 class InThisProcess:
