@@ -16,12 +16,12 @@ from grpo.evaluation.estimate import mean_of
 SETTINGS = {
     "output_dir": "runs/compare_checkpoints",
     "model.name_or_path": "builtin:tiny",
-    "data": {"dataset": "builtin:arithmetic", "max_eval_samples": 100},
+    "data": {"dataset": "builtin:arithmetic", "max_eval_samples": 50},
     "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 64},
     "algorithm.beta": 0.0,
-    "optim": {"learning_rate": 2e-4, "max_steps": 12},
+    "optim": {"learning_rate": 2e-4, "max_steps": 8},
     "eval": {"before_training": False, "num_samples": 4, "temperature": 1.0},
-    "checkpoint": {"save_steps": 2, "keep": 6, "resume": "never"},
+    "checkpoint": {"save_steps": 2, "keep": 4, "resume": "never"},
     "runtime.precision": "fp32",
 }
 
