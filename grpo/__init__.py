@@ -1,7 +1,21 @@
-"""GRPO in raw PyTorch: see ``train_grpo.py`` for the algorithm and ``docs/`` for the rest."""
+"""GRPO in raw PyTorch: see ``train_grpo.py`` for the algorithm and ``docs/`` for the rest.
+
+``from grpo import train`` trains from a notebook or a script, see ``docs/library.md``.
+"""
+
+from typing import Any
 
 from grpo.system.environment_defaults import set_environment_defaults
 
 __version__ = "0.1.0"
 
 set_environment_defaults()
+
+
+def __getattr__(name: str) -> Any:
+    """``train`` and ``TrainingResult`` are imported when they are asked for: reward workers import this package too."""
+    if name in ("TrainingResult", "train"):
+        from grpo import library
+
+        return getattr(library, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

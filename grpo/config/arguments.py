@@ -1,10 +1,11 @@
-"""Read a configuration from the command line and a YAML file."""
+"""Read a configuration from the command line, a YAML file or Python values."""
 
 import argparse
 import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,54 @@ def load_config(
     values = read_config_file(file) if file is not None else dict(default_values or {})
     for override in overrides:
         _apply(override, values)
+    return _checked(values, debug=options.debug)
+
+
+def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | None, *more: Mapping[str, Any]) -> Config:
+    """Read a configuration from Python values, and check it.
+
+    Args:
+        source: a mapping, nested or with dotted keys (``{"optim.max_steps": 5}``), a YAML file, or a configuration; None: the defaults.
+        more: mappings of the same form. The values of a later one win.
+
+    Raises:
+        ConfigError: one line per mistake.
+    """
+    if isinstance(source, str | os.PathLike):
+        source = _read_file(os.fspath(source))
+    elif isinstance(source, Config):
+        source = source.model_dump(exclude_unset=True)
+    elif source is not None and not isinstance(source, Mapping):
+        kind = type(source).__name__
+        raise ConfigError(f"config must be a mapping of sections, a YAML file, a Config or None, got {kind}")
+    values: dict[str, Any] = {}
+    for given in (source or {}, *more):
+        _merge(given, values)
+    return _checked(values)
+
+
+def _merge(given: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Write a mapping, nested or with dotted keys, into nested values."""
+    for key, value in given.items():
+        *sections, leaf = str(key).split(".")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(not_a_section(section, list(keys_of(Config))))
+        if isinstance(value, Mapping) and isinstance(inner.get(leaf, {}), dict):
+            _merge(value, inner.setdefault(leaf, {}))
+        else:
+            inner[leaf] = os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _checked(values: dict[str, Any], *, debug: bool = False) -> Config:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         known = list(keys_of(Config))
         raise ConfigError("\n".join(dict.fromkeys(explain(item, known) for item in error.errors()))) from None
-    return debug_variant(config) if options.debug or config.debug else config
+    return debug_variant(config) if debug or config.debug else config
 
 
 def _apply(override: str, values: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 from grpo.data.problems import ProblemSet, Rows, count_shared, fingerprint, load_rows, make_problems, render
 from grpo.data.schedule import Schedule, check_enough
+from grpo.data.source import GIVEN_ROWS, rows_of
 
 __all__ = [
-    "ProblemSet", "Rows", "Schedule", "check_enough", "count_shared", "fingerprint", "load_rows", "make_problems",
-    "render",
+    "GIVEN_ROWS", "ProblemSet", "Rows", "Schedule", "check_enough", "count_shared", "fingerprint", "load_rows", "make_problems",
+    "render", "rows_of",
 ]  # fmt: skip

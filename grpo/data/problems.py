@@ -60,16 +60,17 @@ def fingerprint(rows: Rows) -> str:
     return digest.hexdigest()
 
 
-def load_rows(config: DataConfig, *, train: bool, seed: int) -> Rows | None:
+def load_rows(config: DataConfig, *, train: bool, seed: int, given: list[dict[str, Any]] | None = None) -> Rows | None:
     """Read and check the rows of the training split or, with ``train=False``, the evaluation split; None if that is not configured.
 
-    ``seed`` is for tasks whose problems are drawn.
+    ``seed`` is for tasks whose problems are drawn; ``given`` are rows to use in place of those that the configuration names.
 
     Raises:
         ValueError: in one line, for a missing file, split or column, an unreadable line, an empty dataset, or a pattern that matches
             nothing.
     """
-    rows = read_rows(config, train=train, seed=seed)
+    limit = config.max_train_samples if train else config.max_eval_samples
+    rows = read_rows(config, train=train, seed=seed) if given is None else given[:limit]
     if rows is None:
         return None
     key, dataset = dataset_setting(config, train)

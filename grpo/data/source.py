@@ -4,7 +4,7 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo.config import DataConfig
@@ -14,6 +14,8 @@ from grpo.system import first_line
 from grpo.tasks import TASKS, gym, load_task
 
 BUILTIN_PREFIX = "builtin:"
+GIVEN_ROWS = "python:rows"
+"""In place of a dataset's name in the configuration: rows that a Python program gave to ``grpo.train`` as an object."""
 
 
 def dataset_setting(config: DataConfig, train: bool) -> tuple[str, str]:
@@ -28,6 +30,13 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
     key, dataset = dataset_setting(config, train)
     setting = f"data.{key}={dataset}"
     limit = config.max_train_samples if train else config.max_eval_samples
+    if dataset == GIVEN_ROWS:
+        if not train and config.eval_split is None and config.eval_dataset is None:
+            return None
+        raise ValueError(
+            f"{setting}: these rows were given to grpo.train() as a Python object, which a configuration cannot hold: set data.{key} to "
+            "a file or a Hub dataset with such rows"
+        )
     if dataset.startswith(BUILTIN_PREFIX):
         name = dataset.removeprefix(BUILTIN_PREFIX)
         if name not in TASKS:
@@ -42,6 +51,33 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
         split = "train"  # the name that `datasets` gives the only split of a file
     text_columns = (config.prompt_column, config.answer_column)
     return list(_read(setting, os.path.expanduser(dataset), config.config_name, split, text_columns, limit))
+
+
+def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of an object: a list of mappings, a ``datasets.Dataset`` or a pandas DataFrame. Values that a row lacks are None.
+
+    ``ValueError``, in one line that begins with ``name``, for anything else.
+    """
+    if hasattr(given, "to_dict") and hasattr(given, "notna"):  # NaN stands for a missing value
+        given = given.astype(object).where(given.notna(), None).to_dict("records")
+    if isinstance(given, Mapping):
+        example, parts = next(iter(given), None), ", ".join(map(str, given))
+        what = f"the splits {parts}: give one of them, {name}=...[{example!r}]"
+        if not all(hasattr(split, "column_names") for split in given.values()):
+            what = f"the keys {parts}: give a list with one mapping per row, or datasets.Dataset.from_dict(...)"
+        raise ValueError(f"{name} is a {type(given).__name__} with {what}")
+    if isinstance(given, str) or not hasattr(given, "__iter__") or not hasattr(given, "__len__"):
+        raise ValueError(
+            f"{name} is of type {type(given).__name__}: give a list of mappings, a datasets.Dataset or a pandas DataFrame"
+        )
+    rows = list(given)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
+            raise ValueError(
+                f"{name}, row {number}: expected a mapping from column names to values, got {str(row)[:80]!r}"
+            )
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
 
 
 def _read(

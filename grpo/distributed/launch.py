@@ -25,6 +25,10 @@ def start_world(runtime: RuntimeConfig) -> World:
         ValueError: if this rank has no device (:func:`choose_device`), or the other ranks do not start within ``runtime.timeout_s``
             seconds.
     """
+    if dist.is_initialized():
+        raise ValueError(
+            "this process is in a torch.distributed process group already: destroy_process_group() comes before training"
+        )
     _end_with_torchrun()
     rank, size, local_rank, local_size = launch_environment()
     local_size = max(local_size, local_rank + 1)  # launchers other than torchrun may not set LOCAL_WORLD_SIZE

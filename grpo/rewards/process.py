@@ -38,11 +38,11 @@ def _worker_sys_path(directory: str) -> list[str]:
 class WorkerProcess:
     """One worker process, started when it is needed and restarted after it has ended. Only one thread at a time may call it.
 
-    ``functions`` are ``(spec, args)`` by key; a new process loads a function at its first call. The working folder ``directory`` is fixed
+    ``functions`` are ``(spec, args, objects.pickled)`` by key; a new process loads a function at its first call. The working folder ``directory`` is fixed
     when the run starts, so that relative paths stay valid after a restart.
     """
 
-    def __init__(self, functions: list[tuple[str, dict[str, Any]]], directory: str):
+    def __init__(self, functions: list[tuple[str, dict[str, Any], bytes | str | None]], directory: str):
         self.functions, self.directory = functions, directory
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
@@ -50,9 +50,11 @@ class WorkerProcess:
         self._num_jobs = self._num_printed_bytes = 0
 
     def load(self, key: int) -> tuple[str, Any]:
-        """Load function ``key``: ``("ok", FunctionInfo)``, ``("invalid", message)``, ``("timeout", None)`` or ``("died", cause)``."""
-        spec, args = self.functions[key]
-        answer = self._request(("load", key, spec, args), LOAD_SECONDS)
+        """Load function ``key``: the worker's answer, ``("timeout", None)`` or ``("died", cause)``."""
+        spec, args, value = self.functions[key]
+        if isinstance(value, str):
+            return "unreadable", value
+        answer = self._request(("load", key, spec, args, value), LOAD_SECONDS)
         if answer[0] == "ok":
             self._loaded.add(key)
         return answer

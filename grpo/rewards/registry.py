@@ -27,6 +27,10 @@ ONLY_IF_NAMED = ("trainer_state", "log_metric", "log_extra")
 TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids", *ONLY_IF_NAMED)
 """The arguments that the trainer passes to a reward besides the columns of the rows. A column of such a name is not passed."""
 MAKE_IT_IN_THE_FILE = "in its file write reward = Name(...), and name that"
+OBJECT_PREFIX = "python:"
+"""Begins the name of a reward that a Python program gave to ``grpo.train`` as an object: its code is in no file that others could import."""
+FILE_MODULE_PREFIX = "grpo_reward_file_"
+"""Begins the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""
 
 
 def load_reward(spec: str) -> Callable[..., Any]:
@@ -48,6 +52,11 @@ def load_reward(spec: str) -> Callable[..., Any]:
     if spec in BUILTIN:
         return getattr(importlib.import_module(BUILTIN[spec]), spec)
     location, separator, function = spec.rpartition(":")
+    if spec.startswith(OBJECT_PREFIX):
+        raise ValueError(
+            f"reward {spec!r} was given to grpo.train() as a Python object, which a configuration cannot hold: write the function to "
+            f"a file and name path/to/file.py:{function}, or name another reward"
+        )
     if not separator:
         raise ValueError(
             f"unknown reward {spec!r}{_did_you_mean(spec, BUILTIN)}; built in are {', '.join(BUILTIN)}; "
@@ -78,7 +87,7 @@ def _import_file(spec: str, path: str) -> ModuleType:
     # imported again.
     status = os.stat(path)
     key = hashlib.blake2b(f"{path}\0{status.st_mtime_ns}\0{status.st_size}".encode(), digest_size=8).hexdigest()
-    name = f"grpo_reward_file_{key}"
+    name = f"{FILE_MODULE_PREFIX}{key}"
     if name in sys.modules:
         return sys.modules[name]
     if os.path.dirname(path) not in sys.path:

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ class RewardSpec:
     name: str
     weight: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None
+    """The function itself; None: the one that ``name`` names."""
 
 
 @dataclass(frozen=True)

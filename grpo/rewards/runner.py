@@ -10,18 +10,19 @@ training loop makes all ranks agree on a failure.
 import logging
 import os
 import queue
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from grpo.rewards.arguments import check_columns
-from grpo.rewards.logged import OUTSIDE_TRAINING, Logged, TrainerState
+from grpo.rewards.here import FunctionsHere
+from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
+from grpo.rewards.objects import digest, pickled
 from grpo.rewards.process import LOAD_SECONDS, WorkerProcess
-from grpo.rewards.registry import CLASSIFIER_PREFIX, check_arguments, display_name, load_reward
+from grpo.rewards.registry import CLASSIFIER_PREFIX, display_name
 from grpo.rewards.result import FunctionResult, RewardContractError, RewardResult, RewardSpec, join_columns, sum_metrics
 from grpo.rewards.sandbox import Limits
-from grpo.rewards.worker import FunctionInfo, RewardInputs, call_reward, check_values
+from grpo.rewards.worker import FunctionInfo, RewardInputs
 from grpo.system import printable
 from grpo.system.masking import with_environment
 
@@ -35,7 +36,8 @@ class RewardRunner:
     """Runs the configured rewards. Each rank starts one runner and ends it with :meth:`close` or by leaving its context.
 
     Args:
-        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check` loads and checks them.
+        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check` loads and checks them. A ``function``
+            that cannot be sent to a worker runs in this process; :attr:`notes` says so.
         timeout_s: time limit of one call, in seconds.
         num_workers: worker processes, 1 by default. More workers help if several functions, or the rows of one, are slow.
         device: where ``classifier:`` rewards run, in this process.
@@ -52,13 +54,16 @@ class RewardRunner:
             raise ValueError(f"reward.num_workers must be at least 1, got {num_workers}")
         specs = [str(f.name).strip() for f in functions]
         args = [with_environment(dict(f.args or {}), f"reward {s!r}") for s, f in zip(specs, functions, strict=True)]
-        self.specs = [RewardSpec(s, float(f.weight), a) for s, f, a in zip(specs, functions, args, strict=True)]
+        parts = zip(specs, functions, args, strict=True)
+        self.specs = [RewardSpec(s, float(f.weight), a, getattr(f, "function", None)) for s, f, a in parts]
         self.names = _unique_names([spec.name for spec in self.specs])
         self.weights = [spec.weight for spec in self.specs]
-        self.timeout_s, self.device = float(timeout_s), device
+        self.timeout_s = float(timeout_s)
         self._num_workers, self._directory = num_workers or 1, os.getcwd()
         self._infos: list[FunctionInfo] | None = None
-        self._classifiers: dict[int, Any] = {}
+        self.notes: list[str] = []
+        """Messages of :meth:`check` for the user, one line each."""
+        self._here = FunctionsHere(self.timeout_s, device)
         self._row_by_row: set[int] = set()
         self._logged: set[str] = set()
         self._workers: list[WorkerProcess] = []
@@ -105,11 +110,20 @@ class RewardRunner:
         """The folders or Hub ids of ``classifier:`` rewards."""
         return [s.name.removeprefix(CLASSIFIER_PREFIX) for s in self.specs if s.name.startswith(CLASSIFIER_PREFIX)]
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Name -> digest of the functions that were given as objects."""
+        return {spec.name: digest(spec.function) for spec in self.specs if spec.function is not None}
+
     def _load(self, key: int) -> FunctionInfo:
         name = self.specs[key].name
         if name.startswith(CLASSIFIER_PREFIX):
-            return self._load_classifier(key)
+            return self._here.load_classifier(key, self.specs[key])
         kind, value = self._submit(lambda worker: worker.load(key)).result()
+        if kind == "unreadable":
+            lost = "runs in this process, where a call that hangs cannot be stopped"
+            self.notes.append(f"note: reward {name!r} {lost}, because it cannot be sent to a worker process ({value})")
+            return self._here.load_object(key, self.specs[key])
         if kind == "invalid":
             raise ValueError(value)
         if kind != "ok":
@@ -123,17 +137,6 @@ class RewardRunner:
         if value.row_by_row:
             self._row_by_row.add(key)
         return value
-
-    def _load_classifier(self, key: int) -> FunctionInfo:
-        spec = self.specs[key]
-        reward = load_reward(spec.name)
-        check_arguments(spec.name, reward, spec.args)
-        try:
-            reward([], [], **spec.args)  # a call without rows checks the arguments
-        except ValueError as error:
-            raise ValueError(f"reward {spec.name!r}: {error}") from None
-        self._classifiers[key] = reward.to(self.device)
-        return FunctionInfo(is_async=False, row_by_row=False, needed_columns=frozenset())
 
     def score(
         self,
@@ -188,13 +191,13 @@ class RewardRunner:
         """Call every function with the whole batch, all at the same time; then call those that failed once per row."""
         assert self._infos is not None
         num_rows = len(inputs)
-        elsewhere = self._classifiers.keys() | self._row_by_row
+        elsewhere = self._here.functions.keys() | self._row_by_row
         in_workers = {key: info for key, info in enumerate(self._infos) if key not in elsewhere}
         async_keys = [key for key, info in in_workers.items() if info.is_async]
         batch_calls = {key: self._submit_call(key, inputs) for key, info in in_workers.items() if not info.is_async}
         async_call = self._submit_gather([(key, inputs) for key in async_keys]) if async_keys else None
-        for key, reward in self._classifiers.items():  # in this process, while the workers run the other functions
-            results[key].record(self._call_classifier(reward, key, inputs), range(num_rows))
+        for key in self._here.functions:  # in this process, while the workers run the other functions
+            self._here.score(key, inputs, results[key])
         outcomes = {key: future.result() for key, future in batch_calls.items()}
         unknown_culprits: set[int] = set()
         if async_call is not None:
@@ -241,13 +244,6 @@ class RewardRunner:
 
         return [self._submit(lambda worker, i=i: score_row(worker, i)) for i in range(len(rows))]
 
-    def _call_classifier(self, reward: Any, key: int, inputs: RewardInputs) -> tuple[str, Any]:
-        try:
-            values = call_reward(reward, self.specs[key].args, inputs, Logged(len(inputs)))
-            return check_values(values, len(inputs))
-        except Exception:
-            return "error", traceback.format_exc()
-
     def _submit_call(self, key: int, inputs: RewardInputs) -> Future:
         return self._submit(lambda worker: worker.call([key], ("call", key, inputs), self.timeout_s))
 
@@ -263,7 +259,7 @@ class RewardRunner:
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
-            functions = [(spec.name, spec.args) for spec in self.specs]
+            functions = [(spec.name, spec.args, pickled(spec.function)) for spec in self.specs]
             self._workers = [WorkerProcess(functions, self._directory) for _ in range(self._num_workers)]
             for worker in self._workers:
                 self._idle.put(worker)

@@ -9,7 +9,7 @@ A request is a tuple; the answer is ``(kind, value)``:
 
 | request | answer |
 |---|---|
-| ``("load", key, spec, args)`` | ``("ok", FunctionInfo)`` or ``("invalid", message)`` |
+| ``("load", key, spec, args, pickled)`` | ``("ok", FunctionInfo)``, ``("invalid", message)`` or ``("unreadable", message)`` |
 | ``("call", key, inputs)`` | an outcome |
 | ``("gather", [(key, inputs), ...], seconds)`` | ``("ok", [outcome, ...])``: coroutines that ran concurrently |
 
@@ -44,7 +44,7 @@ from grpo.rewards.registry import (
     passed_names,
     source_files,
 )
-from grpo.system import end_with_parent
+from grpo.system import end_with_parent, first_line
 
 HEADER = struct.Struct("=QQ")
 MAX_TRACEBACK_LENGTH = 8000
@@ -91,6 +91,11 @@ def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: Rewa
     given |= dict(trainer_state=inputs.trainer_state, log_metric=logged.log_metric, log_extra=logged.log_extra)
     available = {**inputs.columns, **given}
     return function(**{name: available[name] for name in passed_names(function, available, args)}, **args)
+
+
+def describe(spec: str, function: Callable[..., Any], args: dict[str, Any]) -> FunctionInfo:
+    row_by_row = bool(getattr(function, "row_by_row", False))
+    return FunctionInfo(is_async(function), row_by_row, needed_columns(function, args), source_files(spec, function))
 
 
 def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
@@ -153,9 +158,16 @@ class Worker:
         kind, *arguments = request
         return {"load": self.load, "call": self.call, "gather": self.gather}[kind](*arguments)
 
-    def load(self, key: int, spec: str, args: dict[str, Any]) -> tuple[str, Any]:
+    def load(self, key: int, spec: str, args: dict[str, Any], pickled: bytes | None = None) -> tuple[str, Any]:
+        """Load the function that ``spec`` names, or the one that ``pickled`` holds (see ``grpo.rewards.objects``)."""
+        function = None
         try:
-            function = load_reward(spec)
+            if pickled is not None:
+                function = pickle.loads(pickled)
+        except Exception as error:
+            return "unreadable", f"{type(error).__name__}: {first_line(error)}"
+        try:
+            function = load_reward(spec) if function is None else function
             check_arguments(spec, function, args)
             if is_builtin(function):
                 # Built-in rewards check their arguments before any row, so a call without rows checks them.
@@ -164,9 +176,7 @@ class Worker:
             message = str(error)
             return "invalid", message if spec in message else f"reward {spec!r}: {message}"
         self.functions[key] = (function, args)
-        row_by_row = bool(getattr(function, "row_by_row", False))
-        files = source_files(spec, function)
-        return "ok", FunctionInfo(is_async(function), row_by_row, needed_columns(function, args), files)
+        return "ok", describe(spec, function, args)
 
     def call(self, key: int, inputs: RewardInputs) -> tuple[Any, ...]:
         function, args = self.functions[key]
@@ -174,7 +184,7 @@ class Worker:
         try:
             values = call_reward(function, args, inputs, logged)
             if inspect.isawaitable(values):
-                values = self.loop.run_until_complete(_awaited(values))
+                values = self.loop.run_until_complete(awaited(values))
         except BaseException:
             return _error_outcome()
         return logged.added_to(check_values(values, logged.num_rows))
@@ -184,7 +194,7 @@ class Worker:
             function, args = self.functions[key]
             logged = Logged(len(inputs))
             try:
-                task = asyncio.ensure_future(_awaited(call_reward(function, args, inputs, logged)))
+                task = asyncio.ensure_future(awaited(call_reward(function, args, inputs, logged)))
                 # asyncio.wait_for would raise TimeoutError, which the function itself can raise too.
                 done, _ = await asyncio.wait([task], timeout=seconds)
                 if not done:
@@ -201,7 +211,7 @@ class Worker:
         return "ok", self.loop.run_until_complete(all_outcomes())
 
 
-async def _awaited(values: Any) -> Any:
+async def awaited(values: Any) -> Any:
     return await values
 
 

@@ -18,7 +18,8 @@ MODEL_FILES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt", *WEIGHTS
 
 
 def content_digests(config: Config, model_path: str, rewards: RewardRunner) -> dict[str, str]:
-    """File -> SHA-256 (see :func:`digest`); for a model of the Hub its name -> the commit, if the cache knows it.
+    """File -> SHA-256 (see :func:`digest`); for a model of the Hub its name -> the commit, if the cache knows it; and for a reward that was
+    given as an object its name -> a digest of its code.
 
     Args:
         model_path: the folder or Hub id that ``model.name_or_path`` stands for.
@@ -28,7 +29,7 @@ def content_digests(config: Config, model_path: str, rewards: RewardRunner) -> d
     found = _of_model(config.model.name_or_path, model_path, with_weights=config.algorithm.beta > 0)
     for name in rewards.classifier_models:
         found |= _of_model(name, name, with_weights=True)
-    return found | {name: digest(path) for name, path in rewards.source_files.items()}
+    return found | {name: digest(path) for name, path in rewards.source_files.items()} | rewards.digests
 
 
 def _of_model(name: str, path: str, *, with_weights: bool) -> dict[str, str]:

@@ -19,37 +19,72 @@ def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
     A failure ends this process at once with code 1, after an error message. If no update was under way, a checkpoint is saved first, so
     that only the current step is lost.
     """
-    saver, progress = run.saver, run.progress
-    try:
-        try:
-            train(run)
-            code = 0
-        except Interrupted:  # raised on all ranks after a vote
-            code = run.signals.exit_code
-        assert not progress.mid_update, "an update is never interrupted"
-        saver.save_newest()
-        if code:
-            run.reporter.print(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
-    except BaseException as failure:
-        # The process ends below; nothing before that may wait for other ranks, which may wait for this one.
-        with contextlib.suppress(Exception):  # the disk of a log file, or of the run, may be full
-            _rescue_and_report(run, failure)
-        with contextlib.suppress(Exception):
-            run.close()
-        run.world.exit_now(1)
-    run.close()
+    code = _finish_or_end_process(run, train)
     run.world.shutdown()
     return code
 
 
-def _rescue_and_report(run: Run, failure: BaseException) -> None:
-    """Save what can be saved; then print the error on the rank where it happened."""
+def _finish_or_end_process(run: Run, train: Callable[[Run], None]) -> int:
+    try:
+        code = train_and_save(run, train)
+    except BaseException as failure:
+        # The process ends below; nothing before that may wait for other ranks, which may wait for this one.
+        with contextlib.suppress(Exception):  # the disk of a log file, or of the run, may be full
+            _rescue(run, failure)
+        with contextlib.suppress(Exception):
+            run.close()
+        run.world.exit_now(1)
+    run.close()
+    return code
+
+
+def run_inside_program(run: Run, train: Callable[[Run], None]) -> int:
+    """The same for a program that goes on afterwards: a failure is raised, with a note on what was saved, instead of ending the process,
+    and the ranks stay connected.
+
+    With several ranks a failure ends the process here too: the others may wait for this rank, which cannot join them again.
+    """
+    if not run.world.is_alone:
+        return _finish_or_end_process(run, train)
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(run.close)
+        try:
+            return train_and_save(run, train)
+        except BaseException as failure:
+            with contextlib.suppress(Exception):
+                failure.add_note(f"grpo.train: in phase {run.world.phase!r} of step {run.progress.step + 1}")
+                if note := _rescue(run, failure, print_error=False):
+                    failure.add_note(f"grpo.train: {note}")
+            with contextlib.suppress(Exception):
+                at_end.close()  # its errors must not hide the failure
+            raise
+
+
+def train_and_save(run: Run, train: Callable[[Run], None]) -> int:
+    """Train, and save the newest complete step. Returns the exit code of :func:`run_to_completion`."""
+    progress = run.progress
+    try:
+        train(run)
+        code = 0
+    except Interrupted:  # raised on all ranks after a vote
+        code = run.signals.exit_code
+    assert not progress.mid_update, "an update is never interrupted"
+    run.saver.save_newest()
+    if code:
+        run.reporter.print(f"preempted at step {progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
+    return code
+
+
+def _rescue(run: Run, failure: BaseException, print_error: bool = True) -> str | None:
+    """Save what can be saved; then print the error on the rank where it happened. Returns the note on what was saved."""
     rank, phase = run.world.rank, run.world.phase
     run.signals.announce_failure(f"rank {rank} has failed in phase {phase!r}")
     try:
         note = run.saver.rescue()
     except Exception as error:  # the device may be unable to return the weights
         note = f"the state could not be saved: {type(error).__name__}: {error}"
+    if not print_error:
+        return note
     if not isinstance(failure, OtherRankFailed):
         traceback.print_exception(failure)
         error = f"{type(failure).__name__}: {first_line(failure)}"
@@ -59,3 +94,4 @@ def _rescue_and_report(run: Run, failure: BaseException) -> None:
     if note:
         print(f"note: {note}", file=sys.stderr)
     sys.stderr.flush()
+    return note

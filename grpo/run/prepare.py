@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.grading import check_reward_names
 from grpo.model import check_context, load_tokenizer, num_parameters, resolve_model
-from grpo.rewards import RewardRunner
+from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
 from grpo.rollout import BuiltinEngine, split_stop
 from grpo.run.content import content_digests
@@ -37,20 +39,32 @@ from grpo.telemetry.reporter import Reporter
 from grpo.telemetry.tensorboard_logger import check_tensorboard
 
 
-def prepare(config: Config, world: World) -> Run | None:
-    """Check and build everything; None if the run is already complete.
+@dataclass(frozen=True)
+class Given:
+    """Python objects of a program that calls :func:`grpo.train`, in place of those that the configuration names."""
+
+    rewards: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions, by their name in ``reward.functions``."""
+    train_rows: list[dict[str, Any]] | None = None
+    eval_rows: list[dict[str, Any]] | None = None
+
+
+def prepare(config: Config, world: World, given: Given | None = None) -> Run | None:
+    """Check and build everything; None if the run is already complete. With ``given``, the run is part of a program that goes on after it.
 
     Raises:
         ValueError: on a user error, with a message of one line (tested by ``tests/config/test_bad_input.py``).
     """
     with contextlib.ExitStack() as on_failure:
-        run = _prepare(config, world, on_failure)
+        run = _prepare(config, world, given, on_failure)
         if run is not None:
             on_failure.pop_all()  # the run closes everything at its own end
         return run
 
 
-def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> Run | None:
+def _prepare(config: Config, world: World, given: Given | None, on_failure: contextlib.ExitStack) -> Run | None:
+    ends_process = given is None or not world.is_alone
+    given = given or Given()
     ignore_save_signal()
     check_world_size(config, world.size)
     with world.fail_together():
@@ -64,8 +78,9 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     checkpoint, origin = world.from_main(found)
 
     with world.fail_together():
+        functions = [RewardSpec(f.name, f.weight, f.args, given.rewards.get(f.name)) for f in config.reward.functions]
         rewards = RewardRunner(
-            config.reward.functions,
+            functions,
             timeout_s=config.reward.timeout_s,
             num_workers=config.reward.num_workers,
             device=world.device,
@@ -73,7 +88,9 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         on_failure.callback(rewards.close)
 
     with world.fail_together():
-        train_rows, eval_rows = _checked_rows(config, world, rewards)
+        train_rows, eval_rows = _checked_rows(config, world, rewards, given)
+    for note in rewards.notes if world.is_main else ():
+        print(note, flush=True)
     data_fingerprint = fingerprint(train_rows)
     world.check_same(data_fingerprint, f"{train_rows.source} is not the same on all ranks")
 
@@ -137,6 +154,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         wandb_run_id=start.state.get("wandb_run_id"),
         environment=here,
     )
+    on_failure.callback(reporter.close)
     runtime = config.runtime
     options = dict(fast_decode=runtime.fast_decode, cuda_graphs=runtime.cuda_graphs)
     engine = BuiltinEngine(policy, **options, warn=partial(print_from_rank, world, reporter))
@@ -148,6 +166,8 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     saver = Saver(config, world, parts, reporter, progress, max_steps, facts)
     if not config.debug:
         saver.dry_run()
+    signals = Signals(world, saver.rescue_while_busy, ends_process=ends_process)
+    on_failure.callback(signals.close)
     run = Run(
         config=config,
         world=world,
@@ -163,7 +183,7 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
         rewards=rewards,
         reporter=reporter,
         saver=saver,
-        signals=Signals(world, saver.rescue_while_busy),
+        signals=signals,
         lock=lock,
         max_steps=max_steps,
         progress=progress,
@@ -173,10 +193,10 @@ def _prepare(config: Config, world: World, on_failure: contextlib.ExitStack) -> 
     return run
 
 
-def _checked_rows(config: Config, world: World, rewards: RewardRunner) -> tuple[Rows, Rows | None]:
+def _checked_rows(config: Config, world: World, rewards: RewardRunner, given: Given) -> tuple[Rows, Rows | None]:
     """The rows of training and evaluation, checked against the rewards and the size of a step. No model is needed yet."""
-    train_rows = load_rows(config.data, train=True, seed=config.seed)
-    eval_rows = load_rows(config.data, train=False, seed=config.seed)
+    train_rows = load_rows(config.data, train=True, seed=config.seed, given=given.train_rows)
+    eval_rows = load_rows(config.data, train=False, seed=config.seed, given=given.eval_rows)
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
     rewards.check(train_rows.columns[0])

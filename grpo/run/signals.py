@@ -44,10 +44,14 @@ def ignore_save_signal() -> None:
 class Signals:
     """Signal handlers, installed from construction until :meth:`close`. Outside the main thread nothing is installed."""
 
-    def __init__(self, world: World, rescue: Callable[[], str | None]):
-        """``rescue`` saves what can be saved while the main thread is busy, and returns a note for the user."""
-        self.world, self.save_requested, self._rescue = world, False, rescue
+    def __init__(self, world: World, rescue: Callable[[], str | None], *, ends_process: bool = True):
+        """``rescue`` saves what can be saved while the main thread is busy, and returns a note for the user.
+
+        Unless ``ends_process``, a second stop signal raises KeyboardInterrupt in the main thread instead of ending the process.
+        """
+        self.world, self.save_requested, self._rescue, self._ends_process = world, False, rescue, ends_process
         self._first_stop: float | None = None
+        self._first_handled: float | None = None
         self._first_failure: float | None = None
         self._failure = ""
         self._is_late = self._is_ending = False
@@ -106,6 +110,10 @@ class Signals:
             self.save_requested = True
             return
         self.world.stop_signal = self.world.stop_signal or number
+        now = time.monotonic()
+        self._first_handled = self._first_handled or now
+        if not self._ends_process and now - self._first_handled > SAME_SIGNAL_SECONDS:
+            raise KeyboardInterrupt
         if self.world.may_interrupt:
             self.world.may_interrupt = False
             raise Interrupted
@@ -131,7 +139,7 @@ class Signals:
             with contextlib.suppress(RuntimeError):  # the store's process may have ended
                 if self._shared_flag is not None:
                     self._shared_flag.set("stop", str(number))
-        elif now - self._first_stop > SAME_SIGNAL_SECONDS:
+        elif self._ends_process and now - self._first_stop > SAME_SIGNAL_SECONDS:
             self._print(f"second {signal.Signals(number).name}: exiting at once, in phase {self.world.phase!r}")
             os._exit(128 + number)
 

@@ -18,11 +18,12 @@ ORDER = [
     "tasks", "telemetry", "rewards", "model", "data", "rollout", "evaluation",  # the parts of a run
     "run",  # puts the parts together
     "report", "chat",  # commands beside training
+    "library",  # train_grpo.py as a function
 ]  # fmt: skip
 """The rooms of ``grpo`` (a file or folder directly under it): each may import only those before it."""
 
 ALONE = {
-    "__init__": {"system"},
+    "__init__": {"library", "system"},  # library: when `grpo.train` is asked for
     "config": {"choices", "system"},
     "distributed": {"config", "system"},
     "hub": set(),
@@ -88,9 +89,16 @@ def test_imports_run_one_way(path):
     assert rooms_imported_by(path) - {room} - ALONE.get(room, before) == set()
 
 
-def test_nothing_imports_the_training_script():
+def test_nothing_but_the_library_loads_the_training_script():
     for path in FILES:
         assert not any(is_or_lies_in(name, "train_grpo") for name, _ in imports_of(path)), path.name
+    named = {
+        path.name
+        for path in FILES
+        for n in ast.walk(parsed(path))
+        if isinstance(n, ast.Constant) and n.value == "train_grpo.py"
+    }
+    assert named - {"arguments.py"} == {"library.py"}  # the command line's parser has the name for its usage
 
 
 def test_arguments_are_for_the_configuration_alone():

@@ -1,0 +1,44 @@
+"""Compare two models on the same problems: python examples/compare_checkpoints.py [FOLDER FOLDER]
+
+Each accuracy comes with its 95% interval. The difference has an interval of its own, over problems: both models answer the same ones,
+so it is narrower than two separate intervals suggest. Without folders, a short run makes the two checkpoints.
+"""
+
+import sys
+from pathlib import Path
+
+from grpo import train
+from grpo.config import make_config
+from grpo.distributed import start_world
+from grpo.evaluation.command import run
+from grpo.evaluation.estimate import mean_of
+
+SETTINGS = {
+    "output_dir": "runs/compare_checkpoints",
+    "model.name_or_path": "builtin:tiny",
+    "data": {"dataset": "builtin:arithmetic", "max_eval_samples": 50},
+    "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 64},
+    "algorithm.beta": 0.0,
+    "optim": {"learning_rate": 2e-4, "max_steps": 8},
+    "eval": {"before_training": False, "num_samples": 4, "temperature": 1.0},
+    "checkpoint": {"save_steps": 2, "keep": 4, "resume": "never"},
+    "runtime.precision": "fp32",
+}
+
+
+def accuracies(evaluation):
+    """The share of right samples of each problem."""
+    return [sum(sample.correct for sample in problem.samples) / len(problem.samples) for problem in evaluation.problems]
+
+
+folders = sys.argv[1:3]
+if not folders:
+    result = train(SETTINGS)
+    folders = [str(result.output_dir / "checkpoint-2"), str(result.checkpoint)]
+config = make_config(SETTINGS)
+first, second = run(config, folders, Path(config.output_dir, "evaluation.json"), start_world(config.runtime))
+pairs = zip(accuracies(first), accuracies(second), strict=True)
+difference = mean_of([[after - before] for before, after in pairs])
+print(
+    f"difference of the accuracies: {difference.value:+.3f}, 95% interval {difference.low:+.3f} to {difference.high:+.3f}"
+)

@@ -1,0 +1,40 @@
+"""Write own_loop.ipynb from own_loop.py: python examples/make_notebook.py [--check]
+
+`# %%` begins a cell of code, `# %% [markdown]` one of text. With --check nothing is written, and the exit code is 1 if the notebook is
+not what would be written.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "own_loop.py"
+NOTEBOOK = SCRIPT.with_suffix(".ipynb")
+
+
+def cells_of(script: str) -> list[dict]:
+    """The cells, in the notebook format 4.5."""
+    cells = []
+    for number, (kind, text) in enumerate(re.findall(r"^# %%(.*)\n((?:(?!# %%).*\n?)*)", script, re.MULTILINE)):
+        text = text.strip("\n")
+        if "[markdown]" in kind:
+            text = re.sub(r"^# ?", "", text, flags=re.MULTILINE)
+        cell = {"id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
+        code = {"cell_type": "code", "execution_count": None, "outputs": []}
+        cells.append(cell | ({"cell_type": "markdown"} if "[markdown]" in kind else code))
+    return cells
+
+
+def notebook_of(script: str) -> str:
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    content = {"cells": cells_of(script), "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    wanted = notebook_of(SCRIPT.read_text(encoding="utf-8"))
+    if "--check" not in sys.argv:
+        NOTEBOOK.write_text(wanted, encoding="utf-8")
+    elif NOTEBOOK.read_text(encoding="utf-8") != wanted:
+        sys.exit("own_loop.ipynb is not made from own_loop.py: run python examples/make_notebook.py")

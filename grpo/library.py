@@ -1,0 +1,227 @@
+"""``grpo.train``: the training of ``train_grpo.py`` as a function, for notebooks and scripts. See ``docs/library.md``.
+
+Importing this module imports no torch: the functions import what they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from grpo.config import Config, ConfigError, make_config
+from grpo.rewards.objects import display_name, importable_name
+from grpo.rewards.registry import OBJECT_PREFIX
+
+if TYPE_CHECKING:
+    from grpo.run.prepare import Given
+
+OBJECTS = ("reward_functions", "dataset", "eval_dataset")
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingResult:
+    """The results of a run, read from its folder."""
+
+    output_dir: Path
+    checkpoint: Path | None
+    """The newest checkpoint, a Hugging Face folder; None after a debug run, which saves none."""
+    steps: int
+    """Steps that are complete."""
+    before: dict[str, float]
+    """The metrics ``eval/...`` before training; empty without evaluation data, or with ``eval.before_training: false``."""
+    after: dict[str, float]
+    """The metrics ``eval/...`` of the newest evaluation of the run."""
+    metrics: list[dict[str, Any]]
+    """The lines of ``metrics.jsonl``, one dictionary per step; ``pandas.DataFrame(result.metrics)`` is a table."""
+
+    @classmethod
+    def load(cls, output_dir: str | os.PathLike[str]) -> TrainingResult:
+        """Read a run's folder, also that of a run that was stopped."""
+        from grpo.run.checkpoint import list_checkpoints
+
+        folder = Path(output_dir)
+        with open(folder / "metrics.jsonl", encoding="utf-8") as file:
+            metrics = [json.loads(line) for line in file]
+        evaluations = [
+            (line["step"], found)
+            for line in metrics
+            if (found := {name: value for name, value in line.items() if name.startswith("eval/")})
+        ]
+        return cls(
+            folder,
+            next((path for _, path in list_checkpoints(folder)), None),
+            steps=max((line["step"] for line in metrics), default=0),
+            before=next((found for step, found in evaluations if step == 0), {}),
+            after=next((found for step, found in reversed(evaluations) if step > 0), {}),
+            metrics=metrics,
+        )
+
+    def __repr__(self) -> str:
+        from grpo.telemetry.console import evaluation_table
+
+        lines = [f"TrainingResult: {self.steps} steps in {self.output_dir}"]
+        rewards = [line["reward"] for line in self.metrics if line.get("reward") is not None]
+        if rewards:
+            lines.append(f"reward of the first and of the last step: {rewards[0]:.3f}, {rewards[-1]:.3f}")
+        if self.after:
+            lines.append(evaluation_table(self.before, self.after))
+        if self.checkpoint:
+            lines.append(f"AutoModelForCausalLM.from_pretrained({str(self.checkpoint)!r}) loads the model")
+        return "\n".join(lines)
+
+
+def train(
+    config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
+    *,
+    reward_functions: Any = None,
+    dataset: Any = None,
+    eval_dataset: Any = None,
+    **settings: Any,
+) -> TrainingResult:
+    """Train with GRPO, and return when the run is complete. The same call continues a run that was stopped.
+
+    Args:
+        config: settings as ``configs/*.yaml`` have them: a YAML file, a mapping (nested, or ``{"optim.max_steps": 5}``), or a ``Config``.
+        reward_functions: in place of ``reward.functions``: a function, a name, ``(function, weight)``, ``{name, weight, args}``, or a list of
+            these. Any callable with the signature ``fn(prompts, completions, **columns) -> list[float | None]``; it runs in a worker
+            process, or in this process if it cannot be sent there.
+        dataset: in place of ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a pandas DataFrame, or a name.
+        eval_dataset: the same in place of ``data.eval_dataset``.
+        settings: sections and keys that win over ``config``: ``optim={"max_steps": 5}, seed=1``.
+
+    Raises:
+        ValueError: for a mistake in the settings, the data or the rewards, in words that say what would work.
+        KeyboardInterrupt: after Ctrl-C, when the newest complete step is saved; ``SystemExit`` after SIGTERM and SIGHUP. Any other
+            exception is what made a step fail; steps before it are saved.
+    """
+    checked, given = _inputs(config, reward_functions, dataset, eval_dataset, settings)
+    from grpo.distributed import start_world
+    from grpo.run.ending import run_inside_program
+    from grpo.run.prepare import prepare
+
+    with _process_as_it_was():
+        world = start_world(checked.runtime)
+        try:
+            run, code = prepare(checked, world, given), 0
+            if run is not None:
+                code = run_inside_program(run, _algorithm().train)
+            del run  # the model's memory
+            if code == 128 + signal.SIGINT:
+                raise KeyboardInterrupt("the newest complete step is saved; the same call continues from there")
+            if code:
+                raise SystemExit(code)
+            return world.from_main(TrainingResult.load(checked.output_dir) if world.is_main else None)
+        finally:
+            world.shutdown()
+
+
+@functools.cache
+def _algorithm() -> ModuleType:
+    """``train_grpo.py``, which lies beside this package, in a checkout as in an installation. Loaded by its path, because a user's script
+    may have the same name."""
+    path = Path(__file__).resolve().parents[1] / "train_grpo.py"
+    spec = importlib.util.spec_from_file_location("grpo_algorithm", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _inputs(
+    config: Any, reward_functions: Any, dataset: Any, eval_dataset: Any, settings: dict[str, Any]
+) -> tuple[Config, Given]:
+    """The checked configuration, in which names stand for Python objects, and the objects."""
+    from grpo.data import GIVEN_ROWS, rows_of
+    from grpo.run.prepare import Given
+
+    if unknown := sorted(name for name in settings if name.split(".")[0] not in Config.model_fields):
+        known = ", ".join((*OBJECTS, *Config.model_fields))
+        raise ConfigError(f"train() has no argument {unknown[0]!r}; it has {known}")
+    names, functions, rows = {}, {}, {}
+    if reward_functions is not None:
+        names["reward.functions"], functions = _named(reward_functions)
+    for key, value in (("dataset", dataset), ("eval_dataset", eval_dataset)):
+        if isinstance(value, str | os.PathLike):
+            names[f"data.{key}"] = os.fspath(value)
+        elif value is not None:
+            names[f"data.{key}"], rows[key] = GIVEN_ROWS, rows_of(value, key)
+    if "eval_dataset" in rows:
+        names["data.eval_split"] = None
+    checked = make_config(config, settings, names)
+    if "dataset" in rows and checked.data.eval_dataset is None and checked.data.eval_split is not None:
+        split = f"data.eval_split={checked.data.eval_split} names a split of data.dataset"
+        raise ConfigError(f"{split}, and `dataset` has none: give `eval_dataset`, or data.eval_split=None")
+    return checked, Given(functions, rows.get("dataset"), rows.get("eval_dataset"))
+
+
+def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
+    """The value of ``reward.functions``, and the functions whose name there begins with ``python:``."""
+    is_pair = isinstance(functions, tuple) and len(functions) == 2 and isinstance(functions[1], int | float)
+    if is_pair or not isinstance(functions, list | tuple):
+        functions = [functions]
+    entries, objects = [], {}
+    for index, item in enumerate(functions):
+        entry = {"name": item}
+        if isinstance(item, tuple) and len(item) == 2:
+            entry = {"name": item[0], "weight": item[1]}
+        elif isinstance(item, Mapping):
+            entry = dict(item)
+        elif hasattr(item, "name") and hasattr(item, "weight"):
+            entry = {"name": item.name, "weight": item.weight, "args": getattr(item, "args", {})}
+        function = entry.get("name")
+        if not isinstance(function, str):
+            _check_function(function, f"reward_functions[{index}]")
+            entry["name"] = importable_name(function)
+            if entry["name"] is None:
+                name, number = OBJECT_PREFIX + display_name(function), 1
+                entry["name"] = name
+                while entry["name"] in objects:
+                    number += 1
+                    entry["name"] = f"{name}_{number}"
+                objects[entry["name"]] = function
+        entries.append(entry)
+    return entries, objects
+
+
+def _check_function(function: Any, name: str) -> None:
+    if hasattr(function, "save_pretrained"):
+        raise ValueError(f"{name} is a model: save it to a folder, and name the reward 'classifier:<folder>'")
+    if isinstance(function, type):
+        raise ValueError(f"{name} is the class {function.__name__}: give an instance of it")
+    if not callable(function):
+        forms = "a function, a name, (function, weight) or {name, weight, args}"
+        raise ValueError(f"{name} is {function!r} of type {type(function).__name__}: give {forms}")
+
+
+@contextlib.contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Restore, at the end, what training sets for the whole process: CPU threads, deterministic kernels, random numbers, GPU, a signal."""
+    import torch
+
+    threads, workspace = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    save_handler = signal.getsignal(signal.SIGUSR1)
+    try:
+        with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        for gpu in gpus:
+            torch.cuda.set_device(gpu)
+        if in_main_thread and save_handler is not None:
+            signal.signal(signal.SIGUSR1, save_handler)

@@ -1,0 +1,318 @@
+"""``grpo.train`` in this process: what it takes, what it returns, what it leaves behind, and failures."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import rewards_for_tests
+import torch
+from conftest import ROOT, environment_of_runs
+from outputs import assert_same_weights, lines
+
+import grpo
+from grpo.chat import main as chat
+from grpo.config import ConfigError, load_config
+from grpo.distributed import World
+from grpo.evaluation.command import main as evaluate
+from grpo.library import TrainingResult, train
+from grpo.report.__main__ import main as report
+from grpo.rewards import RewardRunner, RewardSpec
+from grpo.rewards.objects import digest, importable_name
+from grpo.run.checkpoint import read_state
+from grpo.run.signals import Signals
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+FACTOR = 0.5
+
+
+def settings(model: Path, output: Path, steps: int = 2, **more) -> dict:
+    return {
+        "output_dir": output,  # a path, not a text
+        "model.name_or_path": model,
+        "data": {"answer_column": "answer"},
+        "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8},
+        "optim": {"learning_rate": 1e-3, "max_steps": steps},
+        "eval.before_training": False,
+        "runtime": {"precision": "fp32", "threads_per_rank": 1},
+    } | more
+
+
+def share_of(characters: str):
+    def share(completions, **columns):
+        return [FACTOR * sum(c in characters for c in text) / max(len(text), 1) for text in completions]
+
+    return share
+
+
+class WithGenerator:
+    """Cannot be pickled, so it runs in this process, and ``seen`` is filled here."""
+
+    def __init__(self):
+        self.generator, self.seen = (i for i in range(10**9)), []
+
+    def __call__(self, completions, **columns):
+        next(self.generator)
+        self.seen.append(os.getpid())
+        return [float(len(text)) for text in completions]
+
+
+def process_state():
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return handlers, torch.get_num_threads(), deterministic, torch.is_grad_enabled(), torch.get_rng_state().tolist()
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.mark.slow
+def test_objects_names_a_second_call_and_a_changed_reward(random_model, tmp_path, capsys):
+    """A closure, a lambda, a function of a module, a builtin and an object that cannot be pickled; then the same call again, and with other code."""
+
+    async def a_little_later(completions, **columns):
+        return [1.0 for _ in completions]
+
+    here, before, processes = WithGenerator(), process_state(), children()
+    rewards = [
+        share_of("0123456789"),
+        (lambda completions, **columns: [0.0 for _ in completions], 0.25),
+        rewards_for_tests.share_of_digits,
+        {"name": "format", "weight": 2.0},
+        here,
+        a_little_later,
+    ]
+    kept = rewards_for_tests.share_of_digits
+    options = settings(random_model, tmp_path / "run", runtime={"precision": "fp32", "deterministic": True})
+    with torch.no_grad():
+        result = train(options, reward_functions=rewards, dataset=ROWS, eval_dataset=ROWS[:3])
+    assert set(here.seen) == {os.getpid()}
+    shown = capsys.readouterr().out
+    assert shown.count("runs in this process") == 1
+    assert "TypeError: cannot pickle 'generator' object" in shown
+    assert process_state() == before
+    assert children() == processes
+    assert not (tmp_path / "run" / ".lock").exists()
+
+    assert (result.steps, result.checkpoint) == (2, tmp_path / "run" / "checkpoint-2")
+    names = ["share", "reward", "share_of_digits", "format", "WithGenerator", "a_little_later"]
+    assert [name.split("/")[1] for name in result.metrics[-1] if name.endswith("/mean") and "rewards/" in name] == names
+    assert result.before == {} and set(result.after) >= {"eval/greedy_accuracy", "eval/rewards/share"}
+    assert "2 steps in" in repr(result) and "checkpoint-2" in repr(result)
+    written = load_config(["--config", str(tmp_path / "run" / "config.yaml")])
+    module_name = f"{kept.__module__}:share_of_digits"
+    specs = ["python:share", "python:reward", module_name, "format", "python:WithGenerator", "python:a_little_later"]
+    assert [f.name for f in written.reward.functions] == specs
+    assert [f.weight for f in written.reward.functions] == [1.0, 0.25, 1.0, 2.0, 1.0, 1.0]
+    assert (written.data.dataset, written.data.eval_dataset) == ("python:rows", "python:rows")
+
+    again = train(options, reward_functions=rewards, dataset=ROWS, eval_dataset=ROWS[:3])
+    assert again == result == TrainingResult.load(tmp_path / "run")
+    assert "already complete" in capsys.readouterr().out
+    rewards[0] = share_of("abc")
+    with pytest.raises(ConfigError, match="content of python:share: checkpoint 'as it was', now 'changed'"):
+        train(options, reward_functions=rewards, dataset=ROWS, eval_dataset=ROWS[:3])
+    with pytest.raises(ConfigError, match="data_fingerprint"):
+        train(options, reward_functions=rewards, dataset=ROWS[1:], eval_dataset=ROWS[:3])
+    assert process_state() == before
+    assert children() == processes
+
+
+@pytest.mark.slow
+def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(random_model, tmp_path, capsys):
+    """The same bits as from a file with the same rows; chat, evaluation and report on a folder that names Python objects."""
+    import datasets
+    import pandas
+
+    rows, options = tmp_path / "rows.jsonl", settings(random_model, tmp_path / "object")
+    pandas.DataFrame(ROWS).to_json(rows, orient="records", lines=True)
+    train(options, reward_functions=share_of("0123456789"), dataset=datasets.Dataset.from_list(ROWS))
+    train(options, reward_functions=share_of("0123456789"), dataset=str(rows), output_dir=tmp_path / "file")
+    assert lines(tmp_path / "object") == lines(tmp_path / "file")
+    assert_same_weights(tmp_path / "object" / "checkpoint-2", tmp_path / "file" / "checkpoint-2")
+
+    folder, configuration = tmp_path / "object", str(tmp_path / "object" / "config.yaml")
+    capsys.readouterr()
+    given = "was given to grpo.train() as a Python object"
+    assert evaluate(["--config", configuration, f"data.eval_dataset={rows}"]) == 2
+    assert f"error: reward 'python:share' {given}" in capsys.readouterr().err
+    assert evaluate(["--config", configuration, "reward.functions=[accuracy]", "data.eval_split=test"]) == 2
+    assert "error: data.dataset=python:rows: these rows were given to grpo.train()" in capsys.readouterr().err
+    command = ["--model", str(folder / "checkpoint-2"), "--prompt", "1+1=", "--max-tokens", "4"]
+    assert chat(command) in (0, 2)
+    assert "Traceback" not in (shown := capsys.readouterr()).err and (shown.out or given in shown.err)
+    assert report([str(folder), "--output", str(tmp_path / "report.html")]) == 0
+    assert "python:share" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(reward_function="accuracy"), "train() has no argument 'reward_function'; it has reward_functions, dataset"),
+        (dict(optim={"lr": 1}), "unknown key 'optim.lr'"),
+        (dict(config={"optim": 3}), "optim is a section"),
+        (dict(config=3), "config must be a mapping of sections, a YAML file, a Config or None, got int"),
+        (dict(config="nowhere.yaml"), "config file nowhere.yaml does not exist"),
+        (dict(reward_functions=[3]), "reward_functions[0] is 3 of type int: give a function, a name"),
+        (dict(reward_functions=WithGenerator), "reward_functions[0] is the class WithGenerator: give an instance of it"),
+        (dict(reward_functions="acuracy"), "unknown reward 'acuracy' (did you mean 'accuracy'?)"),
+        (dict(reward_functions=lambda: [1.0]), "reward 'python:reward' takes neither prompts nor completions"),
+        (dict(reward_functions=lambda completions, gold: [1.0]), "reward 'reward' needs the column(s) gold"),
+        (dict(dataset={"prompt": ["a"]}), "dataset is a dict with the keys prompt: give a list with one mapping per row"),
+        (dict(dataset=["a"]), "dataset, row 1: expected a mapping from column names to values, got 'a'"),
+        (dict(dataset=iter(ROWS)), "dataset is of type list_iterator: give a list of mappings"),
+        (dict(dataset=[]), "data.dataset=python:rows has no rows"),
+        (dict(dataset=[{"question": "?"}] * 8), "has no such column; it has question"),
+        (dict(dataset=ROWS, data={"eval_split": "test"}), "`dataset` has none: give `eval_dataset`, or data.eval_split"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_value_errors_and_leave_nothing(arguments, message, tmp_path, random_model):
+    before, processes = process_state(), children()
+    given = dict(config=settings(random_model, tmp_path / "run"), dataset=ROWS) | arguments
+    with pytest.raises(ValueError) as error:
+        train(given.pop("config"), **given)
+    assert message in str(error.value)
+    assert not (tmp_path / "run").exists()
+    assert (process_state(), children()) == (before, processes)
+
+
+def test_a_failing_step_raises_and_the_same_call_continues(random_model, tmp_path):
+    """A reward that this process runs fails in the third step; the steps before it are saved."""
+    broken, here = [True], WithGenerator()
+
+    def fails_later(completions, trainer_state, **columns):
+        next(here.generator)  # a generator cannot be pickled, so this runs here
+        if broken and trainer_state.global_step == 2:
+            raise RuntimeError("the judge is away")
+        return [float(len(text)) for text in completions]
+
+    before, options = process_state(), settings(random_model, tmp_path / "run", steps=3)
+    with pytest.raises(ValueError, match="fails_later") as error:
+        train(options, reward_functions=fails_later, dataset=ROWS)
+    assert "saved checkpoint-2" in "".join(error.value.__notes__)
+    assert read_state(tmp_path / "run" / "checkpoint-2")["step"] == 2
+    assert process_state() == before
+    broken.clear()
+    assert train(options, reward_functions=fails_later, dataset=ROWS).steps == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_saves_and_ends_the_call(number, error, random_model, tmp_path):
+    main = threading.get_ident()
+
+    def interrupts(completions, trainer_state, **columns):
+        if trainer_state.global_step == 1:
+            signal.pthread_kill(main, number)
+        return [0.0 for _ in completions]
+
+    before = process_state()
+    with pytest.raises(error):
+        train(
+            settings(random_model, tmp_path / "run", steps=3), reward_functions=InThisProcess(interrupts), dataset=ROWS
+        )
+    assert process_state() == before
+    assert TrainingResult.load(tmp_path / "run").checkpoint.name == "checkpoint-1"
+
+
+def test_a_second_interrupt_ends_an_update_but_not_the_process(monkeypatch):
+    monkeypatch.setattr("grpo.run.signals.SAME_SIGNAL_SECONDS", 0.0)
+    world = World(0, 1, 0, torch.device("cpu"))
+    handlers = Signals(world, lambda: None, ends_process=False)
+    try:
+        signal.raise_signal(signal.SIGINT)
+        assert handlers.vote() == (False, True)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        handlers.close()
+
+
+class InThisProcess:
+    """A reward with a generator, which cannot be sent to a worker."""
+
+    def __init__(self, function):
+        self.function, self.generator = function, (i for i in range(1))
+
+    def __call__(self, prompts, completions, trainer_state):
+        return self.function(completions, trainer_state)
+
+
+def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
+    """What hangs is killed; constants, modules, helpers and classes of the same module go along; an async object here has a time limit."""
+    generator = (i for i in range(9))
+
+    def hangs(completions, **columns):
+        while True:
+            time.sleep(0.01)
+
+    async def hangs_here(completions, **columns):
+        import asyncio
+
+        await asyncio.sleep(60 + next(generator))
+
+    partial = functools.partial(rewards_for_tests.share_of_digits)
+    functions = {"hangs": hangs, "hangs_here": hangs_here, "share": share_of("1"), "partial": partial}
+    specs = [RewardSpec(f"python:{name}", function=function) for name, function in functions.items()]
+    with RewardRunner(specs, timeout_s=0.5) as runner:
+        result = runner.score(["p"], ["1a"], {})
+    assert result.values == [[None, None, 0.25, 1.0]]
+    assert result.timeouts == [1, 1, 0, 0]
+    assert len(runner.notes) == 1 and "hangs_here" in runner.notes[0]
+
+
+def test_digests_follow_the_code_and_what_it_uses():
+    def made(source: str, name: str = "f", **names):
+        namespace = {"__name__": "cell", **names}
+        exec(source, namespace)
+        return namespace[name]
+
+    source = "def helper(x):\n    return x + 1\n\ndef f(completions):\n    return [helper(N) for c in completions]\n"
+    original = digest(made(source, N=1))
+    assert digest(made("# moved\n\n" + source, N=1)) == original
+    assert digest(made(source, N=2)) != original
+    assert digest(made(source.replace("x + 1", "x + 2"), N=1)) != original
+    assert digest(share_of("a")) == digest(share_of("a")) != digest(share_of("b"))
+    assert digest(functools.partial(print, 1)) != digest(functools.partial(print, 2))
+    assert importable_name(rewards_for_tests.share_of_digits).endswith("rewards_for_tests:share_of_digits")
+    assert importable_name(share_of("a")) is None
+
+
+def test_importing_grpo_imports_no_torch():
+    code = "import sys, grpo; from grpo import train; assert 'torch' not in sys.modules; assert not hasattr(grpo, 'x')"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert grpo.train is train
+
+
+SCRIPT = """
+import sys
+from grpo import train
+rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+for seed in (0, 1):
+    result = train(%r, reward_functions=lambda completions, **kw: [len(t) for t in completions], dataset=rows,
+                   seed=seed, output_dir=f"{sys.argv[1]}/{seed}")
+    print(f"result {result.steps} {len(result.metrics)}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_script_with_the_name_of_the_training_script(random_model, tmp_path):
+    """Under torchrun, twice in one process; from another folder, in which ``import train_grpo`` finds the user's script."""
+    script, options = tmp_path / "train_grpo.py", settings(str(random_model), "set below")
+    script.write_text(SCRIPT % options)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = environment_of_runs({"PYTHONPATH": str(ROOT)})
+    for launch, ranks in ((launcher, 2), ([sys.executable], 1)):
+        command = [*launch, str(script), str(tmp_path / f"ranks{ranks}")]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("result 2 2") == 2 * ranks, done.stdout
+    for seed in "01":
+        rewards = [[line["reward"] for line in lines(tmp_path / f"ranks{n}" / seed)] for n in (1, 2)]
+        assert rewards[0] == pytest.approx(rewards[1], abs=1e-4)
