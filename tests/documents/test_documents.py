@@ -1,6 +1,9 @@
 """What the documents say is so: every metric is explained, every key exists, the worked example comes out, links lead somewhere."""
 
+import ast
+import difflib
 import importlib
+import inspect
 import json
 import math
 import re
@@ -10,9 +13,10 @@ import torch
 from conftest import ROOT, run_trainer, small_run
 
 from grpo.advantages import group_advantages
-from grpo.config import Config
+from grpo.config import Config, load_config
 from grpo.config.arguments import keys_of
 from grpo.loss import loss_denominator, policy_loss
+from grpo.rewards import load_reward
 from grpo.rewards.logged import Logged
 from grpo.telemetry.samples import _COLUMNS
 
@@ -144,6 +148,51 @@ def test_the_keys_are_those_of_trl():
     if trl.__version__ != "1.16.0":
         pytest.skip(f"written for trl 1.16.0, found {trl.__version__}")
     assert {field.name for field in dataclasses.fields(trl.GRPOConfig)} == set(dict(trl_mapping()))
+    assert set(inspect.signature(trl.GRPOTrainer.__init__).parameters) == {"self", *TRAINER_ARGUMENTS}
+
+
+TRAINER_ARGUMENTS = (
+    "model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class", "reward_processing_classes", "callbacks", "optimizers",
+    "quantization_config", "peft_config", "tools", "rollout_func", "environment_factory",
+)  # fmt: skip
+
+
+def test_every_argument_of_trls_trainer_is_explained():
+    table = (
+        (ROOT / "docs" / "from_trl.md")
+        .read_text()
+        .split("## Arguments of GRPOTrainer")[1]
+        .split("\nAnd its methods")[0]
+    )
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", table, re.MULTILINE)
+    assert [argument for argument, _, note in rows if note.strip()] == list(TRAINER_ARGUMENTS)
+
+
+def test_the_ported_script():
+    """docs/from_trl.md shows the difference of the two files and the configuration as they are; its rewards do what their docstrings say."""
+    text, folder = (ROOT / "docs" / "from_trl.md").read_text(), ROOT / "examples" / "gsm8k_from_trl"
+    old, new = ((folder / name).read_text() for name in ("trl_script.py", "rewards.py"))
+    names = ("trl_script.py", "rewards.py")
+    diff = "\n".join(difflib.unified_diff(old.splitlines(), new.splitlines(), *names, lineterm=""))
+    settings = (folder / "gsm8k.yaml").read_text()
+    assert f"```diff\n{diff}\n```" in text
+    assert f"```yaml\n{settings}```" in text
+    config = load_config(["--config", str(folder / "gsm8k.yaml")])
+    script = ast.parse(old)
+    prompt = next(node.value.value for node in script.body if isinstance(node, ast.Assign))
+    assert config.data.system_prompt == prompt
+    names = [function.name.split("rewards.py:")[1] for function in config.reward.functions]
+    rewards = [load_reward(f"{folder}/rewards.py:{name}") for name in names]
+    assert names == re.findall(r"\b(\w+_reward_func),", old)
+
+    def scores(text, answer="1,200"):
+        return [reward(prompts=[""], completions=[[{"content": text}]], answer=[answer])[0] for reward in rewards]
+
+    strict = "<reasoning>\n600 + 600\nare\n</reasoning>\n<answer>\n1200\n</answer>\n"
+    assert scores(strict) == [0.5, 0.5, 0.5, 0.5, 2.0]
+    assert scores(strict.replace("\n", " ")) == [0.5, 0.5, 0.0, 0.5, 2.0]
+    assert scores("<answer>12.5</answer> is it") == [0.25 - 0.001 * 5, 0.0, 0.0, 0.0, 0.0]
+    assert scores("1200") == [0.0, 0.0, 0.0, 0.5, 2.0]
 
 
 def test_files_that_documents_name_in_backticks_exist():
