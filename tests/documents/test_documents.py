@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,57 @@ def test_keys_and_files_that_documents_name_exist(path):
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (path.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    rows = re.findall(r"^\| .+\? \| \[[^]]+\]\((?:\.\./)?([^)]+)\) \|$", index, re.MULTILINE)
+    assert len(rows) == len(set(rows)) and pages <= set(rows), pages - set(rows)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", without_code(path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings}
+
+
+def without_code(text: str) -> str:
+    """The text without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_links_to_headings_lead_somewhere():
+    links = [
+        (path, target, anchor)
+        for path in [*DOCS, ROOT / "benchmarks" / "README.md"]
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text())
+    ]
+    dead = [f"{path.name}: {t}#{a}" for path, t, a in links if a not in anchors(path.parent / t if t else path)]
+    assert not dead and len(links) >= 5
+
+
+def formulas_of(path: Path) -> list[str]:
+    text = re.sub(r"`[^`\n]*`", "", without_code(path.read_text()))
+    formulas = re.findall(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", text, re.DOTALL)
+    assert text.count("$") == sum(4 if display else 2 for display, _ in formulas), f"{path.name}: a single $"
+    return ["".join(formula) for formula in formulas]
+
+
+def test_markdown_leaves_formulas_as_they_are():
+    """A backslash before punctuation vanishes; * and an underscore after punctuation are emphasis; | ends a table's cell."""
+    for path in DOCS:
+        for formula in formulas_of(path):
+            assert not re.search(r"\\[^A-Za-z ]|[*|<>`]|(?<!\w)_|^\s|\s$", formula), f"{path.name}: {formula}"
+
+
+@pytest.mark.slow
+def test_formulas_can_be_drawn():
+    mathtext = pytest.importorskip("matplotlib.mathtext", reason='needs pip install -e ".[plots]"')
+    formulas = [formula for path in DOCS for formula in formulas_of(path)]
+    assert len(formulas) > 20
+    for formula in formulas:
+        mathtext.MathTextParser("path").parse(f"${formula}$")
 
 
 def _names_in(room: str) -> set[str]:
