@@ -129,9 +129,9 @@ def _names_in(room: str) -> set[str]:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "benchmarks" / "results").glob("*learn*.md")), ids=lambda path: path.stem
 )
-def test_tables_of_the_recipes_are_those_that_the_scripts_wrote(path):
+def test_tables_of_what_was_learned_are_those_that_the_scripts_wrote(path):
     """compare_trl.md stands in benchmarks/README.md, in part."""
-    assert path.read_text().strip() in (ROOT / "docs" / "recipes.md").read_text()
+    assert path.read_text().strip() in (ROOT / "docs" / "learning.md").read_text()
 
 
 def test_the_worked_example():
