@@ -1,7 +1,4 @@
-"""GSM8K with TRL 1.16.0: five rewards for <reasoning> and <answer> tags, after the well-known "GRPO demo" of Will Brown (2025), written anew.
-
-docs/from_trl.md shows what becomes of it here: its rewards are in rewards.py, its settings in gsm8k.yaml.
-"""
+"""GSM8K with TRL 1.16.0, after the "GRPO demo" of Will Brown (2025), written anew. docs/from_trl.md ports it."""
 
 import re
 
