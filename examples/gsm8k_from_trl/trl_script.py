@@ -1,0 +1,112 @@
+"""GSM8K with TRL 1.16.0, after the "GRPO demo" of Will Brown (2025), written anew. docs/from_trl.md ports it."""
+
+import re
+
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+
+SYSTEM_PROMPT = """Write your reasoning and then the final number, exactly in this form:
+<reasoning>
+your reasoning
+</reasoning>
+<answer>
+the number
+</answer>
+"""
+
+
+def load_gsm8k(path, **options):
+    """Rows with a conversation as ``prompt``, and the number after #### as ``answer``."""
+
+    def convert(row):
+        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["question"]}]
+        return {"prompt": messages, "answer": row["answer"].split("####")[1].strip()}
+
+    return load_dataset(path, split="train", **options).map(convert)
+
+
+def response(completion):
+    return completion[0]["content"]
+
+
+def extract_answer(text):
+    """The text in the last <answer>."""
+    return text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+
+
+def number(text):
+    return text.replace(",", "").replace("$", "")
+
+
+def correctness_reward_func(prompts, completions, answer, **kwargs):
+    """2 for the right answer."""
+    return [2.0 * (extract_answer(response(c)) == number(gold)) for c, gold in zip(completions, answer, strict=True)]
+
+
+def int_reward_func(completions, **kwargs):
+    """0.5 for an answer of digits only."""
+    return [0.5 * extract_answer(response(c)).isdigit() for c in completions]
+
+
+def strict_format_reward_func(completions, **kwargs):
+    """0.5 for the form of the system prompt with each tag on its own line."""
+    pattern = r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n?"
+    return [0.5 * bool(re.fullmatch(pattern, response(c), re.DOTALL)) for c in completions]
+
+
+def soft_format_reward_func(completions, **kwargs):
+    """0.5 if the response begins with both pairs of tags, however they are spaced."""
+    pattern = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"
+    return [0.5 * bool(re.match(pattern, response(c), re.DOTALL)) for c in completions]
+
+
+def xmlcount_reward_func(completions, **kwargs):
+    """0.125 for each tag that occurs once, less 0.001 for each character after the last one."""
+    tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+
+    def count(text):
+        trailing = text.partition("</answer>")[2].strip()
+        return 0.125 * sum(text.count(tag) == 1 for tag in tags) - 0.001 * len(trailing)
+
+    return [count(response(c)) for c in completions]
+
+
+def main(model="Qwen/Qwen2.5-1.5B-Instruct", dataset=None, **changes):
+    settings = dict(
+        output_dir="runs/gsm8k_trl",
+        learning_rate=5e-6,
+        adam_beta1=0.9,
+        adam_beta2=0.99,
+        weight_decay=0.1,
+        warmup_steps=0.1,
+        lr_scheduler_type="cosine",
+        max_grad_norm=0.1,
+        logging_steps=1,
+        bf16=True,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=4,
+        num_generations=16,
+        max_completion_length=786,
+        num_train_epochs=1,
+        save_steps=100,
+        beta=0.04,
+        loss_type="grpo",
+        report_to="wandb",
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=[
+            xmlcount_reward_func,
+            soft_format_reward_func,
+            strict_format_reward_func,
+            int_reward_func,
+            correctness_reward_func,
+        ],
+        args=GRPOConfig(**settings | changes),
+        train_dataset=dataset or load_gsm8k("openai/gsm8k", name="main"),
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
