@@ -73,7 +73,7 @@ def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | No
         ConfigError: one line per mistake.
     """
     if isinstance(source, str | os.PathLike):
-        source = _read_file(os.fspath(source))
+        source = read_config_file(os.fspath(source))
     elif isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)
     elif source is not None and not isinstance(source, Mapping):
