@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo.config import Config, ConfigError, make_config
 from grpo.rewards.objects import display_name, importable_name
 from grpo.rewards.registry import OBJECT_PREFIX
-
-if TYPE_CHECKING:
-    from grpo.run.prepare import Given
+from grpo.run.given import Given
 
 OBJECTS = ("reward_functions", "dataset", "eval_dataset")
 
@@ -141,7 +139,6 @@ def _inputs(
 ) -> tuple[Config, Given]:
     """The checked configuration, in which names stand for Python objects, and the objects."""
     from grpo.data import GIVEN_ROWS, rows_of
-    from grpo.run.prepare import Given
 
     if unknown := sorted(name for name in settings if name.split(".")[0] not in Config.model_fields):
         known = ", ".join((*OBJECTS, *Config.model_fields))

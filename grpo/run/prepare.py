@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +23,7 @@ from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
 from grpo.rollout import BuiltinEngine, split_stop
 from grpo.run.content import content_digests
+from grpo.run.given import Given
 from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
 from grpo.run.models import any_forward, build_models
@@ -37,16 +36,6 @@ from grpo.run.summary import print_summary
 from grpo.telemetry.environment import environment, record_start
 from grpo.telemetry.reporter import Reporter
 from grpo.telemetry.tensorboard_logger import check_tensorboard
-
-
-@dataclass(frozen=True)
-class Given:
-    """Python objects of a program that calls :func:`grpo.train`, in place of those that the configuration names."""
-
-    rewards: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Functions, by their name in ``reward.functions``."""
-    train_rows: list[dict[str, Any]] | None = None
-    eval_rows: list[dict[str, Any]] | None = None
 
 
 def prepare(config: Config, world: World, given: Given | None = None) -> Run | None:

@@ -1,0 +1,15 @@
+"""Python objects that a program gives to :func:`grpo.train`. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Given:
+    """Python objects of a program that calls :func:`grpo.train`, in place of those that the configuration names."""
+
+    rewards: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Functions, by their name in ``reward.functions``."""
+    train_rows: list[dict[str, Any]] | None = None
+    eval_rows: list[dict[str, Any]] | None = None
