@@ -51,7 +51,7 @@ def train(run: Run) -> None:
     """
     config, world, algorithm, progress = run.config, run.world, run.config.algorithm, run.progress
     if progress.step == 0 and config.eval.before_training:
-        with world.timed("eval", run.reporter.time_left.seconds):
+        with world.timed("eval", {}):
             progress.before = run.evaluate(step=0)
         run.reporter.step({"step": 0, **progress.before})
     if progress.unwritten_line:  # the run was stopped in the evaluation of its last complete step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -102,6 +103,7 @@ class Run:
         if not self.eval_problems:
             return {}
         settings, rollout = self.config.eval, self.config.rollout
+        started = time.perf_counter()
         total = len(self.world.own_rows(self.eval_problems)) * (1 + (settings.num_samples > 1))
         with self.reporter.bar("evaluation", total, "problem") as bar:
             evaluation = evaluate(
@@ -118,6 +120,7 @@ class Run:
                 step=0,  # the same seeds in each evaluation, so that metrics differ by the weights alone
                 on_problems=bar.update,
             )
+        self.reporter.time_left.evaluation_s = time.perf_counter() - started
         self.reporter.intervals(step, evaluation.intervals)
         if unscored := evaluation.num_unscored:
             self.reporter.print(

@@ -21,18 +21,16 @@ class TimeLeft:
 
     def __init__(self, max_steps: int, eval_every: int | None):
         self.max_steps, self.eval_every = max_steps, eval_every
-        self.seconds = {"eval": 0.0}
-        """Duration of the newest evaluation."""
+        self.evaluation_s = 0.0
+        """Seconds of the newest evaluation."""
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._ended: float | None = None
 
     def after(self, metrics: dict[str, Any]) -> str | None:
         """``12:34`` or ``1:02:03`` after a step, which is called with its metrics as soon as it has ended; None if no step is left."""
         step, ended, evaluation = metrics["step"], time.monotonic(), metrics.get("time/eval", 0.0)
-        self.seconds["eval"] = evaluation or self.seconds["eval"]
-        if (
-            "step_time" in metrics
-        ):  # the clock includes saving; at the first step of a continued run it has not been started
+        if "step_time" in metrics:
+            # The clock includes saving; at the first step of a continued run it has not been started.
             since = 0.0 if self._ended is None else ended - self._ended - evaluation
             self._steps.append(max(since, metrics["step_time"]))
         self._ended = ended
@@ -42,7 +40,7 @@ class TimeLeft:
         num_evaluations = (
             1 if self.eval_every is None else -(-self.max_steps // self.eval_every) - step // self.eval_every
         )
-        return tqdm.format_interval(num_left * statistics.median(self._steps) + num_evaluations * self.seconds["eval"])
+        return tqdm.format_interval(num_left * statistics.median(self._steps) + num_evaluations * self.evaluation_s)
 
 
 def progress_values(metrics: dict[str, Any]) -> dict[str, str]:

@@ -86,8 +86,10 @@ def test_the_time_that_is_left_counts_steps_and_evaluations(tmp_path, capsys):
     """The median of the steps, 60 s each, and three more evaluations of the newest one's 100 s; a slow first step does not count."""
     writer = reporter(tmp_path, every=1, max_steps=20)
     writer.time_left.eval_every = 5
-    writer.time_left.seconds["eval"] = 7.0
+    writer.time_left.evaluation_s = 7.0
     for step, extra in ((1, {"step_time": 900.0}), (2, {}), (3, {}), (4, {}), (5, {"time/eval": 100.0})):
+        if "time/eval" in extra:
+            writer.time_left.evaluation_s = extra["time/eval"]
         writer.step({"step": step, "reward": 1.0, "step_time": 60.0} | extra)
     writer.step({"step": 20, "reward": 1.0, "step_time": 60.0})
     writer.close()
