@@ -84,7 +84,7 @@ EXPLANATIONS = {
     "gradient_accumulation_steps": "it follows from optim.tokens_per_microbatch, a limit on the tokens of one pass",
     "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
-    "report_to": "logging.wandb=online or logging.wandb=offline sends the metrics to wandb",
+    "report_to": "logging.wandb=online or logging.wandb=offline for wandb, logging.tensorboard=true for TensorBoard",
     "num_gpus": "the launcher decides: NPROC_PER_NODE=2 ./launch.sh ..., or torchrun --nproc_per_node=2",
     "gpus": "the launcher decides: NPROC_PER_NODE=2 ./launch.sh ..., or torchrun --nproc_per_node=2",
     "use_vllm": "sampling is written in PyTorch and uses the weights of the trainer: there is nothing to set",
