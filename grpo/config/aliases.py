@@ -69,6 +69,8 @@ ALIASES = {
     "dtype": "runtime.precision",
     "torch_dtype": "runtime.precision",
     "use_cpu": "runtime.device",
+    "ddp_backend": "runtime.device",
+    "cache_implementation": "runtime.cuda_graphs",
     "num_threads": "runtime.threads_per_rank",
     "full_determinism": "runtime.deterministic",
     "ddp_timeout": "runtime.timeout_s",

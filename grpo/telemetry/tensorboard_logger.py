@@ -104,7 +104,7 @@ def _completion_text(record: dict[str, Any]) -> str:
     )
     parts = [title, "prompt", _verbatim(str(record["prompt"])), "completion", _verbatim(record["completion"])]
     if record.get("answer") is not None:
-        parts += ["reference answer", _verbatim(str(record["answer"]))]
+        parts += ["reference answer", _verbatim(record["answer"])]
     return "\n\n".join(parts)
 
 
