@@ -4,7 +4,7 @@
 
 Both sides train the demo's model for a few steps, write TensorBoard's event files and wandb's offline files, and draw other samples from
 the same distribution. Ours has ``logging.wandb_prefix=train/``. The names and x axes are read back from the files of both. Afterwards
-``tensorboard --logdir FOLDER`` shows both runs in the same charts. TRL's Python needs tensorboard too.
+``tensorboard --logdir FOLDER`` shows both runs in the same charts.
 """
 
 from __future__ import annotations

@@ -45,12 +45,12 @@ def saved_config(model: str | Path) -> SavedConfig | None:
 def config_of_models(
     models: Sequence[str], file: str | None, overrides: list[str], *, without_run: dict[str, Any] | None = None
 ) -> tuple[Config, SavedConfig | None]:
-    """The configuration for a command that takes models, and the run's that it begins with (None: it does not).
+    """The configuration for a command that takes models, and the saved one that it is based on; None if it is based on none.
 
     Args:
         file: the argument of ``--config``; None: the saved configuration of the first model that has one is taken.
         overrides: ``section.key=value`` of the command line.
-        without_run: nested values to begin with if there is neither; None: the defaults.
+        without_run: nested values to begin with if there is neither a file nor a saved configuration; None: the defaults.
 
     Raises:
         ConfigError: see :func:`load_config` and :func:`saved_config`.

@@ -226,7 +226,8 @@ class EvalConfig(Section):
     correct_above: float = 0.0
     """A completion is correct if the reward `correctness` is above this value (0.99 where a wrong answer earns a part of the reward)."""
     format: str | None = None
-    """Name of the reward that is above 0 for a well-formed completion; none: `format`, else that of `accuracy`'s mode boxed or ####, else the tags."""
+    """Name of the reward that is above 0 for a well-formed completion; none: `format`. Without that reward, a completion
+    is well-formed if it has an answer as `accuracy` in the mode boxed or #### reads it, else if it is <think>..</think> <answer>..</answer>."""
 
     @model_validator(mode="after")
     def _check_samples_differ(self) -> Self:

@@ -1,7 +1,7 @@
 """torchrun, with an end in which the error of a rank stays the last thing on the terminal: ``python -m grpo.distributed.torchrun ...``.
 
-Options, signals, restarts and exit codes are torchrun's. After a failure torchrun prints its own stack and a table of ranks, 40 lines
-that say nothing about the error; here one line names the rank that failed first, and none if that rank has printed an error of the user.
+Options, signals, restarts and exit codes are torchrun's. After a failure torchrun prints its own stack and a table of ranks,
+which say nothing about the error. Here one line names the rank that failed first, unless that rank has printed an error that the user can fix.
 """
 
 import logging

@@ -43,6 +43,6 @@ def require_tag(tag: Any) -> None:
         raise ValueError(f"tag must be a bare name such as 'answer' (no angle brackets), got {tag!r}")
 
 
-def is_missing(gold: Any) -> bool:
-    """True if a row has no gold answer (``None`` or blank text). Such a row cannot be scored; its completions are not wrong."""
-    return gold is None or (isinstance(gold, str) and not gold.strip())
+def is_missing(reference: Any) -> bool:
+    """True if a row has no reference answer (``None`` or blank text). Such a row cannot be scored; its completions are not wrong."""
+    return reference is None or (isinstance(reference, str) and not reference.strip())

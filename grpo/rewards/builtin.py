@@ -20,7 +20,7 @@ TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 def accuracy(
     prompts, completions, *, mode="strict", value=1.0, tag="answer", any_notation=False, column="answer", **columns
 ) -> Scores:
-    """``value`` where the answer equals the gold answer (as a number, else as normalised text), and 0 elsewhere.
+    """``value`` where the answer equals the reference answer (as a number, else as normalised text), and 0 elsewhere.
 
     ``mode`` says where the answer is: ``strict`` (in the only ``<tag>...</tag>``), ``lenient`` (the last number), ``boxed`` (in the last
     ``\\boxed{...}``) or ``####`` (behind the last ``####``); see :func:`extract_answer`. With ``any_notation`` a number is also read with a
@@ -31,21 +31,21 @@ def accuracy(
     require_number(value=value)
     require_tag(tag)
     rewards: Scores = []
-    for completion, gold in zip(completions, column_values(columns, column, completions, "accuracy"), strict=True):
-        if is_missing(gold):
+    for completion, reference in zip(completions, column_values(columns, column, completions, "accuracy"), strict=True):
+        if is_missing(reference):
             rewards.append(None)
             continue
-        is_right = _is_right(completion_text(completion), gold, mode, tag, any_notation)
+        is_right = _is_right(completion_text(completion), reference, mode, tag, any_notation)
         rewards.append(float(value) if is_right else 0.0)
     return rewards
 
 
-def _is_right(text: str, gold: Any, mode: str, tag: str, any_notation: bool) -> bool:
+def _is_right(text: str, reference: Any, mode: str, tag: str, any_notation: bool) -> bool:
     without_context = any_notation and mode == "lenient"
     answer = last_number(text) if without_context else extract_answer(text, mode, tag)
     if answer is None or not any_notation:
-        return answer is not None and answers_equal(answer, gold)
-    return equal_in_any_notation(answer, gold, bare=without_context)
+        return answer is not None and answers_equal(answer, reference)
+    return equal_in_any_notation(answer, reference, bare=without_context)
 
 
 def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Scores:
@@ -80,22 +80,24 @@ def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max
 def exact_or_stripped(
     prompts, completions, *, exact=3.0, stripped=1.5, tag="answer", column="answer", **columns
 ) -> Scores:
-    """``exact`` where the text inside the tag is the gold answer, ``stripped`` where it differs in surrounding white space, else 0.
+    """``exact`` where the text inside the tag is the reference answer, ``stripped`` where it differs in surrounding white space, else 0.
 
     Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     require_number(exact=exact, stripped=stripped)
     require_tag(tag)
     rewards: Scores = []
-    golds = column_values(columns, column, completions, "exact_or_stripped")
-    for completion, gold in zip(completions, golds, strict=True):
+    references = column_values(columns, column, completions, "exact_or_stripped")
+    for completion, reference in zip(completions, references, strict=True):
         content = tag_content(completion_text(completion), tag)
-        if is_missing(gold):
+        if is_missing(reference):
             rewards.append(None)
-        elif content == str(gold):
+        elif content == str(reference):
             rewards.append(float(exact))
         else:
-            rewards.append(float(stripped) if content is not None and content.strip() == str(gold).strip() else 0.0)
+            rewards.append(
+                float(stripped) if content is not None and content.strip() == str(reference).strip() else 0.0
+            )
     return rewards
 
 

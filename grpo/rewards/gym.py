@@ -16,9 +16,9 @@ def reasoning_gym(
     require_number(value=value)
     require_tag(tag)
     rewards: Scores = []
-    golds = column_values(columns, column, completions, "reasoning_gym")
+    references = column_values(columns, column, completions, "reasoning_gym")
     metadata_rows = column_values(columns, metadata_column, completions, "reasoning_gym")
-    for prompt, completion, gold, metadata in zip(prompts, completions, golds, metadata_rows, strict=True):
+    for prompt, completion, reference, metadata in zip(prompts, completions, references, metadata_rows, strict=True):
         if not metadata:
             rewards.append(None)
             continue
@@ -28,5 +28,5 @@ def reasoning_gym(
             continue
         score = library.get_score_answer_fn(metadata["source_dataset"])
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        rewards.append(float(value * score(answer, {"question": question, "answer": gold, "metadata": metadata})))
+        rewards.append(float(value * score(answer, {"question": question, "answer": reference, "metadata": metadata})))
     return rewards

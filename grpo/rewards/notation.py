@@ -72,19 +72,19 @@ class Quantity:
         return self.value == other.value and all(a == b or a is None or b is None for a, b in details)
 
 
-def equal_in_any_notation(answer: str, gold: Any, *, bare: bool = False) -> bool:
+def equal_in_any_notation(answer: str, reference: Any, *, bare: bool = False) -> bool:
     """True if two answers are equal as they stand (:func:`answers_equal`), as quantities, or as texts without their markup.
 
-    With ``bare``, the answer has been cut from its surroundings, which may hold a unit: then only a gold answer without unit is equal.
+    With ``bare``, the answer has been cut from its surroundings, which may hold a unit: then only a reference answer without unit is equal.
     """
-    if answers_equal(answer, gold):
+    if answers_equal(answer, reference):
         return True
-    gold = str(gold)
-    if max(len(answer), len(gold)) > LONGEST_NUMBER:
+    reference = str(reference)
+    if max(len(answer), len(reference)) > LONGEST_NUMBER:
         return False
-    first, second = read_quantity(answer), read_quantity(gold)
+    first, second = read_quantity(answer), read_quantity(reference)
     if first is None and second is None:
-        return normalize_text(_unwrapped(_plain(answer))) == normalize_text(_unwrapped(_plain(gold)))
+        return normalize_text(_unwrapped(_plain(answer))) == normalize_text(_unwrapped(_plain(reference)))
     if first is None or second is None or (bare and (second.unit or second.variable)):
         return False
     return first.agrees(second)

@@ -59,6 +59,7 @@ def digest(function: Any) -> str:
 
 
 def _facts(value: Any, seen: set[int]) -> Iterator[str]:
+    """What :func:`digest` counts of a value, as lines; of a value whose id is in ``seen``, nothing more."""
     if isinstance(value, PLAIN):
         yield repr(value)
     elif isinstance(value, (tuple, frozenset)):

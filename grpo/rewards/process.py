@@ -38,8 +38,8 @@ def _worker_sys_path(directory: str) -> list[str]:
 class WorkerProcess:
     """One worker process, started when it is needed and restarted after it has ended. Only one thread at a time may call it.
 
-    ``functions`` are ``(spec, args, objects.pickled)`` by key; a new process loads a function at its first call. The working folder ``directory`` is fixed
-    when the run starts, so that relative paths stay valid after a restart.
+    ``functions`` are ``(spec, args, value)`` by key, with what ``objects.pickled`` returned as ``value``; a new process loads a function at
+    its first call. The working folder ``directory`` is fixed when the run starts, so that relative paths stay valid after a restart.
     """
 
     def __init__(self, functions: list[tuple[str, dict[str, Any], bytes | str | None]], directory: str):
@@ -50,10 +50,10 @@ class WorkerProcess:
         self._num_jobs = self._num_printed_bytes = 0
 
     def load(self, key: int) -> tuple[str, Any]:
-        """Load function ``key``: the worker's answer, ``("timeout", None)`` or ``("died", cause)``."""
+        """Load function ``key``: the worker's answer, ``("not sent", reason)``, ``("timeout", None)`` or ``("died", cause)``."""
         spec, args, value = self.functions[key]
         if isinstance(value, str):
-            return "unreadable", value
+            return "not sent", value
         answer = self._request(("load", key, spec, args, value), LOAD_SECONDS)
         if answer[0] == "ok":
             self._loaded.add(key)

@@ -36,9 +36,9 @@ def python_tests(
     if not completions:  # this call checks a configuration: fail now on a machine that cannot provide the sandbox
         run_python("", [{"code": ""}], limits, allow_unsandboxed=allow_unsandboxed)
     rewards: Scores = []
-    golds = column_values(columns, column, completions, "python_tests")
+    tests_of_rows = column_values(columns, column, completions, "python_tests")
     entry_points = columns.get("entry_point") or [None] * len(completions)
-    for completion, given, entry_point in zip(completions, golds, entry_points, strict=True):
+    for completion, given, entry_point in zip(completions, tests_of_rows, entry_points, strict=True):
         tests = read_tests(given, entry_point)
         code = extract_code(completion_text(completion), tag)
         if not tests:

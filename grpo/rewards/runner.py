@@ -120,7 +120,7 @@ class RewardRunner:
         if name.startswith(CLASSIFIER_PREFIX):
             return self._here.load_classifier(key, self.specs[key])
         kind, value = self._submit(lambda worker: worker.load(key)).result()
-        if kind == "unreadable":
+        if kind == "not sent":
             lost = "runs in this process, where a call that hangs cannot be stopped"
             self.notes.append(f"note: reward {name!r} {lost}, because it cannot be sent to a worker process ({value})")
             return self._here.load_object(key, self.specs[key])

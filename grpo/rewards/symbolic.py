@@ -33,20 +33,22 @@ def _parse_answer(library: Any, text: str) -> list[Any]:
 
 
 def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", **columns) -> Scores:
-    """``value`` where the answer of the response equals the gold answer symbolically, else 0.
+    """``value`` where the answer of the response equals the reference answer symbolically, else 0.
 
     Text inside ``<think>`` is never read. The answer is the text inside the last ``<answer>...</answer>`` after the thinking, or without
     one the final expression after the thinking. With ``tag``, only the text inside the last ``<tag>...</tag>`` is read.
 
-    ``None`` where the gold answer is missing or cannot be parsed.
+    ``None`` where the reference answer is missing or cannot be parsed.
     """
     library = import_extra("math_verify", "math", "reward 'math_verify'")
     require_number(value=value)
     if tag is not None:
         require_tag(tag)
     rewards: Scores = []
-    for completion, gold in zip(completions, column_values(columns, column, completions, "math_verify"), strict=True):
-        expected = [] if is_missing(gold) else _parse_answer(library, str(gold))
+    for completion, reference in zip(
+        completions, column_values(columns, column, completions, "math_verify"), strict=True
+    ):
+        expected = [] if is_missing(reference) else _parse_answer(library, str(reference))
         if not expected:
             rewards.append(None)
             continue
@@ -68,25 +70,25 @@ def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer
     library = import_extra("math_verify", "math", "reward 'r1_zero'")
     require_number(value=value, format_value=format_value)
     rewards: Scores = []
-    for completion, gold in zip(completions, column_values(columns, column, completions, "r1_zero"), strict=True):
+    for completion, reference in zip(completions, column_values(columns, column, completions, "r1_zero"), strict=True):
         text = completion_text(completion)
-        if is_missing(gold):
+        if is_missing(reference):
             rewards.append(None)
         elif "</think> <answer>" not in text or "</answer>" not in text:
             rewards.append(0.0)
         else:
             answer = text.split("<answer>")[-1].replace("</answer>", "")
-            rewards.append(float(value if _is_equal(library, answer, gold) else format_value))
+            rewards.append(float(value if _is_equal(library, answer, reference) else format_value))
     return rewards
 
 
-def _is_equal(library: Any, answer: str, gold: Any) -> bool:
-    if answers_equal(answer, gold):
+def _is_equal(library: Any, answer: str, reference: Any) -> bool:
+    if answers_equal(answer, reference):
         return True
     if len(answer) > MAX_ANSWER_LENGTH:
         return False
     found = _parse_answer(library, answer)
-    return bool(library.verify(_parse_answer(library, str(gold)), found, timeout_seconds=_timeout()))
+    return bool(library.verify(_parse_answer(library, str(reference)), found, timeout_seconds=_timeout()))
 
 
 # The runner calls these functions row by row, so that one slow expression does not use up the time limit of its batch.

@@ -9,7 +9,7 @@ A request is a tuple; the answer is ``(kind, value)``:
 
 | request | answer |
 |---|---|
-| ``("load", key, spec, args, pickled)`` | ``("ok", FunctionInfo)``, ``("invalid", message)`` or ``("unreadable", message)`` |
+| ``("load", key, spec, args, pickled)`` | ``("ok", FunctionInfo)``, ``("invalid", message)`` or ``("not sent", reason)`` |
 | ``("call", key, inputs)`` | an outcome |
 | ``("gather", [(key, inputs), ...], seconds)`` | ``("ok", [outcome, ...])``: coroutines that ran concurrently |
 
@@ -94,6 +94,7 @@ def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: Rewa
 
 
 def describe(spec: str, function: Callable[..., Any], args: dict[str, Any]) -> FunctionInfo:
+    """What the trainer must know of a loaded function."""
     row_by_row = bool(getattr(function, "row_by_row", False))
     return FunctionInfo(is_async(function), row_by_row, needed_columns(function, args), source_files(spec, function))
 
@@ -165,7 +166,7 @@ class Worker:
             if pickled is not None:
                 function = pickle.loads(pickled)
         except Exception as error:
-            return "unreadable", f"{type(error).__name__}: {first_line(error)}"
+            return "not sent", f"{type(error).__name__}: {first_line(error)}"
         try:
             function = load_reward(spec) if function is None else function
             check_arguments(spec, function, args)

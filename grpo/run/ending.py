@@ -39,8 +39,8 @@ def _finish_or_end_process(run: Run, train: Callable[[Run], None]) -> int:
 
 
 def run_inside_program(run: Run, train: Callable[[Run], None]) -> int:
-    """The same for a program that goes on afterwards: a failure is raised, with a note on what was saved, instead of ending the process,
-    and the ranks stay connected.
+    """As :func:`run_to_completion`, in a program that goes on afterwards: a failure is raised, with a note on what was saved, instead of
+    ending the process, and the ranks stay connected.
 
     With several ranks a failure ends the process here too: the others may wait for this rank, which cannot join them again.
     """

@@ -1,4 +1,4 @@
-"""Python objects that a program gives to :func:`grpo.train`. Imports no torch."""
+"""Python objects in place of names in the configuration. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -27,19 +27,18 @@ class TimeLeft:
         self._ended: float | None = None
 
     def after(self, metrics: dict[str, Any]) -> str | None:
-        """``12:34`` or ``1:02:03`` after a step, which is called with its metrics as soon as it has ended; None if no step is left."""
+        """The time left, ``12:34`` or ``1:02:03``; None if no step is left. To be called with the metrics of each step as soon as it has ended."""
         step, ended, evaluation = metrics["step"], time.monotonic(), metrics.get("time/eval", 0.0)
         if "step_time" in metrics:
-            # The clock includes saving; at the first step of a continued run it has not been started.
+            # The time between two calls includes saving. Before the first step of a continued run there is no call.
             since = 0.0 if self._ended is None else ended - self._ended - evaluation
             self._steps.append(max(since, metrics["step_time"]))
         self._ended = ended
         num_left = self.max_steps - step
         if num_left <= 0 or not self._steps:
             return None
-        num_evaluations = (
-            1 if self.eval_every is None else -(-self.max_steps // self.eval_every) - step // self.eval_every
-        )
+        every = self.eval_every or self.max_steps
+        num_evaluations = -(-self.max_steps // every) - step // every
         return tqdm.format_interval(num_left * statistics.median(self._steps) + num_evaluations * self.evaluation_s)
 
 

@@ -96,15 +96,15 @@ class TensorBoardLogger(Dashboard):
 
 
 def _completion_text(record: dict[str, Any]) -> str:
-    """A completion as Markdown: its rewards, prompt, text, and the right answer if the record has it."""
+    """A completion as Markdown: its rewards, prompt, text, and the reference answer if the record has it."""
     rewards = "".join(f", {name} {value:g}" for name, value in record["rewards"].items() if value is not None)
-    end = "" if record["finished"] else ", cut off"
+    end = "" if record["finished"] else ", truncated"
     title = (
         f"**reward {record['reward']:g}**{rewards}, advantage {record['advantage']:.3g}, {record['length']} tokens{end}"
     )
     parts = [title, "prompt", _verbatim(str(record["prompt"])), "completion", _verbatim(record["completion"])]
     if record.get("answer") is not None:
-        parts += ["answer", _verbatim(str(record["answer"]))]
+        parts += ["reference answer", _verbatim(record["answer"])]
     return "\n\n".join(parts)
 
 

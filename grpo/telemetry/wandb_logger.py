@@ -201,16 +201,11 @@ class WandbLogger(Dashboard):
                     *(record["rewards"].get(name) for name in rewards),
                     *(str(record.get("logged", {}).get(name)) for name in logged),  # in wandb a column has one type
                 ]
-                for record in map(_with_texts, json_safe(self._completions))
+                for record in (row | {"prompt": str(row["prompt"])} for row in json_safe(self._completions))
             ]
             columns = [*names, *(f"rewards/{name}" for name in rewards), *logged]
             tables["completions"] = self._wandb.Table(columns=columns, data=rows)
         return tables
-
-
-def _with_texts(record: dict[str, Any]) -> dict[str, Any]:
-    """A record whose prompt and answer are texts, since in wandb a column has one type."""
-    return record | {name: str(record[name]) for name in ("prompt", "answer") if record.get(name) is not None}
 
 
 def _earlier_completions(folder: Path, first_step: int) -> list[dict[str, Any]]:

@@ -162,8 +162,8 @@ def test_debug_shows_and_checks(tmp_path, random_model):
         "checked   masks = lengths, EOS inside the mask, all finite, KL = 0",
         "checked   importance ratio of the first update: 1.000000",
         "step 2/2",
-        "\nanswer: ",
-        "checked   all 8 checks have passed: in each of 2 steps masks = lengths, EOS inside the mask, all finite; KL = 0 before ",
+        "\nreference answer: ",
+        "checked   all checks have passed: in each of 2 steps masks = lengths, EOS inside the mask, all finite; KL = 0 before ",
         "\nnext      ",
     ):  # fmt: skip
         assert text in done.stdout

@@ -76,7 +76,7 @@ def test_histograms_and_completions_are_shown_with_their_step(tmp_path):
     (text,) = shown.Tensors("completions/text_summary")
     assert text.step == 2
     assert text.tensor_proto.string_val[0].decode() == (
-        "**reward 0.5**, accuracy 0, advantage -1, 3 tokens, cut off\n\nprompt\n\n    2+3=\n\ncompletion\n\n    # five?\n\nanswer\n\n    5"
+        "**reward 0.5**, accuracy 0, advantage -1, 3 tokens, truncated\n\nprompt\n\n    2+3=\n\ncompletion\n\n    # five?\n\nreference answer\n\n    5"
     )
     assert "    output_dir: " in shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 

@@ -113,11 +113,10 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
     (media,) = (tmp_path / "run").glob("wandb/offline-run-*/files/" + point["completions/path"])
     table = json.loads(media.read_text())
     assert table["columns"] == [
-        "step", "prompt", "completion", *["answer"] * ("answer" in records[0]), "reward", "advantage", "length", "finished",
+        "step", "prompt", "completion", "answer", "reward", "advantage", "length", "finished",
         "rewards/share_of_digits", "rewards/notes", "characters",
     ]  # fmt: skip
-    if "answer" in records[0]:
-        assert [row[3] for row in table["data"][4:]] == [str(record["answer"]) for record in records]
+    assert [row[3] for row in table["data"][4:]] == [record["answer"] for record in records]
     assert [row[-1] for row in table["data"]] == [str(len(row[2])) for row in table["data"]]
     assert history[2]["mean_characters"] > 1
     assert [row[0] for row in table["data"]] == [1, 1, 1, 1, 2, 2, 2, 2]

@@ -79,7 +79,7 @@ function buildCurves(section) {
   if (!metrics.length) content.append(el("p", { class: "note" }, "No step has been written yet."));
   const parts = metrics.filter((metric) => FIRST[0].test(metric)), used = new Set(["reward", "epoch"]);
   const take = (chosen) => chosen.forEach((metric) => used.add(metric));
-  const add = (metric, parent) => parent.append(chart(metric, "", () => linesOf(metric)));
+  const add = (metric, parent) => parent.append(chart(metric, BANDS[metric] ? "Shaded: from the shortest to the longest completion." : "", () => linesOf(metric)));
   for (const [metric, band] of Object.entries(BANDS)) if (![metric, ...band].every(isFlat)) take(band);
   const flat = metrics.filter((metric) => !used.has(metric) && isFlat(metric) && !(BANDS[metric] || []).some((name) => used.has(name)));
   take(flat);
