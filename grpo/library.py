@@ -24,6 +24,7 @@ from grpo.rewards.registry import OBJECT_PREFIX
 from grpo.run.given import Given
 
 OBJECTS = ("reward_functions", "dataset", "eval_dataset")
+FORMS = "a function, a name, (function, weight) or {name, weight, args}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,7 +50,7 @@ class TrainingResult:
 
         folder = Path(output_dir)
         with open(folder / "metrics.jsonl", encoding="utf-8") as file:
-            metrics = [json.loads(line) for line in file]
+            metrics = [json.loads(line) for line in file if line.endswith("\n")]  # the last may be half written
         evaluations = [
             (line["step"], found)
             for line in metrics
@@ -174,7 +175,14 @@ def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[...
             entry = dict(item)
         elif hasattr(item, "name") and hasattr(item, "weight"):
             entry = {"name": item.name, "weight": item.weight, "args": getattr(item, "args", {})}
-        function = entry.get("name")
+        if "name" not in entry:
+            raise ValueError(f"reward_functions has a mapping with the keys {', '.join(map(str, entry))}: give {FORMS}")
+        try:
+            json.dumps(entry.get("args"))
+        except (TypeError, ValueError) as error:
+            reason = f"reward_functions[{index}]: config.yaml cannot hold its args ({error})"
+            raise ValueError(f"{reason}: give text, numbers, lists and mappings, or functools.partial") from None
+        function = entry["name"]
         if not isinstance(function, str):
             _check_function(function, f"reward_functions[{index}]")
             entry["name"] = importable_name(function)
@@ -195,8 +203,7 @@ def _check_function(function: Any, name: str) -> None:
     if isinstance(function, type):
         raise ValueError(f"{name} is the class {function.__name__}: give an instance of it")
     if not callable(function):
-        forms = "a function, a name, (function, weight) or {name, weight, args}"
-        raise ValueError(f"{name} is {function!r} of type {type(function).__name__}: give {forms}")
+        raise ValueError(f"{name} is {function!r} of type {type(function).__name__}: give {FORMS}")
 
 
 @contextlib.contextmanager

@@ -58,6 +58,13 @@ def config_of_models(
     if file is not None:
         return load_config(["--config", file, *overrides]), None
     saved = next(filter(None, map(saved_config, models)), None)
+    if saved:
+        try:
+            load_config([], default_values=saved.values)
+        except ConfigError as error:  # of another version
+            raise ConfigError(
+                f"{saved.source} does not suit this version: {error}; name one with --config FILE"
+            ) from None
     return load_config(overrides, default_values=saved.values if saved else without_run), saved
 
 

@@ -81,7 +81,7 @@ def load_rows(config: DataConfig, *, train: bool, seed: int, given: list[dict[st
     answer_column = config.answer_column or ("answer" if is_builtin else None)
     for key, column in (("prompt_column", config.prompt_column), ("answer_column", answer_column)):
         if column is not None and column not in rows[0]:
-            raise ValueError(f"data.{key}={column}: {source} has no such column; it has {', '.join(rows[0])}")
+            raise ValueError(f"data.{key}={column}: {source} has no such column; it has {', '.join(rows[0]) or 'none'}")
     if answer_column is not None and all(row[answer_column] is None for row in rows):
         raise ValueError(f"data.answer_column={answer_column}: it is empty in every row of {source}")
     pattern = _compile(config.answer_pattern)
@@ -184,7 +184,7 @@ def _match_answer(answer: Any, pattern: regex.Pattern | None) -> Any:
 def _checked_prompt(value: Any, location: str) -> str | list[dict[str, str]]:
     if isinstance(value, str):
         return value
-    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+    if not isinstance(value, (list, tuple)) or not value or not all(map(_is_message, value)):
         raise ValueError(f"{location}: expected text or a list of {{role, content}} messages, got {str(value)[:80]!r}")
     if value[-1]["role"] in ("system", "assistant"):
         role = value[-1]["role"]

@@ -2,6 +2,7 @@
 
 import glob
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,7 +59,7 @@ def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
 
     ``ValueError``, in one line that begins with ``name``, for anything else.
     """
-    if hasattr(given, "to_dict") and hasattr(given, "notna"):  # NaN stands for a missing value
+    if hasattr(given, "columns") and hasattr(given, "notna"):  # NaN stands for a missing value
         given = given.astype(object).where(given.notna(), None).to_dict("records")
     if isinstance(given, Mapping):
         example, parts = next(iter(given), None), ", ".join(map(str, given))
@@ -77,7 +78,21 @@ def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
                 f"{name}, row {number}: expected a mapping from column names to values, got {str(row)[:80]!r}"
             )
     columns = dict.fromkeys(column for row in rows for column in row)
-    return [{column: row.get(column) for column in columns} for row in rows]
+    rows = [{column: _without_numpy(row.get(column)) for column in columns} for row in rows]
+    for number, row in enumerate(rows, 1):
+        try:  # as the rows of a file; a value of another type (an image) is left as it is
+            json.dumps(row, sort_keys=True, default=lambda value: None, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            expected = "keys inside a column must be text, and text must be valid Unicode"
+            raise ValueError(
+                f"{name}, row {number} cannot be written as JSON: {first_line(error)}; {expected}"
+            ) from None
+    return rows
+
+
+def _without_numpy(value: Any) -> Any:
+    """Arrays as lists, in which pandas has the lists of a Parquet file as arrays; numbers as Python's."""
+    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
 
 
 def _read(

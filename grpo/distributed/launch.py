@@ -56,7 +56,8 @@ def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
     """
     # "4,2" is for nested parallelism: the first number is that of the outermost level.
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    from_user = int(wanted) if wanted.isdecimal() and not (local_size > 1 and int(wanted) == 1) else 0
+    is_number = wanted.isdecimal() and len(wanted) < 5  # torch refuses a number beyond 64 bits
+    from_user = int(wanted) if is_number and not (local_size > 1 and int(wanted) == 1) else 0
     # Ranks that each start as many threads as there are cores compete for them (80 times slower, measured on two cores).
     torch.set_num_threads(runtime.threads_per_rank or from_user or max(_available_cores() // local_size, 1))
 

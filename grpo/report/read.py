@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,13 @@ def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
         try:
             record = json.loads(line)
             steps[int(record["step"])] = dict(record)
-        except (ValueError, KeyError, TypeError, RecursionError):  # not JSON, or not an object with a step
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ):  # not JSON, or not an object with a step
             damaged += line is not lines[-1]  # the last line has no line break: it may be half written
     if damaged:
         notes.append(f"{damaged} line(s) of {path.name} could not be read.")
@@ -87,8 +94,8 @@ def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def _finite_or_none(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and abs(value) <= sys.float_info.max else None  # false for NaN too
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import threading
@@ -54,6 +55,8 @@ class FunctionsHere:
 
     def _call(self, key: int, inputs: RewardInputs) -> tuple[Any, ...]:
         """An outcome, as ``grpo.rewards.worker`` lists them."""
+        if self._calls[key] != "batch":
+            inputs = _copied(inputs)
         logged = Logged(len(inputs))
         try:
             values = call_reward(self.functions[key], self._args[key], inputs, logged)
@@ -70,6 +73,14 @@ class FunctionsHere:
         except (Exception, SystemExit):
             return "error", traceback.format_exc()
         return logged.added_to(check_values(values, logged.num_rows))
+
+
+def _copied(inputs: RewardInputs) -> RewardInputs:
+    """Lists of its own, as a worker has: a function that sorts or empties them must not change those of the trainer."""
+    prompts, completions = copy.deepcopy((inputs.prompts, inputs.completions))
+    columns = {name: list(values) for name, values in inputs.columns.items()}
+    ids = None if inputs.completion_ids is None else [list(ids) for ids in inputs.completion_ids]
+    return RewardInputs(prompts, completions, columns, ids, inputs.trainer_state)
 
 
 @functools.cache

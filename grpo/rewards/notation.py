@@ -24,6 +24,7 @@ UNITS = frozenset(_UNIT_WORDS.split())
 _OTHER_WORDS = """
     ones twos threes fours fives sixes sevens eights nines tens dozens scores hundreds thousands lakhs crores pairs couples doubles
     triples halves thirds quarters times plus minus divides equals exceeds versus unless perhaps others this thus does
+    quadruples grosses negatives always sometimes yes
 """
 NOT_UNITS = frozenset(_OTHER_WORDS.split())
 """Words that end like a plural, but change the value or are no noun. Words in -ths (but ``months``) and -illions are none either."""

@@ -226,7 +226,13 @@ def main(descriptor: int, parent: int) -> None:
     worker, own_id = Worker(), os.getpid()
     while header := connection.read(HEADER.size):
         job, length = HEADER.unpack(header)
-        answer = worker.answer(pickle.loads(connection.read(length)))
+        body = connection.read(length)
+        try:
+            request = pickle.loads(body)
+        except Exception as error:  # a class of a script or a notebook, which this process cannot import
+            answer = "error", f"the rows cannot be read in the worker process of the rewards: {error}"
+        else:
+            answer = worker.answer(request)
         if os.getpid() != own_id:  # a child that a reward forked has returned from the reward; it must not answer too
             os._exit(0)
         with contextlib.suppress(Exception):  # a reward may have closed or replaced sys.stdout

@@ -59,7 +59,9 @@ class WithGenerator:
     def __call__(self, completions, **columns):
         next(self.generator)
         self.seen.append(os.getpid())
-        return [float(len(text)) for text in completions]
+        lengths = [float(len(text)) for text in completions]
+        completions.clear()  # its own list, as in a worker
+        return lengths
 
 
 def process_state():
@@ -167,6 +169,10 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
         (dict(dataset={"prompt": ["a"]}), "dataset is a dict with the keys prompt: give a list with one mapping per row"),
         (dict(dataset=["a"]), "dataset, row 1: expected a mapping from column names to values, got 'a'"),
         (dict(dataset=iter(ROWS)), "dataset is of type list_iterator: give a list of mappings"),
+        (dict(dataset=[{**ROWS[0], "meta": {1: 1, "b": 2}}] * 4), "dataset, row 1 cannot be written as JSON: '<' not"),
+        (dict(dataset=[{"prompt": "half a \ud800 character"}] * 4), "text must be valid Unicode"),
+        (dict(reward_functions={"mine": len}), "a mapping with the keys mine: give a function, a name"),
+        (dict(reward_functions={"name": "format", "args": {"x": len}}), "config.yaml cannot hold its args"),
         (dict(dataset=[]), "data.dataset=python:rows has no rows"),
         (dict(dataset=[{"question": "?"}] * 8), "has no such column; it has question"),
         (dict(dataset=ROWS, data={"eval_split": "test"}), "`dataset` has none: give `eval_dataset`, or data.eval_split"),
