@@ -93,6 +93,9 @@ def train(run: Run) -> None:
         debug.show_verdict(run)
     else:
         run.reporter.print(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
+        if best := progress.best:
+            name, folder = config.checkpoint.keep_best, f"{config.output_dir}/checkpoint-{best['step']}"
+            run.reporter.print(f"best      {folder}, {name} {best['value']:.4g}")
 
 
 def sample_and_score(

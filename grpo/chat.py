@@ -6,6 +6,7 @@
 
 Prompts are rendered, sampled and scored as in the run that wrote the checkpoint, or with --config. A model without a run gets the
 prompt alone, and no rewards are computed unless --column or reward.functions=[...] asks for them.
+Where the dataset's prompts are lists of messages and a reward reads messages, add data.conversational=true.
 """
 
 import argparse

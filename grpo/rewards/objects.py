@@ -17,11 +17,11 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def display_name(function: Any) -> str:
-    """The function's own name, that of an object's class, or ``reward`` for a lambda."""
+    """The function's own name, that of an object's class, or ``lambda``: ``reward`` is the name of the total."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
-    return "reward" if name == "<lambda>" else name
+    return "lambda" if name == "<lambda>" else name
 
 
 def importable_name(function: Any) -> str | None:

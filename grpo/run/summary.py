@@ -13,6 +13,9 @@ from grpo.model import num_parameters
 from grpo.rewards.groups import messages_warning
 from grpo.run.state import Run
 
+COMPARING = ("accuracy", "exact_or_stripped", "r1_zero", "math_verify")
+"""Built-in rewards that compare the response with the reference answer as it stands."""
+
 
 def print_summary(
     run: Run, train: ProblemSet, evaluation: ProblemSet, why_padded: str | None, checkpoint: Path | None
@@ -75,7 +78,15 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
     """Notes on settings and data that could surprise the user."""
     a, r = config.algorithm, config.rollout
     if shared := count_shared(train, evaluation):
-        yield f"warning: {shared} evaluation problems are also in the training data"
+        what = "problem is" if shared == 1 else "problems are"
+        yield f"warning: {shared} evaluation {what} also in the training data"
+    compares = any(f.name in COMPARING and f.args.get("column", "answer") == "answer" for f in config.reward.functions)
+    uncut = sum("####" in str(problem.columns.get("answer")) for problem in train)
+    if compares and uncut:
+        yield (
+            f"warning: {uncut} of {len(train)} answers contain ####, as worked solutions do, and a reward compares with the whole text: "
+            "data.answer_pattern='####\\s*(.+)' takes the answer from behind it"
+        )
     if not evaluation:
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
     if a.updates_per_step == 1:

@@ -90,7 +90,8 @@ def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
 
 def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, tmp_path):
     best = ["checkpoint.keep_best=eval/mean_length", "eval.every=1"]
-    run("run", "optim.max_steps=2", *best)
+    printed = run("run", "optim.max_steps=2", *best)
+    assert re.search(r"^best      \S+/checkpoint-[12], eval/mean_length \d", printed, re.MULTILINE)
     path = tmp_path / "run" / "checkpoint-2" / "trainer" / "state.json"
     state = json.loads(path.read_text())
     assert state["best"]["value"] > 0

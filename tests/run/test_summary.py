@@ -29,6 +29,16 @@ def test_evaluation_problems_that_are_trained_on_are_counted():
     )
 
 
+def test_worked_solutions_as_gold_answers_are_noticed():
+    def warned(**function):
+        config = Config.model_validate({"reward": {"functions": [function]}})
+        train = [Problem(0, "1 + 2", (0,), {"answer": "1 + 2 = 3 #### 3"}), Problem(1, "3", (1,), {"answer": "3"})]
+        return [line for line in warnings_of(config, train, []) if "1 of 2 answers contain ####" in line]
+
+    assert "data.answer_pattern" in warned(name="accuracy")[0]
+    assert not warned(name="accuracy", args={"column": "gold"}) and not warned(name="my.py:reads_solutions")
+
+
 def test_problems_that_are_left_out_are_counted():
     train = ProblemSet(problems(0, 7), num_too_long=2, num_empty=1, num_without_answer=4)
     evaluation = ProblemSet(problems(0, 5), num_too_long=1, num_empty=2)
