@@ -87,6 +87,11 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
             f"warning: {uncut} of {len(train)} answers contain ####, as worked solutions do, and a reward compares with the whole text: "
             "data.answer_pattern='####\\s*(.+)' takes the answer from behind it"
         )
+    if evaluation and not any("answer" in problem.columns for problem in evaluation):
+        yield (
+            "note: the evaluation data has no column answer, so eval/lenient_accuracy stays 0 and samples are shown without a reference "
+            "answer: data.answer_column=NAME says which column has it"
+        )
     if not evaluation:
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
     if a.updates_per_step == 1:

@@ -39,6 +39,12 @@ def test_worked_solutions_as_gold_answers_are_noticed():
     assert not warned(name="accuracy", args={"column": "gold"}) and not warned(name="my.py:reads_solutions")
 
 
+def test_evaluation_data_without_a_column_answer_is_noticed():
+    answered = [Problem(0, "1", (0,), {"answer": "1"})]
+    assert any("data.answer_column=NAME" in line for line in warnings_of(Config(), [], problems(0, 2)))
+    assert not any("data.answer_column" in line for line in warnings_of(Config(), [], [*answered, *problems(1, 2)]))
+
+
 def test_problems_that_are_left_out_are_counted():
     train = ProblemSet(problems(0, 7), num_too_long=2, num_empty=1, num_without_answer=4)
     evaluation = ProblemSet(problems(0, 5), num_too_long=1, num_empty=2)
