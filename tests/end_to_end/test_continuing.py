@@ -70,6 +70,7 @@ def test_continued_under_accepted_changes_again_it_ends_with_the_same_bits(run, 
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
     """The same command again continues what it began; in its own folder as in another."""
     run("run", "optim.max_steps=4")
@@ -88,6 +89,7 @@ def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
     assert "learning rate" not in printed, "which is constant"
 
 
+@pytest.mark.slow
 def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, tmp_path):
     best = ["checkpoint.keep_best=eval/mean_length", "eval.every=1"]
     printed = run("run", "optim.max_steps=2", *best)
@@ -106,6 +108,7 @@ def test_a_branch_in_another_folder_has_its_own_best_and_its_own_wandb_run(run, 
     assert not (tmp_path / "branch" / "checkpoint-1").exists()
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
     linear = "optim.lr_scheduler_type=linear"
     run("run", "optim.max_steps=2", linear)

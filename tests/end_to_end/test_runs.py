@@ -18,19 +18,19 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model):
     """The data set is no multiple of a step's problems. Several ranks: ``faults/test_exactness.py``."""
     options = [
         "algorithm.beta=0.05", "algorithm.num_iterations=2", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2",
-        "algorithm.ref_sync_alpha=0.5", "optim.lr_scheduler_type=cosine", "optim.warmup_steps=3", "optim.max_steps=8",
-        "checkpoint.save_steps=1", "checkpoint.keep=20", "data.max_train_samples=33", "rollout.prompts_per_step=6",
+        "algorithm.ref_sync_alpha=0.5", "optim.lr_scheduler_type=cosine", "optim.warmup_steps=3", "optim.max_steps=6",
+        "checkpoint.save_steps=1", "checkpoint.keep=20", "data.max_train_samples=27", "rollout.prompts_per_step=6",
     ]  # fmt: skip
     whole = tmp_path / "run"
     arguments = [*small_run(random_model, whole), *options]
     run_trainer(*arguments)
-    expected, expected_lines = weights(whole / "checkpoint-8"), lines(whole)
-    assert expected_lines[4]["epoch"] < 1 < expected_lines[6]["epoch"], "the resumed part crosses an epoch"
-    for step in range(5, 9):  # as if it had been killed in step 5
+    expected, expected_lines = weights(whole / "checkpoint-6"), lines(whole)
+    assert expected_lines[3]["epoch"] < 1 < expected_lines[5]["epoch"], "the resumed part crosses an epoch"
+    for step in range(4, 7):  # as if it had been killed in step 4
         shutil.rmtree(whole / f"checkpoint-{step}")
     done = run_trainer(*arguments)
-    assert f"{whole}/checkpoint-4" in done.stdout
-    resumed = weights(whole / "checkpoint-8")
+    assert f"{whole}/checkpoint-3" in done.stdout
+    resumed = weights(whole / "checkpoint-6")
     for name, tensor in expected.items():
         assert torch.equal(resumed[name], tensor), name
     assert lines(whole) == expected_lines

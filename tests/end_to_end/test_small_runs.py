@@ -135,6 +135,7 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
     assert {record["step"] for record in records} == {3}
 
 
+@pytest.mark.slow
 def test_a_substitute_that_no_reward_scores_does_not_stop_the_run(tmp_path, random_model):
     """Dynamic sampling asks for another problem in place of the second group; a reward that fails on that alone is no broken reward."""
     (tmp_path / "picky.py").write_text(
