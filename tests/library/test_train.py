@@ -103,13 +103,13 @@ def test_objects_names_a_second_call_and_a_changed_reward(random_model, tmp_path
     assert not (tmp_path / "run" / ".lock").exists()
 
     assert (result.steps, result.checkpoint) == (2, tmp_path / "run" / "checkpoint-2")
-    names = ["share", "reward", "share_of_digits", "format", "WithGenerator", "a_little_later"]
+    names = ["share", "lambda", "share_of_digits", "format", "WithGenerator", "a_little_later"]
     assert [name.split("/")[1] for name in result.metrics[-1] if name.endswith("/mean") and "rewards/" in name] == names
     assert result.before == {} and set(result.after) >= {"eval/greedy_accuracy", "eval/rewards/share"}
     assert "2 steps in" in repr(result) and "checkpoint-2" in repr(result)
     written = load_config(["--config", str(tmp_path / "run" / "config.yaml")])
     module_name = f"{kept.__module__}:share_of_digits"
-    specs = ["python:share", "python:reward", module_name, "format", "python:WithGenerator", "python:a_little_later"]
+    specs = ["python:share", "python:lambda", module_name, "format", "python:WithGenerator", "python:a_little_later"]
     assert [f.name for f in written.reward.functions] == specs
     assert [f.weight for f in written.reward.functions] == [1.0, 0.25, 1.0, 2.0, 1.0, 1.0]
     assert (written.data.dataset, written.data.eval_dataset) == ("python:rows", "python:rows")
