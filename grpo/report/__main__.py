@@ -75,7 +75,7 @@ def _watch(options: argparse.Namespace, output: Path) -> list[RunData]:
 
 
 def _progress(folder: Path) -> tuple[int, list[str]]:
-    """What changes with each step: the size of ``metrics.jsonl`` and the names of the checkpoints."""
+    """The size of ``metrics.jsonl`` in bytes and the names of the checkpoints, one of which changes when the run goes on."""
     metrics = folder / "metrics.jsonl"
     return metrics.stat().st_size if metrics.exists() else 0, sorted(path.name for path in folder.glob("checkpoint-*"))
 

@@ -76,7 +76,7 @@ class FunctionsHere:
 
 
 def _copied(inputs: RewardInputs) -> RewardInputs:
-    """Lists of its own, as a worker has: a function that sorts or empties them must not change those of the trainer."""
+    """A copy of the lists, as a worker process has: a function that sorts or empties them must not change those of the trainer."""
     prompts, completions = copy.deepcopy((inputs.prompts, inputs.completions))
     columns = {name: list(values) for name, values in inputs.columns.items()}
     ids = None if inputs.completion_ids is None else [list(ids) for ids in inputs.completion_ids]

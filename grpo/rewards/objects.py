@@ -59,7 +59,7 @@ def digest(function: Any) -> str:
 
 
 def _facts(value: Any, seen: set[int]) -> Iterator[str]:
-    """What :func:`digest` counts of a value, as lines; of a value whose id is in ``seen``, nothing more."""
+    """The lines of text that :func:`digest` hashes for a value; none for an object whose id is in ``seen``, which has been counted."""
     if isinstance(value, PLAIN):
         yield repr(value)
     elif isinstance(value, (tuple, frozenset)):

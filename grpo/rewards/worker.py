@@ -94,7 +94,7 @@ def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: Rewa
 
 
 def describe(spec: str, function: Callable[..., Any], args: dict[str, Any]) -> FunctionInfo:
-    """What the trainer must know of a loaded function."""
+    """The properties of a loaded function that the trainer needs."""
     row_by_row = bool(getattr(function, "row_by_row", False))
     return FunctionInfo(is_async(function), row_by_row, needed_columns(function, args), source_files(spec, function))
 

@@ -1,5 +1,6 @@
 """The part that wandb and TensorBoard share: names of metrics, histograms of the next step, and how often completions are shown."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ COMPLETIONS_PER_RUN = 50
 """About how often a run shows completions."""
 
 
-class Dashboard:
+class Dashboard(ABC):
     """A service or folder beside the run's own files that shows metrics. Its failures are printed once and never stop training.
 
     Args:
@@ -32,17 +33,17 @@ class Dashboard:
         if len(values):
             self._histograms[f"histograms/{name}"] = values
 
+    @abstractmethod
     def add_completions(self, records: Sequence[dict[str, Any]]) -> None:
         """Add completions (records of ``grpo.telemetry.samples``) to the steps that show some."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log(self, metrics: dict[str, Any]) -> None:
         """Show one step, with the histograms added for it, and completions if they are due."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> None:
         """Write or send what is left."""
-        raise NotImplementedError
 
     def shown_name(self, name: str) -> str:
         """A metric's name with ``logging.wandb_prefix``. Evaluations keep theirs; ``step`` becomes ``global_step``, as in TRL's charts."""
