@@ -26,6 +26,9 @@ class ModelConfig(Section):
     """Attention implementation, as transformers names it: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    reference: str | None = None
+    """Hub id or local folder of the reference model of the KL, if it is not the model that training starts from. Its tokenizer must have the
+    same tokens. No effect with algorithm.beta=0."""
     disable_dropout: bool = True
     """Set every dropout, layerdrop and router noise to 0, so that tokens are scored by the same policy that sampled them; checked at start."""
     fp32_head: bool = False
@@ -58,6 +61,9 @@ class DataConfig(Section):
     built-in task."""
     prompt_template: str | None = None
     """Text that the model gets instead of its chat template, with {prompt} where the question goes (for base models)."""
+    question_template: str | None = None
+    """Text of the user message, with {prompt} where the question goes ("Question: {prompt}"), inside the chat template. {NAME} stands for the
+    column NAME of the row; a list has one item per line. Questions of few_shot are written in the same way."""
     few_shot: list[dict[str, str]] = []
     """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
     conversational: Literal["auto", True, False] = "auto"
@@ -84,7 +90,7 @@ class DataConfig(Section):
         except UnicodeDecodeError as error:
             raise ValueError(f"the file is not UTF-8 text ({error.reason}, byte {error.start})") from None
 
-    @field_validator("prompt_template")
+    @field_validator("prompt_template", "question_template")
     @classmethod
     def _has_prompt(cls, value: str | None) -> str | None:
         if value is not None and "{prompt}" not in value:
@@ -101,9 +107,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _template_is_the_whole_prompt(self) -> Self:
-        if self.prompt_template is not None and (self.system_prompt is not None or self.few_shot):
+        others = (self.system_prompt, self.question_template, self.few_shot or None)
+        if self.prompt_template is not None and any(value is not None for value in others):
             raise ValueError(
-                "data.prompt_template is the whole prompt: write system_prompt and few_shot into it, and leave them out"
+                "data.prompt_template is the whole prompt: write system_prompt, question_template and few_shot into it, and leave them out"
             )
         return self
 

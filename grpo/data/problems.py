@@ -10,6 +10,7 @@ import regex
 
 from grpo.batch import Problem
 from grpo.config import DataConfig
+from grpo.data.prompts import conversation, fill_question_template, render
 from grpo.data.source import BUILTIN_PREFIX, dataset_setting, read_rows
 from grpo.system import first_line
 from grpo.tasks import gym, load_task
@@ -130,7 +131,8 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
     """
     if rows.instructions and not is_tiny_tokenizer(tokenizer):
         rows = _with_instructions(rows, config, tokenizer)
-    texts = [_render_row(number, rows, config, tokenizer) for number in range(1, len(rows.prompts) + 1)]
+    asked = _with_question_template(rows, config)
+    texts = [_render_row(number, asked, config, tokenizer) for number in range(1, len(rows.prompts) + 1)]
     # A chat template writes every special token into the text. Without a template, the tokenizer adds its own (BOS).
     is_plain = not tokenizer.chat_template or config.prompt_template is not None
     most_characters = config.max_prompt_length * max(CHARACTERS_PER_TOKEN, max(map(len, tokenizer.get_vocab())))
@@ -147,7 +149,9 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
             rows.prompts[index],
             tuple(prompt_ids),
             rows.columns[index],
-            reward_prompt=_reward_prompt(rows.prompts[index], rows, config, tokenizer),
+            reward_prompt=_reward_prompt(
+                rows.prompts[index], asked.prompts[index], rows.system_prompt, config, tokenizer
+            ),
         )
         for index, prompt_ids in zip(indices, ids, strict=True)
         if 0 < len(prompt_ids) <= config.max_prompt_length
@@ -203,7 +207,9 @@ def _render_row(number: int, rows: Rows, config: DataConfig, tokenizer: Any) -> 
         reason = f"takes a single question, and this prompt is a conversation of {len(prompt)} messages"
         raise ValueError(f"{rows.source}, row {number}: data.prompt_template {reason}")
     try:
-        return render(prompt, tokenizer, rows.system_prompt, config.few_shot, config.prompt_template)
+        return render(
+            prompt, tokenizer, rows.system_prompt, config.few_shot, config.prompt_template, config.question_template
+        )
     except Exception as error:  # a chat template is a program that comes with the model
         reason = first_line(error.__cause__ or error)
         location = f"row {number} of {rows.source}"
@@ -220,58 +226,47 @@ def _with_instructions(rows: Rows, config: DataConfig, tokenizer: Any) -> Rows:
     return with_system_prompt
 
 
+def _with_question_template(rows: Rows, config: DataConfig) -> Rows:
+    """The rows with their questions written into ``data.question_template``.
+
+    Raises:
+        ValueError: if the template names a column and there are worked examples, which have no columns.
+    """
+    template = config.question_template
+    if template is None:
+        return rows
+    named = [name for name in rows.columns[0] if f"{{{name}}}" in template]
+    if named and config.few_shot:
+        reason = "stands for a column of the rows, and the questions of data.few_shot have no columns"
+        raise ValueError(f"data.question_template: {{{named[0]}}} {reason}: leave one of the two out")
+    pairs = zip(rows.prompts, rows.columns, strict=True)
+    return replace(rows, prompts=[fill_question_template(template, prompt, columns) for prompt, columns in pairs])
+
+
 def _without_added_eos(ids: list[int], text: str, tokenizer: Any) -> list[int]:
     is_added = ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
     return ids[:-1] if is_added and len(ids) > 1 else ids
 
 
-def render(
-    prompt: str | list[dict[str, str]],
-    tokenizer: Any,
-    system_prompt: str | None,
-    few_shot: Sequence[dict[str, str]],
-    prompt_template: str | None = None,
-) -> str:
-    """The text that the model reads: system prompt, worked examples, question, and the generation prompt of the chat template.
-
-    For a tokenizer without a chat template the parts are joined as plain text. A ``prompt_template`` replaces everything else: its
-    ``{prompt}`` becomes the question (or the only message of a conversation).
-    """
-    if prompt_template is not None:
-        return prompt_template.replace("{prompt}", prompt if isinstance(prompt, str) else prompt[-1]["content"])
-    messages = conversation(prompt, system_prompt, few_shot)
-    if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    *before, last = [message["content"] for message in messages]
-    return "".join(text + "\n\n" for text in before) + last
-
-
-def conversation(
-    prompt: str | list[dict[str, str]], system_prompt: str | None, few_shot: Sequence[dict[str, str]]
-) -> list[dict[str, str]]:
-    """A prompt as chat messages: system prompt, worked examples, question."""
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    lead = []
-    if turns[0]["role"] == "system":  # the system prompt of a row replaces the configured one
-        lead, turns = turns[:1], turns[1:]
-    elif system_prompt:
-        lead = [{"role": "system", "content": system_prompt}]
-    for example in few_shot:
-        lead.append({"role": "user", "content": example["prompt"]})
-        lead.append({"role": "assistant", "content": example["completion"]})
-    return lead + turns
-
-
 def _reward_prompt(
-    prompt: str | list[dict[str, str]], rows: Rows, config: DataConfig, tokenizer: Any
+    prompt: str | list[dict[str, str]],
+    asked: str | list[dict[str, str]],
+    system_prompt: str | None,
+    config: DataConfig,
+    tokenizer: Any,
 ) -> str | list[dict[str, str]] | None:
-    """The prompt as rewards get it (``data.conversational``): the messages that the model is shown, or text; ``None``: as in the row."""
+    """The prompt as rewards get it (``data.conversational``): the messages that the model is shown, or text; ``None``: as in the row.
+
+    Args:
+        prompt: as in the row.
+        asked: with its question in ``data.question_template``.
+    """
     is_text, as_messages = isinstance(prompt, str), config.conversational
     if as_messages == "auto":
         as_messages = not is_text or bool(tokenizer.chat_template and (config.system_prompt or config.few_shot))
     if as_messages:
-        system_prompt = rows.system_prompt if config.prompt_template is None else None
-        return conversation(prompt, system_prompt, config.few_shot)
+        system_prompt = system_prompt if config.prompt_template is None else None
+        return conversation(asked, system_prompt, config.few_shot, config.question_template)
     return None if is_text else prompt[-1]["content"]
 
 

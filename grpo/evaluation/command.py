@@ -160,7 +160,7 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
         print(f"note: {num_left_out} problems are left out: {reason}", flush=True)
     problems = problem_set.problems[: config.eval.max_samples]
     check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
-    settings = config.model.model_dump(exclude={"name_or_path"})
+    settings = config.model.model_dump(exclude={"name_or_path", "reference"})
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
     if config.runtime.packed:  # as in training: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()

@@ -11,7 +11,7 @@ from grpo.rewards.groups import score_groups
 from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 
 ANSWER_CHECKERS = (
-    "accuracy", "math_verify", "countdown", "r1_zero", "exact_or_stripped", "python_tests", "reasoning_gym",
+    "accuracy", "math_verify", "countdown", "r1_zero", "pattern_answer", "exact_or_stripped", "python_tests", "reasoning_gym",
 )  # fmt: skip
 """The built-in rewards that check an answer."""
 

@@ -1,9 +1,26 @@
 """The policy, how it is loaded, and the frozen reference."""
 
 from grpo.model.fp32_head import use_fp32_head
-from grpo.model.loading import check_context, end_tokens, load_policy, load_tokenizer, resolve_model
+from grpo.model.loading import (
+    REFERENCE,
+    check_context,
+    check_same_tokens,
+    end_tokens,
+    load_policy,
+    load_tokenizer,
+    resolve_model,
+)
 from grpo.model.policy import Policy, cast_reference_to_bf16, make_reference, num_parameters, sync_reference
 from grpo.model.randomness import turn_dropout_off
 
-__all__ = ["check_context", "end_tokens", "load_policy", "load_tokenizer", "resolve_model", "turn_dropout_off"]
+__all__ = [
+    "REFERENCE",
+    "check_context",
+    "check_same_tokens",
+    "end_tokens",
+    "load_policy",
+    "load_tokenizer",
+    "resolve_model",
+    "turn_dropout_off",
+]
 __all__ += ["Policy", "cast_reference_to_bf16", "make_reference", "num_parameters", "sync_reference", "use_fp32_head"]

@@ -22,15 +22,21 @@ from grpo.tasks.tiny import build_tiny_model
 transformers_logging.disable_progress_bar()  # every rank would show one per weight file
 
 
-def resolve_model(name_or_path: str, dataset: str, *, trust_remote_code: bool = False) -> str:
+REFERENCE = "model.reference"
+"""The key that names another reference model, for messages."""
+
+
+def resolve_model(
+    name_or_path: str, dataset: str, *, trust_remote_code: bool = False, setting: str = "model.name_or_path"
+) -> str:
     """The folder or Hub id to load from. For ``builtin:tiny``: the cached folder of the tiny model, which is built if it is missing.
 
-    ValueError if the folder or Hub id holds no model that transformers can load.
+    ValueError, which begins with ``setting``, if the folder or Hub id holds no model that transformers can load.
     """
     if name_or_path == "builtin:tiny":
         return _build_tiny_model(dataset)
     name_or_path = os.path.expanduser(name_or_path)
-    given = f"model.name_or_path={name_or_path}"
+    given = f"{setting}={name_or_path}"
     if name_or_path.startswith("builtin:"):
         raise ValueError(f"{given}: the only built-in model is builtin:tiny")
     if os.path.isdir(name_or_path) and not os.path.exists(os.path.join(name_or_path, "config.json")):
@@ -64,30 +70,57 @@ def _build_tiny_model(dataset: str) -> str:
         return str(build_tiny_model(task, seed=0, on_progress=show))
 
 
-def check_context(path: str, problems: Sequence[Problem], max_length: int, *, trust_remote_code: bool = False) -> None:
-    """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context."""
+def check_context(
+    path: str,
+    problems: Sequence[Problem],
+    max_length: int,
+    *,
+    trust_remote_code: bool = False,
+    setting: str | None = None,
+) -> None:
+    """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context.
+
+    The message names the model if ``setting`` is given, the key that holds it.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     context, what = context_limit(config)
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
         fits = f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}"
+        which = f"{setting}={path}: " if setting else ""
         raise ValueError(
-            f"rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed {what} of {context}: "
+            f"{which}rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed {what} of {context}: "
             f"use {fits}"
         )
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id; ValueError if there is none."""
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, setting: str = "model.name_or_path"
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or Hub id; ValueError, which begins with ``setting``, if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # as in resolve_model
-        raise ValueError(f"model.name_or_path={path} has no tokenizer that loads: {first_line(error)}") from None
+        raise ValueError(f"{setting}={path} has no tokenizer that loads: {first_line(error)}") from None
     # Without any tokenizer file transformers returns a tokenizer that has special tokens only.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         needed = "put tokenizer.json (or vocab files) beside the model"
-        raise ValueError(f"model.name_or_path={path} has no tokenizer: {needed}")
+        raise ValueError(f"{setting}={path} has no tokenizer: {needed}")
     return tokenizer
+
+
+def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> None:
+    """ValueError unless the tokenizer of the reference model has the same tokens, with the same ids, as the policy's: a KL compares the
+    log-probs of token ids."""
+    own = tokenizer.get_vocab()
+    other = load_tokenizer(path, trust_remote_code=trust_remote_code, setting=REFERENCE).get_vocab()
+    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if differing:
+        token = differing[0]
+        raise ValueError(
+            f"{REFERENCE}={path} has another vocabulary than the model that is trained ({len(other)} tokens and {len(own)}, "
+            f"{len(differing)} differ; {token!r} is {other.get(token)} and {own.get(token)}): take a reference with the same tokenizer"
+        )
 
 
 def load_policy(
@@ -101,18 +134,19 @@ def load_policy(
     disable_dropout: bool = True,
     fp32_head: bool = False,
     trust_remote_code: bool = False,
+    setting: str = "model.name_or_path",
 ) -> Policy:
     """Load a model with fp32 master weights, whatever dtype the checkpoint has: updates at a learning rate of 1e-6 round away in bf16.
 
-    ValueError if the weights do not load or are incomplete, if tokenizer and model do not fit each other, if neither names an EOS token,
-    or if ``fp32_head`` is asked for and the model's head cannot be computed in fp32.
+    ValueError, which begins with ``setting``, if the weights do not load or are incomplete, if tokenizer and model do not fit each other, or
+    if neither names an EOS token. ValueError also if ``fp32_head`` is asked for and the model's head cannot be computed in fp32.
     """
     if device.type == "cuda":
         # PyTorch prefers cuDNN's attention on Hopper since 2.11. cuDNN makes a new plan for every shape, and shapes hardly repeat here;
         # with a mask its gradients can be NaN (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     options = dict(attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
-    model = _load_weights(path, dtype=torch.float32, **options)
+    model = _load_weights(path, setting, dtype=torch.float32, **options)
     if fp32_head and precision == "bf16":  # in fp32 every head computes in fp32, and nn.Linear is faster in rollouts
         use_fp32_head(model)
     if gradient_checkpointing:
@@ -120,7 +154,7 @@ def load_policy(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     model.to(device)
-    _check_finite(path, model)
+    _check_finite(path, model, setting)
     eos_ids = end_tokens(model, tokenizer)
     problem, vocabulary = None, model.get_input_embeddings().weight.shape[0]
     if not eos_ids:
@@ -128,7 +162,7 @@ def load_policy(
     elif len(tokenizer) > vocabulary:
         problem = f"the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows"
     if problem:
-        raise ValueError(f"model.name_or_path={path}: {problem}")
+        raise ValueError(f"{setting}={path}: {problem}")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     policy = Policy(model, tokenizer, eos_ids, pad_id, device, precision)
     if disable_dropout:
@@ -136,7 +170,7 @@ def load_policy(
     return policy
 
 
-def _load_weights(path: str, **options: Any) -> PreTrainedModel:
+def _load_weights(path: str, setting: str, **options: Any) -> PreTrainedModel:
     """The model; ValueError if weights are missing or have other shapes. transformers would initialise these at random and continue."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # it prints a table of the errors raised below
@@ -147,22 +181,22 @@ def _load_weights(path: str, **options: Any) -> PreTrainedModel:
     except Exception as error:  # as in resolve_model; SafetensorError and others have no common base
         if "scaled_dot_product_attention" in str(error):
             kind = f"{str(error).split()[0]} has no attention of the name sdpa"
-            raise ValueError(f"model.name_or_path={path}: {kind}: set model.attn_implementation=eager") from None
-        raise ValueError(f"model.name_or_path={path} cannot be loaded: {first_line(error)}") from None
+            raise ValueError(f"{setting}={path}: {kind}: set model.attn_implementation=eager") from None
+        raise ValueError(f"{setting}={path} cannot be loaded: {first_line(error)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
         problem = f"{len(mismatched)} weights are not of the shape that config.json asks for, such as {name}"
-        raise ValueError(f"model.name_or_path={path}: {problem}: {list(found)}, expected {list(expected)}")
+        raise ValueError(f"{setting}={path}: {problem}: {list(found)}, expected {list(expected)}")
     if missing:
         problem = f"the file lacks {len(missing)} weights that config.json asks for, such as {missing[0]}"
-        raise ValueError(f"model.name_or_path={path}: {problem}")
+        raise ValueError(f"{setting}={path}: {problem}")
     return model
 
 
-def _check_finite(path: str, model: PreTrainedModel) -> None:
+def _check_finite(path: str, model: PreTrainedModel, setting: str = "model.name_or_path") -> None:
     """ValueError if a weight is NaN or infinite. Buffers may hold infinities, as causal masks do."""
     # aminmax takes a tenth of the time of isfinite() on CPU, and is NaN where a value is.
     extremes = {name: torch.stack(p.aminmax()) for name, p in model.named_parameters() if p.numel()}
@@ -170,9 +204,7 @@ def _check_finite(path: str, model: PreTrainedModel) -> None:
     bad += [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
     if bad:
         names = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        raise ValueError(
-            f"model.name_or_path={path}: its weights contain NaN or infinity: {names}; take another checkpoint"
-        )
+        raise ValueError(f"{setting}={path}: its weights contain NaN or infinity: {names}; take another checkpoint")
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -5,12 +5,20 @@ messages. The keyword-only parameters are the arguments that a configuration set
 Each function checks its arguments before any row, so a call without rows checks a configuration.
 """
 
+import re
 from typing import Any
 
 from grpo.rewards import completion_text
 from grpo.rewards.arguments import Scores, column_values, is_missing, require_bool, require_number, require_tag
 from grpo.rewards.expression import solves_countdown
-from grpo.rewards.extract import answers_equal, compile_pattern, extract_answer, has_format, tag_content
+from grpo.rewards.extract import (
+    answers_equal,
+    compile_pattern,
+    extract_answer,
+    has_format,
+    matched_group,
+    tag_content,
+)
 from grpo.rewards.notation import equal_in_any_notation, last_number
 
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
@@ -77,19 +85,51 @@ def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max
     return [min(per_group * num_matched_groups(completion_text(c)), float(max_value)) for c in completions]
 
 
+def pattern_answer(
+    prompts, completions, *, pattern: str, value=1.0, group="answer", column="answer", **columns
+) -> Scores:
+    """``value`` where the whole response matches ``pattern`` (DOTALL, fullmatch) and its group ``(?P<answer>...)`` is the reference answer.
+
+    The text of the group is compared as a number, or as normalised text where it is none. ``group`` names another group. A pattern that
+    backtracks for too long is stopped by ``reward.timeout_s``.
+    """
+    compiled = _pattern_with_group(pattern, group)
+    require_number(value=value)
+    rewards: Scores = []
+    for completion, reference in zip(
+        completions, column_values(columns, column, completions, "pattern_answer"), strict=True
+    ):
+        answer = matched_group(completion_text(completion), compiled, group)
+        is_right = answer is not None and answer.strip() != "" and answers_equal(answer, reference)
+        rewards.append(None if is_missing(reference) else float(value) if is_right else 0.0)
+    return rewards
+
+
+def _pattern_with_group(pattern: Any, group: Any) -> re.Pattern[str]:
+    compiled = compile_pattern(pattern)
+    if group not in compiled.groupindex:
+        raise ValueError(
+            f"the answer is read from a group of the pattern, (?P<{group}>...), and {pattern!r} has no group of that name"
+        )
+    return compiled
+
+
 def exact_or_stripped(
-    prompts, completions, *, exact=3.0, stripped=1.5, tag="answer", column="answer", **columns
+    prompts, completions, *, exact=3.0, stripped=1.5, tag="answer", pattern=None, column="answer", **columns
 ) -> Scores:
     """``exact`` where the text inside the tag is the reference answer, ``stripped`` where it differs in surrounding white space, else 0.
 
+    With ``pattern``, the text is the group ``(?P<answer>...)`` of that pattern, which the whole response must match, and ``tag`` is not used.
     Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     require_number(exact=exact, stripped=stripped)
     require_tag(tag)
+    compiled = None if pattern is None else _pattern_with_group(pattern, "answer")
     rewards: Scores = []
     references = column_values(columns, column, completions, "exact_or_stripped")
     for completion, reference in zip(completions, references, strict=True):
-        content = tag_content(completion_text(completion), tag)
+        text = completion_text(completion)
+        content = tag_content(text, tag) if compiled is None else matched_group(text, compiled, "answer")
         if is_missing(reference):
             rewards.append(None)
         elif content == str(reference):

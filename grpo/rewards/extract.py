@@ -1,7 +1,8 @@
 """Pure functions that extract answers from texts and compare them. Evaluation and the built-in rewards use them.
 
 Every function runs in time linear in its input, for any input: during training a policy can produce any text, also one that makes a
-regular expression backtrack. The exception is :func:`has_format` with a pattern of the caller's, which takes the time of that pattern.
+regular expression backtrack. The exceptions are :func:`has_format` and :func:`matched_group` with a pattern of the caller's, which take the
+time of that pattern.
 """
 
 import re
@@ -179,3 +180,9 @@ def has_format(text: str, pattern: str | re.Pattern[str] | None = None) -> bool:
         # With each tag known to occur once, a lazy ``.*?`` has one place to stop at, so matching is linear.
         return all(text.count(tag) == 1 for tag in _DEFAULT_TAGS) and has_format(text, DEFAULT_FORMAT)
     return (compile_pattern(pattern) if isinstance(pattern, str) else pattern).fullmatch(text) is not None
+
+
+def matched_group(text: str, pattern: re.Pattern[str], group: str) -> str | None:
+    """The text of a named group, unchanged; ``None`` unless the whole of ``text`` matches ``pattern`` and the group takes part."""
+    match = pattern.fullmatch(text)
+    return match and match[group]

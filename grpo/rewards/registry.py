@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-_TEXT_REWARDS = ("accuracy", "format", "tag_groups", "exact_or_stripped", "soft_overlong", "countdown")
+_TEXT_REWARDS = (
+    "accuracy", "format", "tag_groups", "pattern_answer", "exact_or_stripped", "soft_overlong", "countdown",
+)  # fmt: skip
 BUILTIN: dict[str, str] = dict.fromkeys(_TEXT_REWARDS, "grpo.rewards.builtin") | {
     "math_verify": "grpo.rewards.symbolic",
     "r1_zero": "grpo.rewards.symbolic",

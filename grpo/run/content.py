@@ -1,4 +1,4 @@
-"""Digests of the files that a continued run reads again: reward functions, and the model that training began with."""
+"""Digests of the files that a continued run reads again: reward functions, the model that training began with, and the reference model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ WEIGHTS = (".safetensors", ".bin")
 MODEL_FILES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt", *WEIGHTS)
 
 
-def content_digests(config: Config, model_path: str, rewards: RewardRunner) -> dict[str, str]:
+def content_digests(
+    config: Config, model_path: str, rewards: RewardRunner, reference_path: str | None = None
+) -> dict[str, str]:
     """File -> SHA-256 (see :func:`digest`); for a model of the Hub its name -> the commit, if the cache knows it; and for a reward that was
     given as an object its name -> a digest of its code.
 
     Args:
         model_path: the folder or Hub id that ``model.name_or_path`` stands for.
         rewards: its functions are loaded.
+        reference_path: the folder or Hub id that ``model.reference`` stands for; None if the reference is the model of the start.
     """
     # The policy's weights come from the checkpoint; those of the start are read again for the reference alone.
-    found = _of_model(config.model.name_or_path, model_path, with_weights=config.algorithm.beta > 0)
+    is_reference = config.algorithm.beta > 0 and reference_path is None
+    found = _of_model(config.model.name_or_path, model_path, with_weights=is_reference)
+    if reference_path is not None:
+        found |= _of_model(config.model.reference, reference_path, with_weights=True)
     for name in rewards.classifier_models:
         found |= _of_model(name, name, with_weights=True)
     return found | {name: digest(path) for name, path in rewards.source_files.items()} | rewards.digests

@@ -62,13 +62,18 @@ def check_batch(run: Run, step: int, groups: list[Group], batch: Batch) -> None:
         assert not completion.finished or ends_in_eos, "EOS is not inside the mask"
     for name, tensor in vars(batch).items():
         assert tensor is None or torch.isfinite(tensor).all(), f"{name} is not finite"
-    kl_must_be_0 = batch.ref_logprobs_BT is not None and step == 0 and run.config.model.disable_dropout
+    kl_must_be_0 = batch.ref_logprobs_BT is not None and step == 0 and kl_starts_at_0(run.config)
     if kl_must_be_0:
         with torch.no_grad(), run.policy.autocast():
             new_BT, _ = run.bare_scorer(*batch.scorer_inputs)
             ref_BT, _ = run.ref_scorer(*batch.scorer_inputs)
         assert torch.equal(new_BT, ref_BT), "KL is not 0 at step 0 although policy and reference have the same weights"
     run.reporter.print("checked   masks = lengths, EOS inside the mask, all finite" + ", KL = 0" * kl_must_be_0)
+
+
+def kl_starts_at_0(config: Config) -> bool:
+    """True if the reference begins as the policy and computes the same numbers."""
+    return config.model.disable_dropout and config.model.reference is None
 
 
 def check_update(run: Run, metrics: Accumulator) -> None:
@@ -88,7 +93,7 @@ def show_verdict(run: Run) -> None:
     steps = [line for line in lines if "reward" in line]
     checks = [f"in each of {len(steps)} steps masks = lengths, EOS inside the mask, all finite"]
     if run.config.model.disable_dropout:  # see check_batch and check_update
-        checks += ["KL = 0 before the first update"] * (run.ref_scorer is not None)
+        checks += ["KL = 0 before the first update"] * (run.ref_scorer is not None and kl_starts_at_0(run.config))
         checks += ["importance ratio of the first update = 1"]
     run.reporter.print("\n--- verdict " + "-" * 59)
     run.reporter.print(f"checked   all checks have passed: {'; '.join(checks)}")

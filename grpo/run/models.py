@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.config import Config, ConfigError
 from grpo.logprobs import CompletionScorer
-from grpo.model import Policy, cast_reference_to_bf16, load_policy, make_reference
+from grpo.model import REFERENCE, Policy, cast_reference_to_bf16, load_policy, make_reference
 from grpo.rollout import check_sampling
 from grpo.run import checkpoint
 from grpo.run.optimizer import make_lr_schedule, make_optimizer
@@ -39,21 +39,36 @@ class Models:
 
 
 def build_models(
-    config: Config, device: torch.device, path: str, tokenizer: Any, max_steps: int, start: StartPoint
+    config: Config,
+    device: torch.device,
+    path: str,
+    tokenizer: Any,
+    max_steps: int,
+    start: StartPoint,
+    reference_path: str | None = None,
 ) -> Models:
     """Load or restore everything that holds weights.
 
+    Args:
+        path: the folder or Hub id that ``model.name_or_path`` stands for.
+        reference_path: the one that ``model.reference`` stands for; None: the reference is the model that training starts from.
+
     Raises:
-        ValueError: if the model cannot be loaded, or the checkpoint's optimizer state does not fit.
+        ValueError: if a model cannot be loaded, if policy and reference do not fit each other, or the checkpoint's optimizer state does not
+            fit.
     """
     algorithm, optim, temperature = config.algorithm, config.optim, config.rollout.temperature
-    options = config.model.model_dump(exclude={"name_or_path"})
+    options = config.model.model_dump(exclude={"name_or_path", "reference"})
     options |= {"device": device, "precision": config.runtime.precision}
     policy = load_policy(str(start.checkpoint or path), tokenizer, **options)
     ref_scorer = changed_rate = None
     if algorithm.beta > 0:
-        # The reference is the model that training began with, also when the policy continues from a checkpoint.
-        anchor = load_policy(path, tokenizer, **options).model if start.checkpoint else policy.model
+        # Without model.reference it is the model that training began with, also when the policy continues from a checkpoint.
+        if reference_path is not None:
+            anchor = load_policy(reference_path, tokenizer, **options, setting=REFERENCE).model
+            _check_reference(reference_path, anchor, policy.model, moves=algorithm.ref_sync_steps > 0)
+        else:
+            anchor = load_policy(path, tokenizer, **options).model if start.checkpoint else policy.model
         ref_scorer = CompletionScorer(make_reference(anchor), temperature)
     optimizer_options = optim.model_dump(include={"learning_rate", "betas", "weight_decay"})
     optimizer = make_optimizer(policy.model, **optimizer_options)
@@ -76,6 +91,21 @@ def build_models(
     return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded, moving_reference, changed_rate)
 
 
+def _check_reference(path: str, reference: nn.Module, model: nn.Module, *, moves: bool) -> None:
+    """ValueError unless the reference knows every token id that the policy can sample and, if it moves, has the policy's weights by shape."""
+    rows, needed = (m.get_input_embeddings().weight.shape[0] for m in (reference, model))
+    if rows < needed:
+        raise ConfigError(
+            f"{REFERENCE}={path} has an embedding of {rows} rows, the model that is trained one of {needed}"
+        )
+    shapes, expected = ([parameter.shape for parameter in m.parameters()] for m in (reference, model))
+    if moves and shapes != expected:
+        raise ConfigError(
+            f"algorithm.ref_sync_steps moves the reference towards the policy, and {REFERENCE}={path} has weights of other shapes: set "
+            "ref_sync_steps=0, or take a reference of the policy's size"
+        )
+
+
 def _restore(
     start: StartPoint, updates_per_step: int, optimizer: Any, schedule: Any, reference: Any, device: torch.device
 ) -> tuple[float, float] | None:
@@ -85,6 +115,8 @@ def _restore(
     """
     folder, is_same = start.checkpoint, not start.changes
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+    if any(key == REFERENCE for key, _, _ in start.changes):  # the saved one is the old reference, moved
+        reference = None
     restored = dict(optimizer=optimizer, schedule=schedule if is_same else None, reference=reference)
     try:
         checkpoint.restore(folder, device=device, **restored)

@@ -18,7 +18,7 @@ from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, loa
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.grading import check_reward_names
-from grpo.model import check_context, load_tokenizer, num_parameters, resolve_model
+from grpo.model import REFERENCE, check_context, check_same_tokens, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
 from grpo.rollout import BuiltinEngine, split_stop
@@ -87,9 +87,13 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         print("builtin:tiny: reading it from the cache, or building it (about a minute) ...", flush=True)
     with world.main_first():
         trust = config.model.trust_remote_code
-        path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=trust)
+        dataset = config.data.dataset
+        path = resolve_model(config.model.name_or_path, dataset, trust_remote_code=trust)
+        reference = config.model.reference if config.algorithm.beta > 0 else None
+        if reference is not None:
+            reference = resolve_model(reference, dataset, trust_remote_code=trust, setting=REFERENCE)
     with world.fail_together():
-        content = content_digests(config, path, rewards) if world.is_main else None
+        content = content_digests(config, path, rewards, reference) if world.is_main else None
     content = world.from_main(content)
 
     with world.fail_together():
@@ -102,6 +106,10 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
 
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)
+        if reference is not None:
+            check_same_tokens(reference, tokenizer, trust_remote_code=trust)
+            longest = config.rollout.max_completion_length
+            check_context(reference, train.problems, longest, trust_remote_code=trust, setting=REFERENCE)
     problems = Schedule(
         train.problems,
         prompts_per_step=config.rollout.prompts_per_step,
@@ -117,7 +125,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         return None
 
     with world.fail_together():
-        models = build_models(config, world.device, path, tokenizer, max_steps, start)
+        models = build_models(config, world.device, path, tokenizer, max_steps, start, reference)
     policy = models.policy
     if world.is_main and models.changed_rate:
         old, new = models.changed_rate

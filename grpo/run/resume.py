@@ -18,7 +18,7 @@ from grpo.system import open_regular
 from grpo.system.masking import masked
 
 MUST_NOT_CHANGE = (
-    "seed", "model.name_or_path", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",
+    "seed", "model.name_or_path", "model.reference", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",
     "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
 )  # fmt: skip
 """Settings that a resumed run must share with its checkpoint to be the same run."""

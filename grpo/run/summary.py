@@ -13,7 +13,7 @@ from grpo.model import num_parameters
 from grpo.rewards.groups import messages_warning
 from grpo.run.state import Run
 
-COMPARING = ("accuracy", "exact_or_stripped", "r1_zero", "math_verify")
+COMPARING = ("accuracy", "pattern_answer", "exact_or_stripped", "r1_zero", "math_verify")
 """Built-in rewards that compare the response with the reference answer as it stands."""
 
 
@@ -104,6 +104,8 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
     for name, has_no_effect in without_effect.items():
         if has_no_effect:
             yield f"note: algorithm.{name} has no effect with objective {a.objective} and beta {a.beta:g}"
+    if config.model.reference is not None and a.beta == 0:
+        yield "note: model.reference has no effect with algorithm.beta 0: no reference model is loaded"
     for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if (value := getattr(r, key)) != neutral:
             yield (
