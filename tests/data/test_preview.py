@@ -49,10 +49,44 @@ def test_a_template_is_the_whole_prompt(tmp_path, tokenizer):
 
 
 def test_a_template_without_placeholder_or_beside_a_system_prompt_is_refused():
-    with pytest.raises(ValueError, match=r"it has no \{prompt\}"):
-        load_config(["data.prompt_template=Question"])
+    for key in ("prompt_template", "question_template"):
+        with pytest.raises(ValueError, match=rf"data\.{key}.*it has no \{{prompt\}}"):
+            load_config([f"data.{key}=Question"])
     with pytest.raises(ValueError, match=r"data\.prompt_template is the whole prompt"):
         load_config(["data.prompt_template='{prompt}'", "data.system_prompt=Be brief."])
+    with pytest.raises(ValueError, match=r"data\.prompt_template is the whole prompt"):
+        load_config(["data.prompt_template='{prompt}'", "data.question_template='Q {prompt}'"])
+
+
+def problem_of(tmp_path, tokenizer, row, **settings):
+    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+    config = DataConfig(dataset=f"{tmp_path}/d.jsonl", **settings)
+    return make_problems(load_rows(config, train=True, seed=0), config, tokenizer).problems[0]
+
+
+def test_a_question_template_formats_the_user_message_inside_the_chat_template(tmp_path, tokenizer):
+    few_shot = [{"prompt": "2+2=", "completion": "4"}]
+    row = {"prompt": "1+1=", "tests": ["a", "b"], "note": None, "set": "{prompt}"}
+    problem = problem_of(tmp_path, tokenizer, row, question_template="Question: {prompt}", few_shot=few_shot)
+    assert tokenizer.decode(problem.prompt_ids) == (
+        "<|im_start|>user\nQuestion: 2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\nQuestion: 1+1=<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert problem.prompt == "1+1=", "as in the row"
+    assert [message["content"] for message in problem.reward_prompt] == ["Question: 2+2=", "4", "Question: 1+1="]
+
+    template = "{prompt} {note}{unknown} {x y} {set}\n{tests}"
+    problem = problem_of(tmp_path, tokenizer, row, question_template=template)
+    text = "1+1= {unknown} {x y} {prompt}\na\nb"
+    assert tokenizer.decode(problem.prompt_ids) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert problem.reward_prompt is None, "text rows stay text"
+    problem = problem_of(tmp_path, tokenizer, {"prompt": TURNS}, question_template="Q: {prompt}")
+    contents = [message["content"] for message in problem.reward_prompt]
+    assert contents == ["Hi", "Yes?", "Q: 1+1="], "of a conversation, the last message"
+    with pytest.raises(
+        ValueError, match=r"question_template: \{tests\} stands for a column .* data\.few_shot have no columns"
+    ):
+        problem_of(tmp_path, tokenizer, row, question_template=template, few_shot=few_shot)
 
 
 def test_conversational_rows_reach_the_rewards_as_conversations(tmp_path, tokenizer):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import runpy
+import sys
 
 import pytest
 from conftest import ROOT, run_trainer
@@ -92,6 +94,16 @@ def test_gemma_is_as_published():
     c = config_of("gsm8k_gemma3_1b")
     assert (c.rollout.num_generations, c.optim.max_steps, c.optim.learning_rate) == (4, 50, 5e-6)
     assert (c.data.max_prompt_length, c.rollout.max_completion_length) == (256, 768)
+    assert c.algorithm.aggregation == "token_mean", "the TRL version of the tutorial"
+
+
+def test_the_didactic_run_is_as_published():
+    c = config_of("didactic_one_token")
+    assert c.model.name_or_path == "Qwen/Qwen2-Math-1.5B"
+    r = c.rollout
+    assert (r.prompts_per_step, r.num_generations, r.max_completion_length) == (2, 4, 1)
+    assert (r.top_k, r.top_p, r.temperature) == (10, 1.0, 0.7)
+    assert (c.algorithm.beta, c.optim.learning_rate) == (0.01, 1e-5)
 
 
 def test_first_principles_is_as_published():
@@ -115,11 +127,11 @@ def test_the_protocol_on_one_gpu_is_as_published():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], ("reinforce", "mean", "group", "token_mean")),
-        (["algorithm.name=reinforce"], ("reinforce", "none", "none", "token_mean")),
-        (["algorithm.name=reinforce_baseline"], ("reinforce", "mean", "group", "token_mean")),
-        (["algorithm.name=grpo", "algorithm.beta=0"], ("clip", "mean", "group", "token_mean")),
-        (["algorithm.scale=none"], ("reinforce", "mean", "none", "token_mean")),
+        ([], ("reinforce", "mean", "group", "response_mean")),
+        (["algorithm.name=reinforce"], ("reinforce", "none", "none", "response_mean")),
+        (["algorithm.name=reinforce_baseline"], ("reinforce", "mean", "group", "response_mean")),
+        (["algorithm.name=grpo", "algorithm.beta=0"], ("clip", "mean", "group", "response_mean")),
+        (["algorithm.scale=none"], ("reinforce", "mean", "none", "response_mean")),
         (["algorithm.aggregation=constant"], ("reinforce", "mean", "group", "constant")),
         (
             ["algorithm.name=grpo", "algorithm.beta=0", "algorithm.scale=none", "algorithm.aggregation=constant"],
@@ -152,12 +164,22 @@ def test_llama_ddp_prompt_and_rewards(tmp_path, assets):
         [right, right.replace("1,010", "7"), "so <answer>1,010</answer>", f"Well: {right}", "1,010"],
         answer="1,010",
     ) == [3.0, 1.0, 2.0, 2.0, 0.0]  # fmt: skip
+    twice = right.replace("\na\n", "\na</reasoning>b\n")
+    two_answers = right.replace("1,010", "7") + "<answer>1,010</answer>"
+    assert rewards_of(c, [twice, right + "</answer>", two_answers], answer="1,010") == [2.0, 2.0, 2.0], (
+        "a second closing tag forfeits the format; the last answer counts"
+    )
 
 
 def test_smollm2_rewards(tmp_path, assets):
     c = config_of("gsm8k_smollm2_1.7b")
     text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
-    assert text == chat(("system", c.data.system_prompt), ("user", QUESTION))
+    (example,) = c.data.few_shot
+    assert text == chat(
+        ("system", c.data.system_prompt), ("user", f"Question: {example['prompt']}"), ("assistant", example["completion"]),
+        ("user", f"Question: {QUESTION}"),
+    )  # fmt: skip
+    assert rewards_of(c, [example["completion"]], answer="18") == [1.5], "the worked example earns everything"
     assert columns["answer"] == "1,010"
     whole = "<think>3*4-2</think> <answer>10</answer>"
     assert rewards_of(
@@ -169,10 +191,11 @@ def test_smollm2_rewards(tmp_path, assets):
             whole.replace("10", "ten"),
             whole.replace("</think>", ""),
             f"Sure. {whole}",
+            "<answer>10</answer>",
             "10",
         ],
         answer="10",
-    ) == [1.5, 0.5, 0.5, 0.0, 1.0, 1.0, 0.0]  # fmt: skip
+    ) == [1.5, 0.5, 1.5, 0.0, 0.0, 0.0, 0.0, 0.0]  # fmt: skip
     assert c.eval.format == "tag_groups"
 
 
@@ -195,7 +218,7 @@ def test_gemma_rewards(tmp_path, assets):
             whole.replace("SOLUTION", "answer"),
         ],
         answer="10",
-    ) == [6.0, 6.0, 4.5, 3.0, 3.0, 3.0, 0.0]  # fmt: skip
+    ) == [6.0, 6.0, 4.5, 3.0, 0.0, 0.0, 0.0]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["first_principles", "gsm8k_qwen2.5_0.5b"])
@@ -227,6 +250,73 @@ def test_r1_zero_prompt_and_rewards(tmp_path, assets):
         ],
         **columns,
     ) == [1.0, 1.0, 0.0, 0.0, 0.0]  # fmt: skip
+
+
+def test_didactic_prompt_and_reward(tmp_path, assets):
+    c = config_of("didactic_one_token")
+    rows = [json.loads(line) for line in (ROOT / c.data.dataset).read_text().splitlines()]
+    assert all(len(row["answer"]) == 1 for row in rows), "one digit, which is one token"
+    text, columns = prompt_of(c, tmp_path, assets, rows[0])
+    assert text == "3+4=", "no chat template"
+    assert rewards_of(c, ["7", "8", "x"], **columns) == [1.0, 0.0, 0.0]
+
+
+def test_code_prompt_and_reward(tmp_path, assets):
+    c = config_of("code_mbpp")
+    assert (c.data.dataset, c.data.config_name, c.data.eval_split) == ("google-research-datasets/mbpp", "full", "test")
+    rows = [json.loads(line) for line in (ROOT / "configs/code_mbpp_rows.jsonl").read_text().splitlines()]
+    text, columns = prompt_of(c, tmp_path, assets, rows[0])
+    question = f"{rows[0]['text']}\nYour code must pass these tests:\n" + "\n".join(rows[0]["test_list"])
+    assert text == chat(("system", c.data.system_prompt), ("user", question))
+    assert set(columns) == {"task_id", "code", "test_list", "test_setup_code", "challenge_test_list"}, "as MBPP's"
+    code, wrong = rows[0]["code"], rows[0]["code"].replace("a > b", "a < b")
+    found = rewards_of(c, [f"```python\n{code}\n```", f"```python\n{wrong}\n```", "I cannot."], **rows[0])
+    assert found == [1.0, 0.0, 0.0]
+
+
+def preview_of(monkeypatch, capsys, *arguments: str) -> str:
+    """The output of ``python -m grpo.data``, in this process."""
+    monkeypatch.setattr(sys, "argv", ["grpo.data", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("grpo.data", run_name="__main__")
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0, err
+    return out
+
+
+CHAT_END = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning", "end"),
+    [
+        ("gsm8k_llama3.2_1b_ddp", "<|im_start|>system\nWork the problem out first", f"\n{QUESTION}{CHAT_END}"),
+        ("gsm8k_smollm2_1.7b", "<|im_start|>system\nThink about the question", f"\nQuestion: {QUESTION}{CHAT_END}"),
+        ("gsm8k_gemma3_1b", "<|im_start|>system\nYou are given a problem.", f"\n{QUESTION}{CHAT_END}"),
+        ("first_principles", "<|im_start|>system\nReason step by step", f"\n{QUESTION}{CHAT_END}"),
+        ("gsm8k_qwen2.5_0.5b", "<|im_start|>system\nReason step by step", f"\n{QUESTION}{CHAT_END}"),
+        ("gsm8k_cpu", "<|im_start|>system\nAnswer the question.", f"\n{QUESTION}{CHAT_END}"),
+        ("math_r1_zero", "A conversation between User and Assistant.", "\nAssistant: <think>"),
+        ("didactic_one_token", "3+4=", "3+4="),
+        ("code_mbpp", "<|im_start|>system\nYou are a Python programmer.", f"assert larger(-1, -4) == -1{CHAT_END}"),
+    ],
+)
+def test_every_prompt_is_printed_by_the_preview(monkeypatch, capsys, tmp_path, assets, name, beginning, end):
+    """``python -m grpo.data --config FILE``, with a model and rows that are on this machine."""
+    file = {"code_mbpp": "configs/code_mbpp_rows.jsonl", "didactic_one_token": "configs/didactic_one_token.jsonl"}.get(
+        name
+    )
+    if file is None:
+        rows = MATH_ROWS if name == "math_r1_zero" else [GSM8K_ROW]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = preview_of(
+        monkeypatch, capsys, "--config", str(ROOT / "configs" / f"{name}.yaml"), f"model.name_or_path={assets}/models/gsm8k-7m",
+        f"data.dataset={ROOT / file if file else tmp_path / 'rows.jsonl'}", "data.config_name=null", "data.train_split=train",
+        "data.eval_split=null", "data.max_prompt_length=512",
+    )  # fmt: skip
+    first = shown.split("--- ")[1].splitlines()
+    prompt = "\n".join(line.removeprefix("| ") for line in first if line.startswith("| "))
+    assert prompt.startswith(beginning) and prompt.endswith(end.removesuffix("\n")), prompt
 
 
 # --- two steps of every file
@@ -270,7 +360,7 @@ def test_two_steps_on_gsm8k(tmp_path, assets, name):
         assert lines[1]["kl"] == pytest.approx(0, abs=1e-4) or config.algorithm.num_iterations > 1
     if config.eval.num_samples > 1:
         assert {f"eval/pass@{k}" for k in range(1, 9)} <= lines[0].keys()
-        assert {"eval/rewards/accuracy", "eval/rewards/tag_groups"} <= lines[0].keys()
+        assert {"eval/rewards/pattern_answer", "eval/rewards/tag_groups"} <= lines[0].keys()
 
 
 @pytest.mark.slow
@@ -280,3 +370,26 @@ def test_two_steps_of_r1_zero(tmp_path, assets, variant):
     paths = [f"data.dataset={tmp_path}/math.jsonl", "data.train_split=train[:20]", "data.eval_split=train[20:]"]
     lines = two_steps("math_r1_zero", tmp_path, assets, *paths, *variant, "rollout.num_generations=4")
     assert {"rewards/r1_zero/mean", "rewards/format/mean"} <= lines[1].keys()
+
+
+@pytest.mark.slow
+def test_two_steps_of_the_didactic_run(tmp_path, assets):
+    """One token a completion, and with a reference of its own."""
+    twin = assets / "models/gsm8k-7m"
+    changes = [f"data.dataset={ROOT}/configs/didactic_one_token.jsonl", f"model.reference={twin}"]
+    lines = two_steps("didactic_one_token", tmp_path, assets, *changes, "rollout.max_completion_length=1")
+    assert [line["completions/max_length"] for line in lines[1:]] == [1, 1]
+    assert lines[1]["kl"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_two_steps_of_the_code_run(tmp_path, assets):
+    """On rows of ours with MBPP's columns, all of whose solutions pass their tests."""
+    for row in map(json.loads, (ROOT / "configs/code_mbpp_rows.jsonl").read_text().splitlines()):
+        assert rewards_of(config_of("code_mbpp"), [row["code"]], **row) == [1.0], row["text"]
+    changes = [
+        f"data.dataset={ROOT}/configs/code_mbpp_rows.jsonl", "data.config_name=null", "data.train_split=train[:4]",
+        "data.eval_split=train[4:]", "rollout.num_generations=2",
+    ]  # fmt: skip
+    lines = two_steps("code_mbpp", tmp_path, assets, *changes)
+    assert "rewards/python_tests/mean" in lines[1]

@@ -157,6 +157,44 @@ def test_exact_or_stripped():
     assert rewards == [3.0, 1.5, 0.0, 0.0, None]
 
 
+def test_exact_or_stripped_inside_a_whole_match():
+    pattern = r"\s*<a>.*</a>\s*<b>(?P<answer>.+?)</b>\s*"
+    texts = ["<a>x</a><b>4</b>\n", "<a>x</a> <b> 4 </b>", "<a>x</a><b>5</b>", "<b>4</b>", "<a>x</a><b>4</b> so"]
+    reward = load_reward("exact_or_stripped")
+    assert reward([""] * 5, texts, answer=["4"] * 5, pattern=pattern) == [3.0, 1.5, 0.0, 0.0, 0.0]
+    with pytest.raises(
+        ValueError, match=r"a group of the pattern, \(\?P<answer>\.\.\.\), and '<b>\(\.\*\)' has no group of that name"
+    ):
+        reward([], [], pattern="<b>(.*)")
+
+
+def test_pattern_answer_reads_a_group_of_a_whole_match():
+    reward, pattern = load_reward("pattern_answer"), r"<t>.*</t> <answer>\D*(?P<answer>\d[\d,.]*)?\D*</answer>"
+    texts = {
+        "<t>x</t> <answer>10</answer>": 1.0,
+        "<t>x</t> <answer>It is 10 pears</answer>": 1.0,
+        "<t>x</t>\n <answer>10</answer>": 0.0,
+        "<answer>10</answer>": 0.0,
+        "<t>x</t> <answer>10</answer> pears": 0.0,
+        "<t>x</t> <answer>11</answer>": 0.0,
+        "<t>x</t> <answer>1,0</answer>": 0.0,
+        "<t>x</t> <answer>10.0</answer>": 1.0,
+        "<t>x</t> <answer>ten</answer>": 0.0,  # the group takes no part in the match
+    }
+    for reference in ("10", 10, "$10.00"):
+        found = reward([""] * len(texts), list(texts), answer=[reference] * len(texts), pattern=pattern)
+        assert dict(zip(texts, found, strict=True)) == texts
+    chat = [[{"role": "assistant", "content": "So: The  CAT."}]]
+    named = {"pattern": "So:(?P<pet>.*)", "group": "pet", "value": 0.5, "column": "animal"}
+    assert reward([""], chat, animal=["the cat"], **named) == [0.5], "as text where it is no number"
+    assert reward(["", ""], ["So:", "So: "], animal=["", None], **named) == [None, None]
+    assert reward([""], ["So: "], animal=["x"], **named) == [0.0]
+    with pytest.raises(ValueError, match=r"\(\?P<answer>\.\.\.\), and 'So' has no group of that name"):
+        reward([], [], pattern="So")
+    with pytest.raises(ValueError, match="'\\(' is not a regular expression"):
+        reward([], [], pattern="(")
+
+
 def test_soft_overlong_is_dapo_equation_13():
     ids = [[0] * n for n in (1, 80, 85, 90, 100, 101)]
     rewards = load_reward("soft_overlong")([""] * 6, [""] * 6, ids, max_length=100, cache_length=20)

@@ -121,11 +121,15 @@ def test_arguments_of_a_configuration():
 
 
 @pytest.mark.parametrize(
-    "name", ["accuracy", "format", "tag_groups", "exact_or_stripped", "soft_overlong", "countdown"]
+    "name", ["accuracy", "format", "tag_groups", "pattern_answer", "exact_or_stripped", "soft_overlong", "countdown"]
 )
 def test_columns_fill_no_setting_of_a_builtin(name):
     """A column named like an argument (``value``, ``mode``, ``column``, ...) changes no score."""
-    function, args = load_reward(name), {"soft_overlong": {"max_length": 4, "cache_length": 2}}.get(name, {})
+    needed = {
+        "soft_overlong": {"max_length": 4, "cache_length": 2},
+        "pattern_answer": {"pattern": ".*>(?P<answer>.)<.*"},
+    }
+    function, args = load_reward(name), needed.get(name, {})
     columns = {"answer": ["4"], "numbers": [[2, 2]], "target": [4]}
     settings = [n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
     text = "<think></think><answer>2+2</answer>" if name == "countdown" else "<think></think><answer>4</answer>"

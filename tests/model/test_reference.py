@@ -1,0 +1,94 @@
+"""``model.reference``: another model than the start as the reference of the KL."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import save_random_model, small_run
+from outputs import lines, weights
+from transformers import AutoModelForCausalLM
+
+from grpo.batch import Completion, Group, Problem, collate
+from grpo.config import load_config
+from grpo.distributed import start_world
+from grpo.model import check_same_tokens, load_tokenizer
+from grpo.run.prepare import prepare
+from train_grpo import main
+
+SHORT = ["optim.max_steps=2", "eval.before_training=false", "data.eval_split=null", "checkpoint.save_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A model of another depth and with other weights than ``random_model``, with the same tokenizer."""
+    return save_random_model(tmp_path_factory.mktemp("other"), num_hidden_layers=3, initializer_range=0.2)
+
+
+def test_ref_logprobs_are_those_of_the_named_model(random_model, other, tmp_path):
+    config = load_config([*small_run(random_model, tmp_path), f"model.reference={other}", "rollout.temperature=0.7"])
+    run = prepare(config, start_world(config.runtime))
+    try:
+        ids = torch.randint(3, 90, (2, 4 + 6), generator=torch.Generator().manual_seed(0))
+        completions = tuple(Completion(tuple(row[4:].tolist()), "", True) for row in ids)
+        problem = Problem(0, "", tuple(ids[0, :4].tolist()))
+        batch = collate([Group(problem, completions)], torch.zeros(1, 2), pad_id=run.policy.pad_id)
+        for folder, scorer in ((random_model, run.bare_scorer), (other, run.ref_scorer)):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+            with torch.no_grad():
+                logits_BTV = model(batch.sequence_ids_BS).logits[:, 3:-1] / 0.7
+            expected = logits_BTV.log_softmax(-1).gather(-1, ids[:, 4:, None])[..., 0]
+            torch.testing.assert_close(run.logprobs(scorer, batch).double(), expected, atol=1e-4, rtol=1e-4)
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+def test_a_reference_that_does_not_fit_is_refused(random_model, other, tmp_path, capsys):
+    def error(reference, *options):
+        assert main([*small_run(random_model, tmp_path / "run"), *SHORT, f"model.reference={reference}", *options]) == 2
+        return capsys.readouterr().err
+
+    assert error(tmp_path / "none").startswith(f"error: model.reference={tmp_path}/none does not exist")
+    assert "ref_sync_steps moves the reference towards the policy" in error(other, "algorithm.ref_sync_steps=1")
+    short = save_random_model(tmp_path / "short", max_position_embeddings=16)
+    assert f"model.reference={short}: rollout.max_completion_length=12 + the longest prompt" in error(short)
+    tokenizer = load_tokenizer(str(random_model))
+    tokenizer.add_tokens(["another"])
+    with pytest.raises(ValueError, match=r"model\.reference=.* has another vocabulary .*'another' is None and \d+\)"):
+        check_same_tokens(str(random_model), tokenizer)
+    done = main([*small_run(random_model, tmp_path / "no_kl"), *SHORT, f"model.reference={other}", "algorithm.beta=0"])
+    assert done == 0 and "note: model.reference has no effect with algorithm.beta 0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_continued_run_keeps_its_reference(random_model, other, tmp_path, capsys):
+    """Interrupted and continued it has the same bits; another reference, or other weights in its folder, are noticed."""
+    folder = shutil.copytree(other, tmp_path / "reference")
+    arguments = [*SHORT, f"model.reference={folder}", "algorithm.beta=0.1"]
+    for name in ("whole", "cut"):
+        assert main([*small_run(random_model, tmp_path / name), *arguments]) == 0
+    assert lines(tmp_path / "whole")[0]["kl"] > 0.01, "the reference is not the start"
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-2")
+    assert main([*small_run(random_model, tmp_path / "cut"), *arguments]) == 0
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    expected, found = (weights(tmp_path / name / "checkpoint-2") for name in ("whole", "cut"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+    again = [*small_run(random_model, tmp_path / "cut"), *SHORT, "algorithm.beta=0.1", "optim.max_steps=3"]
+    capsys.readouterr()
+    assert main([*again, "checkpoint.accept_changes=false"]) == 2
+    assert f"model.reference: checkpoint '{folder}', now None" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    save_random_model(folder, num_hidden_layers=3, initializer_range=0.25)
+    assert main([*small_run(random_model, tmp_path / "cut"), *arguments]) == 2
+    assert f"content of {folder}/model.safetensors: checkpoint 'as it was', now 'changed'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_reference_of_the_same_shape_moves_with_the_policy(random_model, tmp_path):
+    twin = save_random_model(tmp_path / "twin", initializer_range=0.2)
+    arguments = [*SHORT, f"model.reference={twin}", "algorithm.beta=0.1", "algorithm.ref_sync_steps=1"]
+    assert main([*small_run(random_model, tmp_path / "run"), *arguments]) == 0
+    first, second = (line["kl"] for line in lines(tmp_path / "run"))
+    assert first > 0.01 and second == 0
+    assert (tmp_path / "run" / "checkpoint-2" / "trainer" / "reference.pt").exists()
