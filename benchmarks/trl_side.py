@@ -3,7 +3,7 @@
     python benchmarks/trl_side.py OUTPUT.json EVERY --config X.yaml key=value ...
 
 TRL gets the values of our configuration one by one, and its other defaults are set to what this trainer does. Our code evaluates TRL's model on the
-held-out problems every EVERY steps.
+held-out problems every EVERY steps. A setting that TRL does not have, or has in another form, stops the script with its name.
 """
 
 from __future__ import annotations
@@ -31,6 +31,31 @@ from grpo.model import Policy, end_tokens, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner, load_reward
 from grpo.rollout import BuiltinEngine
 
+LOSS_TYPES = {"response_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}
+"""``algorithm.aggregation`` -> TRL's name of the same average."""
+
+
+def check_settings(config) -> None:
+    """Stop unless TRL computes the same with the settings that it gets."""
+    a, o = config.algorithm, config.optim
+    wanted = {
+        "algorithm.objective": (a.objective, "clip"),
+        "algorithm.baseline": (a.baseline, "mean"),
+        "algorithm.kl_estimator": (a.kl_estimator, "k3"),
+        "algorithm.num_iterations x num_minibatches": (a.updates_per_step, 1),
+        "algorithm.dynamic_sampling": (a.dynamic_sampling, False),
+        "algorithm.ref_sync_steps": (a.ref_sync_steps, 0),
+        "model.reference": (config.model.reference, None),
+        "data.prompt_template": (config.data.prompt_template, None),
+        "rollout.stop": (config.rollout.stop, []),
+        "optim.min_lr": (o.min_lr, None),
+    }
+    for name, (value, expected) in wanted.items():
+        if value != expected:
+            raise SystemExit(f"{name}={value}: this comparison needs {expected}")
+    if o.max_steps is None:
+        raise SystemExit("optim.max_steps: this comparison needs a number of steps")
+
 
 def reward_functions(config) -> list:
     """Our rewards with their arguments. TRL passes conversations, which our rewards read as well."""
@@ -50,9 +75,9 @@ def reward_functions(config) -> list:
 class Evaluate(TrainerCallback):
     """Evaluates before the first step, every N steps, and after the last."""
 
-    def __init__(self, config, tokenizer, problems, every: int):
+    def __init__(self, config, tokenizer, problems, every: int, device: torch.device):
         self.config, self.tokenizer, self.problems, self.every = config, tokenizer, problems, every
-        self.world = World(0, 1, 0, torch.device("cpu"))
+        self.world = World(0, 1, 0, device)
         self.rewards = RewardRunner(config.reward.functions)
         self.points: list[dict] = []
         self.seconds = 0.0
@@ -60,7 +85,14 @@ class Evaluate(TrainerCallback):
     def measure(self, model, step: int) -> None:
         started, e = time.perf_counter(), self.config.eval
         pad_id = self.tokenizer.pad_token_id
-        policy = Policy(model, self.tokenizer, end_tokens(model, self.tokenizer), pad_id, self.world.device, "fp32")
+        policy = Policy(
+            model,
+            self.tokenizer,
+            end_tokens(model, self.tokenizer),
+            pad_id,
+            self.world.device,
+            self.config.runtime.precision,
+        )
         found = evaluate(
             BuiltinEngine(policy), self.problems, Grader(self.config.eval, self.rewards), self.world, num_samples=e.num_samples,
             temperature=e.temperature, max_completion_length=self.config.rollout.max_completion_length,
@@ -80,36 +112,42 @@ class Evaluate(TrainerCallback):
 def main() -> None:
     output, every, *arguments = sys.argv[1:]
     config = load_config(arguments)
-    torch.set_num_threads(1)
+    torch.set_num_threads(config.runtime.threads_per_rank or 1)
+    use_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
     path = resolve_model(config.model.name_or_path, config.data.dataset)
     tokenizer = load_tokenizer(path)
     r, a, o = config.rollout, config.algorithm, config.optim
-    assert (a.objective, a.baseline, a.aggregation, a.importance_level, a.updates_per_step) == (
-        "clip", "mean", "response_mean", "token", 1,
-    )  # fmt: skip
-    assert o.weight_decay == 0 and o.lr_scheduler_type == "linear" and o.warmup_steps == 0, "set below"
-    problems = make_problems(load_rows(config.data, train=True, seed=config.seed), config.data, tokenizer).problems
+    check_settings(config)
+    # As messages, which TRL writes into the chat template again.
+    data = config.data.model_copy(update={"conversational": True})
+    problems = make_problems(load_rows(data, train=True, seed=config.seed), data, tokenizer).problems
     schedule = Schedule(problems, prompts_per_step=r.prompts_per_step, seed=config.seed)
     order = [problem for step in range(o.max_steps) for problem in schedule.at(step)]
-    rows = [{"prompt": [{"role": "user", "content": p.prompt}], **p.columns} for p in order]
-    ids = tokenizer.apply_chat_template(rows[0]["prompt"], add_generation_prompt=True)["input_ids"]
-    assert tuple(ids) == order[0].prompt_ids, "TRL's prompt is ours"
+    rows = [{"prompt": problem.reward_prompt, **problem.columns} for problem in order]
+    for row, problem in zip(rows, order, strict=True):
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        assert tuple(ids) == problem.prompt_ids, "TRL's prompt is ours"
     held_out = make_problems(load_rows(config.data, train=False, seed=config.seed), config.data, tokenizer).problems
-    callback = Evaluate(config, tokenizer, held_out[: config.eval.max_samples], int(every))
+    device = torch.device("cpu" if use_cpu else "cuda")
+    callback = Evaluate(config, tokenizer, held_out[: config.eval.max_samples], int(every), device)
+    num_updates, is_bf16 = o.max_steps, config.runtime.precision == "bf16"
+    warmup = round(num_updates * o.warmup_steps) if o.warmup_steps < 1 else int(o.warmup_steps)
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
             output_dir=folder, seed=config.seed, data_seed=config.seed, max_steps=o.max_steps, save_strategy="no",
-            report_to="none", logging_steps=1, disable_tqdm=True, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
+            report_to="none", logging_steps=1, disable_tqdm=True, use_cpu=use_cpu, bf16=is_bf16, fp16=False,
+            gradient_checkpointing=config.model.gradient_checkpointing,
             # one step = prompts_per_step x G completions = one update, in the order given
             per_device_train_batch_size=r.prompts_per_step * r.num_generations, gradient_accumulation_steps=1,
             steps_per_generation=1, num_iterations=1, num_generations=r.num_generations, shuffle_dataset=False,
             max_completion_length=r.max_completion_length, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k,
-            min_p=None, repetition_penalty=1.0, use_vllm=False,
-            loss_type="grpo", scale_rewards=a.scale, beta=a.beta, epsilon=a.epsilon, epsilon_high=a.clip_high,
-            importance_sampling_level="token", mask_truncated_completions=False, disable_dropout=True,
+            min_p=r.min_p or None, repetition_penalty=1.0, use_vllm=False,
+            loss_type=LOSS_TYPES[a.aggregation], scale_rewards=a.scale, beta=a.beta, use_bias_correction_kl=False,
+            epsilon=a.epsilon, epsilon_high=a.clip_high, delta=a.delta, importance_sampling_level=a.importance_level,
+            mask_truncated_completions=a.mask_truncated_completions, disable_dropout=True,
             reward_weights=[f.weight for f in config.reward.functions],
-            optim="adamw_torch", learning_rate=o.learning_rate, lr_scheduler_type="linear", warmup_steps=0,
-            weight_decay=0.0, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=1e-8, max_grad_norm=o.max_grad_norm,
+            optim="adamw_torch", learning_rate=o.learning_rate, lr_scheduler_type=o.lr_scheduler_type, warmup_steps=warmup,
+            weight_decay=o.weight_decay, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=1e-8, max_grad_norm=o.max_grad_norm,
         )  # fmt: skip
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa"),

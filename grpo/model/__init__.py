@@ -4,7 +4,7 @@ from grpo.model.fp32_head import use_fp32_head
 from grpo.model.loading import (
     REFERENCE,
     check_context,
-    check_same_tokens,
+    check_reference,
     end_tokens,
     load_policy,
     load_tokenizer,
@@ -16,7 +16,7 @@ from grpo.model.randomness import turn_dropout_off
 __all__ = [
     "REFERENCE",
     "check_context",
-    "check_same_tokens",
+    "check_reference",
     "end_tokens",
     "load_policy",
     "load_tokenizer",

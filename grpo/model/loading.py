@@ -70,26 +70,15 @@ def _build_tiny_model(dataset: str) -> str:
         return str(build_tiny_model(task, seed=0, on_progress=show))
 
 
-def check_context(
-    path: str,
-    problems: Sequence[Problem],
-    max_length: int,
-    *,
-    trust_remote_code: bool = False,
-    setting: str | None = None,
-) -> None:
-    """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context.
-
-    The message names the model if ``setting`` is given, the key that holds it.
-    """
+def check_context(path: str, problems: Sequence[Problem], max_length: int, *, trust_remote_code: bool = False) -> None:
+    """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     context, what = context_limit(config)
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
         fits = f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}"
-        which = f"{setting}={path}: " if setting else ""
         raise ValueError(
-            f"{which}rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed {what} of {context}: "
+            f"rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed {what} of {context}: "
             f"use {fits}"
         )
 
@@ -109,9 +98,18 @@ def load_tokenizer(
     return tokenizer
 
 
-def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> None:
-    """ValueError unless the tokenizer of the reference model has the same tokens, with the same ids, as the policy's: a KL compares the
-    log-probs of token ids."""
+def check_reference(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    max_length: int,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
+    """ValueError, before weights are loaded, unless ``model.reference`` can score the policy's completions.
+
+    It needs the same tokens with the same ids, as a KL compares the log-probs of token ids, and a context for prompt and completion.
+    """
     own = tokenizer.get_vocab()
     other = load_tokenizer(path, trust_remote_code=trust_remote_code, setting=REFERENCE).get_vocab()
     differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
@@ -121,6 +119,10 @@ def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_re
             f"{REFERENCE}={path} has another vocabulary than the model that is trained ({len(other)} tokens and {len(own)}, "
             f"{len(differing)} differ; {token!r} is {other.get(token)} and {own.get(token)}): take a reference with the same tokenizer"
         )
+    try:
+        check_context(path, problems, max_length, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"{REFERENCE}={path}: {error}") from None
 
 
 def load_policy(

@@ -18,7 +18,7 @@ from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, loa
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.grading import check_reward_names
-from grpo.model import REFERENCE, check_context, check_same_tokens, load_tokenizer, num_parameters, resolve_model
+from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
 from grpo.rollout import BuiltinEngine, split_stop
@@ -107,9 +107,8 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)
         if reference is not None:
-            check_same_tokens(reference, tokenizer, trust_remote_code=trust)
             longest = config.rollout.max_completion_length
-            check_context(reference, train.problems, longest, trust_remote_code=trust, setting=REFERENCE)
+            check_reference(reference, tokenizer, train.problems, longest, trust_remote_code=trust)
     problems = Schedule(
         train.problems,
         prompts_per_step=config.rollout.prompts_per_step,

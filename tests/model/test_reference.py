@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from grpo.batch import Completion, Group, Problem, collate
 from grpo.config import load_config
 from grpo.distributed import start_world
-from grpo.model import check_same_tokens, load_tokenizer
+from grpo.model import check_reference, load_tokenizer
 from grpo.run.prepare import prepare
 from train_grpo import main
 
@@ -55,7 +55,7 @@ def test_a_reference_that_does_not_fit_is_refused(random_model, other, tmp_path,
     tokenizer = load_tokenizer(str(random_model))
     tokenizer.add_tokens(["another"])
     with pytest.raises(ValueError, match=r"model\.reference=.* has another vocabulary .*'another' is None and \d+\)"):
-        check_same_tokens(str(random_model), tokenizer)
+        check_reference(str(random_model), tokenizer, [], 1)
     done = main([*small_run(random_model, tmp_path / "no_kl"), *SHORT, f"model.reference={other}", "algorithm.beta=0"])
     assert done == 0 and "note: model.reference has no effect with algorithm.beta 0" in capsys.readouterr().out
 
