@@ -92,7 +92,8 @@ def _row(label: str, runs: list[dict], step: int, metric: str, factor: float, di
     for side in SIDES:
         found = _values(runs, side, step, metric, factor)
         texts = [f"{value:.{digits}f}" for value in (statistics.mean(found), min(found), max(found))] if found else []
-        cells.append(f"{texts[0]} ({texts[1]} to {texts[2]})" if found else "-")
+        spread = f" ({texts[1]} to {texts[2]})" if len(found) > 1 else ""
+        cells.append(texts[0] + spread if found else "-")
     return f"| {label} | {' | '.join(cells)} |"
 
 

@@ -300,6 +300,7 @@ CHAT_END = "<|im_end|>\n<|im_start|>assistant\n"
         ("didactic_one_token", "3+4=", "3+4="),
         ("code_mbpp", "<|im_start|>system\nYou are a Python programmer.", f"assert larger(-1, -4) == -1{CHAT_END}"),
     ],
+    ids=lambda text: text.splitlines()[0][:24],
 )
 def test_every_prompt_is_printed_by_the_preview(monkeypatch, capsys, tmp_path, assets, name, beginning, end):
     """``python -m grpo.data --config FILE``, with a model and rows that are on this machine."""
