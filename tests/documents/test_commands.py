@@ -221,7 +221,8 @@ def test_every_command_of_the_recipes_works(tree, tmp_path):
     shutil.copytree(copy / "FOLDER", copy / "assets" / "models" / "gsm8k-7m")
     rows = [json.loads(line) for line in (copy / "train.jsonl").open()]
     publish(tmp_path / "hub", rows, rows[:9])
-    shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / "HuggingFaceTB" / "SmolLM2-1.7B-Instruct")
+    for name in ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"):
+        shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / name)
     executed = []
     with hub(tmp_path / "hub") as (endpoint, _):
         variables = pointed_at(endpoint, tmp_path / "cache") | {"GRPO_TEST_ASSETS": str(copy / "assets")}
