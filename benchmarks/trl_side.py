@@ -35,25 +35,29 @@ LOSS_TYPES = {"response_mean": "grpo", "token_mean": "dapo", "constant": "dr_grp
 """``algorithm.aggregation`` -> TRL's name of the same average."""
 
 
+PASSED_ON = {
+    "name", "scale", "aggregation", "importance_level", "epsilon", "epsilon_high", "delta", "beta", "mask_truncated_completions",
+    "skip_zero_advantage", "dynamic_sampling_attempts", "ref_sync_alpha",
+}  # fmt: skip
+"""Keys of the section ``algorithm`` that TRL gets below, or that change no result."""
+
+
 def check_settings(config) -> None:
-    """Stop unless TRL computes the same with the settings that it gets."""
-    a, o = config.algorithm, config.optim
-    wanted = {
-        "algorithm.objective": (a.objective, "clip"),
-        "algorithm.baseline": (a.baseline, "mean"),
-        "algorithm.kl_estimator": (a.kl_estimator, "k3"),
-        "algorithm.num_iterations x num_minibatches": (a.updates_per_step, 1),
-        "algorithm.dynamic_sampling": (a.dynamic_sampling, False),
-        "algorithm.ref_sync_steps": (a.ref_sync_steps, 0),
-        "model.reference": (config.model.reference, None),
-        "data.prompt_template": (config.data.prompt_template, None),
-        "rollout.stop": (config.rollout.stop, []),
-        "optim.min_lr": (o.min_lr, None),
+    """Stop unless TRL computes the same with the settings that it gets: every other key must have its default."""
+    default = type(config)()
+    pairs = {
+        f"algorithm.{key}": (getattr(config.algorithm, key), getattr(default.algorithm, key))
+        for key in type(config.algorithm).model_fields
+        if key not in PASSED_ON
     }
-    for name, (value, expected) in wanted.items():
+    pairs["algorithm.scale"] = (config.algorithm.scale in ("group", "batch", "none"), True)
+    for key in ("model.reference", "data.prompt_template", "rollout.stop", "optim.min_lr"):
+        section, _, leaf = key.partition(".")
+        pairs[key] = tuple(getattr(getattr(c, section), leaf) for c in (config, default))
+    for key, (value, expected) in pairs.items():
         if value != expected:
-            raise SystemExit(f"{name}={value}: this comparison needs {expected}")
-    if o.max_steps is None:
+            raise SystemExit(f"{key}={value}: this comparison needs {expected}")
+    if config.optim.max_steps is None:
         raise SystemExit("optim.max_steps: this comparison needs a number of steps")
 
 

@@ -92,6 +92,8 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
             "note: the evaluation data has no column answer, so eval/lenient_accuracy stays 0 and samples are shown without a reference "
             "answer: data.answer_column=NAME says which column has it"
         )
+    if config.model.reference is not None and a.beta == 0:
+        yield "note: model.reference has no effect with algorithm.beta 0: no reference model is loaded"
     if not evaluation:
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
     if a.updates_per_step == 1:
@@ -104,8 +106,6 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
     for name, has_no_effect in without_effect.items():
         if has_no_effect:
             yield f"note: algorithm.{name} has no effect with objective {a.objective} and beta {a.beta:g}"
-    if config.model.reference is not None and a.beta == 0:
-        yield "note: model.reference has no effect with algorithm.beta 0: no reference model is loaded"
     for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if (value := getattr(r, key)) != neutral:
             yield (
