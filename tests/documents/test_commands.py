@@ -201,7 +201,7 @@ def cut_recipe(command: str) -> str:
             "" if "--plot-only" in command else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
         )
     assert "train_grpo.py" in command or "grpo.evaluation" in command, f"unknown: {command}"
-    return f"{command} {CUTS} rollout.prompts_per_step=2 eval.max_samples=2"
+    return f"{command} {CUTS} optim.min_lr=null rollout.prompts_per_step=2 eval.max_samples=2"
 
 
 @pytest.mark.slow
