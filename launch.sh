@@ -8,6 +8,7 @@
 #   ./launch.sh test [pytest options]                    the quick tests, one pytest worker per core (-n 0: no workers)
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host MASTER_PORT=29500 NPROC_PER_NODE=8 ./launch.sh configs/X.yaml    on each machine
 #
+# Training starts one process per GPU, or as many fewer as share the problems of a step evenly; NPROC_PER_NODE=N starts N.
 # Training installs requirements.txt, the versions that the project is tested with. `test` also installs pytest, ruff and the other
 # packages of the extra "dev" of pyproject.toml. Environment variables: PYTHON, the interpreter (default python3); GRPO_VENV, the
 # folder of the virtual environment (default .venv); GRPO_NO_SETUP=1, create and install nothing and run PYTHON as it is.
@@ -71,6 +72,14 @@ if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
 fi
 nproc="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
 for word in ${trainer_options[@]+"${trainer_options[@]}"}; do [[ "$word" == --debug && -z "${NPROC_PER_NODE:-}" ]] && nproc=1; done
+# Unless a number of ranks is given: fewer than one per GPU if the problems of a step can only be shared evenly by fewer.
+machines="${NNODES:-1}" given="${NPROC_PER_NODE:-}"
+for word in ${torchrun_options[@]+"${torchrun_options[@]}"}; do
+  case "$word" in --nnodes=*) machines="${word#*=}" ;; --nproc* | --nnodes) given=yes ;; esac
+done
+if [[ -z "$given" && "$machines" =~ ^[0-9]+$ ]] && ((nproc > 1)); then
+  nproc="$("$python" -m grpo.config.fit_ranks "$nproc" "$machines" "${command[@]:1}")"
+fi
 
 if ((nproc == 1 && ${NNODES:-1} == 1 && ${#torchrun_options[@]} == 0)); then
   exec "$python" "${command[@]}"

@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo.config import load_config
 from grpo.data import Schedule, load_rows, make_problems
 from grpo.distributed import World
-from grpo.evaluation.collect import evaluate
+from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
 from grpo.model import Policy, end_tokens, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner, load_reward
@@ -87,7 +87,7 @@ class Evaluate(TrainerCallback):
         self.seconds = 0.0
 
     def measure(self, model, step: int) -> None:
-        started, e = time.perf_counter(), self.config.eval
+        started, config = time.perf_counter(), self.config
         pad_id = self.tokenizer.pad_token_id
         policy = Policy(
             model,
@@ -98,9 +98,8 @@ class Evaluate(TrainerCallback):
             self.config.runtime.precision,
         )
         found = evaluate(
-            BuiltinEngine(policy), self.problems, Grader(self.config.eval, self.rewards), self.world, num_samples=e.num_samples,
-            temperature=e.temperature, max_completion_length=self.config.rollout.max_completion_length,
-            seed=self.config.seed,
+            BuiltinEngine(policy), self.problems, Grader(config.eval, self.rewards), self.world, eval_sampling(config),
+            seed=config.seed,
         )  # fmt: skip
         self.points.append({"step": step, **found.metrics})
         self.seconds += time.perf_counter() - started

@@ -3,9 +3,10 @@
 from grpo.config.algorithm import PRESETS, AlgorithmConfig
 from grpo.config.arguments import ConfigError, load_config, make_config, mask_command_line
 from grpo.config.config import Config, check_world_size
+from grpo.config.evaluation import EvalConfig
 from grpo.config.help import KEYS_EPILOG, help_text, keys_of
 from grpo.config.saved import config_of_models
-from grpo.config.schema import DataConfig, EvalConfig, OptimConfig, RuntimeConfig
+from grpo.config.schema import DataConfig, OptimConfig, RuntimeConfig
 
 __all__ = [
     "KEYS_EPILOG", "PRESETS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "OptimConfig", "RuntimeConfig",

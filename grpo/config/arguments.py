@@ -17,13 +17,20 @@ from grpo.config.help import explain, help_on, help_text, keys_of, not_a_section
 from grpo.system.bounded_yaml import BoundedLoader
 from grpo.system.masking import masked
 
+STEP_SIZES = ("prompts_per_step", "prompts_per_rank")
+"""Two keys of the section ``rollout`` that say the same. One of them takes the place of the other one in an earlier source of settings."""
+
 
 class ConfigError(ValueError):
     """A mistake of the user in the configuration; the message says what would work."""
 
 
 def load_config(
-    argv: list[str], *, default_file: str | Path | None = None, default_values: dict[str, Any] | None = None
+    argv: list[str],
+    *,
+    default_file: str | Path | None = None,
+    default_values: dict[str, Any] | None = None,
+    num_ranks: int | None = None,
 ) -> Config:
     """Read a configuration, ``["--config", "file.yaml", "section.key=value", "--debug"]`` for example, and check it.
 
@@ -33,6 +40,7 @@ def load_config(
         argv: command line arguments, without the program's name.
         default_file: YAML file to read, with a note on the console, if ``argv`` names none; None: the defaults of the schema.
         default_values: nested values to begin with if ``argv`` names no file.
+        num_ranks: the factor of ``rollout.prompts_per_rank``; None: the number of ranks that torchrun has started, 1 without torchrun.
 
     Raises:
         ConfigError: one line per mistake. ``SystemExit`` with code 0 after ``--help``.
@@ -57,9 +65,13 @@ def load_config(
         if os.environ.get("RANK", "0") == "0":  # torchrun starts this program once per rank
             print(f"config    {file}, since there is no --config", flush=True)
     values = read_config_file(file) if file is not None else dict(default_values or {})
+    typed: dict[str, Any] = {}
+    for override in overrides:
+        _apply(override, typed)
+    _drop_replaced_step_size(values, typed)
     for override in overrides:
         _apply(override, values)
-    return _checked(values, debug=options.debug)
+    return _checked(values, debug=options.debug, num_ranks=num_ranks)
 
 
 def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | None, *more: Mapping[str, Any]) -> Config:
@@ -81,6 +93,8 @@ def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | No
         raise ConfigError(f"config must be a mapping of sections, a YAML file, a Config or None, got {kind}")
     values: dict[str, Any] = {}
     for given in (source or {}, *more):
+        _merge(given, alone := {})
+        _drop_replaced_step_size(values, alone)
         _merge(given, values)
     return _checked(values)
 
@@ -100,13 +114,42 @@ def _merge(given: Mapping[str, Any], values: dict[str, Any]) -> None:
             inner[leaf] = os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _checked(values: dict[str, Any], *, debug: bool = False) -> Config:
+def _drop_replaced_step_size(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Remove from nested values the key of ``STEP_SIZES`` that ``given``, which wins over them, replaces by the other key."""
+    old, new = values.get("rollout"), given.get("rollout")
+    if isinstance(old, dict) and isinstance(new, dict) and any(new.get(key) is not None for key in STEP_SIZES):
+        for key in STEP_SIZES:
+            if key not in new:
+                old.pop(key, None)
+
+
+def _checked(values: dict[str, Any], *, debug: bool = False, num_ranks: int | None = None) -> Config:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         known = list(keys_of(Config))
         raise ConfigError("\n".join(dict.fromkeys(explain(item, known) for item in error.errors()))) from None
+    config = _with_problems_of_all_ranks(config, num_ranks or _num_ranks())
     return debug_variant(config) if debug or config.debug else config
+
+
+def _with_problems_of_all_ranks(config: Config, num_ranks: int) -> Config:
+    """The configuration with ``prompts_per_rank`` times the ranks as ``prompts_per_step``, the only key that the rest of the program reads."""
+    r = config.rollout
+    if r.prompts_per_rank is None:
+        return config
+    product = r.prompts_per_rank * num_ranks
+    if "prompts_per_step" in r.model_fields_set and r.prompts_per_step != product:
+        raise ConfigError(
+            f"rollout.prompts_per_step={r.prompts_per_step} and rollout.prompts_per_rank={r.prompts_per_rank} on {num_ranks} rank(s), "
+            f"that is prompts_per_step={product}, contradict each other: set one of the two"
+        )
+    sizes = {"prompts_per_step": product, "prompts_per_rank": None}
+    return config.model_copy(update={"rollout": r.model_copy(update=sizes)})
+
+
+def _num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def _apply(override: str, values: dict[str, Any]) -> None:

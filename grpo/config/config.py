@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
+from grpo.config.evaluation import EvalConfig
 from grpo.config.logging import LoggingConfig
 from grpo.system.masking import masked
 
@@ -23,7 +24,7 @@ class Config(schema.Section):
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: schema.OptimConfig = schema.OptimConfig()
-    eval: schema.EvalConfig = schema.EvalConfig()
+    eval: EvalConfig = EvalConfig()
     checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     runtime: schema.RuntimeConfig = schema.RuntimeConfig()
@@ -39,7 +40,9 @@ class Config(schema.Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        a, prompts, minibatches = self.algorithm, self.rollout.prompts_per_step, self.algorithm.num_minibatches
+        a, r, minibatches = self.algorithm, self.rollout, self.algorithm.num_minibatches
+        key = "prompts_per_step" if r.prompts_per_rank is None else "prompts_per_rank"
+        prompts = getattr(r, key)
         if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale == "group"):
             raise ValueError(
                 f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
@@ -47,23 +50,30 @@ class Config(schema.Section):
             )
         if prompts % minibatches:
             raise ValueError(
-                f"rollout.prompts_per_step={prompts} cannot be cut into algorithm.num_minibatches={minibatches} equal parts: "
-                f"use prompts_per_step={_nearest_multiples(prompts, minibatches)}"
+                f"rollout.{key}={prompts} cannot be cut into algorithm.num_minibatches={minibatches} equal parts: "
+                f"use {key}={_nearest_multiples(prompts, minibatches)}"
             )
         return self
 
 
-def check_world_size(config: Config, world_size: int) -> None:
-    """Raise ``ValueError`` for a number of ranks that cannot share the problems of a step evenly."""
-    prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.num_minibatches
-    if prompts % (world_size * minibatches):
+def check_world_size(config: Config, world_size: int, *, num_machines: int = 1) -> None:
+    """Raise ``ValueError`` for a number of ranks that cannot share the problems of a step evenly; the message names what would work."""
+    if not shares_evenly(config, world_size):
+        prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.num_minibatches
         factors = f"{world_size} ranks" + (f" x algorithm.num_minibatches={minibatches}" if minibatches > 1 else "")
-        raise ValueError(
-            f"rollout.prompts_per_step={prompts} is not a multiple of {factors}: "
-            f"use prompts_per_step={_nearest_multiples(prompts, world_size * minibatches)}"
-        )
+        works = f"rollout.prompts_per_step={_nearest_multiples(prompts, world_size * minibatches)}"
+        fewer = range(world_size // num_machines - 1, 0, -1)  # ranks of each machine
+        if fits := [str(ranks) for ranks in fewer if shares_evenly(config, ranks * num_machines)]:
+            others = f" (or {', '.join(fits[1:])})" if fits[1:] else ""
+            works = f"--nproc_per_node={fits[0]}{others}, or {works}"
+        raise ValueError(f"rollout.prompts_per_step={prompts} is not a multiple of {factors}: use {works}")
     if config.debug and world_size > 1:
         raise ValueError(f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1")
+
+
+def shares_evenly(config: Config, world_size: int) -> bool:
+    """True if every minibatch of a step has the same number of problems on each rank."""
+    return config.rollout.prompts_per_step % (world_size * config.algorithm.num_minibatches) == 0
 
 
 def _nearest_multiples(value: int, unit: int) -> str:
@@ -108,7 +118,7 @@ DEBUG_LARGEST: dict[str, dict[str, int]] = {
     "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64},
     "data": {"max_train_samples": 32, "max_eval_samples": 4},
     "optim": {"max_steps": 2},
-    "eval": {"num_samples": 1, "max_samples": 4},
+    "eval": {"num_samples": 1, "max_samples": 4, "max_completion_length": 64},
     "logging": {"every": 1},
 }
 """Upper bounds of values with ``--debug``; an unset value becomes its bound."""
@@ -121,6 +131,8 @@ def debug_variant(config: Config) -> Config:
         for key, largest in keys.items():
             value = values[section][key]
             values[section][key] = largest if value is None else min(value, largest)
+    if config.eval.max_completion_length is None:  # that of the rollout, whose bound counts
+        values["eval"]["max_completion_length"] = None
     values["checkpoint"] |= {"resume": "never", "save_steps": None, "keep_best": None}
     values["logging"] |= {"wandb": "disabled", "tensorboard": False}
     minibatches = config.algorithm.num_minibatches

@@ -1,4 +1,4 @@
-"""The sections of the configuration, except ``algorithm`` and ``logging``: each key with its type, default and meaning, and the checks in a section.
+"""The sections of the configuration, except ``algorithm``, ``eval`` and ``logging``: keys with type, default and meaning, and checks within a section.
 
 The text under a key is what ``--help`` prints.
 """
@@ -142,6 +142,8 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     prompts_per_step: int = Field(8, ge=1)
     """Problems per step, over all ranks."""
+    prompts_per_rank: int | None = Field(None, ge=1)
+    """Problems per step and rank, in place of prompts_per_step, which becomes this number times the ranks; none: prompts_per_step says it."""
     num_generations: int = Field(8, ge=1)
     """Completions per problem (G)."""
     max_completion_length: int = Field(256, ge=1)
@@ -213,35 +215,6 @@ class OptimConfig(Section):
             raise ValueError(
                 f"optim.min_lr={min_lr:g}, where the schedule ends, is above optim.learning_rate={self.learning_rate:g}, "
                 "where it starts"
-            )
-        return self
-
-
-class EvalConfig(Section):
-    every: int | None = Field(None, ge=1)
-    """Evaluate every N steps; none: only before and after training."""
-    before_training: bool = True
-    """Evaluate before the first step, to compare the end of training with."""
-    num_samples: int = Field(1, ge=1)
-    """Sampled completions per problem for mean@k and pass@k, besides the greedy one; 1: the greedy one only."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of the sampled completions."""
-    max_samples: int | None = Field(None, ge=1)
-    """Evaluate on the first N evaluation problems; none: all."""
-    correctness: str | None = None
-    """Name of the reward that tells whether a completion is correct; none: the first reward that checks answers."""
-    correct_above: float = 0.0
-    """A completion is correct if the reward `correctness` is above this value (0.99 where a wrong answer earns a part of the reward)."""
-    format: str | None = None
-    """Name of the reward that is above 0 for a well-formed completion; none: `format`. Without that reward, a completion
-    is well-formed if it has an answer as `accuracy` in the mode boxed or #### reads it, else if it is <think>..</think> <answer>..</answer>."""
-
-    @model_validator(mode="after")
-    def _check_samples_differ(self) -> Self:
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"eval.num_samples={self.num_samples} at eval.temperature=0 would be the same completion {self.num_samples} "
-                "times: set eval.temperature (1.0, for example), or num_samples=1 for greedy only"
             )
         return self
 

@@ -46,7 +46,7 @@ def start_world(runtime: RuntimeConfig) -> World:
         options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device_id)
         dist.init_process_group(backend, store=dist.PrefixStore(launch_id, store), **options)
     keeps_collectives = bool(launch_id and os.environ.get("GRPO_TEST_COLLECTIVES"))
-    return World(rank, size, local_rank, device, launch_id, keeps_collectives)
+    return World(rank, size, local_rank, device, launch_id, keeps_collectives, num_machines=max(size // local_size, 1))
 
 
 def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:

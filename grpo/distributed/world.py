@@ -31,6 +31,8 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    num_machines: int = field(default=1, kw_only=True)
+    """Machines of this launch."""
     launch_id: str = ""
     """Shared by the ranks of this launch, and by no other launch of the same torchrun."""
     keeps_collectives: bool = False

@@ -1,12 +1,13 @@
 """Sample and grade all problems, and gather the results of all ranks, so that no metric depends on the number of ranks."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo.batch import Group, Problem
+from grpo.config import Config
 from grpo.distributed import World
 from grpo.evaluation.estimate import CompletionResult, Estimate, estimates
+from grpo.model import check_context
 from grpo.rollout import BuiltinEngine, SamplingParams
 
 ROWS_PER_CALL = 256
@@ -23,7 +24,7 @@ class ProblemResult:
     problem: Problem
     greedy: CompletionResult
     samples: list[CompletionResult]
-    """``num_samples`` results; empty if that is 1."""
+    """The results of the sampled completions; empty with greedy decoding only."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,33 @@ class Evaluation:
         return sum(not result.scored for result in self.completions)
 
 
+def eval_sampling(config: Config) -> SamplingParams:
+    """The settings of the sampled completions of an evaluation; at temperature 0 there is only the greedy one."""
+    e, r = config.eval, config.rollout
+    return SamplingParams(
+        num_generations=e.num_samples,
+        max_completion_length=e.max_completion_length or r.max_completion_length,
+        temperature=e.temperature,
+        top_p=e.top_p,
+        top_k=e.top_k,
+        min_p=e.min_p,
+        stop=tuple(r.stop),
+        tokens_in_flight=r.tokens_in_flight,
+    )
+
+
+def check_eval_context(config: Config, path: str, problems: Sequence[Problem]) -> None:
+    """Raise a ``ValueError``, before weights are loaded, if a prompt and its completion in an evaluation exceed the model's context."""
+    key = "rollout.max_completion_length" if config.eval.max_completion_length is None else "eval.max_completion_length"
+    longest = eval_sampling(config).max_completion_length
+    check_context(path, problems, longest, key=key, trust_remote_code=config.model.trust_remote_code)
+
+
 def evaluate(
-    engine: BuiltinEngine, problems: Sequence[Problem], grade: Grade, world: World, *,
-    num_samples: int, temperature: float, max_completion_length: int, stop: tuple[str, ...] = (),
-    tokens_in_flight: int | None = None, seed: int, step: int = 0,
-    keep_texts: bool = False, on_problems: Callable[[int], None] | None = None,
+    engine: BuiltinEngine, problems: Sequence[Problem], grade: Grade, world: World, sampling: SamplingParams, *,
+    seed: int, step: int = 0, keep_texts: bool = False, on_problems: Callable[[int], None] | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Evaluate one greedy completion of every problem and, if ``num_samples`` is more than 1, that many samples.
+    """Evaluate one greedy completion of every problem and, if the temperature of ``sampling`` is above 0, its number of samples.
 
     Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions, not averages, so the metrics are exact
     for any number of ranks.
@@ -79,20 +100,19 @@ def evaluate(
             part = by_length[start : start + num_problems]
             groups = engine.generate([problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step))
             for index, row in zip(part, grade(groups), strict=True):
-                results[index] = row if keep_texts else [dataclasses.replace(result, text=None) for result in row]
+                results[index] = row if keep_texts else [replace(result, text=None) for result in row]
             if on_problems is not None:
                 on_problems(len(part))
         return results
 
-    options = dict(stop=stop, tokens_in_flight=tokens_in_flight)
+    greedy_sampling = replace(sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     samples: dict[int, list[CompletionResult]] = {}
     with world.fail_together(), world.interruptible():
-        greedy = results_of("greedy", SamplingParams(1, max_completion_length, temperature=0.0, **options))
-        if num_samples > 1:
-            sampling = SamplingParams(num_samples, max_completion_length, temperature=temperature, **options)
+        greedy = results_of("greedy", greedy_sampling)
+        if not sampling.is_greedy:
             samples = results_of("samples", sampling)
     own = {index: (greedy[index][0], samples.get(index, [])) for index in own_indices}
     gathered = dict(item for share in world.gather_objects(own) for item in share.items())
     results = [ProblemResult(problem, *gathered[index]) for index, problem in enumerate(problems)]
-    metrics = estimates([r.greedy for r in results], [r.samples for r in results] if num_samples > 1 else [])
+    metrics = estimates([r.greedy for r in results], [] if sampling.is_greedy else [r.samples for r in results])
     return Evaluation(results, metrics)

@@ -25,14 +25,14 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo.batch import Problem
-from grpo.config import KEYS_EPILOG, Config, config_of_models
+from grpo.config import KEYS_EPILOG, Config, EvalConfig, config_of_models
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
-from grpo.evaluation.collect import Evaluation, ProblemResult, evaluate
+from grpo.evaluation.collect import Evaluation, ProblemResult, check_eval_context, eval_sampling, evaluate
 from grpo.evaluation.estimate import CompletionResult
 from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.logprobs import CompletionScorer
-from grpo.model import check_context, load_policy, load_tokenizer, resolve_model
+from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code_tests import check_rows
 from grpo.rewards.groups import messages_warning
@@ -133,15 +133,12 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
         engine, problems = _load(config, path, rows, world)
     if world.is_main and (warning := messages_warning(config, problems)):
         print(warning, flush=True)
-    total = len(problems[world.rank :: world.size]) * (1 + (config.eval.num_samples > 1))
+    sampling = eval_sampling(config)
+    total = len(problems[world.rank :: world.size]) * (1 if sampling.is_greedy else 2)
     show_bar = world.is_main and sys.stderr.isatty()
     with tqdm(total=total, desc=model, unit="problem", leave=False, disable=not show_bar) as bar:
-        r, e = config.rollout, config.eval
-        evaluation = evaluate(
-            engine, problems, Grader(e, rewards), world, num_samples=e.num_samples, temperature=e.temperature,
-            max_completion_length=r.max_completion_length, stop=tuple(r.stop), tokens_in_flight=r.tokens_in_flight,
-            seed=config.seed, keep_texts=True, on_problems=bar.update,
-        )  # fmt: skip
+        grade, options = Grader(config.eval, rewards), dict(seed=config.seed, keep_texts=True, on_problems=bar.update)
+        evaluation = evaluate(engine, problems, grade, world, sampling, **options)
     num_completions = len(evaluation.completions)
     if evaluation.num_unscored == num_completions:
         count = f"none of {num_completions} completions"
@@ -159,7 +156,7 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
         reason = f"their prompts are longer than {config.data.max_prompt_length} tokens, or empty"
         print(f"note: {num_left_out} problems are left out: {reason}", flush=True)
     problems = problem_set.problems[: config.eval.max_samples]
-    check_context(path, problems, config.rollout.max_completion_length, trust_remote_code=trust)
+    check_eval_context(config, path, problems)
     settings = config.model.model_dump(exclude={"name_or_path", "reference"})
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
     if config.runtime.packed:  # as in training: the same kernels, so the same tokens
@@ -168,9 +165,15 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
     return BuiltinEngine(policy, fast_decode=config.runtime.fast_decode), problems
 
 
+def _samples_line(e: EvalConfig) -> str:
+    filters = (("top-p", e.top_p, 1.0), ("top-k", e.top_k, 0), ("min-p", e.min_p, 0.0))
+    chosen = "".join(f", {name} {value:g}" for name, value, neutral in filters if value != neutral)
+    return f"{e.num_samples} sample{'s' * (e.num_samples > 1)} at temperature {e.temperature:g}{chosen}"
+
+
 def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:
     n, e = len(evaluation.problems), config.eval
-    samples = f" and {e.num_samples} samples at temperature {e.temperature:g}" if e.num_samples > 1 else ""
+    samples = f" and {_samples_line(e)}" if e.temperature > 0 else ""
     yield f"model     {model}"
     yield f"data      {config.data.eval_dataset or config.data.dataset}: {n} problems, greedy{samples}"
     yield f"{'':28}{'value':>10}  {f'{LEVEL:.0%} interval':>20}  {'count':>15}"

@@ -115,10 +115,10 @@ def estimates(greedy: Sequence[CompletionResult], samples: Sequence[Sequence[Com
 
 
 def metric_names(num_samples: int, rewards: Sequence[str]) -> list[str]:
-    """The names, with ``eval/``, of the metrics that an evaluation with ``num_samples`` samples per problem reports."""
+    """The names, with ``eval/``, of the metrics that an evaluation reports; ``num_samples`` per problem, 0 with greedy decoding only."""
     blank = dict(correct=False, formatted=False, lenient=False, length=0, truncated=False)
     result = CompletionResult(**blank, rewards=dict.fromkeys(rewards))
-    return [f"eval/{name}" for name in estimates([result], [[result] * num_samples] if num_samples > 1 else [])]
+    return [f"eval/{name}" for name in estimates([result], [[result] * num_samples] if num_samples else [])]
 
 
 def _other_metrics(rows: Sequence[Sequence[CompletionResult]]) -> dict[str, Estimate]:

@@ -70,16 +70,25 @@ def _build_tiny_model(dataset: str) -> str:
         return str(build_tiny_model(task, seed=0, on_progress=show))
 
 
-def check_context(path: str, problems: Sequence[Problem], max_length: int, *, trust_remote_code: bool = False) -> None:
-    """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context."""
+def check_context(
+    path: str,
+    problems: Sequence[Problem],
+    max_length: int,
+    *,
+    key: str = "rollout.max_completion_length",
+    trust_remote_code: bool = False,
+) -> None:
+    """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context.
+
+    The message names ``key``, the setting that ``max_length`` comes from.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     context, what = context_limit(config)
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
         fits = f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}"
         raise ValueError(
-            f"rollout.max_completion_length={max_length} + the longest prompt of {longest} tokens exceed {what} of {context}: "
-            f"use {fits}"
+            f"{key}={max_length} + the longest prompt of {longest} tokens exceed {what} of {context}: use {fits}"
         )
 
 

@@ -17,6 +17,7 @@ from grpo.config import Config, ConfigError, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, wrap_data_parallel
 from grpo.evaluation import metric_names
+from grpo.evaluation.collect import check_eval_context
 from grpo.evaluation.grading import check_reward_names
 from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner, RewardSpec
@@ -55,7 +56,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     ends_process = given is None or not world.is_alone
     given = given or Given()
     ignore_save_signal()
-    check_world_size(config, world.size)
+    check_world_size(config, world.size, num_machines=world.num_machines)
     with world.fail_together():
         check_tensorboard(config)
 
@@ -198,7 +199,7 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner, given: Gi
     rewards.check(train_rows.columns[0])
     for rows in filter(None, (train_rows, eval_rows)):
         check_rows(rewards.specs, rows.columns, rows.source)
-    metric, known = config.checkpoint.keep_best, metric_names(config.eval.num_samples, rewards.names)
+    metric, known = config.checkpoint.keep_best, metric_names(config.eval.num_sampled, rewards.names)
     if metric and eval_rows is None:
         raise ConfigError(f"checkpoint.keep_best={metric} needs evaluations: set data.eval_split")
     if metric and metric not in known:
@@ -216,8 +217,9 @@ def _tokenized(
     split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
     train = make_problems(train_rows, config.data, tokenizer)
     evaluation = make_problems(eval_rows, config.data, tokenizer) if eval_rows else ProblemSet([])
-    longest = config.rollout.max_completion_length
-    check_context(path, [*train.problems, *evaluation.problems], longest, trust_remote_code=trust)
+    check_context(path, train.problems, config.rollout.max_completion_length, trust_remote_code=trust)
+    if evaluation.problems:
+        check_eval_context(config, path, evaluation.problems)
     return tokenizer, train, evaluation
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from grpo.batch import Batch, Group, Problem, microbatch_rows
 from grpo.config import Config
 from grpo.data import Schedule
 from grpo.distributed import World
-from grpo.evaluation.collect import evaluate
+from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
@@ -102,20 +102,17 @@ class Run:
         """``eval/...`` metrics of the current weights; empty without evaluation data."""
         if not self.eval_problems:
             return {}
-        settings, rollout = self.config.eval, self.config.rollout
+        # tokens_in_flight may be one that a dry run chose
+        sampling = replace(eval_sampling(self.config), tokens_in_flight=self.sampling.tokens_in_flight)
         started = time.perf_counter()
-        total = len(self.world.own_rows(self.eval_problems)) * (1 + (settings.num_samples > 1))
+        total = len(self.world.own_rows(self.eval_problems)) * (1 if sampling.is_greedy else 2)
         with self.reporter.bar("evaluation", total, "problem") as bar:
             evaluation = evaluate(
                 self.engine,
                 self.eval_problems,
-                Grader(settings, self.rewards, self.trainer_state),
+                Grader(self.config.eval, self.rewards, self.trainer_state),
                 self.world,
-                num_samples=settings.num_samples,
-                temperature=settings.temperature,
-                max_completion_length=rollout.max_completion_length,
-                stop=tuple(rollout.stop),
-                tokens_in_flight=self.sampling.tokens_in_flight,
+                sampling,
                 seed=self.config.seed,
                 step=0,  # the same seeds in each evaluation, so that metrics differ by the weights alone
                 on_problems=bar.update,

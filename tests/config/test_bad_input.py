@@ -368,9 +368,11 @@ def test_a_stop_string_that_holds_a_special_token(capsys, tmp_path, random_model
     assert "rollout.stop" in line and "give '<|im_end|>' alone" in line
 
 
-def test_completions_beyond_the_context(capsys, tmp_path, random_model):
-    line = refused(capsys, tmp_path, f"model.name_or_path={random_model}", "rollout.max_completion_length=250")
-    assert "max_completion_length=250" in line
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_completions_beyond_the_context(capsys, tmp_path, random_model, section):
+    lengths = ["rollout.max_completion_length=12", f"{section}.max_completion_length=250"]
+    line = refused(capsys, tmp_path, f"model.name_or_path={random_model}", *lengths)
+    assert f"{section}.max_completion_length=250" in line
     assert "context of 256" in line
     assert "at most" in line
 

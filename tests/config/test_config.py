@@ -11,9 +11,10 @@ import yaml
 from pydantic import ValidationError
 
 import train_grpo
-from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, keys_of, load_config
+from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, keys_of, load_config, make_config
 from grpo.config.aliases import ALIASES, EXPLANATIONS
 from grpo.config.config import add_implied_rewards
+from grpo.config.fit_ranks import fitting_ranks
 from grpo.loss import policy_loss
 
 
@@ -528,6 +529,7 @@ KEYS_THAT_HOLD = {
     "optim.lr_scheduler_type": ..., "optim.warmup_steps": ..., "optim.min_lr": ..., "optim.max_steps": ...,
     "optim.num_epochs": ..., "optim.tokens_per_microbatch": ...,
     "eval.every": ..., "eval.before_training": True, "eval.num_samples": 1, "eval.temperature": 0.0, "eval.max_samples": ...,
+    "eval.top_p": 1.0, "eval.top_k": 0, "eval.min_p": 0.0, "eval.max_completion_length": None, "rollout.prompts_per_rank": None,
     "checkpoint.save_steps": ..., "checkpoint.keep": 2, "checkpoint.resume": "auto",
     "logging.wandb": "disabled", "logging.project": ..., "logging.run_name": ..., "logging.log_completions": 4, "logging.every": 1,
     "runtime.device": "auto", "runtime.precision": "bf16", "runtime.timeout_s": ..., "runtime.deterministic": False,
@@ -616,6 +618,8 @@ def test_debug_caps_sizes_and_keeps_smaller_ones(file):
         8,
         1,
     )
+    longer = load_config(["--debug", "eval.max_completion_length=100"])
+    assert (smaller.eval.max_completion_length, longer.eval.max_completion_length) == (None, 64)
     assert not load_config(argv).debug
 
 
@@ -651,9 +655,59 @@ def test_a_step_that_does_not_divide_over_the_ranks_names_what_would(prompts, mi
         assert math.gcd(int(number), ranks * minibatches) == ranks * minibatches
 
 
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "machines", "fewer", "larger"),
+    [(4, 8, 1, "4 (or 2, 1)", "8"), (20, 8, 1, "5 (or 4, 2, 1)", "24"), (1, 8, 1, "1", "8"), (20, 16, 2, "5 (or 2, 1)", "32"),
+     (3, 16, 2, None, "16")],
+)  # fmt: skip
+def test_the_numbers_of_ranks_that_work_are_offered_and_launch_sh_takes_the_largest(
+    capsys, prompts, ranks, machines, fewer, larger
+):
+    argv = [f"rollout.prompts_per_step={prompts}"]
+    with pytest.raises(ValueError, match=f"is not a multiple of {ranks} ranks: use ") as refused:
+        check_world_size(load_config(argv), ranks, num_machines=machines)
+    _, _, advice = str(refused.value).partition("use ")
+    assert advice.startswith(f"--nproc_per_node={fewer}, or rollout.prompts_per_step=" if fewer else "rollout.")
+    assert advice.endswith((f"={larger}", f" or {larger}"))
+    gpus = ranks // machines
+    assert fitting_ranks(gpus, machines, argv) == (int(fewer.split()[0]) if fewer else gpus)
+    note = f"not a multiple of {ranks}; rollout.prompts_per_step={larger} uses all\n"
+    assert capsys.readouterr().err.endswith(note if fewer else "")
+    assert fitting_ranks(gpus, machines, ["rollout.prompts_per_rank=1"]) == gpus
+    assert fitting_ranks(gpus, machines, ["a.mistake=1"]) == gpus, "the ranks say what is wrong"
+
+
 def test_any_number_of_prompts_fits_one_rank():
     for prompts in (1, 7, 8):
         check_world_size(load_config([f"rollout.prompts_per_step={prompts}"]), 1)
+
+
+def test_problems_per_rank_are_multiplied_by_the_ranks(file, monkeypatch):
+    per_rank = file("rollout: {prompts_per_rank: 4}\n")
+    size = lambda argv, **options: load_config(argv, **options).rollout.prompts_per_step  # noqa: E731
+    assert (size(per_rank), size(per_rank, num_ranks=8)) == (4, 32)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    assert (
+        load_config(per_rank).rollout
+        == load_config(["rollout.prompts_per_step=8", "rollout.prompts_per_rank=4"]).rollout
+    )
+    assert make_config({"rollout": {"prompts_per_rank": 4}}).rollout.prompts_per_step == 8
+    # A later source replaces the other key of an earlier one.
+    assert size([*per_rank, "rollout.prompts_per_step=6"]) == 6
+    assert size([*file("rollout: {prompts_per_step: 6}\n"), "rollout.prompts_per_rank=5"]) == 10
+    assert (
+        make_config({"rollout.prompts_per_rank": 5}, {"rollout": {"prompts_per_step": 6}}).rollout.prompts_per_step == 6
+    )
+    assert load_config([*per_rank, "--debug"]).rollout.prompts_per_step == 2
+    both = file("rollout: {prompts_per_step: 6, prompts_per_rank: 4}\n")
+    assert mistakes(both) == [
+        "rollout.prompts_per_step=6 and rollout.prompts_per_rank=4 on 2 rank(s), that is prompts_per_step=8, contradict each other: "
+        "set one of the two"
+    ]
+    assert mistakes([*per_rank, "algorithm.num_minibatches=3"]) == [
+        "rollout.prompts_per_rank=4 cannot be cut into algorithm.num_minibatches=3 equal parts: use prompts_per_rank=3 or 6"
+    ]
 
 
 def test_debug_is_single_process():

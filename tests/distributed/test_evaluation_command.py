@@ -21,7 +21,7 @@ def run_evaluation(*arguments: str, ranks: int = 1, check: bool = True) -> subpr
     return done
 
 
-SAMPLES = ["eval.num_samples=3", "eval.temperature=1.0", "seed=5"]
+SAMPLES = ["eval.num_samples=3", "eval.temperature=1.0", "eval.top_p=0.99", "eval.max_completion_length=10", "seed=5"]
 
 
 def evaluated(model, output, ranks: int) -> bytes:

@@ -4,12 +4,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, environment_of_runs
+from conftest import ROOT, environment_of_runs, small_run
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from grpo.distributed import torchrun
 
-MESSAGE = "rollout.prompts_per_step=7 is not a multiple of 2 ranks: use prompts_per_step=6 or 8"
+MESSAGE = "rollout.prompts_per_step=7 is not a multiple of 2 ranks: use --nproc_per_node=1, or rollout.prompts_per_step=6 or 8"
 
 
 def launched(tmp_path, *command: str) -> subprocess.CompletedProcess:
@@ -24,6 +24,24 @@ def launched(tmp_path, *command: str) -> subprocess.CompletedProcess:
 def test_launch_sh_prints_the_error_alone(tmp_path):
     done = launched(tmp_path, str(ROOT / "launch.sh"), "configs/tiny_arithmetic.yaml")
     assert (done.returncode, done.stderr) == (1, f"error: {MESSAGE}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompts", "ranks"), [(6, 3), (1, 1)])
+def test_launch_sh_starts_as_many_ranks_as_share_a_step(tmp_path, random_model, prompts, ranks):
+    """On a machine whose ``nvidia-smi`` lists 4 GPUs; the ranks run on the CPU."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i; done\n")
+    program.chmod(0o755)
+    env = environment_of_runs({"GRPO_NO_SETUP": "1", "PYTHON": sys.executable})
+    env["PATH"] = f"{program.parent}:{env['PATH']}"
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    more = [f"rollout.prompts_per_step={prompts}", "runtime.device=cpu", "optim.max_steps=1"]
+    command = [str(ROOT / "launch.sh"), *small_run(random_model, tmp_path / "run"), *more]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=True)
+    note = f"note: using {ranks} of 4 GPUs, because rollout.prompts_per_step={prompts} is not a multiple of 4; "
+    assert note in done.stderr and f"over {ranks} rank(s)" in done.stdout
 
 
 @pytest.mark.slow

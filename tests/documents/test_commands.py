@@ -27,7 +27,8 @@ FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 CUTS = (
     "optim.max_steps=1 data.max_train_samples=64 data.max_eval_samples=4 eval.num_samples=1 eval.temperature=0 "
-    "rollout.max_completion_length=12 optim.lr_scheduler_type=constant runtime.threads_per_rank=1 runtime.precision=fp32"
+    "rollout.max_completion_length=12 eval.max_completion_length=12 optim.lr_scheduler_type=constant "
+    "runtime.threads_per_rank=1 runtime.precision=fp32"
 )
 PROGRAMS = ("./launch.sh", "python", "torchrun", "pytest", ".venv/bin/ruff")
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 from types import SimpleNamespace
@@ -11,14 +12,14 @@ import torch
 from conftest import ROOT
 
 from grpo.batch import Completion, Group, Problem
-from grpo.config import EvalConfig
+from grpo.config import EvalConfig, make_config
 from grpo.distributed import World
-from grpo.evaluation import CompletionResult, estimates, pass_at_k
-from grpo.evaluation.collect import evaluate
+from grpo.evaluation import CompletionResult, estimates, metric_names, pass_at_k
+from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.estimate import mean_of, rate_of, wilson
 from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.rewards.result import RewardSpec
-from grpo.rollout import BuiltinEngine
+from grpo.rollout import BuiltinEngine, SamplingParams
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -66,9 +67,7 @@ def test_counts_are_those_of_the_completions(policy):
         problems_of(policy, 11),
         grade,
         ALONE,
-        num_samples=4,
-        temperature=1.0,
-        max_completion_length=9,
+        SamplingParams(4, 9, temperature=1.0),
         seed=0,
     )
     metrics = evaluation.metrics
@@ -108,9 +107,7 @@ def test_one_sample_means_greedy_only(policy):
         problems_of(policy, 5),
         by_length,
         ALONE,
-        num_samples=1,
-        temperature=0.0,
-        max_completion_length=9,
+        SamplingParams(1, 9, temperature=0.0),
         seed=0,
     ).metrics
     assert set(metrics) == {
@@ -119,11 +116,29 @@ def test_one_sample_means_greedy_only(policy):
     assert metrics["eval/mean_length"] > 0
 
 
+def test_one_sample_with_the_settings_of_the_configuration(policy):
+    """Of a distribution cut down to the likeliest token the sample is the greedy completion, here of at most 5 tokens."""
+    evaluation = {"temperature": 0.7, "top_k": 1, "max_completion_length": 5}
+    config = make_config({"eval": evaluation, "rollout": {"max_completion_length": 9}})
+    problems = problems_of(policy, 7)
+    found = evaluate(BuiltinEngine(policy), problems, by_length, ALONE, eval_sampling(config), seed=0, keep_texts=True)
+    assert [len(p.samples) for p in found.problems] == [1] * 7
+    assert [p.samples[0].length for p in found.problems] == [p.greedy.length for p in found.problems]
+    assert max(p.greedy.length for p in found.problems) == 5
+    assert found.metrics["eval/mean@1"] == found.metrics["eval/pass@1"] == found.metrics["eval/greedy_accuracy"]
+    assert [*found.metrics] == metric_names(1, [])
+    filters = {"top_p": 0.9, "top_k": 50, "min_p": 0.1, "num_samples": 8}
+    config = make_config(config, {"eval": filters, "rollout": {"stop": ["\n"], "tokens_in_flight": 99}})
+    assert eval_sampling(config) == SamplingParams(8, 5, 0.7, 0.9, 50, 0.1, ("\n",), 99)
+    config = make_config({"eval": {"num_samples": 8, "temperature": 1}, "rollout": {"temperature": 0.5, "top_k": 3}})
+    assert eval_sampling(config) == SamplingParams(8, 256, temperature=1.0), "the rollout's filters are not used"
+
+
 def test_order_of_problems_does_not_matter(policy):
-    settings = {"num_samples": 2, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
+    sampling = SamplingParams(2, 9, temperature=1.0)
     problems = problems_of(policy, 7)
     forwards, backwards = (
-        evaluate(BuiltinEngine(policy), order, by_length, ALONE, **settings).metrics
+        evaluate(BuiltinEngine(policy), order, by_length, ALONE, sampling, seed=0).metrics
         for order in (problems, problems[::-1])
     )
     assert forwards == pytest.approx(backwards, rel=1e-12)
@@ -136,9 +151,9 @@ def test_texts_are_kept_beside_their_results(policy):
         seen.extend((g.problem.index, len(c.ids), c.text) for g in groups for c in g.completions)
         return Grader(EvalConfig(), Rewards(accuracy=1.0))(groups)
 
-    settings = {"num_samples": 2, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
+    sampling = SamplingParams(2, 9, temperature=1.0)
     problems = evaluate(
-        BuiltinEngine(policy), problems_of(policy, 5), grade, ALONE, **settings, keep_texts=True
+        BuiltinEngine(policy), problems_of(policy, 5), grade, ALONE, sampling, seed=0, keep_texts=True
     ).problems
     kept = [(p.problem.index, r.length, r.text) for p in problems for r in (p.greedy, *p.samples)]
     assert sorted(kept) == sorted(seen) and len(kept) == 15
@@ -154,9 +169,7 @@ def test_an_error_of_the_grader_is_raised(policy):
             problems_of(policy, 2),
             grade,
             ALONE,
-            num_samples=1,
-            temperature=0,
-            max_completion_length=4,
+            SamplingParams(1, 4, temperature=0),
             seed=0,
         )
 
@@ -201,9 +214,7 @@ def test_greedy_and_samples_are_counted_apart(policy):
         problems_of(policy, 3),
         grade,
         ALONE,
-        num_samples=3,
-        temperature=1.0,
-        max_completion_length=5,
+        SamplingParams(3, 5, temperature=1.0),
         seed=0,
     ).metrics
     assert metrics["eval/greedy_format"] == 0.0 and metrics["eval/greedy_lenient_accuracy"] == 1.0
@@ -213,10 +224,11 @@ def test_greedy_and_samples_are_counted_apart(policy):
 
 
 def test_a_bound_on_memory_changes_no_count(policy):
-    settings = {"num_samples": 3, "temperature": 1.0, "max_completion_length": 9, "seed": 0}
+    sampling = SamplingParams(3, 9, temperature=1.0)
     problems = problems_of(policy, 6)
-    bounded = evaluate(BuiltinEngine(policy), problems, by_length, ALONE, **settings, tokens_in_flight=40)
-    assert evaluate(BuiltinEngine(policy), problems, by_length, ALONE, **settings).metrics == bounded.metrics
+    bounded = replace(sampling, tokens_in_flight=40)
+    found, same = (evaluate(BuiltinEngine(policy), problems, by_length, ALONE, s, seed=0) for s in (sampling, bounded))
+    assert found.metrics == same.metrics
 
 
 # --- intervals
