@@ -17,13 +17,13 @@ Curve = list[tuple[int, Spread]]
 
 def draw(variants: dict[str, dict[int, RunData]], metric: str | None, path: Path) -> None:
     """Write the picture as a PNG file; ``metric``: the second panel's, None: the reward alone. ``ValueError`` without matplotlib."""
-    import_extra("matplotlib", "plots", "the picture of a sweep").use("Agg")
-    from matplotlib import colormaps, pyplot
+    import_extra("matplotlib", "plots", "the picture of a sweep")
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     metrics = ["reward"] + [metric] * (metric not in (None, "reward"))
-    figure, panels = pyplot.subplots(
-        1, len(metrics), figsize=(5.5 * len(metrics), max(4.0, 0.25 * len(variants) + 1)), squeeze=False, layout="constrained"
-    )  # fmt: skip
+    figure = Figure(figsize=(5.5 * len(metrics), max(4.0, 0.25 * len(variants) + 1)), layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False)
     colors = colormaps["tab10" if len(variants) <= 10 else "tab20"].colors
     for axes, name in zip(panels[0], metrics, strict=True):
         window = _window(variants, name)
@@ -38,7 +38,6 @@ def draw(variants: dict[str, dict[int, RunData]], metric: str | None, path: Path
     figure.legend(lines, labels, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     figure.suptitle("mean over seeds; band: ± s.d.", fontsize="small")
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
-    pyplot.close(figure)
 
 
 def curve(runs: Sequence[RunData], name: str, window: int = 1) -> Curve:

@@ -16,8 +16,12 @@ from grpo.config import Config, ConfigError, load_config, masked_argument
 
 BASE = "base"
 """The variant that is the configuration as it is."""
-OWN_KEYS = {"output_dir": "--output", "seed": "--seeds", "debug": "train_grpo.py --debug"}
-"""Keys that a sweep sets itself, or cannot use, and what to write instead."""
+OWN_KEYS = {
+    "output_dir": "each run gets a folder of its own: use --output",
+    "seed": "each variant runs with several seeds: use --seeds",
+    "debug": "this is for a single run: python train_grpo.py --config FILE --debug",
+}
+"""Keys that cannot be set in a sweep, and what to write instead."""
 MAX_NAME = 150
 """Characters of a folder's name; file systems allow 255 bytes."""
 
@@ -32,7 +36,7 @@ class Variant:
     """Arguments of the command line: ``section.key=value``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is itself: a dictionary's key
 class PlannedRun:
     """One variant with one seed: an ordinary run."""
 
@@ -94,7 +98,7 @@ def make_variants(varied: Sequence[tuple[str, list[str]]], *, one_at_a_time: boo
     """
     for key, _ in varied:
         if key in OWN_KEYS:
-            raise ConfigError(f"--vary {key}: a sweep sets {key} itself; use {OWN_KEYS[key]}")
+            raise ConfigError(f"--vary {key}: {OWN_KEYS[key]}")
         if [other for other, _ in varied].count(key) > 1:
             raise ConfigError(f"--vary {key} is given twice: write all its values after one, with commas between them")
     options = [[f"{key}={value}" for value in values] for key, values in varied]
@@ -127,14 +131,16 @@ def make_plan(
     """
     for override in overrides:
         if (key := override.partition("=")[0].lstrip("-")) in OWN_KEYS:
-            raise ConfigError(f"{override}: a sweep sets {key} itself; use {OWN_KEYS[key]}")
+            raise ConfigError(f"{override}: {OWN_KEYS[key]}")
     kept: list[tuple[Variant, str, dict]] = []
-    mistakes, notes = [], []
+    mistakes: dict[str, list[str]] = {}
+    notes = []
     for variant in variants:
         try:
             settings = load_config(["--config", file, *overrides, *variant.overrides]).model_dump(mode="json")
         except ConfigError as error:
-            mistakes += [line if variant.name == BASE else f"{variant.name}: {line}" for line in str(error).split("\n")]
+            for line in str(error).split("\n"):
+                mistakes.setdefault(line, []).append(variant.name)
             continue
         if same := next((other.name for other, _, others in kept if others == settings), None):
             notes.append(f"{variant.name} has the settings of {same} and is left out")
@@ -144,7 +150,10 @@ def make_plan(
             name = f"{name}-{_digest(variant.name)}"
         kept.append((variant, name, settings))
     if mistakes:
-        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
+        of_all = {line for line, names in mistakes.items() if len(names) == len(variants)}
+        raise ConfigError(
+            "\n".join(line if line in of_all else f"{names[0]}: {line}" for line, names in mistakes.items())
+        )
     runs = []
     for seed in seeds:
         for variant, name, settings in kept:
