@@ -246,13 +246,13 @@ def test_the_command_writes_table_and_picture_and_refuses_mistakes(tmp_path, cap
 
 @pytest.mark.slow
 def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
-    """Two variants and one that fails, two seeds: SIGKILL in the second run, Ctrl-C in the third, then to the end."""
+    """Two variants and one that fails, two seeds: SIGKILL in the second run; then two at once, and Ctrl-C; then to the end."""
     config, output = tmp_path / "X.yaml", tmp_path / "a sweep"
     values = {
         "model": {"name_or_path": str(random_model)}, "data": {"dataset": "builtin:arithmetic", "max_train_samples": 64, "max_eval_samples": 4},
         "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 12}, "optim": {"max_steps": 40},
         "reward": {"functions": [f"{ROOT}/tests/rewards_for_tests.py:share_of_digits"]},
-        "runtime": {"precision": "fp32"}, "checkpoint": {"save_steps": 1}, "eval": {"before_training": False},
+        "runtime": {"precision": "fp32"}, "checkpoint": {"save_steps": 10}, "eval": {"before_training": False},
     }  # fmt: skip
     config.write_text(yaml.safe_dump(values))
     command = [
@@ -266,7 +266,7 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
         return subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
 
     def wait_for(condition):
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -288,18 +288,18 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
         assert 2 <= steps(second) < 40 and steps(base) == 40
         first_metrics = (base / "metrics.jsonl").stat().st_mtime_ns
 
+        command += ["--jobs", "2"]
         sweep = start()
         wait_for(lambda: steps(third) >= 2)
         sweep.send_signal(signal.SIGINT)
-        printed = sweep.communicate(timeout=120)[0]
+        printed = sweep.communicate(timeout=400)[0]
         assert sweep.returncode == 128 + signal.SIGINT, printed
         assert "1 are complete" in printed and "the same command continues the sweep" in printed
-        assert steps(second) == 40 and 2 <= steps(third) < 40
+        assert 2 <= steps(third) < 40
         assert "preempted at step" in third.with_name("seed-1.log").read_text()
 
-        command += ["--jobs", "2"]
         sweep = start()
-        printed = sweep.communicate(timeout=240)[0]
+        printed = sweep.communicate(timeout=600)[0]
     finally:
         sweep.kill()
     assert sweep.returncode == 1, printed
