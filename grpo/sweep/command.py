@@ -25,7 +25,7 @@ from grpo.config import KEYS_EPILOG, ConfigError, check_world_size, masked_argum
 from grpo.report.read import RunData, read_run
 from grpo.sweep.picture import draw
 from grpo.sweep.plan import PlannedRun, make_plan, make_variants, read_seeds, read_vary
-from grpo.sweep.results import finished, measure, runs_in
+from grpo.sweep.results import before_training, finished, measure, runs_in
 from grpo.sweep.runner import places, run_all
 from grpo.sweep.table import as_json, as_markdown, main_metric
 from grpo.system import write_atomically
@@ -171,6 +171,8 @@ def _write_results(output: Path, found: Found, metric: str | None, about: dict[s
     numbers = {variant: {seed: measure(data) for seed, data in runs.items()} for variant, runs in found.items()}
     if not any(numbers.values()):
         return
+    if before := before_training(found):
+        numbers = {"before training": before} | numbers
     interval = {"level": LEVEL, "method": "Student's t over seeds, n - 1 degrees of freedom"}
     output.mkdir(parents=True, exist_ok=True)
     write_atomically(

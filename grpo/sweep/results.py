@@ -73,6 +73,21 @@ def measure(run: RunData) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if value is not None}
 
 
+def before_training(found: dict[str, dict[int, RunData]]) -> dict[int, dict[str, float]]:
+    """Seed -> metric -> value of the evaluation of step 0; empty if variants differ in it, in the way they sample for example."""
+    by_seed: dict[int, dict[str, float]] = {}
+    for runs in found.values():
+        for seed, run in runs.items():
+            for line in evaluations(run):
+                if line["step"] == 0:
+                    numbers = {
+                        name: value for name, value in line.items() if name.startswith("eval/") and value is not None
+                    }
+                    if by_seed.setdefault(seed, numbers) != numbers:
+                        return {}
+    return by_seed
+
+
 def runs_in(output: Path) -> list[tuple[str, int, Path]]:
     """``(variant, seed, folder)`` of each run that lies in the folder of a sweep; ``base`` first, then by name and seed."""
     found = []

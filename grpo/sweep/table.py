@@ -81,6 +81,8 @@ def _title(name: str) -> str:
 def _part(found: dict[str, dict[str, Spread]], variants: dict[str, Any], columns: dict[str, str]) -> str:
     rows = [["variant", "seeds", *columns.values()]]
     for variant, metrics in found.items():
+        if metrics and not columns.keys() & metrics.keys():
+            continue  # the evaluation before training, in the part about training
         cells = [_cell(metrics.get(name), title) for name, title in columns.items()]
         rows.append([variant.replace("|", "\\|"), str(len(variants[variant])), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

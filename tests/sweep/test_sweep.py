@@ -214,6 +214,8 @@ def test_the_command_writes_table_and_picture_and_refuses_mistakes(tmp_path, cap
     for run in plan_of(tmp_path, seeds=(0, 1), vary=["algorithm.scale=none"]):
         if (run.variant, run.seed) != ("algorithm.scale=none", 1):
             write_run(run, seed=run.seed)
+            with open(run.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": 0, "eval/greedy_accuracy": 0.25}) + "\n")
     command = [
         "--config",
         ARITHMETIC,
@@ -228,10 +230,11 @@ def test_the_command_writes_table_and_picture_and_refuses_mistakes(tmp_path, cap
     assert main([*command, "--table-only", "optim.max_steps=3"]) == 0
     printed = capsys.readouterr().out
     assert "55.0 ± 7.1 [-8.5, 118.5]" in printed and "1 of 4 runs are not complete" in printed
+    assert printed.count("before training") == 1 and "25.0 ± 0.0 [25.0, 25.0]" in printed
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "sweep.json").read_text())
     assert "optim.max_steps=3" in written["command"] and written["interval"]["level"] == 0.95
-    assert [entry["seeds"] for entry in written["variants"]] == [[0, 1], [0]]
+    assert [entry["seeds"] for entry in written["variants"]] == [[0, 1], [0, 1], [0]]
     table = (tmp_path / "sweep.md").read_text()
     assert main(["--table-only", "--output", str(tmp_path)]) == 0  # the same, from the folders alone
     assert (tmp_path / "sweep.md").read_text() == table.partition("```\n\n")[2]
