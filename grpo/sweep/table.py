@@ -95,9 +95,10 @@ def _cell(spread: Spread | None, title: str) -> str:
     if spread is None:
         return "-"
     scale = 100 if title.endswith(", %") else 1
-    # Three digits of the mean or of the s.d., whichever is larger; the same decimals for the whole cell.
+    # Three digits of the mean or of the s.d., whichever is larger; the same decimals for the whole cell, at least one for percentages.
     largest = scale * max(abs(spread.mean), spread.sd or 0.0)
-    decimals = 1 if scale == 100 else min(max(2 - math.floor(math.log10(largest)), 0), 5) if largest else 0
+    decimals = min(max(2 - math.floor(math.log10(largest)), 0), 5) if largest else 0
+    decimals = max(decimals, int(scale == 100))
 
     def form(value: float) -> str:
         return f"{value * scale:.{decimals}f}"

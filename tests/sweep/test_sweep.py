@@ -16,7 +16,7 @@ from grpo.report.read import flat
 from grpo.sweep.command import main
 from grpo.sweep.picture import curve
 from grpo.sweep.plan import Variant, folder_name, make_plan, make_variants, read_seeds, read_vary
-from grpo.sweep.results import differences, finished, measure
+from grpo.sweep.results import differences, finished, measure, runs_in
 from grpo.sweep.runner import places
 from grpo.sweep.table import as_json, as_markdown, main_metric
 
@@ -235,9 +235,8 @@ def test_the_command_writes_table_and_picture_and_refuses_mistakes(tmp_path, cap
     written = json.loads((tmp_path / "sweep.json").read_text())
     assert "optim.max_steps=3" in written["command"] and written["interval"]["level"] == 0.95
     assert [entry["seeds"] for entry in written["variants"]] == [[0, 1], [0, 1], [0]]
-    table = (tmp_path / "sweep.md").read_text()
-    assert main(["--table-only", "--output", str(tmp_path)]) == 0  # the same, from the folders alone
-    assert (tmp_path / "sweep.md").read_text() == table.partition("```\n\n")[2]
+    variants = [("base", 0), ("base", 1), ("algorithm.scale=none", 0)]
+    assert [(variant, seed) for variant, seed, _ in runs_in(tmp_path)] == variants, "also without the configuration"
     for words, message in (
         ([*command, "optim.max_steps=4"], "optim.max_steps: checkpoint 3, now 4"), (["--vary", "a=1"], "--config FILE"),
         ([*command, "--jobs", "0"], "--jobs 0"), ([*command, "seed=1"], "--seeds"), (["--table-only"], "--output DIR"),
@@ -315,3 +314,6 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     assert (base / "metrics.jsonl").stat().st_mtime_ns == first_metrics, "a complete run is not repeated"
     table = {entry["variant"]: entry["seeds"] for entry in json.loads((output / "sweep.json").read_text())["variants"]}
     assert table == {"base": [0, 1], "algorithm.scale=none": [0, 1], name: []}
+    markdown = (output / "sweep.md").read_text().partition("```\n\n")[2]
+    assert main(["--table-only", "--output", str(output)]) == 0  # the folders alone: all but the variant without a run
+    assert set((output / "sweep.md").read_text().split("\n")) <= set(markdown.split("\n"))
