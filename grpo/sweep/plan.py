@@ -142,6 +142,8 @@ def make_plan(
             for line in str(error).split("\n"):
                 mistakes.setdefault(line, []).append(variant.name)
             continue
+        if settings["debug"]:
+            raise ConfigError(f"{file}: debug: {OWN_KEYS['debug']}")
         if same := next((other.name for other, _, others in kept if others == settings), None):
             notes.append(f"{variant.name} has the settings of {same} and is left out")
             continue

@@ -91,6 +91,9 @@ def test_every_run_has_its_own_folder_and_is_checked_first(tmp_path):
         ConfigError, match=r"^unknown key 'algorithm\.scal'"
     ):  # of all variants: said once, without their names
         make_plan(ARITHMETIC, ["algorithm.scal=1"], impossible, [0], tmp_path)
+    (tmp_path / "debug.yaml").write_text("debug: true")
+    with pytest.raises(ConfigError, match="for a single run"):
+        make_plan(str(tmp_path / "debug.yaml"), [], [Variant("base")], [0], tmp_path)
     assert not tmp_path.joinpath("with: a space").exists(), "nothing is written before the first run"
 
 
