@@ -23,6 +23,8 @@ from grpo.rewards.objects import display_name, importable_name
 from grpo.rewards.registry import OBJECT_PREFIX
 from grpo.run.given import Given
 
+SCRIPT = Path(__file__).resolve().parents[1] / "train_grpo.py"
+"""The training script, which lies beside this package, in a checkout as in an installation."""
 OBJECTS = ("reward_functions", "dataset", "eval_dataset")
 FORMS = "a function, a name, (function, weight) or {name, weight, args}"
 
@@ -126,10 +128,8 @@ def train(
 
 @functools.cache
 def _algorithm() -> ModuleType:
-    """``train_grpo.py``, which lies beside this package, in a checkout as in an installation. Loaded by its path, because a user's script
-    may have the same name."""
-    path = Path(__file__).resolve().parents[1] / "train_grpo.py"
-    spec = importlib.util.spec_from_file_location("grpo_algorithm", path)
+    """The training script as a module. Loaded by its path, because a user's script may have the same name."""
+    spec = importlib.util.spec_from_file_location("grpo_algorithm", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

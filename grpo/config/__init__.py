@@ -1,7 +1,7 @@
 """The configuration of a run: its keys, how YAML and ``section.key=value`` fill them, and checks. Imports no torch."""
 
 from grpo.config.algorithm import PRESETS, AlgorithmConfig
-from grpo.config.arguments import ConfigError, load_config, make_config, mask_command_line
+from grpo.config.arguments import ConfigError, load_config, make_config, mask_command_line, masked_argument
 from grpo.config.config import Config, check_world_size
 from grpo.config.evaluation import EvalConfig
 from grpo.config.help import KEYS_EPILOG, help_text, keys_of
@@ -10,5 +10,5 @@ from grpo.config.schema import DataConfig, OptimConfig, RuntimeConfig
 
 __all__ = [
     "KEYS_EPILOG", "PRESETS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "OptimConfig", "RuntimeConfig",
-    "check_world_size", "config_of_models", "help_text", "keys_of", "load_config", "make_config", "mask_command_line",
+    "check_world_size", "config_of_models", "help_text", "keys_of", "load_config", "make_config", "mask_command_line", "masked_argument",
 ]  # fmt: skip

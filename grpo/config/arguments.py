@@ -180,13 +180,18 @@ def _value_of(key: str, text: str) -> Any:
 
 def mask_command_line() -> None:
     """Mask the secrets of ``section.key=value`` in ``sys.argv``, which ``run.json`` and wandb record."""
-    for index, argument in enumerate(sys.argv):
-        key, equals, text = argument.partition("=")
-        if equals and key in keys_of(Config):
-            value = _value_of(key, text)
-            if (without_secrets := masked(value)) != value:
-                shown = yaml.safe_dump(without_secrets, default_flow_style=True, width=math.inf)
-                sys.argv[index] = f"{key}={shown.strip()}"
+    sys.argv[:] = map(masked_argument, sys.argv)
+
+
+def masked_argument(argument: str) -> str:
+    """An argument of the command line, with the secrets masked if it is ``section.key=value``."""
+    key, equals, text = argument.partition("=")
+    if equals and key in keys_of(Config):
+        value = _value_of(key, text)
+        if (without_secrets := masked(value)) != value:
+            shown = yaml.safe_dump(without_secrets, default_flow_style=True, width=math.inf)
+            return f"{key}={shown.strip()}"
+    return argument
 
 
 def read_config_file(name: str | Path) -> dict[str, Any]:

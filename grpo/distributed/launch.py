@@ -59,7 +59,7 @@ def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
     is_number = wanted.isdecimal() and len(wanted) < 5  # torch refuses a number beyond 64 bits
     from_user = int(wanted) if is_number and not (local_size > 1 and int(wanted) == 1) else 0
     # Ranks that each start as many threads as there are cores compete for them (80 times slower, measured on two cores).
-    torch.set_num_threads(runtime.threads_per_rank or from_user or max(_available_cores() // local_size, 1))
+    torch.set_num_threads(runtime.threads_per_rank or from_user or max(available_cores() // local_size, 1))
 
 
 def launch_environment() -> tuple[int, int, int, int]:
@@ -88,6 +88,6 @@ def _is_python(pid: int) -> bool:
         return True
 
 
-def _available_cores() -> int:
+def available_cores() -> int:
     """Cores this process may use: a container's CPU set is often smaller than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -101,17 +101,17 @@ def _finite_or_none(value: Any) -> float | None:
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         with open_regular(path) as file:
-            return dict(_flat(yaml.load(file.read(), Loader=BoundedLoader)))
+            return dict(flat(yaml.load(file.read(), Loader=BoundedLoader)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         notes.append("config.yaml could not be read.")
         return {}
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """``(dotted key, value)`` of nested dictionaries."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+            yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))
     elif prefix:
         yield prefix, value
 

@@ -25,7 +25,7 @@ from grpo.distributed import launch, set_cpu_threads
 def test_threads_of_a_rank(monkeypatch, key, variable, ranks, expected):
     """On a machine with 8 cores."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(launch, "_available_cores", lambda: 8)
+    monkeypatch.setattr(launch, "available_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)

@@ -96,6 +96,8 @@ def cut(command: str) -> str:
     data = " data.dataset=train.jsonl data.config_name=null" if "gsm8k" in command else ""
     if data and "gsm8k_cpu" not in command:
         data += " data.eval_dataset=train.jsonl data.eval_split=train"
+    if "grpo.sweep" in command:
+        return cut_sweep(command)
     if "grpo.evaluation" in command:
         return re.sub(r"--model (?!runs/)\S+", "--model FOLDER", command) + f"{data} {CUTS}"
     if command.startswith("pytest"):
@@ -114,6 +116,17 @@ def cut(command: str) -> str:
         else ""
     )
     return f"{command} model.name_or_path=FOLDER{data} {CUTS}{steps}"
+
+
+def cut_sweep(command: str) -> str:
+    """A sweep of one seed, with one value of the first key that it varies, into its own folder."""
+    if "--table-only" in command:
+        return command
+    first, *others = re.findall(r"--vary \S+", command)
+    for option in others:
+        command = command.replace(f" {option}", "", 1)
+    command = command.replace(first, first.partition(",")[0])
+    return re.sub(r"--seeds \S+", "", command) + f" --seeds 0 model.name_or_path=FOLDER {CUTS}"
 
 
 def environment() -> dict[str, str]:
@@ -193,6 +206,8 @@ def cut_recipe(command: str) -> str:
     command = command.replace("checkpoint-200", "checkpoint-1")
     if command.startswith("pytest"):
         return f"{command} --collect-only -q"
+    if "grpo.sweep" in command:
+        return f"{cut_sweep(command)} rollout.prompts_per_step=2 eval.max_samples=2"
     if "learning_vs_trl.py" in command:
         return "python benchmarks/learning_vs_trl.py --plot-only"
     if "presets_learn.py" in command:

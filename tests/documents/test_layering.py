@@ -19,6 +19,7 @@ ORDER = [
     "run",  # puts the parts together
     "report", "chat",  # commands beside training
     "library",  # train_grpo.py as a function
+    "sweep",  # many runs of train_grpo.py
 ]  # fmt: skip
 """The rooms of ``grpo`` (a file or folder directly under it): each may import only those before it."""
 
