@@ -364,10 +364,13 @@ def test_padding_on_the_right_has_no_influence(padding):
     torch.testing.assert_close(scorer(*wider)[0][:, : mask_BT.shape[1]], plain[0], rtol=0, atol=1e-6)
 
 
-def test_nothing_to_score_still_has_a_graph():
-    model = tiny_qwen2()
+@pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_nothing_to_score_still_has_a_graph(build_model, keeps):
+    model = build_model()
     ids_BS, lengths_B, mask_BT = uneven_rows()
-    logprobs_BT, entropies_BT = CompletionScorer(model)(ids_BS, lengths_B, mask_BT & False)
+    kept = KeptTokens(torch.zeros(0).int(), mask_BT.int() * 0) if keeps else None
+    logprobs_BT, entropies_BT = CompletionScorer(model)(ids_BS, lengths_B, mask_BT & False, None, kept)
     assert not logprobs_BT.any() and not entropies_BT.any()
     assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
 
