@@ -5,7 +5,7 @@ Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``T`` completi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,32 @@ class Problem:
     """The prompt as rewards get it; ``None``: as in the row. If it is a list of messages, they get completions as messages too."""
 
 
+class KeptTokens(NamedTuple):
+    """The tokens that could be drawn at each position: those that top-k, top-p and min-p kept (``rollout.keep_sampling_mask``).
+
+    Lists of token ids of uneven lengths, one after the other: a mask of positions x vocabulary would be a thousand times larger.
+    """
+
+    ids_K: Tensor
+    """int32: the ids kept at the first position, then those at the second, ..., row after row."""
+    counts: Tensor
+    """int32, of any shape (``[T]`` of a completion, ``[B, T]`` of a batch): ids kept at each position; 0: the whole vocabulary."""
+
+    def select(self, rows: Tensor, T: int) -> "KeptTokens":
+        """Those of these rows of a batch, of which the longest has ``T`` tokens."""
+        ids_by_row = self.ids_K.split(self.counts.sum(dim=1).tolist())
+        return KeptTokens(torch.cat([ids_by_row[b] for b in rows.tolist()]), self.counts[rows, :T])
+
+    def split(self, n: int) -> list["KeptTokens"]:
+        """Those of ``n`` positions at a time; ``counts`` has one dimension."""
+        counts = self.counts.split(n)
+        ids = self.ids_K.split([int(counts_n.sum()) for counts_n in counts])
+        return [KeptTokens(*part) for part in zip(ids, counts, strict=True)]
+
+    def to(self, device: Device) -> "KeptTokens":
+        return KeptTokens(self.ids_K.to(device), self.counts.to(device))
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled response to a problem."""
@@ -43,6 +69,8 @@ class Completion:
     """True if the response ended with EOS or a stop string, False if it was truncated at ``max_completion_length``."""
     sampling_logprobs: tuple[float, ...] = ()
     """Log-probability of each token at the sampling temperature, as computed while sampling; empty for greedy decoding."""
+    kept: KeptTokens | None = field(default=None, compare=False)
+    """The tokens that could be drawn at each position, with ``rollout.keep_sampling_mask``; None: all."""
     logged: dict[str, Any] = field(default_factory=dict)
     """Column -> the value that a reward gave to ``log_extra`` for this completion."""
 
@@ -103,6 +131,8 @@ class Batch:
     """Log-probs under the policy that sampled; None: the policy has not been updated since."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model; None: there is no KL term."""
+    kept: KeptTokens | None = None
+    """The tokens that could be drawn at each position: log-probs are those of a softmax over these; None: over the vocabulary."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids_BS)
@@ -113,9 +143,10 @@ class Batch:
         return self.prompt_lengths_B + self.completion_mask_BT.sum(dim=1)
 
     @property
-    def scorer_inputs(self) -> tuple[Tensor, ...]:
+    def scorer_inputs(self) -> tuple[Tensor | KeptTokens, ...]:
         """The arguments of :class:`grpo.logprobs.CompletionScorer`."""
-        return self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
+        inputs = self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
+        return inputs if self.kept is None else (*inputs, self.kept)
 
     def select(self, rows: Tensor | slice) -> "Batch":
         """The batch of these rows only, padded to the longest of them."""
@@ -123,8 +154,9 @@ class Batch:
         rows = rows.to(self.sequence_ids_BS.device)
         S, T = int(self.lengths_B[rows].max()), int(self.completion_mask_BT[rows].sum(dim=1).max())
         columns = {"S": (rows, slice(S)), "T": (rows, slice(T)), "B": rows}  # by the last letter of a tensor's name
-        selected = {name: tensor[columns[name[-1]]] for name, tensor in vars(self).items() if tensor is not None}
-        return replace(self, **selected)
+        tensors = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
+        selected = {name: tensor[columns[name[-1]]] for name, tensor in tensors.items()}
+        return replace(self, **selected, kept=self.kept and self.kept.select(rows, T))
 
 
 def collate(
@@ -157,7 +189,18 @@ def collate(
         row_B=torch.arange(len(pairs)),
         sampling_logprobs_BT=sampled_BT,
     )
-    return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()})
+    return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()}, kept=_kept_of(pairs, mask_BT, device))
+
+
+def _kept_of(pairs: list[tuple[Problem, Completion]], mask_BT: Tensor, device: Device) -> KeptTokens | None:
+    """The kept tokens of all completions; None if no completion has any."""
+    if not any(completion.kept for _, completion in pairs):
+        return None
+    no_ids = torch.zeros(0, dtype=torch.int32)
+    kept = [c.kept or KeptTokens(no_ids, torch.zeros(len(c.ids), dtype=torch.int32)) for _, c in pairs]
+    counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
+    counts_BT[mask_BT] = torch.cat([tokens.counts for tokens in kept])
+    return KeptTokens(torch.cat([tokens.ids_K for tokens in kept]), counts_BT).to(device)
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:

@@ -1,7 +1,7 @@
 """Log-probabilities of completion tokens by shifted cross-entropy, without all the logits in memory at once.
 
 Shapes: ``B`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens, ``V`` vocabulary, ``H`` hidden size, ``N`` completion
-tokens of all rows one after the other, ``n`` tokens of one chunk.
+tokens of all rows one after the other, ``n`` tokens of one chunk, ``K`` token ids that the sampler kept at all positions together.
 """
 
 from functools import cached_property
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from grpo.attention import enable_packing, few_sizes, pack, packed_hidden
-from grpo.batch import IGNORE_INDEX
+from grpo.batch import IGNORE_INDEX, KeptTokens
 from grpo.system.precision import ieee_fp32
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
@@ -68,6 +68,7 @@ class CompletionScorer(nn.Module):
         prompt_lengths_B: torch.Tensor,
         completion_mask_BT: torch.Tensor,
         group_B: torch.Tensor | None = None,
+        kept: KeptTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score the completions of right-padded sequences.
 
@@ -77,6 +78,7 @@ class CompletionScorer(nn.Module):
             prompt_lengths_B: ``[B]`` tokens of each prompt.
             completion_mask_BT: ``[B, T]`` True at the tokens of each completion.
             group_B: ``[B]`` group of each row, if ``packed``: rows of one group have the same prompt, which is computed once.
+            kept: the tokens that could be drawn at each position: the distributions are softmaxes over these. None: over all tokens.
 
         Returns:
             ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask; entropies are without gradient.
@@ -88,41 +90,68 @@ class CompletionScorer(nn.Module):
         labels_N = sequence_ids_BS.gather(1, positions_BT)[completion_mask_BT]
         rows_BT = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
         before_N = rows_BT[completion_mask_BT] * sequence_ids_BS.shape[1] + positions_BT[completion_mask_BT] - 1
+        if (
+            kept is not None
+        ):  # the counts outside of the mask are 0: the ids are those of these positions, in their order
+            kept = KeptTokens(kept.ids_K, kept.counts[completion_mask_BT])
         if self.packed and group_B is not None:
             lengths_B = completion_mask_BT.sum(dim=1)
             packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
             hidden_NH = packed_hidden(self.model.base_model, packed)
-            logprobs_N, entropies_N = self._score_hidden(hidden_NH, packed.before_M, labels_N)
+            logprobs_N, entropies_N = self._score_hidden(hidden_NH, packed.before_M, labels_N, kept)
         elif self.plain_head:
             hidden_BSH = self.model.base_model(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            logprobs_N, entropies_N = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N)
+            logprobs_N, entropies_N = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N, kept)
         else:
             logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
-            logprobs_N, entropies_N = score_logits(logits_BSV.flatten(0, 1)[before_N], labels_N, self.temperature)
+            logits_NV = keep_only_(logits_BSV.flatten(0, 1)[before_N], kept, self.temperature)
+            logprobs_N, entropies_N = score_logits(logits_NV, labels_N, self.temperature)
         zeros_BT = logprobs_N.new_zeros(completion_mask_BT.shape)
         return tuple(zeros_BT.masked_scatter(completion_mask_BT, values_N) for values_N in (logprobs_N, entropies_N))
 
     def _score_hidden(
-        self, hidden_MH: torch.Tensor, before_N: torch.Tensor, labels_N: torch.Tensor
+        self, hidden_MH: torch.Tensor, before_N: torch.Tensor, labels_N: torch.Tensor, kept: KeptTokens | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies from the last hidden states of ``M`` tokens, of which ``before_N`` predict the labels.
 
         In chunks of tokens where tokens x vocabulary is large. The number of tokens is rounded up to one of few sizes.
         """
         N = len(before_N)
-        before_N, labels_N = (F.pad(x, (0, few_sizes(N) - N)) for x in (before_N, labels_N))
-        logprobs_N, entropies_N = self._score_tokens(hidden_MH[before_N], labels_N)
+        padding = 0, few_sizes(N) - N
+        before_N, labels_N = F.pad(before_N, padding), F.pad(labels_N, padding)
+        if kept is not None:
+            kept = KeptTokens(kept.ids_K, F.pad(kept.counts, padding))
+        logprobs_N, entropies_N = self._score_tokens(hidden_MH[before_N], labels_N, kept)
         return logprobs_N[:N], entropies_N[:N]
 
-    def _score_tokens(self, hidden_NH: torch.Tensor, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score_tokens(
+        self, hidden_NH: torch.Tensor, labels_N: torch.Tensor, kept: KeptTokens | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         head = self.model.get_output_embeddings()
         kind = hidden_NH.device.type
         n = -(-(LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK) // head.weight.shape[0])
         if len(hidden_NH) <= n:
-            return _ScoreLogits.apply(head(hidden_NH), labels_N, self.temperature)
+            logits_NV = keep_only_(head(hidden_NH), kept, self.temperature)
+            return _ScoreLogits.apply(logits_NV, labels_N, self.temperature)
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         dtype = getattr(head, "computes_in", autocast)
-        return _ScoreHiddenInChunks.apply(hidden_NH, head.weight, head.bias, labels_N, self.temperature, n, dtype)
+        inputs = hidden_NH, head.weight, head.bias, labels_N
+        return _ScoreHiddenInChunks.apply(*inputs, self.temperature, n, dtype, kept)
+
+
+def keep_only_(logits_NV: torch.Tensor, kept: KeptTokens | None, temperature: float) -> torch.Tensor:
+    """Lower, in place, the logits of tokens that could not be drawn; ``None``: change nothing.
+
+    They get the lowest of all logits minus 30 (at the temperature), so that all of them together have less than e^-30 = 1e-13 of the
+    probability, which fp32 rounds away. With minus infinity an entropy would be NaN; with -1e38 ``exp`` takes 20 times as long on CPU.
+    """
+    if kept is None or len(logits_NV) == 0:
+        return logits_NV
+    left_out_NV = (kept.counts > 0)[:, None].repeat(1, logits_NV.shape[1])
+    position_K = torch.arange(len(kept.counts), device=logits_NV.device)
+    position_K = position_K.repeat_interleave(kept.counts, output_size=len(kept.ids_K))
+    left_out_NV[position_K, kept.ids_K] = False
+    return logits_NV.masked_fill_(left_out_NV, logits_NV.detach().amin() - 30 * temperature)
 
 
 def score_logits(
@@ -164,12 +193,14 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype):
-        parts = []
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype, kept=None):
+        parts, labels = [], labels_N.split(n)
+        ctx.kept = [None] * len(labels) if kept is None else kept.split(n)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-            for hidden_nH, labels_n in zip(hidden_NH.to(dtype).split(n), labels_N.split(n), strict=True):
-                parts.append(_score(F.linear(hidden_nH, weight, bias), labels_n, temperature))
+            for hidden_nH, labels_n, kept_n in zip(hidden_NH.to(dtype).split(n), labels, ctx.kept, strict=True):
+                logits_nV = keep_only_(F.linear(hidden_nH, weight, bias), kept_n, temperature)
+                parts.append(_score(logits_nV, labels_n, temperature))
         logprobs_N, entropies_N, normalizers_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, normalizers_N)
         ctx.temperature, ctx.n, ctx.dtype = temperature, n, dtype
@@ -185,17 +216,18 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         with torch.autocast(grad_N.device.type, enabled=False):
             weight, bias = weight_VH.to(ctx.dtype), None if bias_V is None else bias_V.to(ctx.dtype)
-            for start in range(0, len(hidden_NH), ctx.n):
+            for start, kept_n in zip(range(0, len(hidden_NH), ctx.n), ctx.kept, strict=True):
                 chunk = slice(start, start + ctx.n)
                 hidden_nH = hidden_NH[chunk].to(ctx.dtype)
                 scored = (labels_N[chunk], normalizers_N[chunk], grad_N[chunk])
-                grad_nV = _logits_gradient(F.linear(hidden_nH, weight, bias), *scored, ctx.temperature)
+                logits_nV = keep_only_(F.linear(hidden_nH, weight, bias), kept_n, ctx.temperature)
+                grad_nV = _logits_gradient(logits_nV, *scored, ctx.temperature)
                 grad_hidden_NH[chunk] = grad_nV @ weight
                 if grad_weight_VH is not None:
                     grad_weight_VH += grad_nV.T @ hidden_nH
                 if grad_bias_V is not None:
                     grad_bias_V += grad_nV.sum(dim=0)
-        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
 def _score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:

@@ -151,11 +151,14 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; log-probs are computed at the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample only among the likeliest tokens that have this probability together; below 1 the gradient estimate is biased."""
+    """Sample only among the likeliest tokens that have this probability together; below 1, see keep_sampling_mask."""
     top_k: int = Field(0, ge=0)
-    """Sample only among the k likeliest tokens; 0: all. Above 0 the gradient estimate is biased."""
+    """Sample only among the k likeliest tokens; 0: all. Above 0, see keep_sampling_mask."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Do not sample tokens with less than this fraction of the likeliest token's probability; above 0 the gradient estimate is biased."""
+    """Do not sample tokens with less than this fraction of the likeliest token's probability; above 0, see keep_sampling_mask."""
+    keep_sampling_mask: bool = False
+    """Compute log-probs by a softmax over the tokens that top_p, top_k and min_p kept when the token was sampled, as DeepSeek-V3.2 does.
+    False: over the whole vocabulary, and with any of these three the gradient estimate is biased."""
     stop: list[str] = []
     """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone in its string."""
     tokens_in_flight: int | None = Field(None, ge=1)

@@ -25,6 +25,8 @@ class SamplingParams:
     top_k: int = 0
     """0: off."""
     min_p: float = 0.0
+    keep_sampling_mask: bool = False
+    """Record which tokens top-k, top-p and min-p kept at each position; log-probs are then those of a softmax over these tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; the string stays in it. A special token is found by its id."""
     tokens_in_flight: int | None = None
@@ -33,6 +35,15 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return not self.temperature > 0
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def records_kept(self) -> bool:
+        """True if sampling records the kept tokens: it is asked to, and some tokens may be left out."""
+        return self.keep_sampling_mask and self.is_filtered and not self.is_greedy
 
 
 def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,11 +55,23 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[t
     if u_R is None:
         token_R = logits_RV.argmax(dim=-1)  # of a NaN, if there is one
         return token_R, 0.0 * logits_RV.float().gather(1, token_R[:, None]).squeeze(1)
+    token_R, logprob_R, _ = _draw(logits_RV, u_R, sampling)
+    return token_R, logprob_R
+
+
+def draw_and_record(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
+    """The tokens of :func:`draw`, their log-probabilities after top-k, top-p and min-p, and ``[R, V]`` True at the tokens kept by these."""
+    token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling)
+    return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
+
+
+def _draw(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
+    """Tokens ``[R]``, their log-probabilities ``[R]`` before the filters, and the probabilities ``[R, V]`` after them, not renormalised."""
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     probs_RV = filter_probs(logprobs_RV.exp(), sampling)
     token_R = first_exceeding_in_blocks(probs_RV, u_R) if probs_RV.is_cuda else first_exceeding(probs_RV, u_R)
-    return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1)
+    return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1), probs_RV
 
 
 def first_exceeding(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,8 @@ class BuiltinEngine:
         completions: list[Completion] = []
         with self._ready() as prefill_rows:
             # CUDA graphs decode a fixed set of rows at a time. The decode loop starts waiting rows as others end.
-            waves = split_into_waves(prompts, sampling) if self.graphs else [slice(None)] * bool(rows)
+            replays = self.graphs and not sampling.records_kept
+            waves = split_into_waves(prompts, sampling) if replays else [slice(None)] * bool(rows)
             for wave in waves:
                 uniforms_RT = self._uniforms(rows[wave], sampling, address)
                 decoded = self._decode(prefill_rows, prompts[wave], uniforms_RT, sampling, on_tokens)
@@ -142,15 +143,23 @@ class BuiltinEngine:
     def _completions(self, decoded: Decoded, sampling: SamplingParams) -> list[Completion]:
         ids = [decoded.tokens_RT[r, :n].tolist() for r, n in enumerate(decoded.lengths)]
         texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rows = zip(ids, texts, decoded.finished, decoded.logprobs_RT, strict=True)
+        kept = decoded.kept or [None] * len(ids)
+        rows = zip(ids, texts, decoded.finished, decoded.logprobs_RT, kept, strict=True)
         return [
-            Completion(tuple(row), text, finished, () if sampling.is_greedy else tuple(logprobs_T[: len(row)].tolist()))
-            for row, text, finished, logprobs_T in rows
+            Completion(
+                tuple(row),
+                text,
+                finished,
+                () if sampling.is_greedy else tuple(logprobs_T[: len(row)].tolist()),
+                kept=kept_tokens,
+            )
+            for row, text, finished, logprobs_T, kept_tokens in rows
         ]
 
     def _decode(self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens) -> Decoded:
         rows = (prefill_rows, prompts, uniforms_RT, sampling)
-        decoded = self._replay(*rows, on_tokens) if self.graphs else None
+        # Captured steps have no place for the kept tokens, of which each token has another number.
+        decoded = self._replay(*rows, on_tokens) if self.graphs and not sampling.records_kept else None
         decoded = decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
         if decoded.logprobs_RT.isnan().any():
             precision = self.policy.precision

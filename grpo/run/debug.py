@@ -31,8 +31,11 @@ def show_step(
     for phase in ("rollout", "reward", "logprobs"):
         show(f"{phase:9} {seconds[phase]:.3f} s")
     for name, tensor in vars(batch).items():
-        if tensor is not None:
+        if isinstance(tensor, Tensor):
             show(f"  {name:22} {tuple(tensor.shape)!s:12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
+    if batch.kept is not None:
+        per_token = batch.kept.counts[batch.completion_mask_BT].float().mean()
+        show(f"  kept                   {per_token:.1f} tokens on average could be drawn at each position")
     problem = groups[0].problem
     show(f"problem {problem.index}, {len(problem.prompt_ids)} prompt tokens, as the model sees it:")
     show(textwrap.indent(run.policy.tokenizer.decode(problem.prompt_ids), "  | "))
@@ -61,7 +64,7 @@ def check_batch(run: Run, step: int, groups: list[Group], batch: Batch) -> None:
         ends_in_eos = last in run.policy.eos_ids or run.config.rollout.stop
         assert not completion.finished or ends_in_eos, "EOS is not inside the mask"
     for name, tensor in vars(batch).items():
-        assert tensor is None or torch.isfinite(tensor).all(), f"{name} is not finite"
+        assert not isinstance(tensor, Tensor) or torch.isfinite(tensor).all(), f"{name} is not finite"
     kl_must_be_0 = batch.ref_logprobs_BT is not None and step == 0 and kl_starts_at_0(run.config)
     if kl_must_be_0:
         with torch.no_grad(), run.policy.autocast():

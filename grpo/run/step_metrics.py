@@ -82,7 +82,7 @@ def step_line(
     for phase, value in seconds.items():
         metrics.maximum(f"time/{phase}", value)
     if run.config.runtime.cuda_graphs and run.world.device.type == "cuda":
-        metrics.total("sampling/ranks_without_graphs", float(run.engine.graphs is None))
+        metrics.total("sampling/ranks_without_graphs", float(run.engine.graphs is None or run.sampling.records_kept))
     reduced = metrics.reduce(run.world)
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]

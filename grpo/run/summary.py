@@ -33,6 +33,8 @@ def print_summary(
         lines.append(note)
     if why_padded:
         lines.append(padded_note(run.config, run.world.device.type, why_padded))
+    if run.sampling.records_kept and run.engine.may_capture:
+        lines.append("note      rollout.keep_sampling_mask: rollouts decode without CUDA graphs, evaluations with them")
     if checkpoint:
         lines.append(f"resuming  {checkpoint} at step {run.progress.step}")
     for line in lines:
@@ -106,9 +108,17 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
     for name, has_no_effect in without_effect.items():
         if has_no_effect:
             yield f"note: algorithm.{name} has no effect with objective {a.objective} and beta {a.beta:g}"
-    for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if (value := getattr(r, key)) != neutral:
-            yield (
-                f"warning: rollout.{key}={value} samples from a truncated distribution, but the log-probs are those of the whole "
-                "distribution: the gradient estimate is biased"
-            )
+    filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    active = [f"rollout.{key}={getattr(r, key):g}" for key, neutral in filters.items() if getattr(r, key) != neutral]
+    if active and not r.keep_sampling_mask:
+        yield (
+            f"warning: {', '.join(active)}: tokens are sampled from a truncated distribution, but the log-probs are those of the whole "
+            "distribution, so the gradient estimate is biased: rollout.keep_sampling_mask=true removes the bias"
+        )
+    if r.keep_sampling_mask and not active:
+        yield "note: rollout.keep_sampling_mask has no effect without rollout.top_p, top_k or min_p"
+    if r.keep_sampling_mask and active and not r.top_k:
+        yield (
+            "note: rollout.keep_sampling_mask keeps 4 bytes for each token that could have been sampled, which can be the whole vocabulary: "
+            "rollout.top_k sets a limit"
+        )

@@ -12,6 +12,7 @@ import torch
 from grpo.batch import (
     Completion,
     Group,
+    KeptTokens,
     Problem,
     collate,
     completion_mask,
@@ -73,8 +74,12 @@ def test_right_pad():
 
 
 def completion(ids, finished=True):
-    """Sampling log-probs that say which token they belong to."""
-    return Completion(tuple(ids), text="", finished=finished, sampling_logprobs=tuple(-i / 10 for i in ids))
+    """Sampling log-probs and kept ids (0 to 3 of them) that say which token they belong to."""
+    kept = KeptTokens(
+        torch.tensor([i + n for i in ids for n in range(i % 4)], dtype=torch.int32),
+        torch.tensor([i % 4 for i in ids], dtype=torch.int32),
+    )
+    return Completion(tuple(ids), text="", finished=finished, sampling_logprobs=tuple(-i / 10 for i in ids), kept=kept)
 
 
 def two_groups():
@@ -97,6 +102,8 @@ def test_collate_by_hand():
     assert batch.advantages_B.tolist() == [0.5, -0.5, 1.5, -1.5]
     expected = [[-1.1, -1.2, -0.7, 0], [-1.3, -1.4, -1.5, -1.6], [-0.7, 0, 0, 0], [-1.7, -0.7, 0, 0]]
     torch.testing.assert_close(batch.sampling_logprobs_BT, torch.tensor(expected))
+    assert batch.kept.counts.tolist() == [[3, 0, 3, 0], [1, 2, 3, 0], [3, 0, 0, 0], [1, 3, 0, 0]]
+    assert batch.kept.ids_K.tolist() == [11, 12, 13, 7, 8, 9, 13, 14, 15, 15, 16, 17, 7, 8, 9, 17, 7, 8, 9]
     assert batch.lengths_B.tolist() == [5, 6, 4, 5]
     assert len(batch) == 4
     assert batch.old_logprobs_BT is None and batch.ref_logprobs_BT is None
@@ -111,7 +118,11 @@ def test_truncated_completions_are_scored_but_not_trained_on_when_masked():
 
 def test_greedy_completions_have_no_sampling_logprobs():
     group = Group(Problem(0, "", (1,)), (Completion((5, 6), "", True), completion([5])))
-    assert collate([group], torch.zeros(1, 2), pad_id=PAD).sampling_logprobs_BT.tolist() == [[0, 0], [-0.5, 0]]
+    batch = collate([group], torch.zeros(1, 2), pad_id=PAD)
+    assert batch.sampling_logprobs_BT.tolist() == [[0, 0], [-0.5, 0]]
+    assert batch.kept.counts.tolist() == [[0, 0], [1, 0]] and batch.kept.ids_K.tolist() == [
+        5
+    ]  # 0: the whole vocabulary
 
 
 def test_as_many_advantages_as_completions():
@@ -146,7 +157,7 @@ def assert_same_rows(part, batch):
     numbers = part.advantages_B.long().tolist()
     assert part.sequence_ids_BS.shape == (len(numbers), int(batch.lengths_B[numbers].max()))
     T = int(batch.completion_mask_BT[numbers].sum(dim=1).max())
-    for name, tensor in vars(part).items():
+    for name, tensor in tensors_of(part).items():
         whole = getattr(batch, name)[numbers]
         if name.endswith("T"):
             assert tensor.shape == (len(numbers), T), name
@@ -157,23 +168,35 @@ def assert_same_rows(part, batch):
     for b, number in enumerate(numbers):  # prompt + t is where token t lies
         start, n = int(part.prompt_lengths_B[b]), int(part.completion_mask_BT[b].sum())
         assert part.sequence_ids_BS[b, start : start + n].tolist() == [1000 * number + t for t in range(n)]
+    lengths = part.completion_mask_BT.sum(dim=1).tolist()
+    expected = [
+        completion([1000 * number + t for t in range(n)]).kept for number, n in zip(numbers, lengths, strict=True)
+    ]
+    assert torch.equal(part.kept.ids_K, torch.cat([kept.ids_K for kept in expected]))
+    assert torch.equal(part.kept.counts[part.completion_mask_BT], torch.cat([kept.counts for kept in expected]))
+    assert part.kept.counts.shape == (len(numbers), T) and not part.kept.counts[~part.completion_mask_BT].any()
     return numbers
+
+
+def tensors_of(batch):
+    return {name: value for name, value in vars(batch).items() if name != "kept"}
 
 
 def test_rows_by_slice_and_by_index():
     batch = many_rows()
     assert assert_same_rows(batch.select(slice(4, 9)), batch) == [4, 5, 6, 7, 8]
     assert assert_same_rows(batch.select(torch.tensor([20, 3, 11])), batch) == [20, 3, 11]
-    without_reference = replace(batch, ref_logprobs_BT=None).select(slice(0, 2))
+    without_reference = replace(batch, ref_logprobs_BT=None, kept=None).select(slice(0, 2))
+    assert without_reference.kept is None and len(without_reference.scorer_inputs) == 4
     assert without_reference.ref_logprobs_BT is None and without_reference.old_logprobs_BT is not None
 
 
 def test_rows_are_copied_not_changed():
     batch = many_rows()
-    before = {name: tensor.clone() for name, tensor in vars(batch).items()}
+    before = {name: tensor.clone() for name, tensor in tensors_of(batch).items()}
     for part, _ in microbatches(batch, 40):
         part.select(slice(0, 1))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in vars(batch).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(batch).items())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])

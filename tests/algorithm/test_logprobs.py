@@ -23,8 +23,15 @@ from transformers import (
 )
 
 import grpo.logprobs
-from grpo.batch import completion_mask
-from grpo.logprobs import CompletionScorer, _ScoreLogits, head_is_plain, logprobs_from_logits, score_logits
+from grpo.batch import KeptTokens, completion_mask
+from grpo.logprobs import (
+    CompletionScorer,
+    _ScoreLogits,
+    head_is_plain,
+    keep_only_,
+    logprobs_from_logits,
+    score_logits,
+)
 
 torch.set_num_threads(1)
 
@@ -57,15 +64,20 @@ def uneven_rows(padding=0):
     return ids_BS, torch.tensor(PROMPTS), mask_BT
 
 
-def reference(model, temperature, ids_BS):
-    """Log-probs and entropies from all the logits, row by row and token by token, in the model's dtype."""
+def reference(model, temperature, ids_BS, kept=None):
+    """Log-probs and entropies from all the logits, row by row and token by token, in the model's dtype.
+
+    ``kept``: for each completion token of all rows, the ids that the softmax is over; empty: all.
+    """
+    kept = iter(kept or [[]] * sum(COMPLETIONS))
     logprobs, entropies = [], []
     for ids, p, c in zip(ids_BS, PROMPTS, COMPLETIONS, strict=True):
         row_logprobs, row_entropies = [torch.zeros(())] * max(COMPLETIONS), [torch.zeros(())] * max(COMPLETIONS)
         logits = model(input_ids=ids[None, : p + c]).logits[0] / temperature  # no padding at all
         for t in range(c):
-            distribution = logits[p + t - 1].log_softmax(dim=0)
-            row_logprobs[t] = distribution[ids[p + t]]
+            over = torch.tensor(next(kept) or range(V))
+            distribution = logits[p + t - 1][over].log_softmax(dim=0)
+            row_logprobs[t] = distribution[over == ids[p + t]].squeeze()
             row_entropies[t] = -(distribution.exp() * distribution).sum()
         logprobs.append(torch.stack(row_logprobs))
         entropies.append(torch.stack(row_entropies))
@@ -181,6 +193,47 @@ def test_entropy_by_hand():
     assert sharper.item() == pytest.approx(by_hand, rel=1e-6)
 
 
+def kept_of(*ids):
+    return KeptTokens(torch.tensor([v for x in ids for v in x]).int(), torch.tensor([len(x) for x in ids]).int())
+
+
+def test_a_softmax_over_the_kept_tokens_by_hand():
+    # Weights 1, 2, 3, 4. Kept 1 and 3: probabilities 2/6 and 4/6. Kept 2 alone: 1. No ids: all four, 4/10.
+    logits = torch.tensor([1.0, 2.0, 3.0, 4.0]).log().repeat(3, 1).requires_grad_()
+    labels, kept = torch.tensor([3, 2, 3]), kept_of([1, 3], [2], [])
+    expected = torch.tensor([math.log(4 / 6), 0.0, math.log(4 / 10)])
+    entropies = [
+        -(2 * math.log(2 / 6) + 4 * math.log(4 / 6)) / 6,
+        0.0,
+        -sum(w * math.log(w / 10) / 10 for w in (1, 2, 3, 4)),
+    ]
+    # One-hot minus softmax; exactly 0 for a token that was not kept.
+    slopes = torch.tensor([[0, -1 / 3, 0, 1 / 3], [0, 0, 0, 0], [-0.1, -0.2, -0.3, 0.6]])
+    for score in (_ScoreLogits.apply, score_logits):
+        logprobs, found = score(keep_only_(logits.clone(), kept, 1.0), labels, 1.0)
+        torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, torch.tensor(entropies), rtol=1e-6, atol=1e-6)
+        (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
+        torch.testing.assert_close(gradient, slopes, rtol=1e-6, atol=1e-6)
+        assert not gradient[slopes == 0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_left_out_logits_stay_finite_at_every_temperature(dtype):
+    logits = 30 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    labels, kept = torch.arange(4), kept_of([0, 7, 9], [1], [2, 3], [3, 4, 49])
+    for temperature in (0.01, 0.7, 1.0, 3.0):
+        expected = [
+            (logits[n][ids.long()].double() / temperature).log_softmax(dim=0)
+            for n, ids in enumerate(kept.ids_K.split(kept.counts.tolist()))
+        ]
+        for score in (_ScoreLogits.apply, score_logits):
+            logprobs, entropies = score(keep_only_(logits.clone(), kept, temperature), labels, temperature)
+            for n, of_kept in enumerate(expected):
+                assert logprobs[n].item() == pytest.approx(of_kept[0].item(), rel=1e-5, abs=1e-5)
+                assert entropies[n].item() == pytest.approx(-(of_kept.exp() * of_kept).sum().item(), abs=1e-4)
+
+
 # --- whole models
 
 
@@ -202,6 +255,46 @@ def test_scorer_agrees_with_the_full_logits_in_float64(temperature, tokens_per_c
     assert (logprobs_BT[mask_BT] < 0).all()
     for name, expected in gradients_of(exact_model, expected_BT).items():
         torch.testing.assert_close(gradients[name].double(), expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def random_kept(ids_BS, lengths_B, mask_BT):
+    """For each completion token the ids kept, the token's own among them, as lists and as tensors; every fourth: all."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = [ids_BS[b, p + t].item() for b, p in enumerate(lengths_B) for t in range(int(mask_BT[b].sum()))]
+    sizes = [0 if n % 4 == 3 else int(torch.randint(1, 20, (), generator=generator)) for n in range(len(tokens))]
+    kept = [
+        sorted({token, *torch.randint(V, (size - 1,), generator=generator).tolist()}) if size else []
+        for token, size in zip(tokens, sizes, strict=True)
+    ]
+    counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
+    counts_BT[mask_BT] = torch.tensor([len(ids) for ids in kept], dtype=torch.int32)
+    return kept, KeptTokens(torch.tensor([v for ids in kept for v in ids]).int(), counts_BT)
+
+
+@pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_softmax_over_the_kept_tokens_agrees_with_float64(build_model, temperature):
+    """Whole and in chunks of 1 and 5 tokens, packed and padded: log-probs, entropies and the gradients of all parameters."""
+    inputs = uneven_rows()
+    kept, tensors = random_kept(*inputs)
+    exact_model, model = build_model().double(), build_model()
+    expected_BT, expected_entropies_BT = reference(exact_model, temperature, inputs[0], kept)
+    expected = gradients_of(exact_model, expected_BT)
+    scorer = CompletionScorer(model, temperature)
+    for tokens_per_chunk in (1, 5, 1000):
+        with chunks_of(tokens_per_chunk):
+            logprobs_BT, entropies_BT = scorer(*inputs, None, tensors)
+            gradients = gradients_of(model, logprobs_BT)
+        torch.testing.assert_close(logprobs_BT.double(), expected_BT, rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropies_BT.double(), expected_entropies_BT, rtol=0, atol=1e-5)
+        assert not logprobs_BT[~inputs[2]].any() and not entropies_BT.requires_grad
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-4, atol=1e-5, msg=name)
+    if scorer.pack_groups() is None:
+        packed_BT, _ = scorer(*inputs, torch.arange(4), tensors)
+        torch.testing.assert_close(packed_BT.double(), expected_BT, rtol=0, atol=1e-5)
+    whole_BT, _ = scorer(*inputs)
+    assert (whole_BT - expected_BT).abs().max() > 0.1  # the kept tokens make a difference
 
 
 def test_a_float64_model_is_scored_in_float64():
@@ -271,10 +364,13 @@ def test_padding_on_the_right_has_no_influence(padding):
     torch.testing.assert_close(scorer(*wider)[0][:, : mask_BT.shape[1]], plain[0], rtol=0, atol=1e-6)
 
 
-def test_nothing_to_score_still_has_a_graph():
-    model = tiny_qwen2()
+@pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_nothing_to_score_still_has_a_graph(build_model, keeps):
+    model = build_model()
     ids_BS, lengths_B, mask_BT = uneven_rows()
-    logprobs_BT, entropies_BT = CompletionScorer(model)(ids_BS, lengths_B, mask_BT & False)
+    kept = KeptTokens(torch.zeros(0).int(), mask_BT.int() * 0) if keeps else None
+    logprobs_BT, entropies_BT = CompletionScorer(model)(ids_BS, lengths_B, mask_BT & False, None, kept)
     assert not logprobs_BT.any() and not entropies_BT.any()
     assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
 

@@ -24,6 +24,15 @@ def test_each_step_counts_the_ranks_that_sample_without_graphs(gpu, tmp_path, fa
     assert ("are not captured in CUDA graphs (division by zero)" in report.output) == fails
 
 
+def test_a_run_that_keeps_the_sampling_mask_decodes_without_graphs_and_says_so(gpu, tmp_path):
+    settings = ["rollout.top_p=0.8", "rollout.keep_sampling_mask=true", "algorithm.num_iterations=2"]
+    report = gpu.run("scenarios.trains", folder=str(tmp_path), settings=settings)
+    steps = [line for line in report.returned["lines"] if line["step"]]
+    assert [line["sampling/ranks_without_graphs"] for line in steps] == [1.0, 1.0]
+    assert all(line["sampling/logprob_difference"] < 2e-2 for line in steps)
+    assert "rollouts decode without CUDA graphs" in report.output and not report.problems
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_kernels_of_a_layer(gpu, tmp_path, precision):
     """Without scatter and gather as long as all groups have as many rows."""

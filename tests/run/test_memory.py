@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo import logprobs
-from grpo.batch import Problem
+from grpo.batch import KeptTokens, Problem
 from grpo.logprobs import CompletionScorer
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
@@ -124,7 +124,8 @@ def test_the_buffers_of_graphs_are_counted(random_model):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_the_logits_of_a_chunk_are_counted(precision, chunks, monkeypatch):
+@pytest.mark.parametrize("k", [0, 50])
+def test_the_logits_of_a_chunk_are_counted(precision, chunks, k, monkeypatch):
     """A vocabulary beside which the layers are small."""
     N, V = 512, 4096
     monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", N * V // chunks)
@@ -133,8 +134,9 @@ def test_the_logits_of_a_chunk_are_counted(precision, chunks, monkeypatch):
     holder = torch.nn.Module()
     holder.get_output_embeddings = lambda: head
     scorer = CompletionScorer(holder)
+    kept = KeptTokens(labels_N.repeat_interleave(k).int(), torch.full((N,), k, dtype=torch.int32)) if k else None
     with Allocated() as allocated, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-        scorer._score_tokens(hidden_NH, labels_N)[0].sum().backward()
+        scorer._score_tokens(hidden_NH, labels_N, kept)[0].sum().backward()
     expected = BYTES_PER_SCORED_LOGIT * N * V // chunks
     assert 0.5 * expected < allocated.peak <= 1.1 * expected
 

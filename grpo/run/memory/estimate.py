@@ -13,7 +13,8 @@ from grpo.run.state import Run
 
 GIB = 2**30
 BYTES_PER_SCORED_LOGIT = 14
-"""At the peak of the head's backward pass: the logits, their probabilities, and the gradient (counted in tests/run/test_memory.py)."""
+"""At the peak of the head's backward pass: the logits, their probabilities, and the gradient (counted in tests/run/test_memory.py). A mask
+of the tokens that could be drawn takes one byte more."""
 BYTES_PER_DRAWN_LOGIT, BYTES_PER_FILTERED_LOGIT = 20, 46
 """At the peak of drawing a token: logits, log-probs, probabilities, their sums; with top-k, top-p or min-p, sorted beside (counted there)."""
 
@@ -93,8 +94,7 @@ def graph_bytes(
     padded_prompt = -(-longest_prompt // PROMPT_BUCKET) * PROMPT_BUCKET
     buffers = 2 * layers * kv_width * (2 if bf16 else 4) * (rows * T + prompts * padded_prompt)
     buffers += rows * T * (8 + 4 + 4) + rows * padded_prompt * 4
-    is_filtered = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    bytes_per_logit = BYTES_PER_FILTERED_LOGIT if is_filtered else BYTES_PER_DRAWN_LOGIT
+    bytes_per_logit = BYTES_PER_FILTERED_LOGIT if sampling.is_filtered else BYTES_PER_DRAWN_LOGIT
     return buffers, rows * model_config.vocab_size * bytes_per_logit
 
 

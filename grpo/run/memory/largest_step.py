@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from grpo.batch import Batch, Completion, Group, Problem, collate, microbatch_rows
+from grpo.batch import Batch, Completion, Group, KeptTokens, Problem, collate, microbatch_rows
 from grpo.distributed import World
 from grpo.rollout import split_into_waves
 from grpo.run.memory.estimate import GIB, graph_bytes
@@ -129,7 +129,7 @@ def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -
     config, world, r = run.config, run.world, run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // world.size // config.algorithm.num_minibatches
-    completion = Completion(ids=(run.policy.pad_id,) * T, text="", finished=False)
+    completion = Completion(ids=(run.policy.pad_id,) * T, text="", finished=False, kept=_kept(run, T))
     groups = [Group(problem, (completion,) * r.num_generations) for problem in longest_first[:P]]
     batch = collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id)
     bound, graphs = run.tokens_per_microbatch, _kept_by_graphs(run, rows_at_once, L)
@@ -151,6 +151,14 @@ def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -
     if bound < run.tokens_per_microbatch:
         _choose(run, "optim.tokens_per_microbatch", run.tokens_per_microbatch, T, L, bound)
     return tokens
+
+
+def _kept(run: Run, T: int) -> KeptTokens | None:
+    """As many ids as top-k keeps for T tokens. Without top-k there is no bound below the vocabulary: one each."""
+    if not run.sampling.records_kept:
+        return None
+    k = run.sampling.top_k or 1
+    return KeptTokens(torch.zeros(T * k, dtype=torch.int32), torch.full((T,), k, dtype=torch.int32))
 
 
 def _tokens(part: Batch, packed: bool) -> int:

@@ -1,0 +1,142 @@
+"""``rollout.keep_sampling_mask``: sampling records the tokens that could be drawn, and the loss scores with a softmax over these."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import run_trainer, small_run
+from outputs import metrics_of
+from test_graphs import engines
+from test_rollout import ADDRESS, SAMPLING, TEXTS, generate, ids, problems_of
+from test_sampling import filtered, softmax
+
+from grpo.batch import KeptTokens, collate
+from grpo.config import Config
+from grpo.logprobs import CompletionScorer, keep_only_, score_logits
+from grpo.rollout.draw import SamplingParams, draw, draw_and_record
+from grpo.run.summary import warnings_of
+
+FILTERS = [dict(top_p=0.8), dict(top_k=5), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.01)]
+
+
+def test_what_is_recorded_is_what_plain_python_keeps():
+    generator = torch.Generator().manual_seed(0)
+    logits_RV, u_R = 3 * torch.randn(40, 30, generator=generator), torch.rand(40, generator=generator)
+    for filters in FILTERS:
+        sampling = SamplingParams(1, 1, temperature=0.8, keep_sampling_mask=True, **filters)
+        token_R, logprob_R, kept_RV = draw_and_record(logits_RV, u_R, sampling)
+        assert torch.equal(token_R, draw(logits_RV, u_R, sampling)[0])
+        for logits_V, token, logprob, kept_V in zip(logits_RV, token_R.tolist(), logprob_R, kept_RV, strict=True):
+            expected = filtered(softmax(logits_V.tolist(), 0.8), sampling)
+            assert kept_V.nonzero().flatten().tolist() == sorted(expected)
+            assert logprob.exp().item() == pytest.approx(expected[token], rel=1e-5)
+
+
+@pytest.mark.parametrize("filters", [FILTERS[0], pytest.param(FILTERS[3], marks=pytest.mark.slow)], ids=str)
+def test_the_loss_scores_what_the_sampler_reports(policy, filters):
+    """The same tokens as without the mask; rows that wait, end and leave; each with the log-prob that the scorer computes."""
+    problems = problems_of(policy, *TEXTS)
+    sampling = replace(SAMPLING, keep_sampling_mask=True, tokens_in_flight=300, stop=("7",), **filters)
+    groups = generate(policy, problems, sampling, address=ADDRESS)
+    plain = generate(policy, problems, replace(sampling, keep_sampling_mask=False), address=ADDRESS)
+    assert ids(groups) == ids(plain)
+    assert all(c.kept is None for group in plain for c in group.completions)
+    for completion in (c for group in groups for c in group.completions):
+        of_tokens = completion.kept.ids_K.split(completion.kept.counts.tolist())
+        assert all(token in kept for token, kept in zip(completion.ids, of_tokens, strict=True))
+        assert int(completion.kept.counts.max()) <= (sampling.top_k or policy.model.config.vocab_size)
+    batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
+    scorer = CompletionScorer(policy.model, temperature=0.9)
+    with torch.no_grad():
+        scored_BT, _ = scorer(*batch.scorer_inputs)
+        whole_BT, _ = scorer(*batch.scorer_inputs[:4])
+    torch.testing.assert_close(scored_BT, batch.sampling_logprobs_BT, rtol=0, atol=1e-5)
+    assert (whole_BT - scored_BT).abs().max() > 0.05
+
+
+def test_nothing_is_recorded_where_nothing_is_left_out(policy):
+    for changes in ({}, dict(temperature=0.0, top_p=0.5)):
+        sampling = replace(SAMPLING, keep_sampling_mask=True, **changes)
+        groups = generate(policy, problems_of(policy, *TEXTS), sampling, address=ADDRESS)
+        assert all(c.kept is None for group in groups for c in group.completions)
+        assert len(collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id).scorer_inputs) == 4
+
+
+def test_rollouts_that_record_do_not_use_the_captured_steps(random_model):
+    _, engine = engines(random_model)
+    sampling = SamplingParams(4, 12, top_p=0.8, keep_sampling_mask=True)
+    groups = engine.generate(problems_of(engine.policy, *TEXTS), sampling, address=ADDRESS)
+    assert all(len(c.kept.counts) == len(c.ids) for group in groups for c in group.completions)
+    assert not engine.graphs.verified and not engine.graphs._steps
+
+
+@pytest.mark.parametrize("filters", [dict(top_p=0.6), dict(top_k=3), dict(min_p=0.3)], ids=str)
+def test_the_gradient_estimate_is_unbiased(filters):
+    """One token and 8 logits: the mean of reward x gradient of the log-prob over many samples, and the exact gradient of the expected
+    reward of the distribution that is sampled from."""
+    logits_V = torch.tensor([0.3, -1.0, 2.0, 0.1, 1.1, -3.0, 0.35, 1.9], requires_grad=True)
+    rewards_V, n = torch.tensor([1.0, 0.0, 0.2, 0.9, 0.0, 1.0, 0.5, 0.7]), 40_000
+    sampling = SamplingParams(1, 1, keep_sampling_mask=True, **filters)
+    u_R = (torch.arange(n, dtype=torch.float64) + 0.5).div(n).float()  # an even grid: no noise of sampling
+    logits_RV = logits_V.expand(n, -1)
+    token_R, _, kept_RV = draw_and_record(logits_RV.detach(), u_R, sampling)
+    kept = KeptTokens(kept_RV.nonzero()[:, 1].int(), kept_RV.sum(dim=1).int())
+
+    allowed_V = kept_RV[0]
+    truncated_V = logits_V.double().masked_fill(~allowed_V, -torch.inf).softmax(dim=0)
+    (exact_V,) = torch.autograd.grad((truncated_V * rewards_V).sum(), logits_V)
+
+    def estimate(kept):
+        logprob_R, _ = score_logits(keep_only_(logits_RV.clone(), kept, 1.0), token_R, 1.0)
+        return torch.autograd.grad((logprob_R * rewards_V[token_R]).mean(), logits_V)[0]
+
+    assert 1 < int(allowed_V.sum()) < 8
+    torch.testing.assert_close(estimate(kept), exact_V, rtol=0, atol=1e-4)
+    assert (estimate(None) - exact_V).abs().max() > 0.02
+
+
+def test_the_start_says_what_the_filters_do():
+    def lines(**rollout):
+        return [line for line in warnings_of(Config.model_validate({"rollout": rollout}), [], []) if "rollout." in line]
+
+    (line,) = lines(top_p=0.9, top_k=50)
+    assert line.startswith(
+        "warning: rollout.top_p=0.9, rollout.top_k=50: tokens are sampled from a truncated distribution"
+    )
+    assert "biased" in line and "rollout.keep_sampling_mask=true" in line
+    assert not lines() and not lines(top_p=0.9, top_k=50, keep_sampling_mask=True)
+    (line,) = lines(min_p=0.1, keep_sampling_mask=True)
+    assert "4 bytes" in line and "rollout.top_k" in line
+    (line,) = lines(keep_sampling_mask=True)
+    assert "has no effect" in line
+
+
+@pytest.mark.slow
+def test_one_and_two_ranks_are_equal_and_the_first_update_has_ratio_1(random_model, tmp_path):
+    settings = [
+        "rollout.top_p=0.8", "rollout.top_k=20", "rollout.keep_sampling_mask=true", "algorithm.beta=0.05",
+        "algorithm.num_iterations=2", "optim.max_steps=3", "optim.tokens_per_microbatch=200", "runtime.rehearse=true",
+    ]  # fmt: skip
+    for ranks in (1, 2):
+        run_trainer(*small_run(random_model, tmp_path / str(ranks)), *settings, ranks=ranks)
+    one, two = (metrics_of(tmp_path / str(ranks)) for ranks in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        for name in ("reward", "completions/mean_length", "entropy", "kl", "loss", "grad_norm", "ratio"):
+            if a["step"]:
+                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name
+    assert all(line["sampling/logprob_difference"] < 1e-5 for line in one if line["step"])
+    settings = [s for s in settings if "iterations" not in s]
+    run_trainer(*small_run(random_model, tmp_path / "once"), *settings)
+    _, first, *_ = metrics_of(tmp_path / "once")
+    assert first["ratio"] == 1.0 and first["kl"] == 0.0
+
+
+@pytest.mark.slow
+def test_a_short_run_learns(tmp_path):
+    run_trainer(
+        "--config", "configs/tiny_arithmetic.yaml", f"output_dir={tmp_path}/run", "rollout.top_p=0.9", "optim.max_steps=20",
+        "rollout.keep_sampling_mask=true", "algorithm.num_iterations=2", "eval.max_samples=64", "eval.num_samples=4",
+        timeout=600,
+    )  # fmt: skip
+    before, *_, after = metrics_of(tmp_path / "run")
+    assert before["eval/mean@4"] < 0.6 and after["eval/mean@4"] >= 0.75
