@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo.advantages import group_advantages, has_no_advantage
-from grpo.batch import Batch, Group, collate, microbatches, minibatches
+from grpo.batch import Batch, Group, collate, microbatches, minibatches, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.loss import loss_denominator, policy_loss
@@ -65,16 +65,20 @@ def train(run: Run) -> None:
 
         groups, values_PGF, rewards_PG = sample_and_score(run, step, seconds, metrics)
         all_rewards_PG = world.gather_rows(rewards_PG)
-        all_advantages_PG = group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
+        all_advantages_PG = group_advantages(
+            all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale, eps=algorithm.advantage_eps
+        )
         advantages_PG = world.own_rows(all_advantages_PG)
         options = dict(device=world.device, mask_truncated=algorithm.mask_truncated_completions)
         batch = collate(groups, advantages_PG, pad_id=run.policy.pad_id, **options)
+        if algorithm.skips_rows:
+            batch = skip_zero_advantage(batch, algorithm.num_minibatches)
         with world.timed("logprobs", seconds):
             batch = with_old_and_ref_logprobs(run, batch)
         if config.debug:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
-        # The old log-probs that the loss uses; the first pass over the batch writes them.
-        old_BT = torch.zeros_like(batch.sampling_logprobs_BT)
+        # The old log-probs that the loss uses; the first pass over the batch writes them. Rows that are not computed keep the sampler's.
+        old_BT = batch.sampling_logprobs_BT.clone()
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
                 for minibatch in run.reporter.progress("update", minibatches(batch, algorithm.num_minibatches)):
@@ -168,7 +172,9 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
     options = algorithm.loss_options | averaging
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would give the tokens of a rank with
     # fewer of them more weight, and the gradient would depend on how the batch is divided.
-    denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
+    own_denominator = loss_denominator(minibatch.loss_mask_BT, **averaging)
+    denominator = world.sum(own_denominator).clamp(min=1)
+    metrics.add("loss", 0.0, own_denominator)
     for micro, is_last in microbatches(minibatch, run.tokens_per_microbatch, packed=run.packed):
         with gradient_sync(run.scorer, enabled=is_last):
             with run.policy.autocast():
@@ -178,7 +184,7 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
             loss_sum, stats = policy_loss(*inputs, ref_logprobs_BT=micro.ref_logprobs_BT, **options)
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
         metrics.add_all(stats)
-        metrics.add("loss", loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging))
+        metrics.add("loss", loss_sum.detach(), 0.0)
         add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, first_pass=first_pass_BT is not None)
         if first_pass_BT is not None:
             first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT

@@ -30,6 +30,8 @@ class AlgorithmConfig(Section):
     """Subtracted from each reward: mean of the group, mean of the other completions of the group, or 0."""
     scale: Scale = "group"
     """Divides the reward less its baseline: standard deviation of the group, of the whole batch, or 1."""
+    advantage_eps: float = Field(1e-4, ge=0)
+    """Added to the scale that divides, so that almost equal rewards do not give huge advantages."""
     aggregation: Aggregation = "response_mean"
     """Average that the loss is: over tokens, then responses; over all tokens; or the sum / (responses x max_completion_length)."""
     importance_level: ImportanceLevel = "token"
@@ -48,6 +50,9 @@ class AlgorithmConfig(Section):
     """Passes over the completions of a step."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass."""
+    skip_zero_advantage: bool = True
+    """At beta 0, do not compute the log-probs and updates of completions with advantage 0, which have no gradient. Then entropy, ratio,
+    the clip shares and sampling/logprob_difference are means over the other completions."""
     mask_truncated_completions: bool = False
     """Leave truncated completions out of the loss."""
     dynamic_sampling: bool = False
@@ -83,6 +88,11 @@ class AlgorithmConfig(Section):
     def updates_per_step(self) -> int:
         """Optimizer updates from the completions of one step."""
         return self.num_iterations * self.num_minibatches
+
+    @property
+    def skips_rows(self) -> bool:
+        """True if completions with advantage 0 are not computed: with a KL term they have a gradient too."""
+        return self.skip_zero_advantage and self.beta == 0
 
     @property
     def clip_high(self) -> float:

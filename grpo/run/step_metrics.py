@@ -6,6 +6,7 @@ Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` ro
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def kept_completions(
     run: Run, groups: list[Group], batch: Batch, values_PGF: Tensor, rewards_PG: Tensor, advantages_PG: Tensor
 ) -> list[dict[str, Any]]:
     """Records of a few completions of the step that is complete, scored once more under the updated weights."""
-    kept = batch.select(slice(0, run.config.logging.log_completions))
+    kept = replace(batch.select(slice(0, run.config.logging.log_completions)), computed_B=None)
     return sample_records(
         groups,
         values_PGF,
