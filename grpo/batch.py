@@ -98,11 +98,13 @@ class Batch:
     row_B: Tensor
     """Index of each row in this rank's batch of the step; a minibatch or micro-batch keeps it."""
     sampling_logprobs_BT: Tensor
-    """Log-probs as computed while sampling, to compare the scored ones with; the loss does not use them."""
+    """Log-probs as computed while sampling, to compare the scored ones with, and for the loss's corrections of their difference."""
     old_logprobs_BT: Tensor | None = None
     """Log-probs under the policy that sampled; None: the policy has not been updated since."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model; None: there is no KL term."""
+    policy_mask_BT: Tensor | None = None
+    """True at the tokens that have a policy term; None: all that are trained on."""
     computed_B: Tensor | None = None
     """True at the rows that scoring and updates compute; the others have advantage 0 and no influence. None: all rows."""
 
@@ -118,6 +120,12 @@ class Batch:
     def scorer_inputs(self) -> tuple[Tensor, ...]:
         """The arguments of :class:`grpo.logprobs.CompletionScorer`."""
         return self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
+
+    @property
+    def loss_inputs(self) -> dict[str, Tensor | None]:
+        """The optional tensors of :func:`grpo.loss.policy_loss`."""
+        names = ("ref_logprobs_BT", "sampling_logprobs_BT", "policy_mask_BT")
+        return {name: getattr(self, name) for name in names}
 
     def select(self, rows: Tensor | slice) -> "Batch":
         """The batch of these rows only, padded to the longest of them."""

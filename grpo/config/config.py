@@ -40,7 +40,7 @@ class Config(schema.Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         a, prompts, minibatches = self.algorithm, self.rollout.prompts_per_step, self.algorithm.num_minibatches
-        if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale == "group"):
+        if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale in ("group", "mean")):
             raise ValueError(
                 f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
                 f"algorithm.scale={a.scale}: use num_generations >= 2, or baseline=none with scale=none"

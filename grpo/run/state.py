@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from grpo.distributed import World
 from grpo.evaluation.collect import evaluate
 from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
+from grpo.loss import entropy_threshold
 from grpo.model import Policy
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups, with_logged
@@ -88,6 +89,13 @@ class Run:
                     whole_BT[rows.to(scored_bt.device), : scored_bt.shape[1]] = scored_bt
                 bar.update(len(rows))
         return logprobs_BT, entropies_BT
+
+    def top_entropy_mask(self, batch: Batch) -> torch.Tensor:
+        """``[B, T]`` True at the share ``algorithm.top_entropy_quantile`` of the tokens to train on, over all ranks, with the most entropy."""
+        _, entropies_BT = self.logprobs_and_entropies(self.bare_scorer, replace(batch, computed_B=None))
+        gathered = self.world.gather_objects(entropies_BT[batch.loss_mask_BT].cpu())
+        threshold = entropy_threshold(torch.cat(gathered), self.config.algorithm.top_entropy_quantile)
+        return batch.loss_mask_BT & (entropies_BT >= threshold.to(entropies_BT.device))
 
     @property
     def trainer_state(self) -> TrainerState:

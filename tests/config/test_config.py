@@ -165,6 +165,10 @@ PRESET_TABLE = {  # objective, baseline, scale, aggregation, level, epsilon low 
     "dapo": ("clip", "mean", "group", "token_mean", "token", 0.2, 0.28, 0.0, True),
     "gspo": ("clip", "mean", "group", "response_mean", "sequence", 3e-4, 4e-4, 0.0, False),
     "cispo": ("cispo", "mean", "group", "token_mean", "token", 0.2, 5.0, 0.0, False),
+    "maxrl": ("clip", "mean", "mean", "response_mean", "token", 0.2, 0.2, 0.0, False),
+    "gdpo": ("clip", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.0, False),
+    "sapo": ("sapo", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.0, False),
+    "dppo_tv": ("dppo_tv", "mean", "none", "constant", "token", 0.15, 0.15, 0.0, False),
     "rloo": ("reinforce", "leave_one_out", "none", "response_mean", "token", 0.2, 0.2, 0.0, False),
     "reinforce": ("reinforce", "none", "none", "response_mean", "token", 0.2, 0.2, 0.0, False),
     "reinforce_baseline": ("reinforce", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.0, False),
@@ -178,6 +182,7 @@ def test_every_preset(file, name):
     found = (a.objective, a.baseline, a.scale, a.aggregation, a.importance_level, a.epsilon, a.clip_high, a.beta)
     assert (*found, a.dynamic_sampling) == PRESET_TABLE[name]
     assert (a.kl_estimator, a.delta, a.num_iterations, a.num_minibatches) == ("k3", None, 1, 1)
+    assert a.sums_advantages == (name == "gdpo") and a.sampler_correction == "none" and not a.without_effect
 
     rewards = load_config(["--debug", f"algorithm.name={name}"]).reward.functions
     assert [f.name for f in rewards].count("soft_overlong") == (name == "dapo")
@@ -202,10 +207,11 @@ def test_loss_options_are_all_that_the_loss_takes_from_the_configuration():
         ["algorithm.name=gspo", "algorithm.delta=1.5", "algorithm.kl_estimator=k1"]
     ).algorithm.loss_options
     keywords = {p.name for p in inspect.signature(policy_loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert set(options) == keywords - {"ref_logprobs_BT", "max_length"}
+    assert set(options) == {name for name in keywords if not name.endswith("_BT")} - {"max_length"}
     assert options == dict(
         objective="clip", importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, delta=1.5, beta=0.0,
-        kl_estimator="k1", aggregation="response_mean",
+        kl_estimator="k1", aggregation="response_mean", unbiased_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        sampler_correction="none", sampler_correction_min=None, sampler_correction_max=3.0, off_policy_mask_threshold=None,
     )  # fmt: skip
 
 
