@@ -139,6 +139,7 @@ def many_rows(seed=0, P=6, G=4):
         batch,
         old_logprobs_BT=(number_B1 + 0.25) * batch.completion_mask_BT,
         ref_logprobs_BT=(number_B1 + 0.5) * batch.completion_mask_BT,
+        policy_mask_BT=batch.completion_mask_BT & (number_B1 % 2 == 0),
         computed_B=torch.ones(P * G, dtype=torch.bool),
     )
 

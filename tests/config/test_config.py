@@ -351,7 +351,7 @@ def test_an_unknown_key_of_a_reward_is_refused():
         ("algorithm.beta=-0.1", "greater than or equal to 0"),
         ("algorithm.ref_sync_alpha=0", "greater than 0"),
         ("algorithm.name=ppo", "'grpo', 'dr_grpo', 'dapo'"),
-        ("algorithm.objective=ppo", "'clip', 'cispo' or 'reinforce'"),
+        ("algorithm.objective=ppo", "'clip', 'cispo', 'sapo', 'dppo_tv' or 'reinforce'"),
         ("algorithm.kl_estimator=k4", "'k1', 'k2' or 'k3'"),
         ("seed=-1", "greater than or equal to 0"),
         (f"seed={2**63}", "less than"),
@@ -412,6 +412,14 @@ def test_every_mistake_is_reported_at_once(file):
     ("argv", "parts"),
     [
         (["rollout.num_generations=1"], ["num_generations=1", ">= 2", "baseline=none"]),
+        (["algorithm.name=gdpo", "algorithm.scale=none"], ["normalize_then_sum", "baseline=mean and scale=group"]),
+        (["algorithm.name=dppo_tv", "algorithm.importance_level=sequence"], ["dppo_tv", "importance_level=sequence"]),
+        (["algorithm.name=dppo_tv", "algorithm.sampler_correction=token_mask"], ["dppo_tv", "token_mask"]),
+        (["algorithm.sampler_correction_min=3"], ["sampler_correction_min=3", "below sampler_correction_max=3"]),
+        (
+            ["algorithm.sampler_correction=token_truncate", "algorithm.sampler_correction_max=null"],
+            ["needs sampler_correction_min"],
+        ),
         (["rollout.num_generations=1", "algorithm.name=rloo"], ["num_generations=1", "leave_one_out"]),
         (["algorithm.name=rloo", "algorithm.num_iterations=2"], ["reinforce", "num_iterations=2", "clip"]),
         (["algorithm.name=reinforce", "algorithm.num_minibatches=2"], ["reinforce", "num_minibatches=2"]),
