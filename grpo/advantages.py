@@ -59,7 +59,7 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
     """``[P, G]`` advantages of GDPO: each reward function is normalised for itself, so that one with a wide spread does not drown the others.
 
     For each function, ``(value - mean) / (std + eps)`` over the group, as by :func:`group_advantages`; their sum with ``weights``; then
-    ``(sum - mean) / (std + eps)`` over the whole batch (GDPO, eqs. 4 to 6). A group whose values are equal in every function gets exactly 0.
+    ``(sum - mean) / (std + eps)`` over the whole batch (GDPO, arXiv 2601.05242). A group whose values are equal in every function gets exactly 0.
 
     Args:
         values_PGF: ``[P, G, F]`` of the problems of all ranks. A NaN does not influence the others; a completion without a value of any

@@ -60,7 +60,7 @@ class AlgorithmConfig(Section):
     delta: float | None = Field(None, gt=1)
     """Upper bound of the importance ratio where objective=clip does not clip it, for negative advantages; none: no bound."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
-    """How fast the gradient of objective=sapo fades as the importance ratio leaves 1, for positive advantages."""
+    """Steepness with which the gradient of objective=sapo fades as the importance ratio leaves 1, for positive advantages."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
     """The same for other advantages."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)

@@ -54,7 +54,7 @@ def policy_loss(
         epsilon_high: importance ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: above ``1 + epsilon``.
         delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2); ``None``: no bound.
         beta: weight of the KL to the reference.
-        sapo_temperature_pos, sapo_temperature_neg: how fast the gradient of ``sapo`` fades, where the advantage is positive and elsewhere.
+        sapo_temperature_pos, sapo_temperature_neg: see :func:`grpo.loss.objectives.sapo_loss`.
         kl_estimator: ``k1``, ``k2`` or ``k3``; see :func:`kl_estimate`.
         aggregation: with ``response_mean`` each row's loss is its mean over tokens, otherwise its sum.
         max_length: bound on the length of completions, in tokens; needed by ``constant``, for the denominator.

@@ -2,7 +2,8 @@
 
 torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED,ROWS ...
 
-PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0) or skip (beta 0, without the rows of advantage 0).
+PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0) or entropy (skip, with the
+policy term of the fifth of the tokens with the highest entropy).
 """
 
 import sys
@@ -76,7 +77,8 @@ def main(output: str, model: str, *cuts: str) -> None:
     for cut in cuts:
         aggregation, tokens, packed, rows = cut.split(",")
         beta = config.algorithm.beta if rows == "kl" else 0.0
-        algorithm = {"aggregation": aggregation, "beta": beta, "skip_zero_advantage": rows == "skip"}
+        algorithm = {"aggregation": aggregation, "beta": beta, "skip_zero_advantage": rows in ("skip", "entropy")}
+        algorithm["top_entropy_quantile"] = 0.2 if rows == "entropy" else 1.0
         changed = config.model_copy(
             update={
                 "algorithm": config.algorithm.model_copy(update=algorithm),

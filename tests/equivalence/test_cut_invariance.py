@@ -30,6 +30,7 @@ def results(tmp_path_factory, random_model) -> dict:
             arguments += [f"{aggregation},{tokens},{packed},kl" for tokens, packed in cuts]
             arguments += [f"{aggregation},{tokens},{packed},skip" for tokens, packed in SKIPPED[ranks]]
             arguments += [f"{aggregation},{ALL_ROWS},packed,all"] * (ranks == 1)
+        arguments += [f"token_mean,{tokens},{packed},entropy" for tokens, packed in SKIPPED[ranks]]
         done = run_forked(SCRIPT, arguments, ranks=ranks, timeout=240, env=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         for cut, result in torch.load(folder / f"{ranks}.pt").items():
@@ -66,6 +67,14 @@ def test_update_is_the_same_without_the_rows_of_advantage_0(results, aggregation
             for name in ("loss", "grad_norm"):
                 assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, ranks, cut)
             assert other_metrics["entropy"] != pytest.approx(metrics["entropy"], rel=1e-6)  # over fewer rows
+
+
+def test_the_tokens_of_highest_entropy_are_the_same_however_it_is_cut(results):
+    whole, _ = results["token_mean", 1, *SKIPPED[1][0], "entropy"]
+    for ranks, cuts in SKIPPED.items():
+        for cut in cuts:
+            assert relative_difference(whole, results["token_mean", ranks, *cut, "entropy"][0]) < 1e-10, (ranks, cut)
+    assert relative_difference(whole, results["token_mean", *WHOLE, "all"][0]) > 1e-2  # some tokens are left out
 
 
 def test_a_wrong_denominator_would_be_seen(results):
