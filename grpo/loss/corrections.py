@@ -56,7 +56,7 @@ def kept_sequences(
     kl_B1 = difference_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
     kept_B1 = (A_B1 >= 0) | (kl_B1 <= threshold)
     has_tokens_B1 = mask_BT.any(dim=1, keepdim=True)
-    return kept_B1, {"frac_off_policy_masked": ((has_tokens_B1 & ~kept_B1).sum(), has_tokens_B1.sum())}
+    return kept_B1, {"sampling/off_policy_masked": ((has_tokens_B1 & ~kept_B1).sum(), has_tokens_B1.sum())}
 
 
 def entropy_threshold(entropies_N: Tensor, share: float) -> Tensor:

@@ -67,7 +67,7 @@ def policy_loss(
     Returns:
         ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over micro-batches and ranks.
         ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``; with a reference ``kl``; with a
-        sampler correction ``sampling/importance_sampling_ratio/...``; with a mask threshold ``frac_off_policy_masked``. Each is (sum, count) over
+        sampler correction ``sampling/importance_sampling_ratio/...``; with a mask threshold ``sampling/off_policy_masked``. Each is (sum, count) over
         the tokens to train on (sequence corrections and the mask: over completions), without gradient.
 
     Raises:

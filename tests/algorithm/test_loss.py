@@ -244,7 +244,7 @@ def test_off_policy_sequence_mask_by_hand():
         expected_BT = plain_BT.clone()
         expected_BT[dropped] = 0
         assert torch.equal(gradient_BT, expected_BT)
-        total, count = stats["frac_off_policy_masked"]
+        total, count = stats["sampling/off_policy_masked"]
         assert (total.item(), count.item()) == (len(dropped), 4)
 
 
