@@ -574,7 +574,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys):
         assert lines[number + 1].startswith("    ") and len(lines[number + 1].split()) >= 2, key
     assert "rollout.temperature  (float; default 1.0)" in lines
     assert "algorithm.epsilon_high  (float | none; default none)" in lines
-    assert "algorithm.objective  (clip | cispo | reinforce; default clip)" in lines
+    assert "algorithm.objective  (clip | cispo | sapo | dppo_tv | reinforce; default clip)" in lines
 
 
 @pytest.mark.parametrize(
