@@ -18,8 +18,8 @@ import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets envi
 import torch
 from torch import Tensor
 
-from grpo.advantages import group_advantages, has_no_advantage
-from grpo.batch import Batch, Group, collate, microbatches, minibatches
+from grpo.advantages import group_advantages, has_no_advantage, normalize_then_sum
+from grpo.batch import Batch, Group, collate, microbatches, minibatches, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.loss import loss_denominator, policy_loss
@@ -64,17 +64,22 @@ def train(run: Run) -> None:
             torch.manual_seed(derive_seed(config.seed, "dropout", step, world.rank))
 
         groups, values_PGF, rewards_PG = sample_and_score(run, step, seconds, metrics)
-        all_rewards_PG = world.gather_rows(rewards_PG)
-        all_advantages_PG = group_advantages(all_rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
+        all_values_PGF, all_rewards_PG = world.gather_rows(values_PGF), world.gather_rows(rewards_PG)
+        if algorithm.sums_advantages:
+            all_advantages_PG = normalize_then_sum(all_values_PGF, run.rewards.weights, eps=algorithm.advantage_eps)
+        else:
+            all_advantages_PG = group_advantages(all_rewards_PG, **algorithm.advantage_options)
         advantages_PG = world.own_rows(all_advantages_PG)
         options = dict(device=world.device, mask_truncated=algorithm.mask_truncated_completions)
         batch = collate(groups, advantages_PG, pad_id=run.policy.pad_id, **options)
+        if algorithm.skips_rows:
+            batch = skip_zero_advantage(batch, algorithm.num_minibatches)
         with world.timed("logprobs", seconds):
             batch = with_old_and_ref_logprobs(run, batch)
         if config.debug:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
-        # The old log-probs that the loss uses; the first pass over the batch writes them.
-        old_BT = torch.zeros_like(batch.sampling_logprobs_BT)
+        # The old log-probs that the loss uses; the first pass over the batch writes them. Rows that are not computed keep the sampler's.
+        old_BT = batch.sampling_logprobs_BT.clone()
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
                 for minibatch in run.reporter.progress("update", minibatches(batch, algorithm.num_minibatches)):
@@ -84,7 +89,7 @@ def train(run: Run) -> None:
 
         metrics.maximum("step_time", time.perf_counter() - started)
         finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
-        line = step_line(run, groups, world.gather_rows(values_PGF), all_rewards_PG, metrics, seconds)
+        line = step_line(run, groups, all_values_PGF, all_rewards_PG, metrics, seconds)
         progress.complete_step(line)
         scored = replace(batch, old_logprobs_BT=old_BT)
         report_details(run, groups, scored, values_PGF, all_rewards_PG, metrics)
@@ -130,7 +135,8 @@ def sample_and_score(
         rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
         if not algorithm.dynamic_sampling or attempt == algorithm.dynamic_sampling_attempts:
             break
-        replaced_P = has_no_advantage(rewards_PG, baseline=algorithm.baseline, scale=algorithm.scale)
+        compared = values_PGF * torch.tensor(run.rewards.weights) if algorithm.sums_advantages else rewards_PG
+        replaced_P = has_no_advantage(compared, baseline=algorithm.baseline, scale=algorithm.scale)
         substitutes = {p: run.problems.substitute(step, p, attempt) for p in replaced_P.nonzero().flatten().tolist()}
         missing = [p for p, problem in substitutes.items() if problem is not None]
         for p in missing:
@@ -149,13 +155,18 @@ def weighted_sum(values_PGF: Tensor, weights: list[float]) -> Tensor:
 
 def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
     """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without gradient."""
-    old_BT = ref_BT = None
-    # With one update per rollout, old = new.detach() has the same values and saves a forward pass.
-    if run.config.algorithm.updates_per_step > 1:
+    algorithm, old_BT, ref_BT, policy_mask_BT = run.config.algorithm, None, None, None
+    if algorithm.top_entropy_quantile < 1:
+        policy_mask_BT = run.top_entropy_mask(batch)
+    if algorithm.objective == "dppo_tv":  # bounds the distance to the sampler itself
+        old_BT = batch.sampling_logprobs_BT
+    elif (
+        algorithm.updates_per_step > 1
+    ):  # with one update per rollout, old = new.detach() has the same values and saves a forward pass
         old_BT = run.logprobs(run.bare_scorer, batch)
     if run.ref_scorer is not None:
         ref_BT = run.logprobs(run.ref_scorer, batch)
-    return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT)
+    return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT, policy_mask_BT=policy_mask_BT)
 
 
 def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: Tensor | None) -> None:
@@ -168,17 +179,19 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
     options = algorithm.loss_options | averaging
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would give the tokens of a rank with
     # fewer of them more weight, and the gradient would depend on how the batch is divided.
-    denominator = world.sum(loss_denominator(minibatch.loss_mask_BT, **averaging)).clamp(min=1)
+    own_denominator = loss_denominator(minibatch.loss_mask_BT, **averaging)
+    denominator = world.sum(own_denominator).clamp(min=1)
+    metrics.add("loss", 0.0, own_denominator)
     for micro, is_last in microbatches(minibatch, run.tokens_per_microbatch, packed=run.packed):
         with gradient_sync(run.scorer, enabled=is_last):
             with run.policy.autocast():
                 new_BT, entropy_BT = run.scorer(*micro.scorer_inputs)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
             inputs = new_BT, old_BT, micro.advantages_B, micro.loss_mask_BT
-            loss_sum, stats = policy_loss(*inputs, ref_logprobs_BT=micro.ref_logprobs_BT, **options)
+            loss_sum, stats = policy_loss(*inputs, **micro.loss_inputs, **options)
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
         metrics.add_all(stats)
-        metrics.add("loss", loss_sum.detach(), loss_denominator(micro.loss_mask_BT, **averaging))
+        metrics.add("loss", loss_sum.detach(), 0.0)
         add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, first_pass=first_pass_BT is not None)
         if first_pass_BT is not None:
             first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT

@@ -1,6 +1,6 @@
 """Learning of every preset of docs/algorithm.md on a tiny task (arithmetic): same initial model, same steps, several seeds.
 
-    python benchmarks/presets_learn.py                        8 presets x 3 seeds x 100 steps
+    python benchmarks/presets_learn.py                        12 presets x 3 seeds x 100 steps
     python benchmarks/presets_learn.py --steps 3 --seeds 0    a quick check
     python benchmarks/presets_learn.py --config configs/tiny_countdown.yaml --output benchmarks/results/presets_learn_countdown.json
 
@@ -21,7 +21,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_baseline")
+sys.path.insert(0, str(ROOT))
+
+import grpo.config
+
+PRESETS = tuple(grpo.config.PRESETS)
 MEASURED = ("eval/greedy_accuracy", "eval/mean@8", "eval/pass@8", "eval/format")
 
 

@@ -4,6 +4,7 @@
     python benchmarks/update.py --model DIR --points "4:256:256 8:256:256 16:256:256 8:256:64 8:64:256"
     python benchmarks/update.py --model DIR --vocabulary 151936 --points "8:256:64 8:256:128 8:256:256"
     python benchmarks/update.py --shape qwen2.5-0.5b --device cuda
+    python benchmarks/update.py --model DIR --equal-groups 2    of the 4 groups, 2 have advantage 0 and are skipped
 
 A point is group:prompt:longest completion, in tokens. Each measurement has a fresh process, and the two sides alternate. Tokens are completion
 tokens, the same number on both sides. Utilisation is relative to a large matrix product on this machine with the same threads and precision. The
@@ -31,7 +32,7 @@ def measure(a) -> dict[str, float]:
     import torch
     from rollout import load
 
-    from grpo.batch import Completion, Group, Problem, collate, microbatches
+    from grpo.batch import Completion, Group, Problem, collate, microbatches, skip_zero_advantage
     from grpo.logprobs import CompletionScorer
 
     torch.set_num_threads(a.threads)
@@ -51,7 +52,9 @@ def measure(a) -> dict[str, float]:
         Group(Problem(p, "", ids(a.prompt)), tuple(Completion(ids(n), "", True) for n in row))
         for p, row in enumerate(lengths)
     ]
-    batch = collate(groups, torch.zeros(a.prompts, a.group), pad_id=0, device=device)
+    advantages_PG = torch.ones(a.prompts, a.group)
+    advantages_PG[: a.equal_groups] = 0
+    batch = skip_zero_advantage(collate(groups, advantages_PG, pad_id=0, device=device))
 
     def run() -> None:
         for micro, _ in microbatches(batch, a.tokens_per_microbatch, packed=scorer.packed):
@@ -111,6 +114,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--equal-groups", type=int, default=0, help="prompts whose completions have advantage 0")
     parser.add_argument(
         "--points", default="8:256:256", help="lengths are uniform between a quarter of the longest and the longest"
     )

@@ -1,4 +1,6 @@
-"""Advantages from rewards. Pure functions. Shapes: ``P`` problems, ``G`` completions of each problem."""
+"""Advantages from rewards. Pure functions. Shapes: ``P`` problems, ``G`` completions of each problem, ``F`` reward functions."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,22 +14,22 @@ def group_advantages(
     """The advantage of each completion: ``A = (reward - baseline) / scale``.
 
     GRPO (DeepSeekMath, section 4.1) subtracts the group's mean and divides by the group's standard deviation; Dr. GRPO does not
-    divide; RLOO subtracts the mean of the other completions of the group.
+    divide; RLOO subtracts the mean of the other completions of the group; MaxRL divides by the group's mean.
 
     Args:
         rewards_PG: ``[P, G]`` rewards. NaN marks a completion that could not be scored. With ``scale="batch"`` these must be the
             problems of all ranks, because one standard deviation over all of them is the divisor.
         baseline: ``mean`` of the group; ``leave_one_out``: mean of the other completions of the group; ``none``: 0.
-        scale: standard deviation (n - 1) of the ``group`` or of the whole ``batch``, plus ``eps``; ``none``: 1.
-        eps: added to the standard deviation, in units of reward.
+        scale: standard deviation (n - 1) of the ``group`` or of the whole ``batch``, or the group's ``mean``, plus ``eps``; ``none``: 1.
+        eps: added to the standard deviation or mean, in units of reward.
 
     Returns:
         ``[P, G]`` advantages, fp32 or wider. A completion that could not be scored gets 0 and does not influence the others. Where
         all rewards of a group (with ``scale="batch"``: of the batch) are equal, the advantage is exactly 0.
 
     Raises:
-        ValueError: if the shape is not ``[P, G]``, a reward is infinite, a name is unknown, or ``G == 1`` with a baseline (the
-            only completion of a group has nothing to be compared with).
+        ValueError: if the shape is not ``[P, G]``, a reward is infinite, or negative with ``scale="mean"``, a name is unknown, or
+            ``G == 1`` with a baseline (the only completion of a group has nothing to be compared with).
     """
     _check(rewards_PG, baseline, scale)
     # At least fp32: half precision would round away the small differences between rewards that the advantages are made of.
@@ -47,12 +49,35 @@ def group_advantages(
     elif scale == "batch":
         advantages_PG = advantages_PG / (_std(rewards_PG.flatten(), scored_PG.flatten(), dim=0) + eps)
         is_zero_PG = is_zero_PG | _all_equal(rewards_PG.flatten(), scored_PG.flatten(), dim=0)
+    elif scale == "mean":
+        advantages_PG = advantages_PG / (_baseline(rewards_PG, scored_PG, "mean") + eps)
+        is_zero_PG = is_zero_PG | (rewards_PG.sum(dim=1, keepdim=True) == 0)  # 0 / 0 with eps 0
     return advantages_PG.masked_fill(is_zero_PG, 0.0).to(dtype)
 
 
+def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: float = 1e-4) -> Tensor:
+    """``[P, G]`` advantages of GDPO: each reward function is normalised for itself, so that one with a wide spread does not drown the others.
+
+    For each function, ``(value - mean) / (std + eps)`` over the group, as by :func:`group_advantages`; their sum with ``weights``; then
+    ``(sum - mean) / (std + eps)`` over the whole batch (GDPO, arXiv 2601.05242). A group whose values are equal in every function gets exactly 0.
+
+    Args:
+        values_PGF: ``[P, G, F]`` of the problems of all ranks. A NaN does not influence the others; a completion without a value of any
+            function with a weight gets 0.
+    """
+    weights_F = torch.tensor(weights, dtype=torch.double)
+    normalized = [group_advantages(values_PG.double(), eps=eps) for values_PG in values_PGF.unbind(dim=-1)]
+    weighted_PGF = torch.stack(normalized, dim=-1) * weights_F
+    is_scored_PG = ~(values_PGF.isnan() | (weights_F == 0)).all(dim=-1)
+    sums_PG = weighted_PGF.sum(dim=-1).masked_fill(~is_scored_PG, torch.nan)
+    advantages_PG = group_advantages(sums_PG.view(1, -1), eps=eps).view(sums_PG.shape)  # the whole batch as one group
+    is_equal_P = (weighted_PGF == 0).flatten(1).all(dim=1)
+    return advantages_PG.masked_fill(is_equal_P[:, None], 0.0).to(torch.promote_types(values_PGF.dtype, torch.float32))
+
+
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
-    """``[P]`` booleans: True where all rewards of a group are equal, or none is a number."""
-    return _all_equal(rewards_PG, ~torch.isnan(rewards_PG), dim=1).squeeze(1)
+    """``[P]`` booleans: True where all rewards of a group are equal, or none is a number; of ``[P, G, F]`` those of each function."""
+    return _all_equal(rewards_PG, ~torch.isnan(rewards_PG), dim=1).flatten(1).all(dim=1)
 
 
 def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
@@ -77,6 +102,12 @@ def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
         )
     if torch.isinf(rewards_PG).any():
         raise ValueError(f"rewards must be finite or NaN, got {rewards_PG.tolist()}")
+    if scale == "mean" and (rewards_PG < 0).any():
+        lowest = rewards_PG[~torch.isnan(rewards_PG)].min().item()
+        raise ValueError(
+            f"algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, got {lowest:g}: "
+            "change the rewards or their weights, or take algorithm.scale=group"
+        )
 
 
 def _baseline(rewards_PG: Tensor, scored_PG: Tensor, baseline: Baseline) -> Tensor | float:

@@ -126,13 +126,17 @@ class Batch:
     row_B: Tensor
     """Index of each row in this rank's batch of the step; a minibatch or micro-batch keeps it."""
     sampling_logprobs_BT: Tensor
-    """Log-probs as computed while sampling, to compare the scored ones with; the loss does not use them."""
+    """Log-probs as computed while sampling, to compare the scored ones with, and for the loss's corrections of their difference."""
     old_logprobs_BT: Tensor | None = None
     """Log-probs under the policy that sampled; None: the policy has not been updated since."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model; None: there is no KL term."""
     kept: KeptTokens | None = None
     """The tokens that could be drawn at each position: log-probs are those of a softmax over these; None: over the vocabulary."""
+    policy_mask_BT: Tensor | None = None
+    """True at the tokens that have a policy term; None: all that are trained on."""
+    computed_B: Tensor | None = None
+    """True at the rows that scoring and updates compute; the others have advantage 0 and no influence. None: all rows."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids_BS)
@@ -147,6 +151,12 @@ class Batch:
         """The arguments of :class:`grpo.logprobs.CompletionScorer`."""
         inputs = self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
         return inputs if self.kept is None else (*inputs, self.kept)
+
+    @property
+    def loss_inputs(self) -> dict[str, Tensor | None]:
+        """The optional tensors of :func:`grpo.loss.policy_loss`."""
+        names = ("ref_logprobs_BT", "sampling_logprobs_BT", "policy_mask_BT")
+        return {name: getattr(self, name) for name in names}
 
     def select(self, rows: Tensor | slice) -> "Batch":
         """The batch of these rows only, padded to the longest of them."""
@@ -213,6 +223,18 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
     return [batch.select(slice(m * n, (m + 1) * n)) for m in range(count)]
 
 
+def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
+    """The batch with the rows of advantage 0 marked as not to be computed (``computed_B``). Without a KL term they have no gradient.
+
+    Of a minibatch in which no row has an advantage, the shortest row is computed: DDP needs a backward pass of every rank.
+    """
+    has_advantage_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
+    shortest_M = batch.lengths_B.view(num_minibatches, -1).argmin(dim=1)
+    is_spare_Mn = torch.arange(has_advantage_Mn.shape[1], device=shortest_M.device) == shortest_M[:, None]
+    computed_Mn = has_advantage_Mn | (is_spare_Mn & ~has_advantage_Mn.any(dim=1, keepdim=True))
+    return replace(batch, computed_B=computed_Mn.flatten())
+
+
 def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iterator[tuple[Batch, bool]]:
     """``(micro-batch, is_last)`` for each part of :func:`microbatch_rows`."""
     parts = microbatch_rows(batch, max_tokens, packed=packed)
@@ -221,7 +243,7 @@ def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iter
 
 
 def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
-    """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens.
+    """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens. Only rows of ``computed_B``.
 
     With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group. Otherwise rows are sorted by length, and
     padding tokens count. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one micro-batch, because
@@ -230,8 +252,8 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
     prompts, lengths, groups = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), batch.group_B.tolist()
     parts: list[list[int]] = [[]]
     used = 0  # tokens of the last part
-    order = range(len(batch)) if packed else sorted(range(len(batch)), key=lengths.__getitem__)
-    for b in order:
+    rows = range(len(batch)) if batch.computed_B is None else batch.computed_B.nonzero().flatten().tolist()
+    for b in rows if packed else sorted(rows, key=lengths.__getitem__):
         part = parts[-1]
         if not packed:  # sorted by length: the rows before b are padded to its length
             used = (len(part) + 1) * lengths[b]

@@ -2,12 +2,14 @@
 
 from typing import Any, Literal, get_args
 
-Objective = Literal["clip", "cispo", "reinforce"]
+Objective = Literal["clip", "cispo", "sapo", "dppo_tv", "reinforce"]
 Baseline = Literal["mean", "leave_one_out", "none"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "mean", "none"]
+MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 Aggregation = Literal["response_mean", "token_mean", "constant"]
 ImportanceLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
+SamplerCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -4,16 +4,30 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from grpo.choices import Aggregation, Baseline, ImportanceLevel, KLEstimator, Objective, Scale
+from grpo.choices import (
+    Aggregation,
+    Baseline,
+    ImportanceLevel,
+    KLEstimator,
+    MultiObjectiveAggregation,
+    Objective,
+    SamplerCorrection,
+    Scale,
+)
 from grpo.config.schema import Section
 
 _GRPO = dict(objective="clip", baseline="mean", scale="group", aggregation="response_mean", importance_level="token")
+_DPPO = dict(objective="dppo_tv", scale="none", aggregation="constant", epsilon=0.15, epsilon_high=0.15)
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": _GRPO,
     "dr_grpo": _GRPO | dict(scale="none", aggregation="constant", beta=0.0),
     "dapo": _GRPO | dict(aggregation="token_mean", epsilon_high=0.28, beta=0.0, dynamic_sampling=True),
     "gspo": _GRPO | dict(importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, beta=0.0),
     "cispo": _GRPO | dict(objective="cispo", aggregation="token_mean", epsilon_high=5.0, beta=0.0),
+    "maxrl": _GRPO | dict(scale="mean", beta=0.0),
+    "gdpo": _GRPO | dict(multi_objective_aggregation="normalize_then_sum", beta=0.0),
+    "sapo": _GRPO | dict(objective="sapo", beta=0.0),
+    "dppo_tv": _GRPO | _DPPO | dict(beta=0.0),
     "rloo": _GRPO | dict(objective="reinforce", baseline="leave_one_out", scale="none", beta=0.0),
     "reinforce": _GRPO | dict(objective="reinforce", baseline="none", scale="none", beta=0.0),
     "reinforce_baseline": _GRPO | dict(objective="reinforce", beta=0.0),
@@ -25,29 +39,54 @@ class AlgorithmConfig(Section):
     name: Literal[tuple(PRESETS)] = "grpo"  # type: ignore[valid-type]
     """Preset that sets other keys of this section; keys that you set yourself win."""
     objective: Objective = "clip"
-    """Loss of each token: PPO's clipped surrogate, CISPO's weighted log-prob, or REINFORCE."""
+    """Loss of each token: PPO's clipped surrogate, CISPO's weighted log-prob, SAPO's soft gate, DPPO's bound on the change of a probability,
+    or REINFORCE."""
     baseline: Baseline = "mean"
     """Subtracted from each reward: mean of the group, mean of the other completions of the group, or 0."""
     scale: Scale = "group"
-    """Divides the reward less its baseline: standard deviation of the group, of the whole batch, or 1."""
+    """Divides the reward less its baseline: standard deviation of the group or of the whole batch, mean of the group (MaxRL), or 1."""
+    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
+    """With several rewards: advantages of their weighted sum, or the weighted sum of the advantages of each (GDPO)."""
+    advantage_eps: float = Field(1e-4, ge=0)
+    """Added to the scale that divides, so that almost equal rewards do not give huge advantages."""
     aggregation: Aggregation = "response_mean"
     """Average that the loss is: over tokens, then responses; over all tokens; or the sum / (responses x max_completion_length)."""
     importance_level: ImportanceLevel = "token"
     """One importance ratio per token, or one per response (GSPO)."""
     epsilon: float = Field(0.2, ge=0)
-    """Importance ratios below 1 - epsilon are clipped (objective=clip)."""
+    """Importance ratios below 1 - epsilon are clipped (objective=clip); with dppo_tv, probabilities that fell by more than epsilon."""
     epsilon_high: float | None = Field(None, ge=0)
-    """Importance ratios above 1 + epsilon_high are clipped; none: above 1 + epsilon."""
+    """Importance ratios above 1 + epsilon_high are clipped; with dppo_tv, probabilities that rose by more; none: as epsilon."""
     delta: float | None = Field(None, gt=1)
     """Upper bound of the importance ratio where objective=clip does not clip it, for negative advantages; none: no bound."""
+    sapo_temperature_pos: float = Field(1.0, gt=0)
+    """Steepness with which the gradient of objective=sapo fades as the importance ratio leaves 1, for positive advantages."""
+    sapo_temperature_neg: float = Field(1.05, gt=0)
+    """The same for other advantages."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Share of the tokens, those with the highest entropy in the step, that have a policy term; 1: all. One more scoring pass."""
+    sampler_correction: SamplerCorrection = "none"
+    """Weigh each token or completion by its probability as scored / as sampled. Outside of the bounds below the weight is the bound (truncate)
+    or 0 (mask)."""
+    sampler_correction_min: float | None = Field(None, ge=0)
+    """Lower bound of that weight; none: no bound."""
+    sampler_correction_max: float | None = Field(3.0, gt=0)
+    """Upper bound of that weight; none: no bound."""
+    off_policy_mask_threshold: float | None = Field(None, ge=0)
+    """Leave out completions with a negative advantage from which the policy has moved away, by more nats per token than this; none: keep all."""
     beta: float = Field(0.04, ge=0)
     """Weight of the KL to the reference model; 0: no reference model is kept in memory."""
     kl_estimator: KLEstimator = "k3"
     """Estimator of the KL to the reference model: -d, d^2 / 2 or exp(d) - d - 1, where d is the reference's log-prob less the policy's."""
+    unbiased_kl: bool = False
+    """Multiply the KL of each token by its importance ratio, which makes the gradient of the KL term unbiased (DeepSeek-V3.2)."""
     num_iterations: int = Field(1, ge=1)
     """Passes over the completions of a step."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass."""
+    skip_zero_advantage: bool = True
+    """At beta 0, do not compute the log-probs and updates of completions with advantage 0, which have no gradient. Then entropy, ratio,
+    the clip shares and sampling/logprob_difference are means over the other completions."""
     mask_truncated_completions: bool = False
     """Leave truncated completions out of the loss."""
     dynamic_sampling: bool = False
@@ -77,7 +116,46 @@ class AlgorithmConfig(Section):
             )
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(f"algorithm.delta={self.delta} must be above 1 + epsilon_high = {1 + self.clip_high:g}")
+        if self.multi_objective_aggregation == "normalize_then_sum" and (self.baseline, self.scale) != (
+            "mean",
+            "group",
+        ):
+            raise ValueError(
+                "algorithm.multi_objective_aggregation=normalize_then_sum (GDPO) subtracts the mean and divides by the standard deviation, "
+                f"got baseline={self.baseline}, scale={self.scale}: use baseline=mean and scale=group"
+            )
+        if self.objective == "dppo_tv" and (self.importance_level != "token" or self.sampler_correction != "none"):
+            raise ValueError(
+                "algorithm.objective=dppo_tv compares each token with the sampler's own probability, got "
+                f"importance_level={self.importance_level}, sampler_correction={self.sampler_correction}: use token and none"
+            )
+        lowest, highest = self.sampler_correction_min, self.sampler_correction_max
+        if lowest is not None and highest is not None and lowest >= highest:
+            raise ValueError(
+                f"algorithm.sampler_correction_min={lowest} must be below sampler_correction_max={highest}"
+            )
+        if self.sampler_correction.endswith("truncate") and lowest is None and highest is None:
+            raise ValueError(
+                f"algorithm.sampler_correction={self.sampler_correction} needs sampler_correction_min or sampler_correction_max"
+            )
         return self
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Keys that are set, but have no effect with the other values."""
+        corrects = self.sampler_correction != "none"
+        found = {
+            "delta": self.delta is not None and self.objective != "clip",
+            "importance_level=sequence": self.importance_level == "sequence" and self.objective == "reinforce",
+            "sapo_temperature_pos": self.sapo_temperature_pos != 1.0 and self.objective != "sapo",
+            "sapo_temperature_neg": self.sapo_temperature_neg != 1.05 and self.objective != "sapo",
+            "sampler_correction_min": self.sampler_correction_min is not None and not corrects,
+            "sampler_correction_max": self.sampler_correction_max != 3.0 and not corrects,
+            "unbiased_kl": self.unbiased_kl and self.beta == 0,
+            "ref_sync_steps": self.ref_sync_steps > 0 and self.beta == 0,
+            "advantage_eps": self.advantage_eps != 1e-4 and self.scale == "none",
+        }
+        return [name for name, has_none in found.items() if has_none]
 
     @property
     def updates_per_step(self) -> int:
@@ -85,12 +163,40 @@ class AlgorithmConfig(Section):
         return self.num_iterations * self.num_minibatches
 
     @property
+    def skips_rows(self) -> bool:
+        """True if completions with advantage 0 are not computed: with a KL term they have a gradient too."""
+        return self.skip_zero_advantage and self.beta == 0
+
+    @property
     def clip_high(self) -> float:
         """``epsilon_high``, with its default."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
+    def advantage_options(self) -> dict[str, Any]:
+        """The keyword arguments of :func:`grpo.advantages.group_advantages`."""
+        return {"baseline": self.baseline, "scale": self.scale, "eps": self.advantage_eps}
+
+    @property
+    def sums_advantages(self) -> bool:
+        """True if each reward function has advantages of its own, which are summed."""
+        return self.multi_objective_aggregation == "normalize_then_sum"
+
+    @property
     def loss_options(self) -> dict[str, Any]:
         """The keyword arguments of :func:`grpo.loss.policy_loss` that this section decides."""
-        ratio_keys = {"importance_level", "epsilon", "epsilon_high", "delta"}
-        return self.model_dump(include={"objective", "aggregation", "beta", "kl_estimator"} | ratio_keys)
+        keys = {
+            "objective",
+            "aggregation",
+            "importance_level",
+            "epsilon",
+            "epsilon_high",
+            "delta",
+            "beta",
+            "kl_estimator",
+            "unbiased_kl",
+        }
+        keys |= {"sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"}
+        return self.model_dump(
+            include=keys | {"sampler_correction", "sampler_correction_min", "sampler_correction_max"}
+        )

@@ -43,7 +43,7 @@ class Config(schema.Section):
         a, r, minibatches = self.algorithm, self.rollout, self.algorithm.num_minibatches
         key = "prompts_per_step" if r.prompts_per_rank is None else "prompts_per_rank"
         prompts = getattr(r, key)
-        if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale == "group"):
+        if r.num_generations == 1 and (a.baseline != "none" or a.scale in ("group", "mean")):
             raise ValueError(
                 f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
                 f"algorithm.scale={a.scale}: use num_generations >= 2, or baseline=none with scale=none"

@@ -18,6 +18,7 @@ from grpo.distributed import World
 from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
+from grpo.loss import entropy_threshold
 from grpo.model import Policy
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups, with_logged
@@ -72,16 +73,29 @@ class Run:
         """Most tokens of one forward and backward pass: that of the configuration, or a smaller one that a dry run chose."""
         return self.progress.tokens_per_microbatch or self.config.optim.tokens_per_microbatch
 
-    @torch.no_grad()
     def logprobs(self, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
         """Log-probs of a whole batch without gradient, ``[B, T]`` fp32 nats, in passes of ``tokens_per_microbatch`` tokens."""
-        logprobs_BT = torch.zeros(batch.completion_mask_BT.shape, device=self.world.device)
-        with self.policy.autocast(), self.reporter.bar("log-probs", len(batch), "row") as bar:
-            for rows in microbatch_rows(batch, self.tokens_per_microbatch, packed=scorer.packed):
-                scored_bt, _ = scorer(*batch.select(rows).scorer_inputs)
-                logprobs_BT[rows.to(scored_bt.device), : scored_bt.shape[1]] = scored_bt
+        return self.logprobs_and_entropies(scorer, batch)[0]
+
+    @torch.no_grad()
+    def logprobs_and_entropies(self, scorer: CompletionScorer, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the entropy of the distribution of each token, ``[B, T]`` each; 0 at the rows that are not computed."""
+        logprobs_BT, entropies_BT = torch.zeros(2, *batch.completion_mask_BT.shape, device=self.world.device)
+        parts = microbatch_rows(batch, self.tokens_per_microbatch, packed=scorer.packed)
+        with self.policy.autocast(), self.reporter.bar("log-probs", sum(map(len, parts)), "row") as bar:
+            for rows in parts:
+                scored = scorer(*batch.select(rows).scorer_inputs)
+                for whole_BT, scored_bt in zip((logprobs_BT, entropies_BT), scored, strict=True):
+                    whole_BT[rows.to(scored_bt.device), : scored_bt.shape[1]] = scored_bt
                 bar.update(len(rows))
-        return logprobs_BT
+        return logprobs_BT, entropies_BT
+
+    def top_entropy_mask(self, batch: Batch) -> torch.Tensor:
+        """``[B, T]`` True at the share ``algorithm.top_entropy_quantile`` of the tokens to train on, over all ranks, with the most entropy."""
+        _, entropies_BT = self.logprobs_and_entropies(self.bare_scorer, replace(batch, computed_B=None))
+        gathered = self.world.gather_objects(entropies_BT[batch.loss_mask_BT].cpu())
+        threshold = entropy_threshold(torch.cat(gathered), self.config.algorithm.top_entropy_quantile)
+        return batch.loss_mask_BT & (entropies_BT >= threshold.to(entropies_BT.device))
 
     @property
     def trainer_state(self) -> TrainerState:

@@ -6,6 +6,7 @@ Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` ro
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from grpo.advantages import has_equal_rewards
 from grpo.batch import Batch, Group
-from grpo.loss import importance_ratio
+from grpo.loss import importance_ratio, sampler_weights
 from grpo.rewards import RewardResult
 from grpo.run.state import Run
 from grpo.telemetry.accumulator import Accumulator
@@ -59,12 +60,25 @@ def add_microbatch(
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
         first_pass: this is the first pass over the batch; later passes have the same old log-probs, which count once.
     """
+    algorithm = run.config.algorithm
     metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
     if first_pass:
-        difference_BT = (old_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
+        scored_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT  # whose old log-probs are the sampler's
+        difference_BT = (scored_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
+    if algorithm.sampler_correction != "none":
+        bounds = algorithm.sampler_correction_min, algorithm.sampler_correction_max
+        options = algorithm.sampler_correction, *bounds
+        weight_BT, _ = sampler_weights(old_BT, micro.sampling_logprobs_BT, micro.loss_mask_BT, *options)
+        weights_N = weight_BT[micro.loss_mask_BT]
+        metrics.minimum(
+            "sampling/importance_sampling_ratio/min", float(weights_N.min()) if len(weights_N) else math.inf
+        )
+        metrics.maximum(
+            "sampling/importance_sampling_ratio/max", float(weights_N.max()) if len(weights_N) else -math.inf
+        )
     if run.config.logging.has_dashboards:
-        ratio_BT = importance_ratio(new_BT, old_BT, micro.loss_mask_BT, run.config.algorithm.importance_level)
+        ratio_BT = importance_ratio(new_BT, old_BT, micro.loss_mask_BT, algorithm.importance_level)
         metrics.add("ratio_histogram", ratio_histogram(ratio_BT, micro.loss_mask_BT))
 
 
@@ -87,6 +101,9 @@ def step_line(
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
     rewards = reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG)
+    if run.config.algorithm.sums_advantages:  # a group teaches if the rewards of any function with a weight differ
+        weighted_PGF = all_values_PGF * torch.tensor(run.rewards.weights)
+        rewards["frac_reward_zero_std"] = has_equal_rewards(weighted_PGF).float().mean().item()
     step = run.progress.step + 1
     return {"step": step, "epoch": step / run.problems.steps_per_epoch, **rewards, **reduced}
 
@@ -144,7 +161,7 @@ def kept_completions(
     run: Run, groups: list[Group], batch: Batch, values_PGF: Tensor, rewards_PG: Tensor, advantages_PG: Tensor
 ) -> list[dict[str, Any]]:
     """Records of a few completions of the step that is complete, scored once more under the updated weights."""
-    kept = batch.select(slice(0, run.config.logging.log_completions))
+    kept = replace(batch.select(slice(0, run.config.logging.log_completions)), computed_B=None)
     return sample_records(
         groups,
         values_PGF,

@@ -100,14 +100,9 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
     if a.updates_per_step == 1:
         yield "note: with one update per rollout the loss stays near 0 while its gradient does not: watch reward, not loss"
-    without_effect = {
-        "delta": a.delta is not None and a.objective != "clip",
-        "importance_level=sequence": a.importance_level == "sequence" and a.objective == "reinforce",
-        "ref_sync_steps": a.ref_sync_steps > 0 and a.beta == 0,
-    }
-    for name, has_no_effect in without_effect.items():
-        if has_no_effect:
-            yield f"note: algorithm.{name} has no effect with objective {a.objective} and beta {a.beta:g}"
+    for name in a.without_effect:
+        others = f"scale {a.scale}, sampler_correction {a.sampler_correction}"
+        yield f"note: algorithm.{name} has no effect with objective {a.objective} and beta {a.beta:g}, {others}"
     filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     active = [f"rollout.{key}={getattr(r, key):g}" for key, neutral in filters.items() if getattr(r, key) != neutral]
     if active and not r.keep_sampling_mask:

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from grpo.advantages import group_advantages, has_equal_rewards, has_no_advantage
+from grpo.advantages import group_advantages, has_equal_rewards, has_no_advantage, normalize_then_sum
 
 NAN = math.nan
 BASELINES = ("mean", "leave_one_out", "none")
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "mean", "none")
 EVERY_PAIR = list(itertools.product(BASELINES, SCALES))
 
 
@@ -39,8 +39,10 @@ def reference(rewards_PG, baseline, scale, eps):
                 out.append(0.0)  # nothing to compare with
                 continue
             compared = everything if scale == "batch" else scored
-            divisor = 1.0 if scale == "none" else std(compared) + eps
-            if (baseline != "none" and len(set(scored)) == 1) or (scale != "none" and len(set(compared)) == 1):
+            divisor = {"none": 1.0, "mean": math.fsum(scored) / len(scored) + eps}.get(scale, std(compared) + eps)
+            if (baseline != "none" and len(set(scored)) == 1) or (
+                scale in ("group", "batch") and len(set(compared)) == 1
+            ):
                 out.append(0.0)  # equal rewards
             elif baseline == "mean":
                 out.append((r - math.fsum(scored) / len(scored)) / divisor)
@@ -73,7 +75,7 @@ CENTRED = {
     "leave_one_out": [[-8 / 3, -4 / 3, 0, 4], [-4 / 3, -4 / 3, -4 / 3, 4]],
     "none": [[0, 1, 2, 5], [1, 1, 1, 5]],
 }
-STDS = {"group": [math.sqrt(14 / 3), 2.0], "batch": [math.sqrt(26 / 7)] * 2}
+STDS = {"group": [math.sqrt(14 / 3), 2.0], "batch": [math.sqrt(26 / 7)] * 2, "mean": [2.0, 2.0]}
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -107,6 +109,7 @@ def test_random_rewards_agree_with_plain_loops(baseline, scale):
         rewards = torch.randn(P, G, generator=generator, dtype=torch.float64)
         rewards[torch.rand(P, G, generator=generator) < 0.3] = NAN
         rewards[-1, : G // 2] = 0.7  # some ties
+        rewards = rewards.abs() if scale == "mean" else rewards
         expected = double(*reference(rewards.tolist(), baseline, scale, 1e-4))
         advantages = group_advantages(rewards, baseline=baseline, scale=scale)
         torch.testing.assert_close(advantages, expected, rtol=1e-10, atol=1e-12)
@@ -120,6 +123,7 @@ def test_equal_rewards_give_exactly_0(G):
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
     values = (0.0, 1.0, 0.1, 1 / 3, -0.7, 1e-3, 12345.678)
     for baseline, scale, dtype, value in itertools.product(("mean", "leave_one_out"), SCALES, dtypes, values):
+        value = abs(value) if scale == "mean" else value
         advantages = group_advantages(torch.full((2, G), value, dtype=dtype), baseline=baseline, scale=scale)
         assert torch.equal(advantages, torch.zeros_like(advantages)), (baseline, scale, dtype, value)
 
@@ -147,7 +151,7 @@ def test_equal_groups_are_told_from_the_rest():
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_groups_without_advantage_are_those_whose_advantages_are_0(baseline, scale):
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [NAN, NAN], [NAN, 0.5], [0.0, 1.0], [NAN, 0.0]])
     advantages = group_advantages(rewards, baseline=baseline, scale=scale)
@@ -165,6 +169,50 @@ def test_the_unit_of_the_rewards_does_not_matter(unit):
 def test_no_baseline_and_no_scale_is_the_reward_itself():
     advantages = group_advantages(torch.tensor([[1.0, 1.0], [0.0, 3.0], [NAN, 2.0]]), baseline="none", scale="none")
     assert advantages.tolist() == [[1, 1], [0, 3], [0, 2]]
+
+
+# --- MaxRL and GDPO
+
+
+def test_the_mean_as_scale_by_hand():
+    # Mean 1/4: (1 - 1/4) / (1/4) = 3 and -1: a solved hard problem counts more than a solved easy one, of mean 3/4, 1/3 and -1.
+    advantages = group_advantages(double([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]), scale="mean", eps=0.0)
+    torch.testing.assert_close(advantages[:2], double([3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1]), rtol=1e-12, atol=0)
+    assert not advantages[2:].any()
+    assert group_advantages(double([0, 0]), baseline="none", scale="mean", eps=0.0).tolist() == [[0, 0]]
+    with pytest.raises(ValueError, match=r"algorithm.scale=mean \(MaxRL\).*must not be negative, got -0.5"):
+        group_advantages(double([1, NAN], [2, -0.5]), scale="mean")
+
+
+def test_gdpo_by_hand():
+    # Two functions, two groups of two, eps 0. A pair of unequal values becomes -+ 1 / sqrt 2 =: -+ a, a pair of equal ones 0.
+    # Sums with weights 1 and 2: group 0: -a + 2a, a - 2a; group 1: 0 + 2a, 0 - 2a. Their squares add up to 10 a^2 = 5: std sqrt(5 / 3).
+    values = double([0, 1], [3, 3]), double([100, 50], [7, 6])
+    values_PGF = torch.stack(values, dim=-1)
+    a, std = 0.5**0.5, math.sqrt(5 / 3)
+    advantages = normalize_then_sum(values_PGF, [1.0, 2.0], eps=0.0)
+    torch.testing.assert_close(advantages, double([a / std, -a / std], [2 * a / std, -2 * a / std]))
+    assert has_no_advantage(values_PGF, baseline="mean", scale="group").tolist() == [False, False]
+    # One function alone is the advantage of its group, divided by the std of the batch.
+    assert normalize_then_sum(values_PGF, [1.0, 0.0], eps=0.0)[1].tolist() == [0, 0]
+
+
+def test_gdpo_agrees_with_plain_loops_also_where_values_are_missing():
+    generator = torch.Generator().manual_seed(3)
+    P, G, F, eps, weights = 5, 6, 3, 1e-4, [1.0, 0.5, -2.0]
+    values_PGF = torch.randn(P, G, F, generator=generator, dtype=torch.float64)
+    values_PGF[torch.rand(P, G, F, generator=generator) < 0.2] = NAN
+    values_PGF[0, 0], values_PGF[1] = NAN, 0.1  # a completion without any value; a group of equal values
+    parts = [double(*reference(values_PGF[..., f].tolist(), "mean", "group", eps)) * weights[f] for f in range(F)]
+    sums = [
+        [NAN if values_PGF[p, g].isnan().all() else sum(part[p, g].item() for part in parts) for g in range(G)]
+        for p in range(P)
+    ]
+    expected = double(*reference([sum(sums, [])], "mean", "group", eps)).view(P, G)  # noqa: RUF017
+    advantages = normalize_then_sum(values_PGF, weights, eps=eps)
+    torch.testing.assert_close(advantages, expected, rtol=1e-9, atol=1e-9)
+    assert advantages[0, 0] == 0 and not advantages[1].any()
+    assert has_no_advantage(values_PGF, baseline="mean", scale="group").tolist() == [False, True, False, False, False]
 
 
 # --- unscorable completions
@@ -258,5 +306,5 @@ def test_another_shape_is_refused(shape):
 def test_unknown_names_are_refused_with_those_that_exist():
     with pytest.raises(ValueError, match=r"median.*mean, leave_one_out or none"):
         group_advantages(torch.zeros(1, 2), baseline="median")
-    with pytest.raises(ValueError, match=r"global.*group, batch or none"):
+    with pytest.raises(ValueError, match=r"global.*group, batch, mean or none"):
         group_advantages(torch.zeros(1, 2), scale="global")

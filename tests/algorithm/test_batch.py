@@ -20,6 +20,7 @@ from grpo.batch import (
     microbatches,
     minibatches,
     right_pad,
+    skip_zero_advantage,
 )
 
 PAD = EOS = 7
@@ -149,6 +150,8 @@ def many_rows(seed=0, P=6, G=4):
         batch,
         old_logprobs_BT=(number_B1 + 0.25) * batch.completion_mask_BT,
         ref_logprobs_BT=(number_B1 + 0.5) * batch.completion_mask_BT,
+        policy_mask_BT=batch.completion_mask_BT & (number_B1 % 2 == 0),
+        computed_B=torch.ones(P * G, dtype=torch.bool),
     )
 
 
@@ -243,6 +246,23 @@ def test_microbatch_rows_by_hand():
     assert parts(10) == [[2, 0], [3], [1]]  # 2 rows x 5 = 10; then 2 x 6 = 12 would be too many
     assert parts(4) == [[2], [0], [3], [1]]  # longer than the budget: alone
     assert parts(1) == [[2], [0], [3], [1]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_advantage_0_are_in_no_microbatch(packed):
+    """Of 2 minibatches of 3 groups x 4 rows: the first has advantages in 5 rows, the second in none, so that its shortest row stays."""
+    batch = many_rows()
+    advantages_B = torch.zeros(24)
+    advantages_B[[0, 1, 6, 10, 11]] = torch.tensor([1.0, -1, 2, -2, 0.5])
+    batch = skip_zero_advantage(replace(batch, advantages_B=advantages_B), num_minibatches=2)
+    first, second = minibatches(batch, 2)
+    shortest = 12 + int(batch.lengths_B[12:].argmin())
+    for tokens in (1, 30, 1000):
+        parts = [[part.row_B for part, _ in microbatches(m, tokens, packed=packed)] for m in (first, second)]
+        assert [torch.cat(rows).sort().values.tolist() for rows in parts] == [[0, 1, 6, 10, 11], [shortest]]
+        scored = torch.cat(microbatch_rows(batch, tokens, packed=packed))  # before the updates
+        assert scored.sort().values.tolist() == [0, 1, 6, 10, 11, shortest]
+    assert len(first) == len(second) == 12  # the denominators count all rows
 
 
 def test_like_lengths_come_together():

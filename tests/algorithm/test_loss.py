@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from grpo.loss import importance_ratio, loss_denominator, policy_loss
+from grpo.loss import entropy_threshold, importance_ratio, loss_denominator, policy_loss
 
 torch.set_num_threads(1)
 
-OBJECTIVES = ("clip", "cispo", "reinforce")
+OBJECTIVES = ("clip", "cispo", "sapo", "dppo_tv", "reinforce")
 LEVELS = ("token", "sequence")
 ESTIMATORS = ("k1", "k2", "k3")
 AGGREGATIONS = ("response_mean", "token_mean", "constant")
@@ -149,6 +149,120 @@ def test_kl_is_added_to_the_policy_term():
     assert example(aggregation="token_mean", beta=0.5)[0] == close(4.8 + 0.5 * (1 - LN2 - 0.5 + LN2))
 
 
+def test_unbiased_kl_by_hand():
+    # k3 is 1 - ln 2 at row 0's last token, of ratio .5, and ln 2 - 1/2 at row 1's first, of ratio 1.5.
+    options = dict(advantages_B=torch.zeros(4), beta=0.5, unbiased_kl=True)
+    loss, gradient_BT, stats = example(aggregation="token_mean", **options)
+    up, down = 0.5 * (1 - LN2), 1.5 * (LN2 - 0.5)
+    assert loss == close(0.5 * (up + down)) and stats["kl"][0].item() == pytest.approx(up + down, abs=1e-6)
+    # d(rho k3)/d(lp) = rho (k3 + 1 - e^d): at row 0 .5 (1 - ln 2 - 1), at row 1 1.5 (ln 2 - 1/2 + 1/2), elsewhere 0.
+    expected = torch.zeros(4, 3, dtype=torch.float64)
+    expected[0, 2], expected[1, 0] = 0.5 * -0.5 * LN2, 0.5 * 1.5 * LN2
+    torch.testing.assert_close(gradient_BT, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_sapo_by_hand():
+    # -4 / t sigmoid(t (rho - 1)) A, t = 1 where A > 0, else 2: rows 0 and 2 have rho - 1 = .5, 0, -.5 and .1; rows 1 and 3 .5, -.5 and -.5, 1, -.1.
+    def s(x):
+        return 1 / (1 + math.exp(-x))
+
+    options = dict(objective="sapo", sapo_temperature_neg=2.0)
+    loss, gradient_BT, _ = example(aggregation="token_mean", **options)
+    assert loss == close(-4 * (s(0.5) + 0.5 + s(-0.5)) + 2 * (s(1) + s(-1)) - 8 * s(0.1) + 4 * (s(-1) + s(2) + s(-0.2)))
+    # d/d(lp) = -4 s (1 - s) rho A: at ratio 1 it is -A, as without a gate.
+    assert gradient_BT[0, 1].item() == close(-1) and gradient_BT[3, 1].item() == close(4 * s(2) * s(-2) * 2 * 2)
+
+
+def test_dppo_tv_by_hand():
+    # new - old probability: .2 0 -.2 | .2 -.2 | .05 | -.25 .2 -.02. With bounds -.15 and .15: row 0's first token (A > 0, rose) and row 1's
+    # second (A < 0, fell) and row 3's first are cut; the others have weights min(rho, 20), as of cispo.
+    options = dict(objective="dppo_tv", epsilon=0.15, aggregation="token_mean")
+    loss, gradient_BT, stats = example(**options)
+    expected = double([[0, -1, -0.5], [1.5, 0, 0], [-2.2, 0, 0], [0, 4, 1.8]])
+    torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
+    assert loss == close((expected * NEW.nan_to_num()).sum().item())
+    assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == [2, 1, 3]
+    weight_BT = example(objective="dppo_tv", epsilon=0.3, aggregation="token_mean")[1]  # wider: nothing is cut
+    torch.testing.assert_close(weight_BT, double([[-1.5, -1, -0.5], [1.5, 0.5, 0], [-2.2, 0, 0], [1, 4, 1.8]]))
+    old_BT = NEW - math.log(50)  # a ratio of 50 weighs as 20
+    gradient_BT = torch.autograd.grad(
+        policy_loss(
+            new := NEW.clone().requires_grad_(),
+            old_BT,
+            A,
+            MASK,
+            objective="dppo_tv",
+            epsilon=2,
+            aggregation="token_mean",
+        )[0],
+        new,
+    )[0]
+    assert gradient_BT[0].tolist() == close([-20, -20, -20])
+
+
+# Sampled with probabilities such that old / sampled is 2 .5 1 | 4 1 | .25 | 1 1 5; products 1, 4, .25, 5.
+SAMPLED = OLD - double([[2, 0.5, 1], [4, 1, NAN], [0.25, NAN, NAN], [1, 1, 5]]).log()
+
+
+@pytest.mark.parametrize(
+    ("correction", "bounds", "weights", "cut"),
+    [
+        ("token_truncate", (None, 3.0), [[2, 0.5, 1], [3, 1, 0], [0.25, 0, 0], [1, 1, 3]], (2, 9)),
+        ("token_truncate", (0.5, 1.5), [[1.5, 0.5, 1], [1.5, 1, 0], [0.5, 0, 0], [1, 1, 1.5]], (4, 9)),
+        ("token_mask", (None, 3.0), [[2, 0.5, 1], [0, 1, 0], [0.25, 0, 0], [1, 1, 0]], (2, 9)),
+        ("token_mask", (0.5, None), [[2, 0.5, 1], [4, 1, 0], [0, 0, 0], [1, 1, 5]], (1, 9)),
+        ("sequence_truncate", (0.5, 3.0), [[1, 1, 1], [3, 3, 0], [0.5, 0, 0], [3, 3, 3]], (3, 4)),
+        ("sequence_mask", (None, 3.0), [[1, 1, 1], [0, 0, 0], [0.25, 0, 0], [0, 0, 0]], (2, 4)),
+    ],
+)
+def test_sampler_correction_by_hand(correction, bounds, weights, cut):
+    lowest, highest = bounds
+    options = dict(sampler_correction=correction, sampler_correction_min=lowest, sampler_correction_max=highest)
+    plain_BT = example(aggregation="token_mean")[1]
+    _, gradient_BT, stats = example(aggregation="token_mean", sampling_logprobs_BT=SAMPLED, **options)
+    torch.testing.assert_close(gradient_BT, plain_BT * double(weights), rtol=1e-9, atol=1e-12)
+    total, count = stats["sampling/importance_sampling_ratio/cut"]
+    assert (total.item(), count.item()) == cut
+    total, count = stats["sampling/importance_sampling_ratio/mean"]
+    counted = double(weights)[:, 0] if correction.startswith("sequence") else double(weights)
+    assert total.item() == close(counted.sum().item()) and count.item() == cut[1]
+    # The KL keeps its weight of 1.
+    kl_BT = [
+        example(torch.zeros(4), beta=0.5, aggregation="token_mean", sampling_logprobs_BT=SAMPLED, **o)[1]
+        for o in ({}, options)
+    ]
+    assert torch.equal(*kl_BT)
+
+
+def test_off_policy_sequence_mask_by_hand():
+    # Mean of log(sampled / new), by rows: row 1, -ln(1.5 .5 4 1) / 2 < 0: kept; row 3, -ln(.5 2 .9 5) / 3 < 0: kept. Sampled as often as old,
+    # these are -ln(.75) / 2 = .1438 and -ln(.9) / 3 = .0351; rows 0 and 2 have positive advantages and stay.
+    plain_BT = example(aggregation="token_mean")[1]
+    for sampled, threshold, dropped in ((SAMPLED, 0.01, []), (OLD, 0.1, [1]), (OLD, 0.01, [1, 3]), (OLD, 0.2, [])):
+        options = dict(sampling_logprobs_BT=sampled, off_policy_mask_threshold=threshold)
+        _, gradient_BT, stats = example(aggregation="token_mean", **options)
+        expected_BT = plain_BT.clone()
+        expected_BT[dropped] = 0
+        assert torch.equal(gradient_BT, expected_BT)
+        total, count = stats["sampling/off_policy_masked"]
+        assert (total.item(), count.item()) == (len(dropped), 4)
+
+
+def test_top_entropy_tokens_by_hand():
+    entropies_N = double([0.1, 0.9, 0.4, 0.7, 0.2])
+    assert entropy_threshold(entropies_N, 0.4).item() == close(0.4 + 0.4 * 0.3)  # rank .6 * 4 = 2.4 between .4 and .7
+    for share in (0.05, 0.2, 0.5, 0.83, 1.0):
+        values_N = torch.rand(1001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        torch.testing.assert_close(entropy_threshold(values_N, share), torch.quantile(values_N, 1 - share))
+    assert entropy_threshold(torch.ones(0), 0.2).item() == math.inf
+    many_N = torch.arange(2**24 + 1, dtype=torch.float32)  # more than torch.quantile takes
+    assert entropy_threshold(many_N, 0.5).item() == 2**23
+    plain_BT = example(aggregation="token_mean")[1]
+    chosen_BT = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 1, 1]]).bool()
+    gradient_BT = example(aggregation="token_mean", policy_mask_BT=chosen_BT)[1]
+    assert torch.equal(gradient_BT, plain_BT * chosen_BT)
+
+
 def test_clip_ratios_by_hand():
     _, _, stats = example()
     counts = {name: (total.item(), count.item()) for name, (total, count) in stats.items() if name != "kl"}
@@ -211,6 +325,13 @@ def reference(new, old, advantages, mask, ref, *, objective, level, low, high, d
                 loss = -min(free * advantages[b], clipped * advantages[b])
             elif objective == "cispo":
                 loss = -min(rho.item(), 1 + high) * advantages[b] * new[b][t]
+            elif objective == "sapo":
+                temperature = 1.0 if advantages[b] > 0 else 1.05
+                loss = -advantages[b] * 4 / temperature / (1 + (-temperature * (rho - 1)).exp())
+            elif objective == "dppo_tv":
+                change = math.exp(new[b][t].item()) - math.exp(old[b][t])
+                keeps = change <= high if advantages[b] > 0 else change >= -low
+                loss = -min(rho.item(), 20.0) * advantages[b] * new[b][t] * keeps
             else:
                 loss = -advantages[b] * new[b][t]
             if kl is not None:
@@ -260,6 +381,8 @@ def test_the_random_rows_reach_every_branch(seed):
 SURROGATES = [  # objective, level, delta, epsilon_high: only bounds that the objective has
     *itertools.product(["clip"], LEVELS, (None, 1.5), (None, 0.3)),
     *itertools.product(["cispo"], LEVELS, [None], (None, 0.3)),
+    *itertools.product(["dppo_tv"], ["token"], [None], (None, 0.3)),
+    *itertools.product(["sapo"], LEVELS, [None], [None]),
     *itertools.product(["reinforce"], LEVELS, [None], [None]),
 ]
 CASES = [  # every surrogate with every aggregation, and every KL estimator with every aggregation
@@ -297,7 +420,9 @@ def test_value_and_gradient_agree_with_plain_loops(objective, level, delta, epsi
 
 @pytest.mark.parametrize("kl", [None, *ESTIMATORS])
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("objective", ["clip", "reinforce"])  # not cispo: its constant weight moves with a finite step
+@pytest.mark.parametrize(
+    "objective", ["clip", "sapo", "reinforce"]
+)  # not cispo: its constant weight moves with a finite step
 def test_gradient_agrees_with_finite_differences(objective, level, kl):
     new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(SEEDS[0])
     beta = 0.0 if kl is None else 0.3
@@ -441,6 +566,9 @@ def test_only_the_policy_gets_a_gradient():
         (dict(aggregation="constant"), "max_length"),
         (dict(aggregation="constant", max_length=0), "max_length"),
         (dict(beta=0.1), "beta=0.1 needs ref_logprobs_BT"),
+        (dict(sampler_correction="tis"), "sampler_correction='tis'"),
+        (dict(sampler_correction="token_mask"), "need sampling_logprobs_BT"),
+        (dict(off_policy_mask_threshold=0.1), "need sampling_logprobs_BT"),
         (dict(ref_logprobs_BT=REF[:, :2], beta=0.1), r"ref_logprobs has shape \(4, 2\)"),
     ],
 )

@@ -166,6 +166,10 @@ PRESET_TABLE = {  # objective, baseline, scale, aggregation, level, epsilon low 
     "dapo": ("clip", "mean", "group", "token_mean", "token", 0.2, 0.28, 0.0, True),
     "gspo": ("clip", "mean", "group", "response_mean", "sequence", 3e-4, 4e-4, 0.0, False),
     "cispo": ("cispo", "mean", "group", "token_mean", "token", 0.2, 5.0, 0.0, False),
+    "maxrl": ("clip", "mean", "mean", "response_mean", "token", 0.2, 0.2, 0.0, False),
+    "gdpo": ("clip", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.0, False),
+    "sapo": ("sapo", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.0, False),
+    "dppo_tv": ("dppo_tv", "mean", "none", "constant", "token", 0.15, 0.15, 0.0, False),
     "rloo": ("reinforce", "leave_one_out", "none", "response_mean", "token", 0.2, 0.2, 0.0, False),
     "reinforce": ("reinforce", "none", "none", "response_mean", "token", 0.2, 0.2, 0.0, False),
     "reinforce_baseline": ("reinforce", "mean", "group", "response_mean", "token", 0.2, 0.2, 0.0, False),
@@ -179,6 +183,7 @@ def test_every_preset(file, name):
     found = (a.objective, a.baseline, a.scale, a.aggregation, a.importance_level, a.epsilon, a.clip_high, a.beta)
     assert (*found, a.dynamic_sampling) == PRESET_TABLE[name]
     assert (a.kl_estimator, a.delta, a.num_iterations, a.num_minibatches) == ("k3", None, 1, 1)
+    assert a.sums_advantages == (name == "gdpo") and a.sampler_correction == "none" and not a.without_effect
 
     rewards = load_config(["--debug", f"algorithm.name={name}"]).reward.functions
     assert [f.name for f in rewards].count("soft_overlong") == (name == "dapo")
@@ -203,10 +208,11 @@ def test_loss_options_are_all_that_the_loss_takes_from_the_configuration():
         ["algorithm.name=gspo", "algorithm.delta=1.5", "algorithm.kl_estimator=k1"]
     ).algorithm.loss_options
     keywords = {p.name for p in inspect.signature(policy_loss).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert set(options) == keywords - {"ref_logprobs_BT", "max_length"}
+    assert set(options) == {name for name in keywords if not name.endswith("_BT")} - {"max_length"}
     assert options == dict(
         objective="clip", importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, delta=1.5, beta=0.0,
-        kl_estimator="k1", aggregation="response_mean",
+        kl_estimator="k1", aggregation="response_mean", unbiased_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        sampler_correction="none", sampler_correction_min=None, sampler_correction_max=3.0, off_policy_mask_threshold=None,
     )  # fmt: skip
 
 
@@ -346,7 +352,7 @@ def test_an_unknown_key_of_a_reward_is_refused():
         ("algorithm.beta=-0.1", "greater than or equal to 0"),
         ("algorithm.ref_sync_alpha=0", "greater than 0"),
         ("algorithm.name=ppo", "'grpo', 'dr_grpo', 'dapo'"),
-        ("algorithm.objective=ppo", "'clip', 'cispo' or 'reinforce'"),
+        ("algorithm.objective=ppo", "'clip', 'cispo', 'sapo', 'dppo_tv' or 'reinforce'"),
         ("algorithm.kl_estimator=k4", "'k1', 'k2' or 'k3'"),
         ("seed=-1", "greater than or equal to 0"),
         (f"seed={2**63}", "less than"),
@@ -407,6 +413,14 @@ def test_every_mistake_is_reported_at_once(file):
     ("argv", "parts"),
     [
         (["rollout.num_generations=1"], ["num_generations=1", ">= 2", "baseline=none"]),
+        (["algorithm.name=gdpo", "algorithm.scale=none"], ["normalize_then_sum", "baseline=mean and scale=group"]),
+        (["algorithm.name=dppo_tv", "algorithm.importance_level=sequence"], ["dppo_tv", "importance_level=sequence"]),
+        (["algorithm.name=dppo_tv", "algorithm.sampler_correction=token_mask"], ["dppo_tv", "token_mask"]),
+        (["algorithm.sampler_correction_min=3"], ["sampler_correction_min=3", "below sampler_correction_max=3"]),
+        (
+            ["algorithm.sampler_correction=token_truncate", "algorithm.sampler_correction_max=null"],
+            ["needs sampler_correction_min"],
+        ),
         (["rollout.num_generations=1", "algorithm.name=rloo"], ["num_generations=1", "leave_one_out"]),
         (["algorithm.name=rloo", "algorithm.num_iterations=2"], ["reinforce", "num_iterations=2", "clip"]),
         (["algorithm.name=reinforce", "algorithm.num_minibatches=2"], ["reinforce", "num_minibatches=2"]),
@@ -562,7 +576,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys):
         assert lines[number + 1].startswith("    ") and len(lines[number + 1].split()) >= 2, key
     assert "rollout.temperature  (float; default 1.0)" in lines
     assert "algorithm.epsilon_high  (float | none; default none)" in lines
-    assert "algorithm.objective  (clip | cispo | reinforce; default clip)" in lines
+    assert "algorithm.objective  (clip | cispo | sapo | dppo_tv | reinforce; default clip)" in lines
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,25 @@ def test_the_worked_loss():
         assert (stats["clip_ratio/region_mean"][0] / stats["clip_ratio/region_mean"][1]).item() == 0.5
 
 
+def test_the_worked_weights_of_tokens():
+    """docs/algorithm.md: advantage 2, responses of 4 and 7 tokens; the gradient of a token, before the division by the responses."""
+    text = (ROOT / "docs" / "algorithm.md").read_text()
+    mask = torch.arange(7) < torch.tensor([[4], [7]])
+    found = {}
+    for aggregation in ("response_mean", "constant"):
+        new = torch.zeros(2, 7, dtype=torch.float64, requires_grad=True)
+        loss, _ = policy_loss(new, new.detach(), torch.tensor([2.0, 2.0]), mask, aggregation=aggregation, max_length=7)
+        divisor = loss_denominator(mask, aggregation=aggregation, max_length=7) / 2  # without the number of responses
+        (gradient,) = torch.autograd.grad(loss / divisor, new)
+        found[aggregation] = [-gradient[0, 0].item(), -gradient[1, 0].item()]
+        assert torch.equal(gradient != 0, mask) and all(len(row[row != 0].unique()) == 1 for row in gradient)
+    assert found["response_mean"] == pytest.approx([2 / 4, 2 / 7]) and found["constant"] == pytest.approx(
+        [2 / 7, 2 / 7]
+    )
+    assert "| `response_mean` | `masked_mean` | 2 / 4 = 0.50 | 2 / 7 = 0.29 |" in text
+    assert "| `constant` with `max_completion_length` 7 | `masked_normalize` | 2 / 7 = 0.29 | 2 / 7 = 0.29 |" in text
+
+
 def trl_mapping() -> list[tuple[str, str | None]]:
     text = (ROOT / "docs" / "from_trl.md").read_text().split("## Every key of GRPOConfig")[1]
     rows = re.findall(r"^\| `([^`]+)` \| (?:`([^`]+)`|-) \| (.*) \|$", text, re.MULTILINE)

@@ -11,7 +11,20 @@ import train_grpo
 from grpo.run.step_metrics import reward_metrics
 from grpo.telemetry.metrics_file import json_safe
 
-PRESETS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "reinforce_baseline"]
+PRESETS = [
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "maxrl",
+    "gdpo",
+    "sapo",
+    "dppo_tv",
+    "rloo",
+    "reinforce",
+    "reinforce_baseline",
+]
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model):

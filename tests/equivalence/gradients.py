@@ -1,6 +1,9 @@
 """For test_cut_invariance.py: updates from fixed groups, of which each rank has its share; rank 0 saves the changes of the weights.
 
-torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED ...
+torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED,ROWS ...
+
+PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0) or entropy (skip, with the
+policy term of the fifth of the tokens with the highest entropy).
 """
 
 import sys
@@ -10,7 +13,7 @@ from functools import partial
 import torch
 
 from grpo.advantages import group_advantages
-from grpo.batch import Completion, Group, Problem, collate
+from grpo.batch import Completion, Group, Problem, collate, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward
@@ -23,7 +26,7 @@ P, G = 6, 4
 
 
 def fixed_groups() -> list[Group]:
-    """Prompts and completions of uneven length, one group of equal rewards, one completion truncated; the same on every rank."""
+    """Prompts and completions of uneven length, one completion truncated; the same on every rank."""
     rng = torch.Generator().manual_seed(0)
     groups = []
     for p in range(P):
@@ -72,16 +75,19 @@ def main(output: str, model: str, *cuts: str) -> None:
     before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
     results = {}
     for cut in cuts:
-        aggregation, tokens, packed = cut.split(",")
+        aggregation, tokens, packed, rows = cut.split(",")
+        beta = config.algorithm.beta if rows == "kl" else 0.0
+        algorithm = {"aggregation": aggregation, "beta": beta, "skip_zero_advantage": rows in ("skip", "entropy")}
+        algorithm["top_entropy_quantile"] = 0.2 if rows == "entropy" else 1.0
         changed = config.model_copy(
             update={
-                "algorithm": config.algorithm.model_copy(update={"aggregation": aggregation}),
+                "algorithm": config.algorithm.model_copy(update=algorithm),
                 "optim": config.optim.model_copy(update={"tokens_per_microbatch": int(tokens)}),
             }
         )
         run.bare_scorer.packed = run.ref_scorer.packed = packed == "packed"
         run.policy.model.load_state_dict(before)
-        results[cut] = two_updates(replace(run, config=changed))
+        results[cut] = two_updates(replace(run, config=changed, ref_scorer=run.ref_scorer if beta else None))
     if world.is_main:
         torch.save(results, output)
     run.close()
@@ -94,14 +100,16 @@ def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The change of each weight, and the reported metrics."""
+    """The change of each weight, and the reported metrics. Of three ranks, one has only groups of equal rewards."""
     world = run.world
     run = replace(run, optimizer=torch.optim.SGD(run.policy.model.parameters(), lr=0.05))
     rewards_PG = torch.rand(P, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    rewards_PG[4] = 0.5
+    rewards_PG[1::3] = 0.5
     advantages_PG = group_advantages(rewards_PG)
     mine = slice(world.rank, None, world.size)
     batch = collate(fixed_groups()[mine], advantages_PG[mine], pad_id=run.policy.pad_id, mask_truncated=True)
+    if run.config.algorithm.skips_rows:
+        batch = skip_zero_advantage(batch)
     batch = with_old_and_ref_logprobs(run, batch)
     before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
     metrics = Accumulator()

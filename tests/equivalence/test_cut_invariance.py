@@ -1,4 +1,4 @@
-"""The gradient does not depend on how the work is cut: micro-batches, token budgets, packed or padded rows, ranks."""
+"""The gradient does not depend on how the work is cut: micro-batches, token budgets, packed or padded rows, ranks; nor on rows without gradient."""
 
 from pathlib import Path
 
@@ -15,21 +15,27 @@ CUTS = {  # ranks -> cuts: tokens per micro-batch, packed or padded
     3: [(ALL_ROWS, "packed"), (ONE_ROW, "padded")],
 }
 WHOLE = (1, *CUTS[1][0])
+SKIPPED = {1: [(ALL_ROWS, "packed"), (60, "padded")], 2: [(60, "packed")], 3: [(ALL_ROWS, "packed"), (60, "padded")]}
+"""Cuts in which the rows of advantage 0 are not computed, without a KL term; a rank of three has no other rows."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, random_model) -> dict:
-    """``(aggregation, ranks, tokens, packed)`` to what two updates (SGD, float64) moved in the weights, and their metrics."""
+    """``(aggregation, ranks, tokens, packed, rows)`` to what two updates (SGD, float64) moved in the weights, and their metrics."""
     folder, found = tmp_path_factory.mktemp("cuts"), {}
     environment = environment_of_runs({"PYTHONPATH": str(ROOT)})
     for ranks, cuts in CUTS.items():
         arguments = [str(folder / f"{ranks}.pt"), str(random_model)]
-        arguments += [f"{aggregation},{tokens},{packed}" for aggregation in AGGREGATIONS for tokens, packed in cuts]
+        for aggregation in AGGREGATIONS:
+            arguments += [f"{aggregation},{tokens},{packed},kl" for tokens, packed in cuts]
+            arguments += [f"{aggregation},{tokens},{packed},skip" for tokens, packed in SKIPPED[ranks]]
+            arguments += [f"{aggregation},{ALL_ROWS},packed,all"] * (ranks == 1)
+        arguments += [f"token_mean,{tokens},{packed},entropy" for tokens, packed in SKIPPED[ranks]]
         done = run_forked(SCRIPT, arguments, ranks=ranks, timeout=240, env=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         for cut, result in torch.load(folder / f"{ranks}.pt").items():
-            aggregation, tokens, packed = cut.split(",")
-            found[aggregation, ranks, int(tokens), packed] = result
+            aggregation, tokens, packed, rows = cut.split(",")
+            found[aggregation, ranks, int(tokens), packed, rows] = result
     return found
 
 
@@ -40,18 +46,39 @@ def relative_difference(a: dict, b: dict) -> float:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_update_is_the_same_however_it_is_cut(results, aggregation):
-    whole, metrics = results[aggregation, *WHOLE]
+    whole, metrics = results[aggregation, *WHOLE, "kl"]
     assert torch.stack([t.norm() for t in whole.values()]).norm() > 1e-3
     for ranks, cuts in CUTS.items():
         for cut in cuts:
-            other, other_metrics = results[aggregation, ranks, *cut]
+            other, other_metrics = results[aggregation, ranks, *cut, "kl"]
             assert relative_difference(whole, other) < 1e-10, f"{ranks} ranks, {cut} moves the weights elsewhere"
             for name in ("loss", "kl", "entropy", "grad_norm", "ratio", "clip_ratio/region_mean"):
                 assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, ranks, cut)
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_update_is_the_same_without_the_rows_of_advantage_0(results, aggregation):
+    whole, metrics = results[aggregation, *WHOLE, "all"]
+    assert torch.stack([t.norm() for t in whole.values()]).norm() > 1e-3
+    for ranks, cuts in SKIPPED.items():
+        for cut in cuts:
+            other, other_metrics = results[aggregation, ranks, *cut, "skip"]
+            assert relative_difference(whole, other) < 1e-10, f"{ranks} ranks, {cut} moves the weights elsewhere"
+            for name in ("loss", "grad_norm"):
+                assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, ranks, cut)
+            assert other_metrics["entropy"] != pytest.approx(metrics["entropy"], rel=1e-6)  # over fewer rows
+
+
+def test_the_tokens_of_highest_entropy_are_the_same_however_it_is_cut(results):
+    whole, _ = results["token_mean", 1, *SKIPPED[1][0], "entropy"]
+    for ranks, cuts in SKIPPED.items():
+        for cut in cuts:
+            assert relative_difference(whole, results["token_mean", ranks, *cut, "entropy"][0]) < 1e-10, (ranks, cut)
+    assert relative_difference(whole, results["token_mean", *WHOLE, "all"][0]) > 1e-2  # some tokens are left out
+
+
 def test_a_wrong_denominator_would_be_seen(results):
     """The two averages differ on these rows, so a mix-up of denominators could not pass the test above."""
-    by_response, _ = results["response_mean", *WHOLE]
-    by_token, _ = results["token_mean", *WHOLE]
+    by_response, _ = results["response_mean", *WHOLE, "kl"]
+    by_token, _ = results["token_mean", *WHOLE, "kl"]
     assert relative_difference(by_response, by_token) > 1e-2

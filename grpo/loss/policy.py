@@ -9,12 +9,9 @@ The caller adds up the denominator over the whole optimizer step and all ranks, 
 import torch
 from torch import Tensor
 
-from grpo.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, check_choice
-
-Stats = dict[str, tuple[Tensor, Tensor]]
-"""Name of a metric -> (sum over tokens, number of tokens)."""
-Bounds = tuple[float, float]
-"""Lowest and highest importance ratio that is not clipped."""
+from grpo.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, SamplerCorrection, check_choice
+from grpo.loss.corrections import Stats, kept_sequences, sampler_weights
+from grpo.loss.objectives import clip_bounds, clipped_tokens, probability_change, surrogate_loss
 
 
 def policy_loss(
@@ -29,58 +26,99 @@ def policy_loss(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
     beta: float = 0.0,
     kl_estimator: KLEstimator = "k3",
+    unbiased_kl: bool = False,
     aggregation: Aggregation = "response_mean",
     max_length: int | None = None,
+    policy_mask_BT: Tensor | None = None,
+    sampling_logprobs_BT: Tensor | None = None,
+    sampler_correction: SamplerCorrection = "none",
+    sampler_correction_min: float | None = None,
+    sampler_correction_max: float | None = 3.0,
+    off_policy_mask_threshold: float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """The surrogate loss of every token plus ``beta`` times its KL to the reference, summed over rows.
+    """The surrogate loss of every token, times its weights, plus ``beta`` times its KL to the reference, summed over rows.
 
     Args:
         logprobs_BT: ``[B, T]`` log-probabilities of the tokens under the policy being trained (nats, at the sampling temperature).
-        old_logprobs_BT: ``[B, T]`` the same under the policy that sampled the tokens; a constant.
+        old_logprobs_BT: ``[B, T]`` the same under the policy that sampled the tokens; a constant. For ``dppo_tv`` as the sampler had them.
         advantages_B: ``[B]`` one advantage per completion.
         mask_BT: ``[B, T]`` True (or 1) at the tokens to train on. The values at other positions have no influence, even if NaN.
         ref_logprobs_BT: ``[B, T]`` the same under the frozen reference model; needed when ``beta > 0``.
-        objective: ``clip`` (PPO; GRPO eq. 3), ``cispo`` (MiniMax-M1, eq. 4) or ``reinforce``; see :func:`surrogate_loss`.
+        objective: the loss of a token: ``clip``, ``cispo``, ``sapo``, ``dppo_tv`` or ``reinforce``; see ``objectives.py``.
         importance_level: one importance ratio per ``token``, or one per ``sequence``; see :func:`importance_ratio`.
-        epsilon: importance ratios below ``1 - epsilon`` are clipped (``clip`` only).
+        epsilon: importance ratios below ``1 - epsilon`` are clipped (``clip`` only; ``dppo_tv``: probabilities that fell by more).
         epsilon_high: importance ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: above ``1 + epsilon``.
         delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2); ``None``: no bound.
         beta: weight of the KL to the reference.
+        sapo_temperature_pos, sapo_temperature_neg: see :func:`grpo.loss.objectives.sapo_loss`.
         kl_estimator: ``k1``, ``k2`` or ``k3``; see :func:`kl_estimate`.
         aggregation: with ``response_mean`` each row's loss is its mean over tokens, otherwise its sum.
         max_length: bound on the length of completions, in tokens; needed by ``constant``, for the denominator.
+        unbiased_kl: multiply each token's KL by its importance ratio, with gradient through both (DeepSeek-V3.2).
+        policy_mask_BT: ``[B, T]`` False at tokens that have no policy term; their KL stays, and the denominators count them. None: all have one.
+        sampling_logprobs_BT: ``[B, T]`` log-probs as computed while sampling, a constant; needed by the two options below.
+        sampler_correction, sampler_correction_min, sampler_correction_max: see :func:`sampler_weights`.
+        off_policy_mask_threshold: see :func:`kept_sequences`; None: all completions are kept.
 
     Returns:
         ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over micro-batches and ranks.
-        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean`` and, with a reference,
-        ``kl``, each as (sum, count) over the tokens to train on, without gradient.
+        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``; with a reference ``kl``; with a
+        sampler correction ``sampling/importance_sampling_ratio/...``; with a mask threshold ``sampling/off_policy_masked``. Each is (sum, count) over
+        the tokens to train on (sequence corrections and the mask: over completions), without gradient.
 
     Raises:
         ValueError: on an unknown name, disagreeing shapes, ``beta > 0`` without a reference, ``constant`` without ``max_length``.
     """
-    _check_shapes(logprobs_BT, advantages_B, old_logprobs=old_logprobs_BT, mask=mask_BT, ref_logprobs=ref_logprobs_BT)
+    given = dict(old_logprobs=old_logprobs_BT, mask=mask_BT, ref_logprobs=ref_logprobs_BT)
+    given |= dict(policy_mask=policy_mask_BT, sampling_logprobs=sampling_logprobs_BT)
+    _check_shapes(logprobs_BT, advantages_B, **given)
     _check_aggregation(aggregation, max_length)
     check_choice("objective", objective, Objective)
     check_choice("kl_estimator", kl_estimator, KLEstimator)
+    check_choice("sampler_correction", sampler_correction, SamplerCorrection)
+    needs_sampler = sampler_correction != "none" or off_policy_mask_threshold is not None
+    if needs_sampler and sampling_logprobs_BT is None:
+        raise ValueError("sampler_correction and off_policy_mask_threshold need sampling_logprobs_BT")
     if beta != 0 and ref_logprobs_BT is None:
         raise ValueError(f"beta={beta} needs ref_logprobs_BT")
-    bounds = (1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+    bounds = clip_bounds(objective, epsilon, epsilon if epsilon_high is None else epsilon_high)
     mask_BT = mask_BT.bool()
     A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
     ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
+    old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT)
 
-    loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta)
+    temperatures = (sapo_temperature_pos, sapo_temperature_neg)
+    options = dict(old_logprobs_BT=old_logprobs_BT, sapo_temperatures=temperatures)
+    loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta, **options)
+    correction_stats: Stats = {}
+    if policy_mask_BT is not None:
+        loss_BT = loss_BT * policy_mask_BT
+    if sampler_correction != "none":
+        correction = sampler_correction, sampler_correction_min, sampler_correction_max
+        weight_BT, correction_stats = sampler_weights(old_logprobs_BT, sampling_logprobs_BT, mask_BT, *correction)
+        loss_BT = loss_BT * weight_BT
+    if off_policy_mask_threshold is not None:
+        kept_B1, mask_stats = kept_sequences(
+            logprobs_BT, sampling_logprobs_BT, A_B1, mask_BT, off_policy_mask_threshold
+        )
+        loss_BT = loss_BT * kept_B1
+        correction_stats |= mask_stats
     if ref_logprobs_BT is not None:
         kl_BT = kl_estimate(logprobs_BT, _zero_outside(mask_BT, ref_logprobs_BT.detach()), kl_estimator)
+        if unbiased_kl:
+            kl_BT = ratio_BT * kl_BT
         if beta != 0:
             loss_BT = loss_BT + beta * kl_BT
     loss_sum = _sum_over_rows(loss_BT, mask_BT, aggregation)
 
     with torch.no_grad():
-        is_low_BT, is_high_BT = clipped_tokens(objective, ratio_BT, A_B1, bounds)
+        moved_BT = probability_change(logprobs_BT, old_logprobs_BT) if objective == "dppo_tv" else ratio_BT
+        is_low_BT, is_high_BT = clipped_tokens(objective, moved_BT, A_B1, bounds)
         values = {
             "ratio": ratio_BT,
             "clip_ratio/low_mean": is_low_BT,
@@ -91,7 +129,7 @@ def policy_loss(
             values["kl"] = kl_BT
         count = mask_BT.sum().to(torch.float32)
         stats = {name: (_zero_outside(mask_BT, v_BT.to(torch.float32)).sum(), count) for name, v_BT in values.items()}
-    return loss_sum, stats
+    return loss_sum, stats | correction_stats
 
 
 def loss_denominator(
@@ -129,42 +167,6 @@ def importance_ratio(
         log_ratio_BT = (log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1).expand_as(log_ratio_BT)
     # exp() overflows fp32 at 88. An infinite ratio times 0 (a clipped branch, an advantage of 0) would be a NaN gradient.
     return log_ratio_BT.clamp(max=80.0).exp()
-
-
-def surrogate_loss(
-    objective: Objective,
-    logprobs_BT: Tensor,
-    ratio_BT: Tensor,
-    A_B1: Tensor,
-    bounds: Bounds,
-    delta: float | None = None,
-) -> Tensor:
-    """The loss of each token, ``[B, T]``, whose gradient is the policy gradient.
-
-    ``clip``: ``-min(ratio * A, clip(ratio, lowest, highest) * A)``, the first ratio at most ``delta``. ``cispo``:
-    ``-min(ratio, highest) * A * logprob``, without gradient through the ratio. ``reinforce``: ``-A * logprob``.
-    """
-    lowest, highest = bounds
-    if objective == "clip":
-        bounded_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
-        return -torch.minimum(bounded_BT * A_B1, ratio_BT.clamp(lowest, highest) * A_B1)
-    if objective == "cispo":
-        return -ratio_BT.detach().clamp(max=highest) * A_B1 * logprobs_BT
-    return -A_B1 * logprobs_BT  # reinforce
-
-
-def clipped_tokens(objective: Objective, ratio_BT: Tensor, A_B1: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Two boolean ``[B, T]``: tokens whose ratio is clipped at the lower bound, and tokens whose ratio is clipped at the upper bound.
-
-    ``clip``: where the clipped term is the minimum, so that the policy gradient is 0. ``cispo``: where the weight is at its bound.
-    """
-    lowest, highest = bounds
-    if objective == "clip":
-        return (ratio_BT < lowest) & (A_B1 < 0), (ratio_BT > highest) & (A_B1 > 0)
-    nowhere_BT = torch.zeros_like(ratio_BT, dtype=torch.bool)
-    if objective == "cispo":
-        return nowhere_BT, (ratio_BT > highest) & (A_B1 != 0)
-    return nowhere_BT, nowhere_BT  # reinforce has no ratio
 
 
 def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kl_estimator: KLEstimator) -> Tensor:

@@ -1,0 +1,201 @@
+"""The loss and the advantages of TRL's GRPOTrainer and ours on the same numbers: the largest differences.
+
+    python benchmarks/loss_vs_trl.py --model DIR --trl-python TRLVENV/bin/python
+
+It runs in TRL's own Python and writes benchmarks/results/loss_vs_trl.md.
+
+The trainer is a real one, with a model from DIR that samples once. Then it gets log-probs, old, reference and sampler's log-probs, entropies
+and advantages made of random numbers in float64, in place of its model's, and its ``_compute_loss`` computes loss and gradient of one micro-batch.
+TRL computes the weights of the sampler correction while it samples with vLLM, which is not used here: they come from its documented formula, and
+the loss that they weigh is TRL's. For GDPO the trainer gets made-up values of two rewards, some of them missing, and computes the advantages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from grpo.advantages import normalize_then_sum
+from grpo.loss import entropy_threshold, loss_denominator, policy_loss
+
+B, T, MAX_LENGTH = 16, 12, 16
+WEIGHTS = [1.0, 0.5]
+LOSS_TYPES = {"response_mean": "grpo", "constant": "dr_grpo", "token_mean": "dapo"}
+CASES = {  # name -> TRL's settings, ours
+    "clip": ({}, {}),
+    "clip, sequence": ({"importance_sampling_level": "sequence"}, {"importance_level": "sequence"}),
+    "clip, delta": ({"delta": 1.5}, {"delta": 1.5}),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.28}, {"objective": "cispo", "aggregation": "token_mean"}),
+    "sapo": ({"loss_type": "sapo"}, {"objective": "sapo"}),
+    "sapo, sequence": (
+        {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+        {"objective": "sapo", "importance_level": "sequence"},
+    ),
+    "clip, KL": ({"beta": 0.1}, {"beta": 0.1}),
+    "clip, unbiased KL": ({"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "unbiased_kl": True}),
+    "clip, unbiased KL, sequence": (
+        {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
+        {"beta": 0.1, "unbiased_kl": True, "importance_level": "sequence"},
+    ),
+    "off-policy sequence mask": ({"off_policy_mask_threshold": 0.05}, {"off_policy_mask_threshold": 0.05}),
+    "top entropy, KL": ({"top_entropy_quantile": 0.2, "beta": 0.1}, {"top_entropy": 0.2, "beta": 0.1}),
+} | {
+    f"sampler correction, {mode}": ({"mode": mode}, {"sampler_correction": mode, "sampler_correction_max": 1.5})
+    for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+}
+
+
+def random_inputs(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    old_BT = -noise(B, T).abs() - 0.1
+    lengths_B = torch.randint(1, T + 1, (B,), generator=generator)
+    return {
+        "new": old_BT + 0.3 * noise(B, T),
+        "old": old_BT,
+        "sampled": old_BT + 0.2 * noise(B, T),
+        "ref": old_BT + 0.3 * noise(B, T),
+        "entropies": noise(B, T).abs().float(),  # as the scorer has them
+        "advantages": noise(B),
+        "mask": torch.arange(T) < lengths_B[:, None],
+    }
+
+
+def trl_loss(trainer, x: dict, settings: dict, aggregation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and gradient of the log-probs by TRL's ``_compute_loss``."""
+    args = trainer.args
+    values = {
+        "loss_type": LOSS_TYPES[aggregation],
+        "importance_sampling_level": "token",
+        "beta": 0.0,
+        "epsilon_high": 0.28,
+    }
+    values |= {
+        "delta": None,
+        "use_bias_correction_kl": False,
+        "off_policy_mask_threshold": None,
+        "top_entropy_quantile": 1.0,
+    }
+    values |= {"mode": None} | settings
+    trainer.loss_type, trainer.importance_sampling_level = values["loss_type"], values["importance_sampling_level"]
+    trainer.beta, trainer.epsilon_low, trainer.epsilon_high = values["beta"], 0.2, values["epsilon_high"]
+    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = (
+        values["top_entropy_quantile"],
+        values["off_policy_mask_threshold"],
+    )
+    args.delta, args.use_bias_correction_kl = values["delta"], values["use_bias_correction_kl"]
+    trainer.use_vllm, trainer.vllm_importance_sampling_correction = values["mode"] is not None, True
+    new_BT = x["new"].clone().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *a, **k: (new_BT, x["entropies"], None)
+    mask_BT = x["mask"].to(torch.float64)
+    inputs = {
+        "prompt_ids": torch.ones(B, 2, dtype=torch.long), "prompt_mask": torch.ones(B, 2, dtype=torch.long),
+        "completion_ids": torch.ones(B, T, dtype=torch.long), "completion_mask": mask_BT, "advantages": x["advantages"],
+        "old_per_token_logps": x["old"], "ref_per_token_logps": x["ref"], "sampling_per_token_logps": x["sampled"],
+        "num_items_in_batch": mask_BT.sum(),
+    }  # fmt: skip
+    if mode := values["mode"]:
+        difference_BT = (x["old"] - x["sampled"]) * mask_BT
+        ratio = (difference_BT.sum(dim=-1, keepdim=True) if mode.startswith("sequence") else difference_BT).exp()
+        inputs["importance_sampling_ratio"] = (
+            ratio.clamp(max=1.5) if mode.endswith("truncate") else ratio * (ratio <= 1.5)
+        )
+    loss = trainer._compute_loss(trainer.model, inputs)
+    (gradient_BT,) = torch.autograd.grad(loss, new_BT)
+    return loss.detach(), gradient_BT
+
+
+def our_loss(x: dict, settings: dict, aggregation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {"epsilon_high": 0.28, "aggregation": aggregation, "max_length": MAX_LENGTH} | settings
+    new_BT, policy_mask_BT = x["new"].clone().requires_grad_(), None
+    if share := options.pop("top_entropy", None):
+        policy_mask_BT = x["entropies"] >= entropy_threshold(x["entropies"][x["mask"]], share)
+    loss_sum, _ = policy_loss(
+        new_BT, x["old"], x["advantages"], x["mask"], ref_logprobs_BT=x["ref"], sampling_logprobs_BT=x["sampled"],
+        policy_mask_BT=policy_mask_BT, **options,
+    )  # fmt: skip
+    loss = loss_sum / loss_denominator(x["mask"], aggregation=options["aggregation"], max_length=MAX_LENGTH)
+    (gradient_BT,) = torch.autograd.grad(loss, new_BT)
+    return loss.detach(), gradient_BT
+
+
+def gdpo_difference(trainer, rows: list[dict]) -> float:
+    """Largest difference between the advantages of ``normalize_then_sum``: TRL's of made-up values of two rewards, and ours."""
+    generator = torch.Generator().manual_seed(0)
+    values_BF = torch.randint(0, 3, (len(rows), 2), generator=generator).float() * torch.tensor([1.0, 30.0])
+    values_BF[1, 0], values_BF[2, 1], values_BF[3] = math.nan, math.nan, math.nan
+    values_BF[4:8] = 1.0  # a group of equal values
+    trainer.multi_objective_aggregation = "normalize_then_sum"
+    trainer._calculate_rewards = lambda *a, **k: values_BF
+    theirs = trainer._generate_and_score_completions(rows)["advantages"]
+    ours = normalize_then_sum(values_BF.view(-1, 4, 2), WEIGHTS).flatten()
+    return float((theirs - ours).abs().max())
+
+
+def make_trainer(model: str, folder: str, rows: list[dict]):
+    """TRL's trainer, which makes no step of its own."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    arguments = GRPOConfig(
+        output_dir=folder, per_device_train_batch_size=16, num_generations=4, max_completion_length=MAX_LENGTH, use_cpu=True,
+        bf16=False, report_to="none", reward_weights=WEIGHTS, gradient_checkpointing=False, epsilon=0.2,
+    )  # fmt: skip
+    rewards = [lambda completions, **_: [0.0] * len(completions), lambda completions, **_: [1.0] * len(completions)]
+    for number, reward in enumerate(rewards):
+        reward.__name__ = f"reward_{number}"
+    trainer = GRPOTrainer(model=model, args=arguments, reward_funcs=rewards, train_dataset=Dataset.from_list(rows))
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
+
+
+def compare(model: str, seeds: int) -> str:
+    """The table, as Markdown."""
+    rows = [{"prompt": f"{n // 4} + 1 ="} for n in range(16)]
+    lines = ["| case | average | largest difference of the loss | of its gradient |", "|---|---|---|---|"]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(model, folder, rows)
+        gdpo = gdpo_difference(trainer, rows)
+        for name, (theirs, ours) in CASES.items():
+            averages = list(LOSS_TYPES) if "loss_type" not in theirs else [ours.get("aggregation", "response_mean")]
+            for aggregation in averages:
+                found = []
+                for seed in range(seeds):
+                    x = random_inputs(seed)
+                    pairs = zip(trl_loss(trainer, x, theirs, aggregation), our_loss(x, ours, aggregation), strict=True)
+                    found.append([float((a - b).abs().max()) for a, b in pairs])
+                loss, gradient = (max(column) for column in zip(*found, strict=True))
+                lines.append(f"| {name} | {aggregation} | {loss:.1e} | {gradient:.1e} |")
+    lines.append(f"| GDPO, advantages in fp32 | | {gdpo:.1e} | |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--trl-python", help="without it, the Python that runs this script has TRL")
+    parser.add_argument("--seeds", type=int, default=20)
+    options = parser.parse_args()
+    if options.trl_python:
+        command = [options.trl_python, __file__, "--model", options.model, "--seeds", str(options.seeds)]
+        raise SystemExit(subprocess.run(command, check=False).returncode)
+    text = compare(options.model, options.seeds)
+    (ROOT / "benchmarks" / "results" / "loss_vs_trl.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
