@@ -74,6 +74,7 @@ def test_llama_ddp_is_as_published():
     o = c.optim
     assert (o.learning_rate, o.lr_scheduler_type, o.min_lr, o.warmup_steps) == (1e-5, "cosine", 1e-6, 0.1)
     assert (o.weight_decay, o.max_grad_norm, o.num_epochs, o.max_steps) == (0.1, 0.1, 1, None)
+    assert (c.eval.num_samples, c.eval.temperature, c.eval.max_completion_length) == (1, 0.7, 512)
 
 
 def test_smollm2_is_as_published():
@@ -87,6 +88,7 @@ def test_smollm2_is_as_published():
         5e-5, "linear", 0, 1.0, 200,
     )  # fmt: skip
     assert (c.eval.num_samples, c.eval.temperature, c.eval.before_training) == (8, 0.7, True)
+    assert (c.eval.top_p, c.eval.top_k, c.eval.max_completion_length) == (0.9, 50, None)
     assert (c.data.eval_split, c.data.max_eval_samples, c.eval.max_samples) == ("test", None, None)
 
 
@@ -142,7 +144,7 @@ def test_the_protocol_on_one_gpu_is_as_published():
 def test_the_variants_of_r1_zero_are_overrides(overrides, expected):
     a = config_of("math_r1_zero", *overrides).algorithm
     assert (a.objective, a.baseline, a.scale, a.aggregation) == expected
-    assert a.beta == 0
+    assert (a.beta, a.advantage_eps) == (0, 1e-6)
 
 
 # --- prompts and rewards
