@@ -25,12 +25,12 @@ class SamplingParams:
     top_k: int = 0
     """0: off."""
     min_p: float = 0.0
-    keep_sampling_mask: bool = False
-    """Record which tokens top-k, top-p and min-p kept at each position; log-probs are then those of a softmax over these tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; the string stays in it. A special token is found by its id."""
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
+    keep_sampling_mask: bool = False
+    """Record which tokens top-k, top-p and min-p kept at each position; log-probs are then those of a softmax over these tokens."""
 
     @property
     def is_greedy(self) -> bool:
