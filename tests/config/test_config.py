@@ -606,7 +606,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys):
         (["learning_rate", "seed=1"], ["optim.learning_rate"]),
         (["lr"], ["optim.learning_rate", "optim.lr_scheduler_type", "optim.min_lr"]),
         (["kl_coef"], ["algorithm.beta"]),
-        (["keep", "seed"], ["seed", "checkpoint.keep", "checkpoint.keep_best"]),
+        (["keep", "seed"], ["seed", "rollout.keep_sampling_mask", "checkpoint.keep", "checkpoint.keep_best"]),
     ],
 )
 def test_help_on_some_keys(capsys, words, keys):
