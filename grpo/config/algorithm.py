@@ -46,7 +46,8 @@ class AlgorithmConfig(Section):
     scale: Scale = "group"
     """Divides the reward less its baseline: standard deviation of the group or of the whole batch, mean of the group (MaxRL), or 1."""
     multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
-    """With several rewards: advantages of their weighted sum, or the weighted sum of the advantages of each (GDPO)."""
+    """With several rewards: sum_then_normalize takes the advantages of their weighted sum; normalize_then_sum (GDPO) takes the advantages of
+    each, sums them with the weights, and normalizes the sum over the batch."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to the scale that divides, so that almost equal rewards do not give huge advantages."""
     aggregation: Aggregation = "response_mean"
@@ -60,20 +61,22 @@ class AlgorithmConfig(Section):
     delta: float | None = Field(None, gt=1)
     """Upper bound of the importance ratio where objective=clip does not clip it, for negative advantages; none: no bound."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
-    """Steepness with which the gradient of objective=sapo fades as the importance ratio leaves 1, for positive advantages."""
+    """With objective=sapo, how fast the gradient falls as the importance ratio moves away from 1, for positive advantages; higher: faster."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
     """The same for other advantages."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Share of the tokens, those with the highest entropy in the step, that have a policy term; 1: all. One more scoring pass."""
+    """Train only on this share of the tokens of a step, those with the highest entropy (0.2: a fifth); the KL counts all. Below 1 it costs one
+    more forward pass."""
     sampler_correction: SamplerCorrection = "none"
-    """Weigh each token or completion by its probability as scored / as sampled. Outside of the bounds below the weight is the bound (truncate)
-    or 0 (mask)."""
+    """Multiply the loss of each token, or of each completion (sequence), by its probability as scored before the update / as sampled. Outside of
+    the bounds below the weight is the bound (truncate: TIS) or 0 (mask: MIS)."""
     sampler_correction_min: float | None = Field(None, ge=0)
     """Lower bound of that weight; none: no bound."""
     sampler_correction_max: float | None = Field(3.0, gt=0)
     """Upper bound of that weight; none: no bound."""
     off_policy_mask_threshold: float | None = Field(None, ge=0)
-    """Leave out completions with a negative advantage from which the policy has moved away, by more nats per token than this; none: keep all."""
+    """Leave completions with a negative advantage out of the policy loss where the log-prob per token has fallen by more than this since they
+    were sampled (DeepSeek-V3.2: off-policy sequence masking, OPSM); none: keep all."""
     beta: float = Field(0.04, ge=0)
     """Weight of the KL to the reference model; 0: no reference model is kept in memory."""
     kl_estimator: KLEstimator = "k3"
@@ -146,6 +149,8 @@ class AlgorithmConfig(Section):
         corrects = self.sampler_correction != "none"
         found = {
             "delta": self.delta is not None and self.objective != "clip",
+            "epsilon": self.epsilon != 0.2 and self.objective in ("cispo", "sapo", "reinforce"),
+            "epsilon_high": self.epsilon_high is not None and self.objective in ("sapo", "reinforce"),
             "importance_level=sequence": self.importance_level == "sequence" and self.objective == "reinforce",
             "sapo_temperature_pos": self.sapo_temperature_pos != 1.0 and self.objective != "sapo",
             "sapo_temperature_neg": self.sapo_temperature_neg != 1.05 and self.objective != "sapo",

@@ -117,7 +117,11 @@ def _merge(given: Mapping[str, Any], values: dict[str, Any]) -> None:
 def _drop_replaced_step_size(values: dict[str, Any], given: Mapping[str, Any]) -> None:
     """Remove from nested values the key of ``STEP_SIZES`` that ``given``, which wins over them, replaces by the other key."""
     old, new = values.get("rollout"), given.get("rollout")
-    if isinstance(old, dict) and isinstance(new, dict) and any(new.get(key) is not None for key in STEP_SIZES):
+    if (
+        isinstance(old, dict)
+        and isinstance(new, dict)
+        and any(new.get(key) not in (None, "none") for key in STEP_SIZES)
+    ):
         for key in STEP_SIZES:
             if key not in new:
                 old.pop(key, None)
@@ -173,9 +177,16 @@ def _apply(override: str, values: dict[str, Any]) -> None:
 
 
 def _value_of(key: str, text: str) -> Any:
-    """The value of ``key=text`` on the command line, where a ``#``, which starts a comment in YAML, is part of the value."""
-    is_plain = re.search(r"(^|\s)#", text) and not text.lstrip().startswith(("'", '"', "[", "{", "|", ">"))
-    return text.strip() if is_plain else read_yaml(text, f"{key}=")
+    """The value of ``key=text`` on the command line: YAML, except where its signs belong to a text.
+
+    A ``#``, which starts a comment in YAML, is part of the value. So are ``: `` and ``{``, which make a mapping, where the key takes a
+    text (``data.question_template=Question: {prompt}``).
+    """
+    field = keys_of(Config).get(key)
+    takes_text = field is not None and field.annotation in (str, str | None)
+    yaml_only = ("'", '"', "|", ">") if takes_text else ("'", '"', "[", "{", "|", ">")
+    is_plain = re.search(r"(^|\s)#|:\s|^\s*\{" if takes_text else r"(^|\s)#", text)
+    return text.strip() if is_plain and not text.lstrip().startswith(yaml_only) else read_yaml(text, f"{key}=")
 
 
 def mask_command_line() -> None:

@@ -5,7 +5,7 @@ The text under a key is what ``--help`` prints.
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -17,6 +17,15 @@ class Section(BaseModel):
     """Frozen. An unknown key, NaN and infinity are errors. The docstring under a key is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, values: Any) -> Any:
+        """Read ``none``, as ``--help`` and the documents write it, like YAML's ``null``, where a key can be unset."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {key: None if key in optional and value == "none" else value for key, value in values.items()}
 
 
 class ModelConfig(Section):

@@ -103,6 +103,25 @@ def test_overrides_are_read_as_yaml():
     assert config.runtime.deterministic is True
 
 
+def test_none_is_read_as_the_help_writes_it(file):
+    """Where a key can be unset; ``algorithm.scale`` has a choice of that name."""
+    unset = ["eval.max_samples=none", "algorithm.delta=none", "data.eval_split=none", "rollout.prompts_per_rank=none"]
+    config = load_config(["rollout.prompts_per_step=4", *unset, "algorithm.scale=none"])
+    assert (config.eval.max_samples, config.algorithm.delta, config.data.eval_split) == (None, None, None)
+    assert (config.algorithm.scale, config.rollout.prompts_per_step) == ("none", 4)
+    per_step = file("rollout: {prompts_per_step: 6}\neval: {max_samples: none}")
+    config = load_config([*per_step, "rollout.prompts_per_rank=none"])
+    assert (config.eval.max_samples, config.rollout.prompts_per_step) == (None, 6)
+    with pytest.raises(ValueError, match=r"rollout\.top_k='none': input should be a valid integer"):
+        load_config(["rollout.top_k=none"])
+
+
+@pytest.mark.parametrize("text", ["Question: {prompt}", "{prompt}", "{prompt}: {level}"])
+def test_a_template_needs_no_quotes_of_yaml(text):
+    assert load_config([f"data.question_template={text}"]).data.question_template == text
+    assert load_config([f"data.question_template='{text}'"]).data.question_template == text
+
+
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "0.000001", "+1e-6", "1_0e-7"])
 def test_scientific_notation_is_a_number(file, text):
     functions = (
