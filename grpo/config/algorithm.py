@@ -174,13 +174,9 @@ class AlgorithmConfig(Section):
 
     @property
     def advantage_options(self) -> dict[str, Any]:
-        """The keyword arguments of :func:`grpo.advantages.group_advantages`."""
-        return {"baseline": self.baseline, "scale": self.scale, "eps": self.advantage_eps}
-
-    @property
-    def sums_advantages(self) -> bool:
-        """True if each reward function has advantages of its own, which are summed."""
-        return self.multi_objective_aggregation == "normalize_then_sum"
+        """The keyword arguments of :func:`grpo.advantages.advantages_of_values`."""
+        names = {"multi_objective_aggregation", "baseline", "scale"}
+        return self.model_dump(include=names) | {"eps": self.advantage_eps}
 
     @property
     def loss_options(self) -> dict[str, Any]:

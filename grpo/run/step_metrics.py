@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.advantages import has_equal_rewards
+from grpo.advantages import compared_rewards, has_equal_rewards
 from grpo.batch import Batch, Group
 from grpo.loss import importance_ratio, sampler_weights
 from grpo.rewards import RewardResult
@@ -101,9 +101,9 @@ def step_line(
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
     rewards = reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG)
-    if run.config.algorithm.sums_advantages:  # a group teaches if the rewards of any function with a weight differ
-        weighted_PGF = all_values_PGF * torch.tensor(run.rewards.weights)
-        rewards["frac_reward_zero_std"] = has_equal_rewards(weighted_PGF).float().mean().item()
+    aggregation = run.config.algorithm.multi_objective_aggregation
+    compared = compared_rewards(all_values_PGF, run.rewards.weights, aggregation)
+    rewards["frac_reward_zero_std"] = has_equal_rewards(compared).float().mean().item()
     step = run.progress.step + 1
     return {"step": step, "epoch": step / run.problems.steps_per_epoch, **rewards, **reduced}
 
@@ -112,7 +112,6 @@ def reward_metrics(names: list[str], values_PGF: Tensor, totals_PG: Tensor) -> d
     """Reward statistics of the whole global batch; every rank has all of it."""
     metrics = {"reward": _mean(totals_PG), "reward_std": _row_std(totals_PG.reshape(1, -1)).item()}
     metrics["reward_group_std"] = _mean(_row_std(totals_PG))
-    metrics["frac_reward_zero_std"] = has_equal_rewards(totals_PG).float().mean().item()
     metrics["frac_unscorable"] = torch.isnan(totals_PG).float().mean().item()
     for f, name in enumerate(names):
         values = values_PGF[..., f]

@@ -183,7 +183,8 @@ def test_every_preset(file, name):
     found = (a.objective, a.baseline, a.scale, a.aggregation, a.importance_level, a.epsilon, a.clip_high, a.beta)
     assert (*found, a.dynamic_sampling) == PRESET_TABLE[name]
     assert (a.kl_estimator, a.delta, a.num_iterations, a.num_minibatches) == ("k3", None, 1, 1)
-    assert a.sums_advantages == (name == "gdpo") and a.sampler_correction == "none" and not a.without_effect
+    assert a.multi_objective_aggregation.startswith("normalize") == (name == "gdpo")
+    assert a.sampler_correction == "none" and not a.without_effect
 
     rewards = load_config(["--debug", f"algorithm.name={name}"]).reward.functions
     assert [f.name for f in rewards].count("soft_overlong") == (name == "dapo")
@@ -587,7 +588,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys):
         (["learning_rate", "seed=1"], ["optim.learning_rate"]),
         (["lr"], ["optim.learning_rate", "optim.lr_scheduler_type", "optim.min_lr"]),
         (["kl_coef"], ["algorithm.beta"]),
-        (["keep", "seed"], ["seed", "checkpoint.keep", "checkpoint.keep_best"]),
+        (["keep", "seed"], ["seed", "rollout.keep_sampling_mask", "checkpoint.keep", "checkpoint.keep_best"]),
     ],
 )
 def test_help_on_some_keys(capsys, words, keys):
