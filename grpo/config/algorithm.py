@@ -141,21 +141,23 @@ class AlgorithmConfig(Section):
         return self
 
     @property
-    def without_effect(self) -> list[str]:
-        """Keys that are set, but have no effect with the other values."""
-        corrects = self.sampler_correction != "none"
-        found = {
-            "delta": self.delta is not None and self.objective != "clip",
-            "importance_level=sequence": self.importance_level == "sequence" and self.objective == "reinforce",
-            "sapo_temperature_pos": self.sapo_temperature_pos != 1.0 and self.objective != "sapo",
-            "sapo_temperature_neg": self.sapo_temperature_neg != 1.05 and self.objective != "sapo",
-            "sampler_correction_min": self.sampler_correction_min is not None and not corrects,
-            "sampler_correction_max": self.sampler_correction_max != 3.0 and not corrects,
-            "unbiased_kl": self.unbiased_kl and self.beta == 0,
-            "ref_sync_steps": self.ref_sync_steps > 0 and self.beta == 0,
-            "advantage_eps": self.advantage_eps != 1e-4 and self.scale == "none",
-        }
-        return [name for name, has_none in found.items() if has_none]
+    def without_effect(self) -> list[tuple[str, str]]:
+        """``(key, other key)`` of each key that differs from its default, but has no effect with the value of the other key."""
+        ignored = [
+            ("delta", "objective", self.objective != "clip"),
+            ("importance_level", "objective", self.objective == "reinforce"),
+            ("sapo_temperature_pos", "objective", self.objective != "sapo"),
+            ("sapo_temperature_neg", "objective", self.objective != "sapo"),
+            ("advantage_eps", "scale", self.scale == "none"),
+            ("sampler_correction_min", "sampler_correction", self.sampler_correction == "none"),
+            ("sampler_correction_max", "sampler_correction", self.sampler_correction == "none"),
+            ("unbiased_kl", "beta", self.beta == 0),
+            ("ref_sync_steps", "beta", self.beta == 0),
+        ]
+        keys = type(self).model_fields
+        return [
+            (key, other) for key, other, is_ignored in ignored if is_ignored and getattr(self, key) != keys[key].default
+        ]
 
     @property
     def updates_per_step(self) -> int:
@@ -182,17 +184,8 @@ class AlgorithmConfig(Section):
     def loss_options(self) -> dict[str, Any]:
         """The keyword arguments of :func:`grpo.loss.policy_loss` that this section decides."""
         keys = {
-            "objective",
-            "aggregation",
-            "importance_level",
-            "epsilon",
-            "epsilon_high",
-            "delta",
-            "beta",
-            "kl_estimator",
-            "unbiased_kl",
-        }
-        keys |= {"sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"}
-        return self.model_dump(
-            include=keys | {"sampler_correction", "sampler_correction_min", "sampler_correction_max"}
-        )
+            "objective", "importance_level", "epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg",
+            "sampler_correction", "sampler_correction_min", "sampler_correction_max", "off_policy_mask_threshold",
+            "beta", "kl_estimator", "unbiased_kl", "aggregation",
+        }  # fmt: skip
+        return self.model_dump(include=keys)
