@@ -116,10 +116,8 @@ class AlgorithmConfig(Section):
             )
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(f"algorithm.delta={self.delta} must be above 1 + epsilon_high = {1 + self.clip_high:g}")
-        if self.multi_objective_aggregation == "normalize_then_sum" and (self.baseline, self.scale) != (
-            "mean",
-            "group",
-        ):
+        is_group_normalized = self.baseline == "mean" and self.scale == "group"
+        if self.multi_objective_aggregation == "normalize_then_sum" and not is_group_normalized:
             raise ValueError(
                 "algorithm.multi_objective_aggregation=normalize_then_sum (GDPO) subtracts the mean and divides by the standard deviation, "
                 f"got baseline={self.baseline}, scale={self.scale}: use baseline=mean and scale=group"
