@@ -141,7 +141,10 @@ class AlgorithmConfig(Section):
     @property
     def without_effect(self) -> list[tuple[str, str]]:
         """``(key, other key)`` of each key that differs from its default, but has no effect with the value of the other key."""
+        unclipped = self.objective in ("sapo", "reinforce")
         ignored = [
+            ("epsilon", "objective", unclipped or (self.objective == "cispo" and self.epsilon_high is not None)),
+            ("epsilon_high", "objective", unclipped),
             ("delta", "objective", self.objective != "clip"),
             ("importance_level", "objective", self.objective == "reinforce"),
             ("sapo_temperature_pos", "objective", self.objective != "sapo"),
