@@ -18,14 +18,14 @@ import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets envi
 import torch
 from torch import Tensor
 
-from grpo.advantages import group_advantages, has_no_advantage, normalize_then_sum
+from grpo.advantages import advantages_of_values, compared_rewards, has_no_advantage, weighted_sum
 from grpo.batch import Batch, Group, collate, microbatches, minibatches, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.loss import loss_denominator, policy_loss
 from grpo.model import sync_reference
 from grpo.run import debug
-from grpo.run.ending import run_to_completion
+from grpo.run.ending import print_result, run_to_completion
 from grpo.run.optimizer import apply_update
 from grpo.run.prepare import prepare
 from grpo.run.state import Run
@@ -63,12 +63,9 @@ def train(run: Run) -> None:
         if not config.model.disable_dropout:  # the only part of a step that draws from PyTorch's global generators
             torch.manual_seed(derive_seed(config.seed, "dropout", step, world.rank))
 
-        groups, values_PGF, rewards_PG = sample_and_score(run, step, seconds, metrics)
-        all_values_PGF, all_rewards_PG = world.gather_rows(values_PGF), world.gather_rows(rewards_PG)
-        if algorithm.sums_advantages:
-            all_advantages_PG = normalize_then_sum(all_values_PGF, run.rewards.weights, eps=algorithm.advantage_eps)
-        else:
-            all_advantages_PG = group_advantages(all_rewards_PG, **algorithm.advantage_options)
+        groups, values_PGF = sample_and_score(run, step, seconds, metrics)
+        all_values_PGF = world.gather_rows(values_PGF)  # of all ranks; the other tensors are this rank's
+        all_advantages_PG = advantages_of_values(all_values_PGF, run.rewards.weights, **algorithm.advantage_options)
         advantages_PG = world.own_rows(all_advantages_PG)
         options = dict(device=world.device, mask_truncated=algorithm.mask_truncated_completions)
         batch = collate(groups, advantages_PG, pad_id=run.policy.pad_id, **options)
@@ -78,7 +75,7 @@ def train(run: Run) -> None:
             batch = with_old_and_ref_logprobs(run, batch)
         if config.debug:
             debug.show_step(run, step, groups, values_PGF, advantages_PG, batch, seconds)
-        # The old log-probs that the loss uses; the first pass over the batch writes them. Rows that are not computed keep the sampler's.
+        # The old log-probs that the loss uses; the first pass over the batch writes them. Rows that it skips keep the sampler's.
         old_BT = batch.sampling_logprobs_BT.clone()
         with world.timed("update", seconds):
             for iteration in range(algorithm.num_iterations):
@@ -89,6 +86,7 @@ def train(run: Run) -> None:
 
         metrics.maximum("step_time", time.perf_counter() - started)
         finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
+        all_rewards_PG = weighted_sum(all_values_PGF, run.rewards.weights)
         line = step_line(run, groups, all_values_PGF, all_rewards_PG, metrics, seconds)
         progress.complete_step(line)
         scored = replace(batch, old_logprobs_BT=old_BT)
@@ -97,16 +95,11 @@ def train(run: Run) -> None:
     if config.debug:
         debug.show_verdict(run)
     else:
-        run.reporter.print(f"saved     {config.output_dir}/checkpoint-{run.max_steps}, a Hugging Face folder")
-        if best := progress.best:
-            name, folder = config.checkpoint.keep_best, f"{config.output_dir}/checkpoint-{best['step']}"
-            run.reporter.print(f"best      {folder}, {name} {best['value']:.4g}")
+        print_result(run)
 
 
-def sample_and_score(
-    run: Run, step: int, seconds: dict[str, float], metrics: Accumulator
-) -> tuple[list[Group], Tensor, Tensor]:
-    """This rank's groups, every reward ``[P, G, F]``, and their weighted sum ``[P, G]`` (NaN: no function could score it).
+def sample_and_score(run: Run, step: int, seconds: dict, metrics: Accumulator) -> tuple[list[Group], Tensor]:
+    """This rank's groups, and the value of each reward function for each completion, ``[P, G, F]`` (NaN: it could not score it).
 
     With dynamic sampling (DAPO, section 3.2) a group whose advantages are all 0 is replaced by a group of another problem. The
     substitute is a function of (step, position in the batch, attempt), so that neither the world size nor a resume changes it; after
@@ -132,10 +125,9 @@ def sample_and_score(
         count_reward_failures(run, result, metrics, is_whole_step=attempt == 0)
         for p, group, value_GF in zip(missing, sampled, values, strict=True):
             groups[p], values_PGF[p] = group, value_GF
-        rewards_PG = weighted_sum(values_PGF, run.rewards.weights)
         if not algorithm.dynamic_sampling or attempt == algorithm.dynamic_sampling_attempts:
             break
-        compared = values_PGF * torch.tensor(run.rewards.weights) if algorithm.sums_advantages else rewards_PG
+        compared = compared_rewards(values_PGF, run.rewards.weights, algorithm.multi_objective_aggregation)
         replaced_P = has_no_advantage(compared, baseline=algorithm.baseline, scale=algorithm.scale)
         substitutes = {p: run.problems.substitute(step, p, attempt) for p in replaced_P.nonzero().flatten().tolist()}
         missing = [p for p, problem in substitutes.items() if problem is not None]
@@ -143,29 +135,20 @@ def sample_and_score(
             problems[p] = substitutes[p]
         if world.all_true(not missing):
             break
-    return groups, values_PGF, rewards_PG
-
-
-def weighted_sum(values_PGF: Tensor, weights: list[float]) -> Tensor:
-    """``[P, G]`` weighted sum of the reward functions' values that are not NaN; NaN where all values with a weight are."""
-    weights_F = torch.tensor(weights)
-    rewards_PG = (values_PGF.nan_to_num(0.0) * weights_F).sum(dim=-1)
-    return rewards_PG.masked_fill((values_PGF.isnan() | (weights_F == 0)).all(dim=-1), torch.nan)
+    return groups, values_PGF
 
 
 def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
     """Add the log-probs of the policy that sampled and of the reference, by shifted cross-entropy without gradient."""
     algorithm, old_BT, ref_BT, policy_mask_BT = run.config.algorithm, None, None, None
-    if algorithm.top_entropy_quantile < 1:
-        policy_mask_BT = run.top_entropy_mask(batch)
     if algorithm.objective == "dppo_tv":  # bounds the distance to the sampler itself
         old_BT = batch.sampling_logprobs_BT
-    elif (
-        algorithm.updates_per_step > 1
-    ):  # with one update per rollout, old = new.detach() has the same values and saves a forward pass
+    elif algorithm.updates_per_step > 1:  # else old = new.detach() has the same values and saves a forward pass
         old_BT = run.logprobs(run.bare_scorer, batch)
     if run.ref_scorer is not None:
         ref_BT = run.logprobs(run.ref_scorer, batch)
+    if algorithm.top_entropy_quantile < 1:
+        policy_mask_BT = run.top_entropy_mask(batch)
     return replace(batch, old_logprobs_BT=old_BT, ref_logprobs_BT=ref_BT, policy_mask_BT=policy_mask_BT)
 
 
@@ -181,7 +164,6 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
     # fewer of them more weight, and the gradient would depend on how the batch is divided.
     own_denominator = loss_denominator(minibatch.loss_mask_BT, **averaging)
     denominator = world.sum(own_denominator).clamp(min=1)
-    metrics.add("loss", 0.0, own_denominator)
     for micro, is_last in microbatches(minibatch, run.tokens_per_microbatch, packed=run.packed):
         with gradient_sync(run.scorer, enabled=is_last):
             with run.policy.autocast():
@@ -191,7 +173,7 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
             loss_sum, stats = policy_loss(*inputs, **micro.loss_inputs, **options)
             (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
         metrics.add_all(stats)
-        metrics.add("loss", loss_sum.detach(), 0.0)
+        metrics.add("loss", loss_sum.detach(), own_denominator * is_last)  # the denominator counts once
         add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, first_pass=first_pass_BT is not None)
         if first_pass_BT is not None:
             first_pass_BT[micro.row_B, : old_BT.shape[1]] = old_BT

@@ -42,7 +42,7 @@ DEFAULT = [
 
 def sampled_metric(config: Config) -> str:
     """The evaluation metric of the table: the mean over samples, or the greedy one without samples."""
-    return f"eval/mean@{config.eval.num_samples}" if config.eval.num_samples > 1 else GREEDY
+    return f"eval/mean@{config.eval.num_sampled}" if config.eval.num_sampled else GREEDY
 
 
 def run_ours(settings: list[str], seed: int, every: int, folder: Path) -> dict:

@@ -77,24 +77,13 @@ def trl_loss(trainer, x: dict, settings: dict, aggregation: str) -> tuple[torch.
     """Loss and gradient of the log-probs by TRL's ``_compute_loss``."""
     args = trainer.args
     values = {
-        "loss_type": LOSS_TYPES[aggregation],
-        "importance_sampling_level": "token",
-        "beta": 0.0,
-        "epsilon_high": 0.28,
-    }
-    values |= {
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "off_policy_mask_threshold": None,
-        "top_entropy_quantile": 1.0,
-    }
-    values |= {"mode": None} | settings
+        "loss_type": LOSS_TYPES[aggregation], "importance_sampling_level": "token", "beta": 0.0, "epsilon_high": 0.28, "delta": None,
+        "use_bias_correction_kl": False, "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "mode": None,
+    } | settings  # fmt: skip
     trainer.loss_type, trainer.importance_sampling_level = values["loss_type"], values["importance_sampling_level"]
     trainer.beta, trainer.epsilon_low, trainer.epsilon_high = values["beta"], 0.2, values["epsilon_high"]
-    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = (
-        values["top_entropy_quantile"],
-        values["off_policy_mask_threshold"],
-    )
+    trainer.top_entropy_quantile = values["top_entropy_quantile"]
+    trainer.off_policy_mask_threshold = values["off_policy_mask_threshold"]
     args.delta, args.use_bias_correction_kl = values["delta"], values["use_bias_correction_kl"]
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = values["mode"] is not None, True
     new_BT = x["new"].clone().requires_grad_()

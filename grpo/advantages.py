@@ -5,7 +5,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo.choices import Baseline, Scale, check_choice, equal_rewards_have_gradient
+from grpo.choices import Baseline, MultiObjectiveAggregation, Scale, check_choice, equal_rewards_have_gradient
+
+
+def advantages_of_values(
+    values_PGF: Tensor,
+    weights: Sequence[float],
+    *,
+    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize",
+    baseline: Baseline = "mean",
+    scale: Scale = "group",
+    eps: float = 1e-4,
+) -> Tensor:
+    """``[P, G]`` advantages from the values of all reward functions: :func:`group_advantages` of their weighted sum, or
+    :func:`normalize_then_sum` (GDPO), whose baseline and scale are always ``mean`` and ``group``."""
+    check_choice("multi_objective_aggregation", multi_objective_aggregation, MultiObjectiveAggregation)
+    if multi_objective_aggregation == "normalize_then_sum":
+        return normalize_then_sum(values_PGF, weights, eps=eps)
+    return group_advantages(weighted_sum(values_PGF, weights), baseline=baseline, scale=scale, eps=eps)
+
+
+def weighted_sum(values_PGF: Tensor, weights: Sequence[float]) -> Tensor:
+    """``[P, G]`` weighted sum of the reward functions' values that are not NaN; NaN where all values with a weight are."""
+    weights_F = torch.tensor(weights)
+    rewards_PG = (values_PGF.nan_to_num(0.0) * weights_F).sum(dim=-1)
+    return rewards_PG.masked_fill((values_PGF.isnan() | (weights_F == 0)).all(dim=-1), torch.nan)
 
 
 def group_advantages(
@@ -73,6 +97,16 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
     advantages_PG = group_advantages(sums_PG.view(1, -1), eps=eps).view(sums_PG.shape)  # the whole batch as one group
     is_equal_P = (weighted_PGF == 0).flatten(1).all(dim=1)
     return advantages_PG.masked_fill(is_equal_P[:, None], 0.0).to(torch.promote_types(values_PGF.dtype, torch.float32))
+
+
+def compared_rewards(
+    values_PGF: Tensor, weights: Sequence[float], multi_objective_aggregation: MultiObjectiveAggregation
+) -> Tensor:
+    """The rewards whose differences within a group are its advantages: the weighted sums ``[P, G]``; with ``normalize_then_sum`` the values of
+    each function with a weight, ``[P, G, F]``."""
+    if multi_objective_aggregation == "normalize_then_sum":
+        return values_PGF[..., torch.tensor(weights) != 0]
+    return weighted_sum(values_PGF, weights)
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:

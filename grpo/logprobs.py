@@ -90,9 +90,8 @@ class CompletionScorer(nn.Module):
         labels_N = sequence_ids_BS.gather(1, positions_BT)[completion_mask_BT]
         rows_BT = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
         before_N = rows_BT[completion_mask_BT] * sequence_ids_BS.shape[1] + positions_BT[completion_mask_BT] - 1
-        if (
-            kept is not None
-        ):  # the counts outside of the mask are 0: the ids are those of these positions, in their order
+        if kept is not None:
+            # The counts outside of the mask are 0, so the ids are those of the positions inside, in their order.
             kept = KeptTokens(kept.ids_K, kept.counts[completion_mask_BT])
         if self.packed and group_B is not None:
             lengths_B = completion_mask_BT.sum(dim=1)

@@ -119,10 +119,8 @@ class AlgorithmConfig(Section):
             )
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(f"algorithm.delta={self.delta} must be above 1 + epsilon_high = {1 + self.clip_high:g}")
-        if self.multi_objective_aggregation == "normalize_then_sum" and (self.baseline, self.scale) != (
-            "mean",
-            "group",
-        ):
+        is_group_normalized = self.baseline == "mean" and self.scale == "group"
+        if self.multi_objective_aggregation == "normalize_then_sum" and not is_group_normalized:
             raise ValueError(
                 "algorithm.multi_objective_aggregation=normalize_then_sum (GDPO) subtracts the mean and divides by the standard deviation, "
                 f"got baseline={self.baseline}, scale={self.scale}: use baseline=mean and scale=group"
@@ -144,23 +142,26 @@ class AlgorithmConfig(Section):
         return self
 
     @property
-    def without_effect(self) -> list[str]:
-        """Keys that are set, but have no effect with the other values."""
-        corrects = self.sampler_correction != "none"
-        found = {
-            "delta": self.delta is not None and self.objective != "clip",
-            "epsilon": self.epsilon != 0.2 and self.objective in ("cispo", "sapo", "reinforce"),
-            "epsilon_high": self.epsilon_high is not None and self.objective in ("sapo", "reinforce"),
-            "importance_level=sequence": self.importance_level == "sequence" and self.objective == "reinforce",
-            "sapo_temperature_pos": self.sapo_temperature_pos != 1.0 and self.objective != "sapo",
-            "sapo_temperature_neg": self.sapo_temperature_neg != 1.05 and self.objective != "sapo",
-            "sampler_correction_min": self.sampler_correction_min is not None and not corrects,
-            "sampler_correction_max": self.sampler_correction_max != 3.0 and not corrects,
-            "unbiased_kl": self.unbiased_kl and self.beta == 0,
-            "ref_sync_steps": self.ref_sync_steps > 0 and self.beta == 0,
-            "advantage_eps": self.advantage_eps != 1e-4 and self.scale == "none",
-        }
-        return [name for name, has_none in found.items() if has_none]
+    def without_effect(self) -> list[tuple[str, str]]:
+        """``(key, other key)`` of each key that differs from its default, but has no effect with the value of the other key."""
+        unclipped = self.objective in ("sapo", "reinforce")
+        ignored = [
+            ("epsilon", "objective", unclipped or (self.objective == "cispo" and self.epsilon_high is not None)),
+            ("epsilon_high", "objective", unclipped),
+            ("delta", "objective", self.objective != "clip"),
+            ("importance_level", "objective", self.objective == "reinforce"),
+            ("sapo_temperature_pos", "objective", self.objective != "sapo"),
+            ("sapo_temperature_neg", "objective", self.objective != "sapo"),
+            ("advantage_eps", "scale", self.scale == "none"),
+            ("sampler_correction_min", "sampler_correction", self.sampler_correction == "none"),
+            ("sampler_correction_max", "sampler_correction", self.sampler_correction == "none"),
+            ("unbiased_kl", "beta", self.beta == 0),
+            ("ref_sync_steps", "beta", self.beta == 0),
+        ]
+        keys = type(self).model_fields
+        return [
+            (key, other) for key, other, is_ignored in ignored if is_ignored and getattr(self, key) != keys[key].default
+        ]
 
     @property
     def updates_per_step(self) -> int:
@@ -179,29 +180,16 @@ class AlgorithmConfig(Section):
 
     @property
     def advantage_options(self) -> dict[str, Any]:
-        """The keyword arguments of :func:`grpo.advantages.group_advantages`."""
-        return {"baseline": self.baseline, "scale": self.scale, "eps": self.advantage_eps}
-
-    @property
-    def sums_advantages(self) -> bool:
-        """True if each reward function has advantages of its own, which are summed."""
-        return self.multi_objective_aggregation == "normalize_then_sum"
+        """The keyword arguments of :func:`grpo.advantages.advantages_of_values`."""
+        names = {"multi_objective_aggregation", "baseline", "scale"}
+        return self.model_dump(include=names) | {"eps": self.advantage_eps}
 
     @property
     def loss_options(self) -> dict[str, Any]:
         """The keyword arguments of :func:`grpo.loss.policy_loss` that this section decides."""
         keys = {
-            "objective",
-            "aggregation",
-            "importance_level",
-            "epsilon",
-            "epsilon_high",
-            "delta",
-            "beta",
-            "kl_estimator",
-            "unbiased_kl",
-        }
-        keys |= {"sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold"}
-        return self.model_dump(
-            include=keys | {"sampler_correction", "sampler_correction_min", "sampler_correction_max"}
-        )
+            "objective", "importance_level", "epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg",
+            "sampler_correction", "sampler_correction_min", "sampler_correction_max", "off_policy_mask_threshold",
+            "beta", "kl_estimator", "unbiased_kl", "aggregation",
+        }  # fmt: skip
+        return self.model_dump(include=keys)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, SamplerCorrection, check_choice
-from grpo.loss.corrections import Stats, kept_sequences, sampler_weights
+from grpo.loss.corrections import kept_sequences, sampler_weights
 from grpo.loss.objectives import clip_bounds, clipped_tokens, probability_change, surrogate_loss
 
 
@@ -39,7 +39,7 @@ def policy_loss(
     sampler_correction_min: float | None = None,
     sampler_correction_max: float | None = 3.0,
     off_policy_mask_threshold: float | None = None,
-) -> tuple[Tensor, Stats]:
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """The surrogate loss of every token, times its weights, plus ``beta`` times its KL to the reference, summed over rows.
 
     Args:
@@ -66,9 +66,8 @@ def policy_loss(
 
     Returns:
         ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over micro-batches and ranks.
-        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``; with a reference ``kl``; with a
-        sampler correction ``sampling/importance_sampling_ratio/...``; with a mask threshold ``sampling/off_policy_masked``. Each is (sum, count) over
-        the tokens to train on (sequence corrections and the mask: over completions), without gradient.
+        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``; with a reference ``kl``. Each is
+        (sum, count) over the tokens to train on, without gradient.
 
     Raises:
         ValueError: on an unknown name, disagreeing shapes, ``beta > 0`` without a reference, ``constant`` without ``max_length``.
@@ -77,7 +76,6 @@ def policy_loss(
     given |= dict(policy_mask=policy_mask_BT, sampling_logprobs=sampling_logprobs_BT)
     _check_shapes(logprobs_BT, advantages_B, **given)
     _check_aggregation(aggregation, max_length)
-    check_choice("objective", objective, Objective)
     check_choice("kl_estimator", kl_estimator, KLEstimator)
     check_choice("sampler_correction", sampler_correction, SamplerCorrection)
     needs_sampler = sampler_correction != "none" or off_policy_mask_threshold is not None
@@ -92,22 +90,16 @@ def policy_loss(
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
     old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT)
 
-    temperatures = (sapo_temperature_pos, sapo_temperature_neg)
-    options = dict(old_logprobs_BT=old_logprobs_BT, sapo_temperatures=temperatures)
+    options = dict(old_logprobs_BT=old_logprobs_BT, sapo_temperatures=(sapo_temperature_pos, sapo_temperature_neg))
     loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta, **options)
-    correction_stats: Stats = {}
     if policy_mask_BT is not None:
         loss_BT = loss_BT * policy_mask_BT
     if sampler_correction != "none":
         correction = sampler_correction, sampler_correction_min, sampler_correction_max
-        weight_BT, correction_stats = sampler_weights(old_logprobs_BT, sampling_logprobs_BT, mask_BT, *correction)
-        loss_BT = loss_BT * weight_BT
+        loss_BT = loss_BT * sampler_weights(old_logprobs_BT, sampling_logprobs_BT, mask_BT, *correction)[0]
     if off_policy_mask_threshold is not None:
-        kept_B1, mask_stats = kept_sequences(
-            logprobs_BT, sampling_logprobs_BT, A_B1, mask_BT, off_policy_mask_threshold
-        )
-        loss_BT = loss_BT * kept_B1
-        correction_stats |= mask_stats
+        sampled_BT = sampling_logprobs_BT
+        loss_BT = loss_BT * kept_sequences(logprobs_BT, sampled_BT, A_B1, mask_BT, off_policy_mask_threshold)
     if ref_logprobs_BT is not None:
         kl_BT = kl_estimate(logprobs_BT, _zero_outside(mask_BT, ref_logprobs_BT.detach()), kl_estimator)
         if unbiased_kl:
@@ -129,7 +121,7 @@ def policy_loss(
             values["kl"] = kl_BT
         count = mask_BT.sum().to(torch.float32)
         stats = {name: (_zero_outside(mask_BT, v_BT.to(torch.float32)).sum(), count) for name, v_BT in values.items()}
-    return loss_sum, stats | correction_stats
+    return loss_sum, stats
 
 
 def loss_denominator(

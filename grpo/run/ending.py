@@ -75,6 +75,15 @@ def train_and_save(run: Run, train: Callable[[Run], None]) -> int:
     return code
 
 
+def print_result(run: Run) -> None:
+    """Print the folders of the last and of the best checkpoint."""
+    output = run.config.output_dir
+    run.reporter.print(f"saved     {output}/checkpoint-{run.max_steps}, a Hugging Face folder")
+    if best := run.progress.best:
+        name = run.config.checkpoint.keep_best
+        run.reporter.print(f"best      {output}/checkpoint-{best['step']}, {name} {best['value']:.4g}")
+
+
 def _rescue(run: Run, failure: BaseException, print_error: bool = True) -> str | None:
     """Save what can be saved; then print the error on the rank where it happened. Returns the note on what was saved."""
     rank, phase = run.world.rank, run.world.phase

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.advantages import has_equal_rewards
+from grpo.advantages import compared_rewards, has_equal_rewards
 from grpo.batch import Batch, Group
-from grpo.loss import importance_ratio, sampler_weights
+from grpo.config.algorithm import AlgorithmConfig
+from grpo.loss import importance_ratio, kept_sequences, sampler_weights
 from grpo.rewards import RewardResult
 from grpo.run.state import Run
 from grpo.telemetry.accumulator import Accumulator
@@ -66,20 +67,31 @@ def add_microbatch(
         scored_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT  # whose old log-probs are the sampler's
         difference_BT = (scored_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
-    if algorithm.sampler_correction != "none":
-        bounds = algorithm.sampler_correction_min, algorithm.sampler_correction_max
-        options = algorithm.sampler_correction, *bounds
-        weight_BT, _ = sampler_weights(old_BT, micro.sampling_logprobs_BT, micro.loss_mask_BT, *options)
-        weights_N = weight_BT[micro.loss_mask_BT]
-        metrics.minimum(
-            "sampling/importance_sampling_ratio/min", float(weights_N.min()) if len(weights_N) else math.inf
-        )
-        metrics.maximum(
-            "sampling/importance_sampling_ratio/max", float(weights_N.max()) if len(weights_N) else -math.inf
-        )
+    add_corrections(algorithm, metrics, micro, new_BT, old_BT)
     if run.config.logging.has_dashboards:
         ratio_BT = importance_ratio(new_BT, old_BT, micro.loss_mask_BT, algorithm.importance_level)
         metrics.add("ratio_histogram", ratio_histogram(ratio_BT, micro.loss_mask_BT))
+
+
+def add_corrections(
+    algorithm: AlgorithmConfig, metrics: Accumulator, micro: Batch, new_BT: Tensor, old_BT: Tensor
+) -> None:
+    """Add the weights of ``sampler_correction``, and the share of completions that ``off_policy_mask_threshold`` leaves out."""
+    mask_BT, sampled_BT = micro.loss_mask_BT, micro.sampling_logprobs_BT
+    has_tokens_B1 = mask_BT.any(dim=1, keepdim=True)
+    if algorithm.sampler_correction != "none":
+        bounds = algorithm.sampler_correction_min, algorithm.sampler_correction_max
+        weights, is_cut = sampler_weights(old_BT, sampled_BT, mask_BT, algorithm.sampler_correction, *bounds)
+        counted = has_tokens_B1 if algorithm.sampler_correction.startswith("sequence") else mask_BT
+        name, found = "sampling/importance_sampling_ratio", weights[counted]
+        metrics.add(f"{name}/mean", found.sum(), counted.sum())
+        metrics.add(f"{name}/cut", is_cut[counted].sum(), counted.sum())
+        metrics.minimum(f"{name}/min", float(found.min()) if len(found) else math.inf)
+        metrics.maximum(f"{name}/max", float(found.max()) if len(found) else -math.inf)
+    if algorithm.off_policy_mask_threshold is not None:
+        A_B1, threshold = micro.advantages_B[:, None], algorithm.off_policy_mask_threshold
+        is_left_out_B1 = ~kept_sequences(new_BT, sampled_BT, A_B1, mask_BT, threshold)
+        metrics.add("sampling/off_policy_masked", (is_left_out_B1 & has_tokens_B1).sum(), has_tokens_B1.sum())
 
 
 def step_line(
@@ -101,9 +113,9 @@ def step_line(
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
     rewards = reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG)
-    if run.config.algorithm.sums_advantages:  # a group teaches if the rewards of any function with a weight differ
-        weighted_PGF = all_values_PGF * torch.tensor(run.rewards.weights)
-        rewards["frac_reward_zero_std"] = has_equal_rewards(weighted_PGF).float().mean().item()
+    aggregation = run.config.algorithm.multi_objective_aggregation
+    compared = compared_rewards(all_values_PGF, run.rewards.weights, aggregation)
+    rewards["frac_reward_zero_std"] = has_equal_rewards(compared).float().mean().item()
     step = run.progress.step + 1
     return {"step": step, "epoch": step / run.problems.steps_per_epoch, **rewards, **reduced}
 
@@ -112,7 +124,6 @@ def reward_metrics(names: list[str], values_PGF: Tensor, totals_PG: Tensor) -> d
     """Reward statistics of the whole global batch; every rank has all of it."""
     metrics = {"reward": _mean(totals_PG), "reward_std": _row_std(totals_PG.reshape(1, -1)).item()}
     metrics["reward_group_std"] = _mean(_row_std(totals_PG))
-    metrics["frac_reward_zero_std"] = has_equal_rewards(totals_PG).float().mean().item()
     metrics["frac_unscorable"] = torch.isnan(totals_PG).float().mean().item()
     for f, name in enumerate(names):
         values = values_PGF[..., f]

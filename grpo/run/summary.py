@@ -100,9 +100,8 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
     if a.updates_per_step == 1:
         yield "note: with one update per rollout the loss stays near 0 while its gradient does not: watch reward, not loss"
-    for name in a.without_effect:
-        others = f"scale {a.scale}, sampler_correction {a.sampler_correction}"
-        yield f"note: algorithm.{name} has no effect with objective {a.objective} and beta {a.beta:g}, {others}"
+    for key, other in a.without_effect:
+        yield f"note: algorithm.{key} has no effect with algorithm.{other}={getattr(a, other)}"
     filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     active = [f"rollout.{key}={getattr(r, key):g}" for key, neutral in filters.items() if getattr(r, key) != neutral]
     if active and not r.keep_sampling_mask:

@@ -6,7 +6,12 @@ import math
 import pytest
 import torch
 
+from grpo.batch import Batch
+from grpo.config import AlgorithmConfig
+from grpo.distributed import World
 from grpo.loss import entropy_threshold, importance_ratio, loss_denominator, policy_loss
+from grpo.run.step_metrics import add_corrections
+from grpo.telemetry.accumulator import Accumulator
 
 torch.set_num_threads(1)
 
@@ -43,6 +48,15 @@ def example(advantages_B=A, **options):
     loss_sum, stats = policy_loss(new_BT, OLD, advantages_B, MASK, ref_logprobs_BT=REF, **options)
     (gradient_BT,) = torch.autograd.grad(loss_sum, new_BT)
     return loss_sum.item(), gradient_BT, stats
+
+
+def correction_metrics(sampled_BT, **options):
+    """What the corrections of the example report."""
+    unused = dict.fromkeys(("sequence_ids_BS", "prompt_lengths_B", "completion_mask_BT", "group_B", "row_B"), MASK)
+    micro = Batch(**unused, loss_mask_BT=MASK, advantages_B=A, sampling_logprobs_BT=sampled_BT)
+    metrics = Accumulator()
+    add_corrections(AlgorithmConfig(**options), metrics, micro, NEW, OLD)
+    return metrics.reduce(World(0, 1, 0, torch.device("cpu")))
 
 
 def close(value):
@@ -219,13 +233,12 @@ def test_sampler_correction_by_hand(correction, bounds, weights, cut):
     lowest, highest = bounds
     options = dict(sampler_correction=correction, sampler_correction_min=lowest, sampler_correction_max=highest)
     plain_BT = example(aggregation="token_mean")[1]
-    _, gradient_BT, stats = example(aggregation="token_mean", sampling_logprobs_BT=SAMPLED, **options)
+    _, gradient_BT, _ = example(aggregation="token_mean", sampling_logprobs_BT=SAMPLED, **options)
     torch.testing.assert_close(gradient_BT, plain_BT * double(weights), rtol=1e-9, atol=1e-12)
-    total, count = stats["sampling/importance_sampling_ratio/cut"]
-    assert (total.item(), count.item()) == cut
-    total, count = stats["sampling/importance_sampling_ratio/mean"]
-    counted = double(weights)[:, 0] if correction.startswith("sequence") else double(weights)
-    assert total.item() == close(counted.sum().item()) and count.item() == cut[1]
+    counted_N = double(weights)[:, 0] if correction.startswith("sequence") else double(weights)[MASK]
+    found = [counted_N.mean().item(), cut[0] / cut[1], counted_N.min().item(), counted_N.max().item()]
+    names = [f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "cut", "min", "max")]
+    assert correction_metrics(SAMPLED, **options) == close(dict(zip(names, found, strict=True)))
     # The KL keeps its weight of 1.
     kl_BT = [
         example(torch.zeros(4), beta=0.5, aggregation="token_mean", sampling_logprobs_BT=SAMPLED, **o)[1]
@@ -240,12 +253,12 @@ def test_off_policy_sequence_mask_by_hand():
     plain_BT = example(aggregation="token_mean")[1]
     for sampled, threshold, dropped in ((SAMPLED, 0.01, []), (OLD, 0.1, [1]), (OLD, 0.01, [1, 3]), (OLD, 0.2, [])):
         options = dict(sampling_logprobs_BT=sampled, off_policy_mask_threshold=threshold)
-        _, gradient_BT, stats = example(aggregation="token_mean", **options)
+        _, gradient_BT, _ = example(aggregation="token_mean", **options)
         expected_BT = plain_BT.clone()
         expected_BT[dropped] = 0
         assert torch.equal(gradient_BT, expected_BT)
-        total, count = stats["sampling/off_policy_masked"]
-        assert (total.item(), count.item()) == (len(dropped), 4)
+        metrics = correction_metrics(sampled, off_policy_mask_threshold=threshold)
+        assert metrics == {"sampling/off_policy_masked": len(dropped) / 4}
 
 
 def test_top_entropy_tokens_by_hand():

@@ -58,9 +58,15 @@ def test_problems_that_are_left_out_are_counted():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"delta": 3.0, "name": "cispo", "epsilon_high": 1.0}, "algorithm.delta has no effect with objective cispo"),
-        ({"name": "rloo", "importance_level": "sequence"}, "algorithm.importance_level=sequence has no effect"),
-        ({"beta": 0.0, "ref_sync_steps": 4}, "algorithm.ref_sync_steps has no effect with objective clip and beta 0"),
+        (
+            {"delta": 3.0, "name": "cispo", "epsilon_high": 1.0},
+            "algorithm.delta has no effect with algorithm.objective=cispo",
+        ),
+        (
+            {"name": "rloo", "importance_level": "sequence"},
+            "algorithm.importance_level has no effect with algorithm.objective=reinforce",
+        ),
+        ({"beta": 0.0, "ref_sync_steps": 4}, "algorithm.ref_sync_steps has no effect with algorithm.beta=0"),
         ({"beta": 0.0, "unbiased_kl": True}, "algorithm.unbiased_kl has no effect"),
         ({"sampler_correction_max": 2.0}, "algorithm.sampler_correction_max has no effect"),
         ({"name": "sapo", "epsilon": 0.3}, "algorithm.epsilon has no effect with objective sapo"),

@@ -87,9 +87,8 @@ def test_every_run_has_its_own_folder_and_is_checked_first(tmp_path):
         make_plan(ARITHMETIC, [], impossible, [0], tmp_path)
     first, second = str(error.value).split("\n")
     assert first.startswith("algorithm.scale=nix: ") and second.startswith("rollout.num_generations=1: ")
-    with pytest.raises(
-        ConfigError, match=r"^unknown key 'algorithm\.scal'"
-    ):  # of all variants: said once, without their names
+    # A mistake of all variants is said once, without their names.
+    with pytest.raises(ConfigError, match=r"^unknown key 'algorithm\.scal'"):
         make_plan(ARITHMETIC, ["algorithm.scal=1"], impossible, [0], tmp_path)
     (tmp_path / "debug.yaml").write_text("debug: true")
     with pytest.raises(ConfigError, match="for a single run"):
@@ -119,14 +118,8 @@ def test_a_complete_run_with_the_same_settings_is_done(tmp_path):
     assert finished(run) is None, "no folder yet"
     write_run(run)
     assert finished(run).is_complete
-    machine = [
-        "runtime.device=cpu",
-        "runtime.threads_per_rank=1",
-        "logging.every=9",
-        "reward.num_workers=1",
-        "checkpoint.keep=1",
-    ]
-    (elsewhere,) = plan_of(tmp_path, *machine)
+    machine = "runtime.device=cpu runtime.threads_per_rank=1 logging.every=9 reward.num_workers=1 checkpoint.keep=1"
+    (elsewhere,) = plan_of(tmp_path, *machine.split())
     assert finished(elsewhere).is_complete, "where it is computed does not count"
     for change in ("optim.learning_rate=1", "eval.num_samples=3", "runtime.precision=bf16", "data.system_prompt=x"):
         key, _, value = change.partition("=")
@@ -143,10 +136,8 @@ def test_a_key_that_a_run_did_not_know_has_its_default(tmp_path):
     known = dict(flat(config.for_writing()))
     assert differences(config, known) == []
     assert differences(config, known | {"algorithm.a_key_of_the_past": 1}) == []
-    del (
-        known["algorithm.beta"],
-        known["algorithm.scale"],
-    )  # tiny_arithmetic.yaml sets the first, and leaves the second at its default
+    # tiny_arithmetic.yaml sets the first, and leaves the second at its default.
+    del known["algorithm.beta"], known["algorithm.scale"]
     assert differences(config, known) == [("algorithm.beta", 0.04, 0.0)]
 
 
@@ -219,17 +210,8 @@ def test_the_command_writes_table_and_picture_and_refuses_mistakes(tmp_path, cap
             write_run(run, seed=run.seed)
             with open(run.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": 0, "eval/greedy_accuracy": 0.25}) + "\n")
-    command = [
-        "--config",
-        ARITHMETIC,
-        "--vary",
-        "algorithm.scale=none",
-        "--one-at-a-time",
-        "--seeds",
-        "0,1",
-        "--output",
-        str(tmp_path),
-    ]
+    sweep = f"--config {ARITHMETIC} --vary algorithm.scale=none --one-at-a-time --seeds 0,1 --output"
+    command = [*sweep.split(), str(tmp_path)]
     assert main([*command, "--table-only", "optim.max_steps=3"]) == 0
     printed = capsys.readouterr().out
     assert "55.0 ± 7.1 [-8.5, 118.5]" in printed and "1 of 4 runs are not complete" in printed
