@@ -18,8 +18,7 @@ usage: python train_grpo.py [--config FILE.yaml] [section.key=value ...] [--debu
        python train_grpo.py --help [WORD ...]     the keys of a section (optim), one key (optim.learning_rate), all with a word (length)
 
 Without --config: configs/tiny_arithmetic.yaml, a demo that runs in minutes on a CPU. A key that the file does not set has the default below.
-Values are read as YAML, lists and mappings too; none is written null.
---debug: one process, a few prompts, 2 steps, everything printed and checked."""
+Values are read as YAML, lists and mappings too. --debug: one process, a few prompts, 2 steps, everything printed and checked."""
 
 KEYS_EPILOG = "The keys of the configuration: python train_grpo.py --help [SECTION or WORD]"
 """The last line of the help of commands that read a configuration."""
@@ -126,5 +125,4 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
         return f"{key} is missing"
     shown = repr(masked({key.rpartition(".")[2]: error["input"]})[key.rpartition(".")[2]])
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    advice = "; none is written null" if shown.lower() == "'none'" else ""
-    return f"{key}={shown}: {message[:1].lower()}{message[1:]}{advice}"
+    return f"{key}={shown}: {message[:1].lower()}{message[1:]}"
