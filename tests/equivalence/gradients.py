@@ -49,7 +49,8 @@ def sampled(completion: Completion) -> Completion:
     kept = [sorted({*range(250 - 39, 250), i}) if t % 2 else [] for t, i in enumerate(ids)]
     kept_ids, counts = [i for of_position in kept for i in of_position], list(map(len, kept))
     tokens = KeptTokens(torch.tensor(kept_ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
-    return replace(completion, sampling_logprobs=tuple(-3.0 - i % 4 for i in ids), kept=tokens)
+    mean = -3.0 if len(ids) % 2 else -14.0
+    return replace(completion, sampling_logprobs=tuple(mean - i % 4 for i in ids), kept=tokens)
 
 
 def main(output: str, model: str, *cuts: str) -> None:
