@@ -107,7 +107,7 @@ def pattern_answer(
 
 def _pattern_with_group(pattern: Any, group: Any) -> re.Pattern[str]:
     compiled = compile_pattern(pattern)
-    if group not in compiled.groupindex:
+    if not isinstance(group, str) or group not in compiled.groupindex:
         raise ValueError(
             f"the answer is read from a group of the pattern, (?P<{group}>...), and {pattern!r} has no group of that name"
         )

@@ -91,6 +91,9 @@ def _sweep(options: argparse.Namespace, overrides: list[str]) -> int:
     variants, seeds = make_variants(varied, one_at_a_time=options.one_at_a_time), read_seeds(options.seeds)
     output = options.output or Path("runs", f"sweep-{Path(options.config).stem}")
     runs, notes = make_plan(options.config, overrides, variants, seeds, output)
+    shares = places(runs[0].config, options.jobs)
+    if shares[0].ranks > 1:  # on which prompts_per_rank depends
+        runs, notes = make_plan(options.config, overrides, variants, seeds, output, shares[0].ranks)
     found = {run: data for run in runs if (data := finished(run))}
     outcome = None
     if not options.table_only:
@@ -99,7 +102,6 @@ def _sweep(options: argparse.Namespace, overrides: list[str]) -> int:
         )
         print(f"output    {output}", *(f"note: {note}" for note in notes), sep="\n", flush=True)
         if missing := [run for run in runs if run not in found]:
-            shares = places(runs[0].config, options.jobs)
             for run in missing:
                 check_world_size(run.config, shares[0].ranks)
             outcome = run_all(missing, shares, _print_start, _print_end)

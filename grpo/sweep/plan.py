@@ -23,7 +23,7 @@ OWN_KEYS = {
 }
 """Keys that cannot be set in a sweep, and what to write instead."""
 MAX_NAME = 150
-"""Characters of a folder's name; file systems allow 255 bytes."""
+"""Bytes of a folder's name; file systems allow 255."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ def _variant(overrides: tuple[str, ...]) -> Variant:
 def folder_name(name: str) -> str:
     """The name of a variant's folder: every other character becomes ``-``; a long name is cut and ends in a digest of the whole."""
     clean = re.sub(r"[^\w.=,+-]+", "-", name).strip("-")
-    return clean if len(clean) <= MAX_NAME else f"{clean[: MAX_NAME - 9]}-{_digest(name)}"
+    if len(clean.encode()) <= MAX_NAME:
+        return clean
+    return f"{clean.encode()[: MAX_NAME - 9].decode(errors='ignore')}-{_digest(name)}"
 
 
 def _digest(name: str) -> str:
@@ -122,9 +124,17 @@ def _digest(name: str) -> str:
 
 
 def make_plan(
-    file: str, overrides: Sequence[str], variants: Sequence[Variant], seeds: Sequence[int], output: Path
+    file: str,
+    overrides: Sequence[str],
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    output: Path,
+    num_ranks: int = 1,
 ) -> tuple[list[PlannedRun], list[str]]:
     """All runs, seed by seed, and notes on variants that are left out because an earlier one has the same settings.
+
+    Args:
+        num_ranks: processes of each run, the factor of ``rollout.prompts_per_rank``.
 
     Raises:
         ConfigError: one line per mistake, in the words of a run and with the variant's name.
@@ -137,7 +147,8 @@ def make_plan(
     notes = []
     for variant in variants:
         try:
-            settings = load_config(["--config", file, *overrides, *variant.overrides]).model_dump(mode="json")
+            arguments = ["--config", file, *overrides, *variant.overrides]
+            settings = load_config(arguments, num_ranks=num_ranks).model_dump(mode="json")
         except ConfigError as error:
             for line in str(error).split("\n"):
                 mistakes.setdefault(line, []).append(variant.name)
@@ -166,7 +177,8 @@ def make_plan(
                 own["logging.group"] = settings["logging"]["group"] or output.name
             written = [f"{key}={_as_yaml(value)}" for key, value in own.items()]
             arguments = ["--config", file, *overrides, *variant.overrides, *written]
-            runs.append(PlannedRun(variant.name, seed, folder, tuple(arguments), load_config(arguments)))
+            config = load_config(arguments, num_ranks=num_ranks)
+            runs.append(PlannedRun(variant.name, seed, folder, tuple(arguments), config))
     return runs, notes
 
 

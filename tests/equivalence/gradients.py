@@ -2,8 +2,8 @@
 
 torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED,ROWS ...
 
-PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0) or entropy (skip, with the
-policy term of the fifth of the tokens with the highest entropy).
+PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0), entropy (skip, with the
+policy term of the fifth of the tokens with the highest entropy) or corrected (kl, with the options in CORRECTED and some tokens kept).
 """
 
 import sys
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from grpo.advantages import group_advantages
-from grpo.batch import Completion, Group, Problem, collate, skip_zero_advantage
+from grpo.batch import Completion, Group, KeptTokens, Problem, collate, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward
@@ -23,6 +23,9 @@ from grpo.telemetry.accumulator import Accumulator
 from train_grpo import update, with_old_and_ref_logprobs
 
 P, G = 6, 4
+CORRECTED = dict(
+    objective="sapo", unbiased_kl=True, sampler_correction="sequence_truncate", off_policy_mask_threshold=0.5
+)
 
 
 def fixed_groups() -> list[Group]:
@@ -38,6 +41,16 @@ def fixed_groups() -> list[Group]:
         )
         groups.append(Group(Problem(p, "", prompt), completions))
     return groups
+
+
+def sampled(completion: Completion) -> Completion:
+    """With log-probs of sampling, uneven between completions, and the 40 tokens that could be drawn at every other position."""
+    ids = completion.ids
+    kept = [sorted({*range(250 - 39, 250), i}) if t % 2 else [] for t, i in enumerate(ids)]
+    kept_ids, counts = [i for of_position in kept for i in of_position], list(map(len, kept))
+    tokens = KeptTokens(torch.tensor(kept_ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
+    mean = -3.0 if len(ids) % 2 else -14.0
+    return replace(completion, sampling_logprobs=tuple(mean - i % 4 for i in ids), kept=tokens)
 
 
 def main(output: str, model: str, *cuts: str) -> None:
@@ -76,9 +89,10 @@ def main(output: str, model: str, *cuts: str) -> None:
     results = {}
     for cut in cuts:
         aggregation, tokens, packed, rows = cut.split(",")
-        beta = config.algorithm.beta if rows == "kl" else 0.0
+        beta = config.algorithm.beta if rows in ("kl", "corrected") else 0.0
         algorithm = {"aggregation": aggregation, "beta": beta, "skip_zero_advantage": rows in ("skip", "entropy")}
         algorithm["top_entropy_quantile"] = 0.2 if rows == "entropy" else 1.0
+        algorithm |= CORRECTED if rows == "corrected" else {}
         changed = config.model_copy(
             update={
                 "algorithm": config.algorithm.model_copy(update=algorithm),
@@ -106,8 +120,10 @@ def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     rewards_PG = torch.rand(P, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rewards_PG[1::3] = 0.5
     advantages_PG = group_advantages(rewards_PG)
-    mine = slice(world.rank, None, world.size)
-    batch = collate(fixed_groups()[mine], advantages_PG[mine], pad_id=run.policy.pad_id, mask_truncated=True)
+    mine, groups = slice(world.rank, None, world.size), fixed_groups()
+    if run.config.algorithm.unbiased_kl:
+        groups = [replace(group, completions=tuple(map(sampled, group.completions))) for group in groups]
+    batch = collate(groups[mine], advantages_PG[mine], pad_id=run.policy.pad_id, mask_truncated=True)
     if run.config.algorithm.skips_rows:
         batch = skip_zero_advantage(batch)
     batch = with_old_and_ref_logprobs(run, batch)

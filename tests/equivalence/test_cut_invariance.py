@@ -30,7 +30,11 @@ def results(tmp_path_factory, random_model) -> dict:
             arguments += [f"{aggregation},{tokens},{packed},kl" for tokens, packed in cuts]
             arguments += [f"{aggregation},{tokens},{packed},skip" for tokens, packed in SKIPPED[ranks]]
             arguments += [f"{aggregation},{ALL_ROWS},packed,all"] * (ranks == 1)
-        arguments += [f"token_mean,{tokens},{packed},entropy" for tokens, packed in SKIPPED[ranks]]
+        arguments += [
+            f"token_mean,{tokens},{packed},{rows}"
+            for tokens, packed in SKIPPED[ranks]
+            for rows in ("entropy", "corrected")
+        ]
         done = run_forked(SCRIPT, arguments, ranks=ranks, timeout=240, env=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         for cut, result in torch.load(folder / f"{ranks}.pt").items():
@@ -75,6 +79,18 @@ def test_the_tokens_of_highest_entropy_are_the_same_however_it_is_cut(results):
         for cut in cuts:
             assert relative_difference(whole, results["token_mean", ranks, *cut, "entropy"][0]) < 1e-10, (ranks, cut)
     assert relative_difference(whole, results["token_mean", *WHOLE, "all"][0]) > 1e-2  # some tokens are left out
+
+
+def test_corrections_and_kept_tokens_are_the_same_however_it_is_cut(results):
+    whole, metrics = results["token_mean", 1, *SKIPPED[1][0], "corrected"]
+    assert metrics["sampling/off_policy_masked"] > 0 and metrics["sampling/importance_sampling_ratio/cut"] > 0
+    for ranks, cuts in SKIPPED.items():
+        for cut in cuts:
+            other, other_metrics = results["token_mean", ranks, *cut, "corrected"]
+            assert relative_difference(whole, other) < 1e-10, (ranks, cut)
+            names = [name for name in metrics if name.startswith("sampling/")] + ["kl", "loss"]
+            assert {n: other_metrics[n] for n in names} == pytest.approx({n: metrics[n] for n in names}, rel=1e-6)
+    assert relative_difference(whole, results["token_mean", *WHOLE, "kl"][0]) > 1e-2  # they do something
 
 
 def test_a_wrong_denominator_would_be_seen(results):

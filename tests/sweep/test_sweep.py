@@ -79,6 +79,9 @@ def test_every_run_has_its_own_folder_and_is_checked_first(tmp_path):
     )
     assert (config.logging.group, config.logging.run_name) == ("with: a space", "algorithm.scale=none, seed 7")
     assert len(folder_name("x" * 500)) == 150
+    assert len(folder_name("é" * 500).encode()) <= 150 and folder_name("é" * 500) != folder_name("é" * 501)
+    by_rank = make_plan(ARITHMETIC, ["rollout.prompts_per_rank=3"], [Variant("base")], [0], tmp_path, num_ranks=4)
+    assert by_rank[0][0].config.rollout.prompts_per_step == 12
 
     impossible = make_variants(
         [("algorithm.scale", ["nix"]), ("rollout.num_generations", ["1", "2"])], one_at_a_time=True
