@@ -153,6 +153,13 @@ class Batch:
         return inputs if self.kept is None else (*inputs, self.kept)
 
     @property
+    def counted_BT(self) -> Tensor:
+        """True at the tokens that the metrics of scoring count: those that are scored, except where only rows with an advantage count."""
+        if self.computed_B is None:
+            return self.completion_mask_BT
+        return self.completion_mask_BT & self.advantages_B.ne(0)[:, None]
+
+    @property
     def loss_inputs(self) -> dict[str, Tensor | None]:
         """The optional tensors of :func:`grpo.loss.policy_loss`."""
         names = ("ref_logprobs_BT", "sampling_logprobs_BT", "policy_mask_BT")
@@ -239,7 +246,12 @@ def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iter
     """``(micro-batch, is_last)`` for each part of :func:`microbatch_rows`."""
     parts = microbatch_rows(batch, max_tokens, packed=packed)
     for number, rows in enumerate(parts, 1):
-        yield batch.select(rows), number == len(parts)
+        micro = batch.select(rows)
+        if (
+            micro.computed_B is not None
+        ):  # a row of advantage 0 is there for the backward pass alone: no metric counts it
+            micro = replace(micro, loss_mask_BT=micro.loss_mask_BT & micro.advantages_B.ne(0)[:, None])
+        yield micro, number == len(parts)
 
 
 def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:

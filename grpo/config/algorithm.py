@@ -89,7 +89,7 @@ class AlgorithmConfig(Section):
     """Optimizer updates per pass."""
     skip_zero_advantage: bool = True
     """At beta 0, do not compute the log-probs and updates of completions with advantage 0, which have no gradient. Then entropy, ratio,
-    the clip shares and sampling/logprob_difference are means over the other completions."""
+    the clip shares and sampling/logprob_difference are means over the other completions (0 if there are none)."""
     mask_truncated_completions: bool = False
     """Leave truncated completions out of the loss."""
     dynamic_sampling: bool = False

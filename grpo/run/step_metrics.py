@@ -61,12 +61,12 @@ def add_microbatch(
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
         first_pass: this is the first pass over the batch; later passes have the same old log-probs, which count once.
     """
-    algorithm = run.config.algorithm
-    metrics.add("entropy", entropy_BT.sum(), micro.completion_mask_BT.sum())
+    algorithm, counted_BT = run.config.algorithm, micro.counted_BT
+    metrics.add("entropy", (entropy_BT * counted_BT).sum(), counted_BT.sum())
     if first_pass:
         scored_BT = new_BT if algorithm.objective == "dppo_tv" else old_BT  # whose old log-probs are the sampler's
-        difference_BT = (scored_BT - micro.sampling_logprobs_BT).abs() * micro.completion_mask_BT
-        metrics.add("sampling/logprob_difference", difference_BT.sum(), micro.completion_mask_BT.sum())
+        difference_BT = (scored_BT - micro.sampling_logprobs_BT).abs() * counted_BT
+        metrics.add("sampling/logprob_difference", difference_BT.sum(), counted_BT.sum())
     add_corrections(algorithm, metrics, micro, new_BT, old_BT)
     if run.config.logging.has_dashboards:
         ratio_BT = importance_ratio(new_BT, old_BT, micro.loss_mask_BT, algorithm.importance_level)

@@ -219,7 +219,7 @@ def test_minibatches_must_be_equal():
 @pytest.mark.parametrize("tokens", [1, 13, 20, 33, 64, 100, 1000])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_microbatches_hold_every_row_once_within_the_budget(seed, tokens):
-    batch = many_rows(seed)
+    batch = replace(many_rows(seed), computed_B=None)  # row 0 has advantage 0
     seen, lasts = [], []
     for part, is_last in microbatches(batch, tokens):
         numbers = assert_same_rows(part, batch)
@@ -263,6 +263,10 @@ def test_rows_of_advantage_0_are_in_no_microbatch(packed):
         scored = torch.cat(microbatch_rows(batch, tokens, packed=packed))  # before the updates
         assert scored.sort().values.tolist() == [0, 1, 6, 10, 11, shortest]
     assert len(first) == len(second) == 12  # the denominators count all rows
+    spare, _ = next(microbatches(second, 1000, packed=packed))
+    assert not spare.loss_mask_BT.any() and not spare.counted_BT.any() and spare.completion_mask_BT.any()  # no metric
+    part, _ = next(microbatches(first, 1000, packed=packed))
+    assert torch.equal(part.counted_BT, part.completion_mask_BT)
 
 
 def test_like_lengths_come_together():

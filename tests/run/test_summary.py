@@ -69,7 +69,7 @@ def test_problems_that_are_left_out_are_counted():
         ({"beta": 0.0, "ref_sync_steps": 4}, "algorithm.ref_sync_steps has no effect with algorithm.beta=0"),
         ({"beta": 0.0, "unbiased_kl": True}, "algorithm.unbiased_kl has no effect"),
         ({"sampler_correction_max": 2.0}, "algorithm.sampler_correction_max has no effect"),
-        ({"name": "sapo", "epsilon": 0.3}, "algorithm.epsilon has no effect with objective sapo"),
+        ({"name": "sapo", "epsilon": 0.3}, "algorithm.epsilon has no effect with algorithm.objective=sapo"),
         ({"name": "sapo", "sapo_temperature_neg": 2.0}, None),
         ({"beta": 0.1, "ref_sync_steps": 4}, None),
     ],
