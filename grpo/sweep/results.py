@@ -15,8 +15,6 @@ NOT_COMPARED = (
 )  # fmt: skip
 """Keys, and beginnings of keys, that change where and how fast a run is computed, not its results beyond rounding."""
 BUT_COMPARED = ("runtime.precision",)
-BEFORE_THE_KEY = {"algorithm.skip_zero_advantage": False}
-"""The behaviour of runs that were made before a key existed, where it is not the key's default."""
 LAST_STEPS = 10
 AT_THE_END = ("reward", "completions/mean_length", "entropy", "kl")
 """Metrics of training of which the mean of the last steps is taken: they describe the policy that was reached."""
@@ -49,7 +47,7 @@ def differences(asked: Config, found: dict[str, Any]) -> list[tuple[str, Any, An
     Args:
         found: dotted key -> value, of the run's ``config.yaml``. A key that did not exist when the run was made has its default.
     """
-    defaults = dict(flat(Config().for_writing())) | BEFORE_THE_KEY
+    defaults = dict(flat(Config().for_writing()))
     changes = []
     for key, new in flat(asked.for_writing()):
         old = found.get(key, defaults.get(key))
