@@ -21,23 +21,38 @@ SKIPPED = {1: [(ALL_ROWS, "packed"), (60, "padded")], 2: [(60, "packed")], 3: [(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, random_model) -> dict:
-    """``(aggregation, ranks, tokens, packed, rows)`` to what two updates (SGD, float64) moved in the weights, and their metrics."""
-    folder, found = tmp_path_factory.mktemp("cuts"), {}
-    environment = environment_of_runs({"PYTHONPATH": str(ROOT)})
-    for ranks, cuts in CUTS.items():
-        arguments = [str(folder / f"{ranks}.pt"), str(random_model)]
-        for aggregation in AGGREGATIONS:
-            arguments += [f"{aggregation},{tokens},{packed},kl" for tokens, packed in cuts]
-            arguments += [f"{aggregation},{tokens},{packed},skip" for tokens, packed in SKIPPED[ranks]]
-            arguments += [f"{aggregation},{ALL_ROWS},packed,all"] * (ranks == 1)
-        arguments += [
-            f"token_mean,{tokens},{packed},{rows}"
-            for tokens, packed in SKIPPED[ranks]
-            for rows in ("entropy", "corrected")
-        ]
-        done = run_forked(SCRIPT, arguments, ranks=ranks, timeout=240, env=environment)
+    """See :func:`updates_of`; with a KL term."""
+    cuts = {
+        ranks: [f"{aggregation},{tokens},{packed},kl" for aggregation in AGGREGATIONS for tokens, packed in CUTS[ranks]]
+        for ranks in CUTS
+    }
+    return updates_of(cuts, tmp_path_factory.mktemp("cuts"), random_model)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory, random_model) -> dict:
+    """See :func:`updates_of`; without the rows of advantage 0, with the tokens of highest entropy, and with corrections and kept tokens."""
+    cuts = {ranks: [] for ranks in SKIPPED}
+    cuts[1] += [f"{aggregation},{ALL_ROWS},packed,all" for aggregation in AGGREGATIONS]
+    cuts[1] += [f"token_mean,{ALL_ROWS},packed,kl"]
+    for ranks, skipped in SKIPPED.items():
+        for tokens, packed in skipped:
+            cuts[ranks] += [f"{aggregation},{tokens},{packed},skip" for aggregation in AGGREGATIONS]
+            cuts[ranks] += [f"token_mean,{tokens},{packed},{rows}" for rows in ("entropy", "corrected")]
+    return updates_of(cuts, tmp_path_factory.mktemp("options"), random_model)
+
+
+def updates_of(cuts: dict[int, list[str]], folder: Path, model) -> dict:
+    """``(aggregation, ranks, tokens, packed, rows)`` to what two updates (SGD, float64) moved in the weights, and their metrics.
+
+    ``cuts``: ranks -> the arguments of the script.
+    """
+    found = {}
+    for ranks, arguments in cuts.items():
+        output, environment = folder / f"{ranks}.pt", environment_of_runs({"PYTHONPATH": str(ROOT)})
+        done = run_forked(SCRIPT, [str(output), str(model), *arguments], ranks=ranks, timeout=240, env=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-        for cut, result in torch.load(folder / f"{ranks}.pt").items():
+        for cut, result in torch.load(output).items():
             aggregation, tokens, packed, rows = cut.split(",")
             found[aggregation, ranks, int(tokens), packed, rows] = result
     return found
@@ -60,37 +75,40 @@ def test_update_is_the_same_however_it_is_cut(results, aggregation):
                 assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, ranks, cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_update_is_the_same_without_the_rows_of_advantage_0(results, aggregation):
-    whole, metrics = results[aggregation, *WHOLE, "all"]
+def test_update_is_the_same_without_the_rows_of_advantage_0(options, aggregation):
+    whole, metrics = options[aggregation, *WHOLE, "all"]
     assert torch.stack([t.norm() for t in whole.values()]).norm() > 1e-3
     for ranks, cuts in SKIPPED.items():
         for cut in cuts:
-            other, other_metrics = results[aggregation, ranks, *cut, "skip"]
+            other, other_metrics = options[aggregation, ranks, *cut, "skip"]
             assert relative_difference(whole, other) < 1e-10, f"{ranks} ranks, {cut} moves the weights elsewhere"
             for name in ("loss", "grad_norm"):
                 assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, ranks, cut)
             assert other_metrics["entropy"] != pytest.approx(metrics["entropy"], rel=1e-6)  # over fewer rows
 
 
-def test_the_tokens_of_highest_entropy_are_the_same_however_it_is_cut(results):
-    whole, _ = results["token_mean", 1, *SKIPPED[1][0], "entropy"]
+@pytest.mark.slow
+def test_the_tokens_of_highest_entropy_are_the_same_however_it_is_cut(options):
+    whole, _ = options["token_mean", 1, *SKIPPED[1][0], "entropy"]
     for ranks, cuts in SKIPPED.items():
         for cut in cuts:
-            assert relative_difference(whole, results["token_mean", ranks, *cut, "entropy"][0]) < 1e-10, (ranks, cut)
-    assert relative_difference(whole, results["token_mean", *WHOLE, "all"][0]) > 1e-2  # some tokens are left out
+            assert relative_difference(whole, options["token_mean", ranks, *cut, "entropy"][0]) < 1e-10, (ranks, cut)
+    assert relative_difference(whole, options["token_mean", *WHOLE, "all"][0]) > 1e-2  # some tokens are left out
 
 
-def test_corrections_and_kept_tokens_are_the_same_however_it_is_cut(results):
-    whole, metrics = results["token_mean", 1, *SKIPPED[1][0], "corrected"]
+@pytest.mark.slow
+def test_corrections_and_kept_tokens_are_the_same_however_it_is_cut(options):
+    whole, metrics = options["token_mean", 1, *SKIPPED[1][0], "corrected"]
     assert metrics["sampling/off_policy_masked"] > 0 and metrics["sampling/importance_sampling_ratio/cut"] > 0
     for ranks, cuts in SKIPPED.items():
         for cut in cuts:
-            other, other_metrics = results["token_mean", ranks, *cut, "corrected"]
+            other, other_metrics = options["token_mean", ranks, *cut, "corrected"]
             assert relative_difference(whole, other) < 1e-10, (ranks, cut)
             names = [name for name in metrics if name.startswith("sampling/")] + ["kl", "loss"]
             assert {n: other_metrics[n] for n in names} == pytest.approx({n: metrics[n] for n in names}, rel=1e-6)
-    assert relative_difference(whole, results["token_mean", *WHOLE, "kl"][0]) > 1e-2  # they do something
+    assert relative_difference(whole, options["token_mean", *WHOLE, "kl"][0]) > 1e-2  # they do something
 
 
 def test_a_wrong_denominator_would_be_seen(results):
