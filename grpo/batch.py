@@ -43,12 +43,12 @@ class KeptTokens(NamedTuple):
     """int32, of any shape (``[T]`` of a completion, ``[B, T]`` of a batch): ids kept at each position; 0: the whole vocabulary."""
 
     def select(self, rows: Tensor, T: int) -> "KeptTokens":
-        """Those of these rows of a batch, of which the longest has ``T`` tokens."""
+        """The kept tokens of some rows of a batch; ``counts`` becomes ``[rows, T]``."""
         ids_by_row = self.ids_K.split(self.counts.sum(dim=1).tolist())
         return KeptTokens(torch.cat([ids_by_row[b] for b in rows.tolist()]), self.counts[rows, :T])
 
     def split(self, n: int) -> list["KeptTokens"]:
-        """Those of ``n`` positions at a time; ``counts`` has one dimension."""
+        """The kept tokens of each ``n`` positions in a row, where ``counts`` has one dimension."""
         counts = self.counts.split(n)
         ids = self.ids_K.split([int(counts_n.sum()) for counts_n in counts])
         return [KeptTokens(*part) for part in zip(ids, counts, strict=True)]

@@ -141,8 +141,9 @@ class CompletionScorer(nn.Module):
 def keep_only_(logits_NV: torch.Tensor, kept: KeptTokens | None, temperature: float) -> torch.Tensor:
     """Lower, in place, the logits of tokens that could not be drawn; ``None``: change nothing.
 
-    They get the lowest of all logits minus 30 (at the temperature), so that all of them together have less than e^-30 = 1e-13 of the
-    probability, which fp32 rounds away. With minus infinity an entropy would be NaN; with -1e38 ``exp`` takes 20 times as long on CPU.
+    They get the lowest of all logits minus 30 (at the temperature). Each has then less than e^-30 = 1e-13 of the probability of any token
+    that could be drawn, and 150,000 of them together less than 2e-8, which fp32 rounds away. With minus infinity an entropy would be NaN;
+    with -1e38 ``exp`` takes 20 times as long on CPU.
     """
     if kept is None or len(logits_NV) == 0:
         return logits_NV

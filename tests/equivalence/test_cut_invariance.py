@@ -87,6 +87,9 @@ def test_update_is_the_same_without_the_rows_of_advantage_0(options, aggregation
             for name in ("loss", "grad_norm"):
                 assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, ranks, cut)
             assert other_metrics["entropy"] != pytest.approx(metrics["entropy"], rel=1e-6)  # over fewer rows
+            _, first_metrics = options[aggregation, 1, *SKIPPED[1][0], "skip"]
+            for name in ("entropy", "ratio", "clip_ratio/region_mean"):  # over the same rows, whichever rank has them
+                assert other_metrics[name] == pytest.approx(first_metrics[name], rel=1e-6), (name, ranks, cut)
 
 
 @pytest.mark.slow
