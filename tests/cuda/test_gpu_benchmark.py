@@ -21,13 +21,13 @@ def test_one_check_that_crashes_or_hangs_does_not_stop_the_others(gpu, tmp_path)
     why = {row["name"]: (row["result"], row.get("why")) for row in written["checks"]}
     assert why == {
         "crashes": ("failed", "its process ended with status -11"),
-        "hangs": ("failed", "stopped after 0.5 s"),
+        "hangs": ("failed", "stopped after 4 s"),
         "raises": ("failed", "RuntimeError: the reason"),
         "is_left_out": ("not run", "no pydantic"),
         "passes": ("passed", None),
     }
     stopped, skipped = written["figures"]
-    assert stopped["result"] == "failed" and skipped["why"] == "the 2.5 s of --seconds are used up"
+    assert stopped["result"] == "failed" and skipped["why"] == "the 15 s of --seconds are used up"
     assert report.returned["code"] == 1 and "1 of 5 checks passed" in report.output
     table = Path(tmp_path, "gpu.md").read_text()
     assert "| passes | passed | 0 | e | number 1.5 |" in table and "**not run**" in table

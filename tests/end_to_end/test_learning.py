@@ -6,7 +6,7 @@ from outputs import metrics_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, 2], ids="demo_seed_{}".format)
 def test_the_tiny_run_learns(tmp_path, seed):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

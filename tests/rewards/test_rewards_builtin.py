@@ -113,7 +113,7 @@ def test_long_texts_are_read_in_linear_time(unit):
     for variant in (text, "<think>" + text, "<think>" + text + "</think><answer>" + text + "</answer>x"):
         extract_answer(variant), extract_answer(variant, "lenient"), has_format(variant)
         answers_equal(variant, "5"), load_reward("tag_groups")([""], [variant])
-    assert time.perf_counter() - start < 3  # about 0.1 s on an idle core; a quadratic pattern takes minutes
+    assert time.perf_counter() - start < 20  # about 0.1 s on an idle core; a quadratic pattern takes minutes
 
 
 def test_completion_text_of_both_kinds():

@@ -1,5 +1,6 @@
 """The runner with real worker processes: real hangs, real deaths, real floods of output."""
 
+import itertools
 import json
 import logging
 import math
@@ -51,9 +52,11 @@ def moody(completions, **kwargs):
             while True: pass
     return [1.0] * len(completions)
 
-def slow_batch(completions, **kwargs):
-    time.sleep(0.15 * len(completions))
-    return [1.0] * len(completions)
+def noted(completions, calls, **kwargs):           # a line for each call in the file `calls`: when it began, rows
+    with open(calls, "a") as file:
+        print(time.time(), len(completions), file=file)
+    time.sleep(0.1 * len(completions))
+    return moody(completions)
 
 def loud(completions, **kwargs):
     for _ in range(200):
@@ -225,7 +228,7 @@ def test_a_hanging_row_is_killed(run, word):
     result = run("moody", ["ok", word, "ok"], timeout_s=0.5)
     assert column(result) == [1.0, None, 1.0]
     assert result.errors == [0] and result.timeouts == [1] and not result.failed_everywhere
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 60, "without the limit it never ends"
 
 
 def test_the_first_traceback_is_logged_once_per_run(path, caplog):
@@ -243,34 +246,41 @@ def test_failing_everywhere_is_reported(run):
 
 @pytest.mark.parametrize("word", ["hang", "die"])
 @pytest.mark.slow
-def test_failing_always_takes_bounded_time(run, word):
-    rows = MAX_LOST_WORKERS + 20
-    start = time.perf_counter()
-    result = run("moody", [word] * rows, timeout_s=0.1)
-    assert result.failures == [rows] and result.failed_everywhere == ["moody"]
-    # 1 batch and 8 rows of 0.1 s, and as many starts of a worker; not 28 of each.
-    assert time.perf_counter() - start < 0.1 * (1 + MAX_LOST_WORKERS) + 9
+def test_failing_always_takes_bounded_time(run, tmp_path, word):
+    rows, workers, calls = MAX_LOST_WORKERS + 20, 2, tmp_path / "calls"
+    result = run("noted", [word] * rows, args={"calls": str(calls)}, timeout_s=0.5, num_workers=workers)
+    assert result.failures == [rows] and result.failed_everywhere == ["noted"]
+    # The batch and 8 rows; the other worker may have begun one more.
+    assert len(read_calls(calls)) <= 1 + MAX_LOST_WORKERS + workers - 1
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, caplog):
-    with (
-        caplog.at_level(logging.WARNING, "grpo"),
-        RewardRunner([RewardSpec(f"{path}:slow_batch")], timeout_s=0.6) as runner,
-    ):
-        assert runner.score(["q"] * 5, ["a"] * 5, {}).failures == [0]
+def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, caplog, tmp_path):
+    calls = tmp_path / "calls"
+    spec = RewardSpec(f"{path}:noted", args={"calls": str(calls)})
+    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([spec], timeout_s=2.0) as runner:
+        assert runner.score(["q"] * 30, ["a"] * 30, {}).failures == [0]
         assert "from now on it is called row by row" in caplog.text
-        start = time.perf_counter()
-        assert column(runner.score(["q"] * 5, ["a"] * 5, {})) == [1.0] * 5
-        assert time.perf_counter() - start < 1.3  # 0.75 s; 1.35 s if the batch were tried first
+        assert [rows for _, rows in read_calls(calls)] == [30] + [1] * 30
+        assert column(runner.score(["q"] * 2, ["a"] * 2, {})) == [1.0] * 2
+        assert [rows for _, rows in read_calls(calls)[31:]] == [1, 1]
 
 
 @pytest.mark.slow
-def test_rows_are_shared_by_workers(run):
-    start = time.perf_counter()
-    result = run("moody", ["hang"] * 8, timeout_s=1.0, num_workers=4)
-    assert result.timeouts == [8]
-    assert time.perf_counter() - start < 8  # 1 s for the batch, 2 s for all rows; 9 s one after the other
+def test_rows_are_shared_by_workers(run, tmp_path):
+    calls, timeout = tmp_path / "calls", 3.0
+    result = run("noted", ["hang"] * 4, args={"calls": str(calls)}, timeout_s=timeout, num_workers=4)
+    assert result.timeouts == [4]
+    began = sorted(time for time, rows in read_calls(calls) if rows == 1)
+    assert len(began) == 4
+    gaps = [later - earlier for earlier, later in itertools.pairwise(began)]
+    assert min(gaps) < timeout, "one after the other, each begins when the one before is given up"
+
+
+def read_calls(file) -> list[tuple[float, int]]:
+    """When each call of ``noted`` began, seconds, and its rows; in this order."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return sorted((float(began), int(rows)) for began, rows in lines)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +376,7 @@ def test_what_counts_as_numbers(run):
 
 def test_excess_output_of_a_reward_is_dropped(run, capfd):
     assert column(run("loud", ["a", "b"])) == [1.0, 1.0]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     printed = ""
     while "the rest is dropped" not in printed and time.monotonic() < deadline:
         printed += capfd.readouterr().err
@@ -410,7 +420,7 @@ def test_what_a_reward_writes_to_its_connection_is_named(path, monkeypatch):
 def test_a_worker_that_dies_leaving_a_child_is_noticed(run):
     start = time.perf_counter()
     assert run("orphan", ["a"]).errors == [1]
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 40, "the child lives for 60 s"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -426,9 +436,9 @@ runner.score(["q"], ["spin"], {{}})
     worker = int(parent.stdout.readline())
     time.sleep(0.3)
     parent.send_signal(how)
-    parent.wait(timeout=10)
+    parent.wait(timeout=60)
     parent.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and _runs(worker):
         time.sleep(0.05)
     assert not _runs(worker)

@@ -130,7 +130,7 @@ with tempfile.TemporaryFile("w+") as f: f.write("file"); f.seek(0); print(f.read
 def test_infinite_loop(attack):
     start = time.perf_counter()
     assert attack("while True: pass", SHORT).status == "timeout"
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 60, "without the limit it never ends"
 
 
 def test_a_loop_that_catches_everything_and_drips_output(attack):
@@ -392,9 +392,9 @@ def test_expected_outputs_are_not_in_the_sandbox(sandboxed):
 
 def test_time_is_shared_by_all_tests(sandboxed):
     start = time.perf_counter()
-    results = run_python("while True: pass", [{"code": ""}] * 20, Limits(test_seconds=0.3, total_seconds=0.6))
+    results = run_python("while True: pass", [{"code": ""}] * 20, Limits(test_seconds=3, total_seconds=6))
     assert {result.status for result in results} == {"timeout"} and len(results) == 20
-    assert time.perf_counter() - start < 4
+    assert time.perf_counter() - start < 40, "20 tests of 3 s each take 60 s"
 
 
 def test_the_sandbox_ends_with_the_process_that_started_it(sandboxed, own_sandboxes):
@@ -418,7 +418,7 @@ def _ends_first(process):
 
 
 def _wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
