@@ -72,6 +72,7 @@ def test_user_errors_are_one_line(checkpoint, random_model, chat):
         assert complaint.startswith("error: ") and words in complaint and complaint.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_model_without_a_run_gets_the_prompt_alone(random_model, chat, tmp_path):
     """No rewards, and completions that fit into the model's context, also of a base model without a chat template."""
     base = tmp_path / "base"

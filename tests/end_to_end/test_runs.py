@@ -51,6 +51,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model):
     assert "already complete" in again.stdout
 
 
+@pytest.mark.slow
 def test_changed_settings_are_refused_and_never_starts_afresh(tmp_path, random_model):
     arguments = [*small_run(random_model, tmp_path / "run"), "optim.max_steps=2", "checkpoint.save_steps=1"]
     run_trainer(*arguments)
@@ -67,7 +68,7 @@ def test_changed_settings_are_refused_and_never_starts_afresh(tmp_path, random_m
 
 
 @pytest.mark.parametrize(
-    "preset", [p if p in ("grpo", "dapo") else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS]
+    "preset", [p if p == "dapo" else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS]
 )
 def test_every_preset_trains(tmp_path, random_model, preset):
     run_trainer(
@@ -153,6 +154,7 @@ def test_unscorable_completions_are_counted(tmp_path, random_model):
         assert line["frac_reward_zero_std"] == 1.0
 
 
+@pytest.mark.slow
 def test_bf16_and_masking_and_minibatches(tmp_path, random_model):
     run_trainer(
         *small_run(random_model, tmp_path / "run"),

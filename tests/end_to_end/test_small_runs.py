@@ -185,6 +185,7 @@ def digits(completions, completion_ids, log_metric, log_extra, trainer_state, **
 """
 
 
+@pytest.mark.slow
 def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
     """Rewards that index messages, on a text column with a system prompt; what they log arrives, also if one rank alone logs it."""
     (tmp_path / "mine.py").write_text(TRL_REWARDS)

@@ -38,7 +38,7 @@ def test_one_process_stops_during_a_rollout(tmp_path, random_model, uninterrupte
     asked = time.monotonic()
     started.kill(number)
     assert started.end() == 128 + number
-    assert time.monotonic() - asked < 10
+    assert time.monotonic() - asked < 40
     assert f"preempted at step 2 of {STEPS}" in started.text()
     assert "Traceback" not in started.text()
     continued(uninterrupted, random_model, output, ranks=1, from_step=2)
@@ -120,7 +120,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, random_model, uninterrup
     for rank in (0, 1):
         started.kill(signal.SIGTERM, rank)
     assert started.end() != 0
-    assert time.monotonic() - asked < 8
+    assert time.monotonic() - asked < 25
     assert "second SIGTERM: exiting at once, in phase 'update'" in started.text()
     run(output, tiny(random_model, output, "checkpoint.save_steps=1"), ranks=2)
     assert_same_run(uninterrupted(2), output, STEPS)

@@ -52,6 +52,7 @@ def offline_summary(folder, start: int = -1):
     return summary, about
 
 
+@pytest.mark.slow
 def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_model):
     rewards = f"{ROOT}/tests/rewards_for_tests.py"
     done = run_trainer(
