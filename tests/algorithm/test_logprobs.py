@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from architectures import GPT2, SIZES, V
+from architectures import SIZES, V
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -298,7 +298,8 @@ def test_a_softmax_over_the_kept_tokens_agrees_with_float64(build_model, tempera
 
 
 def test_a_float64_model_is_scored_in_float64():
-    model = build(GPT2LMHeadModel, GPT2Config, **GPT2).double()  # the norms and rotations of other models compute in fp32
+    # The norms and rotations of other models compute in fp32.
+    model = build(GPT2LMHeadModel, GPT2Config, **GPT2).double()
     ids_BS, lengths_B, mask_BT = uneven_rows()
     expected_BT, expected_entropies_BT = reference(model, 0.7, ids_BS)
     logprobs_BT, entropies_BT = CompletionScorer(model, 0.7)(ids_BS, lengths_B, mask_BT)

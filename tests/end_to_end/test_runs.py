@@ -67,9 +67,7 @@ def test_changed_settings_are_refused_and_never_starts_afresh(tmp_path, random_m
     assert lines(tmp_path / "run")[0]["step"] == 0
 
 
-@pytest.mark.parametrize(
-    "preset", [p if p == "dapo" else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS]
-)
+@pytest.mark.parametrize("preset", [p if p == "dapo" else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS])
 def test_every_preset_trains(tmp_path, random_model, preset):
     run_trainer(
         *small_run(random_model, tmp_path / "run"),
