@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import GenerationConfig
 
+from grpo.model import save_weights
 from grpo.system import open_regular
 
 MANIFEST = "manifest.json"
@@ -77,6 +78,7 @@ def save_checkpoint(
     keep: int = 2,
     best_step: int | None = None,
     tensors: Tensors | None = None,
+    merge: Callable[[Path, Path], None] | None = None,
 ) -> Path:
     """Write ``checkpoint-<step>/``, then delete all but the ``keep`` newest checkpoints up to this step; returns the folder.
 
@@ -84,10 +86,12 @@ def save_checkpoint(
     checkpoint with its final name is complete, whenever the process is killed.
 
     Args:
+        model: the model, or the adapter that is trained in its place.
         reference: only if it changes during training (``ref_sync_steps``); otherwise it is the starting model.
         state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
         best_step: the checkpoint of this step is kept whatever its age.
         tensors: a copy made earlier, written instead of the current tensors of ``model``, ``optimizer``, ...
+        merge: writes the whole model of an adapter folder, the first argument, into another folder (``checkpoint.merge``).
 
     Raises:
         OSError: if the disk is full or cannot be written.
@@ -105,8 +109,10 @@ def save_checkpoint(
     trainer = partial / "trainer"
     trainer.mkdir(parents=True)
     try:
-        _save_model(model, tensors.model, partial)
+        save_weights(model, tensors.model, partial)
         tokenizer.save_pretrained(partial)
+        if merge is not None:
+            merge(partial, partial / "merged")
         torch.save(_plain({"optimizer": tensors.optimizer, "schedule": tensors.schedule}), trainer / "optimizer.pt")
         if tensors.reference is not None:
             torch.save(tensors.reference, trainer / "reference.pt")
@@ -118,8 +124,8 @@ def save_checkpoint(
         _sync(partial / name)
     (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
     _sync(partial / MANIFEST)
-    _sync(trainer)
-    _sync(partial)
+    for folder in {partial / Path(name).parent for name in files}:
+        _sync(folder)
     replaced = output_dir / f".replaced-{final.name}"
     if final.exists():
         os.rename(final, replaced)
@@ -219,20 +225,6 @@ def restore(
         schedule.load_state_dict(saved["schedule"])
     if reference is not None and (trainer / "reference.pt").exists():
         reference.load_state_dict(torch.load(trainer / "reference.pt", map_location=device, weights_only=True))
-
-
-def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    # transformers refuses to save a generation config with inconsistent values (a temperature without do_sample). A run must not fail
-    # at its end because of a file it does not use: the original is written without that check.
-    if (original := getattr(model, "generation_config", None)) is None:
-        model.save_pretrained(folder, state_dict=weights)
-        return
-    model.generation_config = GenerationConfig()
-    try:
-        model.save_pretrained(folder, state_dict=weights)
-    finally:
-        model.generation_config = original
-    original.to_json_file(str(folder / "generation_config.json"))
 
 
 def _plain(thing: Any) -> Any:
