@@ -105,9 +105,9 @@ def context_limit(config: PreTrainedConfig) -> tuple[int | None, str]:
     return limit, what
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Number of parameters; tied ones count once."""
-    return sum(p.numel() for p in model.parameters())
+def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
+    """Number of parameters, or of those that are trained; tied ones count once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
 def make_reference(model: PreTrainedModel) -> PreTrainedModel:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from grpo.model import save_weights
-from grpo.system import open_regular
+from grpo.system import open_regular, sync
 
 MANIFEST = "manifest.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -121,16 +121,16 @@ def save_checkpoint(
     (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
     files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
     for name in files:
-        _sync(partial / name)
+        sync(partial / name)
     (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
-    _sync(partial / MANIFEST)
+    sync(partial / MANIFEST)
     for folder in {partial / Path(name).parent for name in files}:
-        _sync(folder)
+        sync(folder)
     replaced = output_dir / f".replaced-{final.name}"
     if final.exists():
         os.rename(final, replaced)
     os.rename(partial, final)
-    _sync(output_dir)
+    sync(output_dir)
     shutil.rmtree(replaced, ignore_errors=True)
     # Checkpoints of later steps are broken or belong to a run that was continued from an earlier step; they do not count towards `keep`.
     for old_step, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
@@ -239,11 +239,3 @@ def _plain(thing: Any) -> Any:
 def _digest(path: Path) -> dict[str, Any]:
     with open_regular(path) as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
