@@ -94,9 +94,8 @@ def build_models(
         if scorer.packed:
             ref_scorer.pack_groups()
         ref_scorer.plain_head  # noqa: B018  computed now, while its weights are fp32
-        if (
-            moving_reference is None and ref_scorer.model is not policy.model
-        ):  # a reference that moves needs its fp32 weights
+        has_own_weights = ref_scorer.model is not policy.model
+        if has_own_weights and moving_reference is None:  # a reference that moves needs its fp32 weights
             cast_frozen_to_bf16(ref_scorer.model, policy)
     return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded, moving_reference, changed_rate)
 

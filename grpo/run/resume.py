@@ -19,8 +19,8 @@ from grpo.system import open_regular
 from grpo.system.masking import masked
 
 MUST_NOT_CHANGE = (
-    "seed", "model.name_or_path", "model.reference", "model.adapter", "lora", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",
-    "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
+    "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout", "model.fp32_head",
+    "model.attn_implementation", "lora", "data", "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
 )  # fmt: skip
 """Settings that a resumed run must share with its checkpoint to be the same run."""
 
@@ -178,7 +178,7 @@ def _differences(
     for key in MUST_NOT_CHANGE:
         section, _, leaf = key.partition(".")
         new = now[section]
-        old = saved.get(section, {} if isinstance(new, dict) else None)
+        old = saved.get(section, {} if isinstance(new, dict) else None)  # a section that is missing: all defaults
         if leaf:
             old, new = old.get(leaf) if isinstance(old, dict) else None, new[leaf]
         if isinstance(old, dict) and isinstance(new, dict):

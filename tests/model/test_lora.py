@@ -16,8 +16,7 @@ from grpo.config import load_config
 from grpo.distributed import start_world
 from grpo.logprobs import CompletionScorer
 from grpo.model import add_adapter, read_adapter, write_merged
-from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.rollout.weights import copied_weights
+from grpo.rollout import BuiltinEngine, SamplingParams, weights
 from grpo.run.adapters import AdapterReference
 from grpo.run.prepare import prepare
 from grpo.telemetry.accumulator import Accumulator
@@ -129,10 +128,16 @@ def test_without_its_adapter_the_model_is_the_base_to_the_bit(random_model, prec
     assert trained == {f"{layer}.lora_{x}.default.weight" for layer in policy.adapter.layers for x in "AB"}
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["copied weights", "through the adapters"])
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=["all", "some"])
-def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_model, fast, targets):
-    policy = adapted(random_model, target_modules=targets)
+SOME = ["q_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("fast", "targets", "precision"),
+    [(True, "all-linear", "fp32"), (True, SOME, "bf16"), (False, SOME, "fp32")],
+    ids=["copied", "copied, some layers, bf16", "through the adapters"],
+)
+def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_model, fast, targets, precision):
+    policy = adapted(random_model, target_modules=targets, precision=precision)
     engine = BuiltinEngine(policy, fast_decode=fast)
     sampling = SamplingParams(4, 10, temperature=0.9)
     base = {name: p.clone() for name, p in policy.model.named_parameters()}
@@ -142,30 +147,32 @@ def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_mo
         groups = engine.generate(PROBLEMS, sampling, address=(0, "rollout", 0))
         batch = collate(groups, torch.zeros(2, 4), pad_id=0)
         found = scored(policy, CompletionScorer(policy.model, 0.9), batch)
-        torch.testing.assert_close(batch.sampling_logprobs_BT, found, atol=1e-4, rtol=1e-4)
+        tolerance = 1e-4 if precision == "fp32" else 0.25
+        torch.testing.assert_close(batch.sampling_logprobs_BT, found, atol=tolerance, rtol=tolerance)
         completions.append([completion.ids for group in groups for completion in group.completions])
     assert completions[0] != completions[1]
     assert all(torch.equal(p, base[name]) for name, p in policy.model.named_parameters() if "lora_B" not in name)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_copies_for_a_rollout_are_the_sum_in_fp32_and_saving_meanwhile_finds_the_adapter(random_model, precision):
-    policy = adapted(random_model, precision=precision)
-    saved, kept = {name: tensor.clone() for name, tensor in policy.adapter.state_dict().items()}, {}
+def test_copies_are_the_sum_in_fp32_and_saving_meanwhile_finds_the_adapter(random_model, precision, monkeypatch):
+    """In plain memory, as on a GPU, where the second rollout refreshes the copies in place."""
+    monkeypatch.setattr(weights, "_can_reorder", lambda weight: False)
+    policy, kept = adapted(random_model, precision=precision), {}
     name = "model.layers.0.self_attn.k_proj"
     layer = policy.model.get_submodule(name)
-    x, size = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)), 16
-    with copied_weights(policy.model, precision, kept):
-        during = policy.adapter.state_dict()
-        assert during.keys() == saved.keys() and all(torch.equal(during[name], saved[name]) for name in saved)
-        assert policy.model.get_submodule(name) is not layer
-        product = kept[layer](x)[:, 32 : 32 + size]
-    assert policy.model.get_submodule(name) is layer
-    base = layer.base_layer
-    sum_in_fp32 = base.weight.float() + 6 * saved[f"{name}.lora_B.weight"] @ saved[f"{name}.lora_A.weight"]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    expected = torch.nn.functional.linear(x.to(dtype), sum_in_fp32.to(dtype), base.bias.to(dtype))
-    torch.testing.assert_close(product, expected, rtol=1e-5 if precision == "fp32" else 2e-2, atol=1e-5)
+    for seed in (0, 1):
+        change(policy, seed)
+        saved = {name: tensor.clone() for name, tensor in policy.adapter.state_dict().items()}
+        with weights.copied_weights(policy.model, precision, kept):
+            during = policy.adapter.state_dict()
+            assert during.keys() == saved.keys() and all(torch.equal(during[name], saved[name]) for name in saved)
+            assert policy.model.get_submodule(name).fused is kept[layer]
+        assert policy.model.get_submodule(name) is layer
+        _, copied, _ = kept[layer].weight.split(kept[layer].sizes)
+        a, b = (saved[f"{name}.lora_{x}.weight"] for x in "AB")
+        assert torch.equal(copied, torch.addmm(layer.base_layer.weight.float(), b, a, alpha=6.0).to(dtype))
 
 
 def test_an_update_equals_one_in_float64(random_model, tmp_path):
@@ -186,13 +193,13 @@ def test_an_update_equals_one_in_float64(random_model, tmp_path):
         run.close()
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float64)
     leaves = {name: tensor.requires_grad_() for name, tensor in before.items()}
-    weights = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name in {name.rpartition(".lora_")[0] for name in leaves}:
         change_of = 9 / 3 * leaves[f"{name}.lora_B.weight"] @ leaves[f"{name}.lora_A.weight"]
-        weights[f"{name}.weight"] = weights[f"{name}.weight"].detach() + change_of
+        parameters[f"{name}.weight"] = parameters[f"{name}.weight"].detach() + change_of
     patched = copy.deepcopy(model)
     logprobs_BT = expected_logprobs(
-        lambda input_ids: torch.func.functional_call(patched, weights, kwargs={"input_ids": input_ids}), groups
+        lambda input_ids: torch.func.functional_call(patched, parameters, kwargs={"input_ids": input_ids}), groups
     )
     mask_BT = batch.completion_mask_BT
     per_row_B = (logprobs_BT * mask_BT).sum(1) / mask_BT.sum(1)
@@ -210,6 +217,7 @@ def test_an_update_equals_one_in_float64(random_model, tmp_path):
         torch.testing.assert_close(after[name][clear], step.detach()[clear], atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(random_model, tmp_path, capsys):
     def arguments(name, *more):
         short = ["optim.max_steps=3", "checkpoint.save_steps=1", "checkpoint.keep=9", "eval.before_training=false"]
