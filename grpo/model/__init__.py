@@ -17,6 +17,7 @@ from grpo.model.lora import (
     add_adapter,
     effective_weight,
     is_adapter,
+    load_peft,
     read_adapter,
     read_adapter_config,
 )

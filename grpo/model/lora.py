@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -160,6 +161,11 @@ class Adapter:
                 layer._disable_adapters, layer._active_adapter = False, self.name
 
 
+def load_peft() -> ModuleType:
+    """The package peft; ValueError, with the command that installs it, if it is missing."""
+    return import_extra("peft", extra="lora", needed_by="LoRA")
+
+
 def add_adapter(
     policy: Policy, settings: Mapping[str, Any], *, base: str, seed: int = 0, base_precision: str = "bf16"
 ) -> Adapter:
@@ -174,7 +180,7 @@ def add_adapter(
     Raises:
         ValueError: if peft is not installed, or if the settings name layers that the model does not have or that cannot be adapted.
     """
-    peft, model = import_extra("peft", extra="lora", needed_by="LoRA"), policy.model
+    peft, model = load_peft(), policy.model
     config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     asked = f"lora.target_modules={settings['target_modules']}"
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

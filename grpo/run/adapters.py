@@ -9,7 +9,7 @@ import torch
 
 from grpo.config import Config, ConfigError
 from grpo.logprobs import CompletionScorer
-from grpo.model import Adapter, Policy, add_adapter, is_adapter, read_adapter, read_adapter_config
+from grpo.model import Adapter, Policy, add_adapter, is_adapter, load_peft, read_adapter, read_adapter_config
 from grpo.seeding import derive_seed
 
 FROM_PEFT = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
@@ -61,7 +61,9 @@ def check_same_kind(config: Config, checkpoint: Path | None) -> None:
 
 
 def check_adapter(config: Config) -> None:
-    """ConfigError if ``model.adapter`` is no adapter folder, or if the section ``lora`` asks for an adapter of another form."""
+    """ValueError if a run with adapters lacks peft, if ``model.adapter`` is no adapter folder, or if ``lora`` contradicts it."""
+    if config.uses_lora:
+        load_peft()
     folder, lora = config.model.adapter, config.lora
     if folder is None:
         return

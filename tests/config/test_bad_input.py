@@ -75,6 +75,12 @@ def no_model(tmp_path) -> str:
     return f"model.name_or_path={tmp_path}/no-model"
 
 
+def test_lora_without_peft(capsys, tmp_path, no_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    line = refused(capsys, tmp_path, no_model, "lora.rank=8")
+    assert "LoRA needs the package peft" in line and "pip install -e '.[lora]'" in line
+
+
 @pytest.mark.parametrize("case", CONFIG)
 def test_configuration(capsys, tmp_path, no_model, case):
     arguments, named = CONFIG[case]

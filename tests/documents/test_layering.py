@@ -138,7 +138,11 @@ def test_heavy_packages_are_imported_in_one_file_and_when_needed(package, file):
 
 
 def test_peft_is_imported_in_one_file_and_when_needed():
-    users = {path.relative_to(ROOT).as_posix() for path in EVERY_FILE if 'import_extra("peft"' in path.read_text()}
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in EVERY_FILE
+        if 'import_extra("peft"' in path.read_text(encoding="utf-8")
+    }
     imported = {path for path in EVERY_FILE for name, _ in imports_of(path) if is_or_lies_in(name, "peft")}
     assert users == {"grpo/model/lora.py"} and not imported
 

@@ -119,7 +119,8 @@ def test_corrections_and_kept_tokens_are_the_same_however_it_is_cut(options):
 @pytest.mark.slow
 def test_adapters_move_the_same_however_it_is_cut(tmp_path, random_model):
     """And nothing else moves."""
-    cuts = {ranks: [f"token_mean,{tokens},{packed},kl" for tokens, packed in CUTS[ranks]] for ranks in CUTS}
+    cuts = {1: [CUTS[1][0], CUTS[1][-1]], 2: CUTS[2][:1], 3: CUTS[3][1:]}
+    cuts = {ranks: [f"token_mean,{tokens},{packed},kl" for tokens, packed in cuts[ranks]] for ranks in cuts}
     results = updates_of(cuts, tmp_path, random_model, "lora.rank=4", "lora.alpha=16")
     whole, metrics = results["token_mean", *WHOLE, "kl"]
     adapters = {name for name in whole if ".lora_" in name}

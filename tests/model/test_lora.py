@@ -18,6 +18,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import add_adapter, read_adapter, write_merged
 from grpo.rollout import BuiltinEngine, SamplingParams, weights
 from grpo.run.adapters import AdapterReference
+from grpo.run.memory.estimate import memory_of
 from grpo.run.prepare import prepare
 from grpo.telemetry.accumulator import Accumulator
 from train_grpo import main, update
@@ -176,7 +177,10 @@ def test_copies_are_the_sum_in_fp32_and_saving_meanwhile_finds_the_adapter(rando
 
 
 def test_an_update_equals_one_in_float64(random_model, tmp_path):
-    """Gradients of both matrices by autograd through ``W + scale * B @ A`` of the plain model, then AdamW by its formula."""
+    """Gradients of both matrices by autograd through ``W + scale * B @ A`` of the plain model, then AdamW by its formula.
+
+    And what is in memory is what the estimate says.
+    """
     arguments = [*small_run(random_model, tmp_path / "run"), "lora.rank=3", "lora.alpha=9", "algorithm.beta=0.0"]
     arguments += ["optim.weight_decay=0.1", "optim.max_grad_norm=0.5", "model.gradient_checkpointing=true"]
     config = load_config(arguments)
@@ -187,8 +191,16 @@ def test_an_update_equals_one_in_float64(random_model, tmp_path):
         before = {name: tensor.double().clone() for name, tensor in run.policy.adapter.state_dict().items()}
         update(run, batch, Accumulator(), first_pass_BT=None)
         after = {name: tensor.double() for name, tensor in run.policy.adapter.state_dict().items()}
-        num_trained = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
-        assert num_trained == sum(tensor.numel() for tensor in before.values())
+        trained = [p for group in run.optimizer.param_groups for p in group["params"]]
+        assert sum(p.numel() for p in trained) == sum(tensor.numel() for tensor in before.values())
+        averages = [t for state in run.optimizer.state.values() for t in state.values() if t.dim()]
+        held = [
+            *run.policy.model.parameters(),
+            *trained,
+            *averages,
+        ]  # the gradients, which are freed, are like the weights
+        memory = memory_of(run, longest_prompt=20)
+        assert memory.states == sum(tensor.numel() * tensor.element_size() for tensor in held) and memory.reference == 0
     finally:
         run.close()
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float64)

@@ -120,13 +120,18 @@ def _sizes(config: Any) -> tuple[int, int, int, int]:
 
 def estimate_line(run: Run, longest_prompt: int) -> str:
     """The estimate for a run, as a line of its summary; ``longest_prompt`` in tokens."""
+    return line(memory_of(run, longest_prompt))
+
+
+def memory_of(run: Run, longest_prompt: int) -> Memory:
+    """The estimate for a run; ``longest_prompt`` in tokens."""
     config, r = run.config, run.config.rollout
     model = run.policy.model
     # With LoRA the reference is the policy's own model.
     has_reference = run.ref_scorer is not None and run.ref_scorer.model is not model
     reference = run.ref_scorer.model.parameters() if has_reference else ()
     most = r.prompts_per_step * r.num_generations // run.world.size * (longest_prompt + r.max_completion_length)
-    memory = estimate(
+    return estimate(
         model.config.get_text_config(),
         num_parameters(model),
         precision=config.runtime.precision,
@@ -139,7 +144,6 @@ def estimate_line(run: Run, longest_prompt: int) -> str:
         tokens_per_microbatch=min(run.tokens_per_microbatch, most),
         keeps_copies=run.engine.may_capture,
     )
-    return line(memory)
 
 
 def _bytes(parameters: Iterable[torch.Tensor]) -> int:
