@@ -44,6 +44,7 @@ __all__ += [
     "add_adapter",
     "effective_weight",
     "is_adapter",
+    "load_peft",
     "read_adapter",
     "read_adapter_config",
 ]
