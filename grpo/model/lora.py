@@ -167,7 +167,13 @@ def load_peft() -> ModuleType:
 
 
 def add_adapter(
-    policy: Policy, settings: Mapping[str, Any], *, base: str, seed: int = 0, base_precision: str = "bf16"
+    policy: Policy,
+    settings: Mapping[str, Any],
+    *,
+    base: str,
+    seed: int = 0,
+    base_precision: str = "bf16",
+    asked: str | None = None,
 ) -> Adapter:
     """Put an adapter into the policy's model, freeze everything else, and store the frozen weights in ``base_precision`` if that keeps
     the bits of the logits. ``policy.adapter`` holds it afterwards.
@@ -176,13 +182,14 @@ def add_adapter(
         settings: of peft's ``LoraConfig``.
         base: the folder or Hub id of the model, for ``adapter_config.json``.
         seed: of the first matrices. No global random number is drawn.
+        asked: what an error begins with; None: ``lora.target_modules`` and its value.
 
     Raises:
         ValueError: if peft is not installed, or if the settings name layers that the model does not have or that cannot be adapted.
     """
     peft, model = load_peft(), policy.model
     config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
-    asked = f"lora.target_modules={settings['target_modules']}"
+    asked = asked or f"lora.target_modules={settings['target_modules']}"
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it transposes the weights of Conv1D layers
         torch.default_generator.manual_seed(seed)
@@ -221,7 +228,8 @@ def read_adapter(
     names = ("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules")
     names += ("layers_to_transform", "layers_pattern", "fan_in_fan_out")
     settings = {name: found[name] for name in names if found.get(name) is not None}
-    adapter = add_adapter(policy, settings | {"lora_dropout": dropout}, base=base, base_precision=base_precision)
+    options = dict(base=base, base_precision=base_precision, asked=f"{setting}={folder}")
+    adapter = add_adapter(policy, settings | {"lora_dropout": dropout}, **options)
     adapter.read(folder, setting)
     return adapter
 
