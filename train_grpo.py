@@ -23,7 +23,6 @@ from grpo.batch import Batch, Group, collate, microbatches, minibatches, skip_ze
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.loss import loss_denominator, policy_loss
-from grpo.model import sync_reference
 from grpo.run import debug
 from grpo.run.ending import print_result, run_to_completion
 from grpo.run.optimizer import apply_update
@@ -82,7 +81,7 @@ def train(run: Run) -> None:
                 for minibatch in run.reporter.progress("update", minibatches(batch, algorithm.num_minibatches)):
                     update(run, minibatch, metrics, first_pass_BT=old_BT if iteration == 0 else None)
         if run.ref_scorer and algorithm.ref_sync_steps and (step + 1) % algorithm.ref_sync_steps == 0:
-            sync_reference(run.ref_scorer.model, run.policy.model, algorithm.ref_sync_alpha)
+            run.sync_reference()
 
         metrics.maximum("step_time", time.perf_counter() - started)
         finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)

@@ -8,6 +8,7 @@ from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.config.evaluation import EvalConfig
 from grpo.config.logging import LoggingConfig
+from grpo.config.lora import LoraConfig
 from grpo.system.masking import masked
 
 
@@ -19,6 +20,7 @@ class Config(schema.Section):
     debug: bool = False
     """The same as --debug: one process, a few prompts, 2 steps, everything printed and checked."""
     model: schema.ModelConfig = schema.ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: schema.DataConfig = schema.DataConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
     rollout: schema.RolloutConfig = schema.RolloutConfig()
@@ -28,6 +30,11 @@ class Config(schema.Section):
     checkpoint: schema.CheckpointConfig = schema.CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     runtime: schema.RuntimeConfig = schema.RuntimeConfig()
+
+    @property
+    def uses_lora(self) -> bool:
+        """True if an adapter is trained, and the model's own weights are frozen."""
+        return self.lora.rank > 0 or self.model.adapter is not None
 
     def for_writing(self) -> dict[str, Any]:
         """The values as they are written to files and sent to wandb: JSON types, secrets masked."""
@@ -53,7 +60,27 @@ class Config(schema.Section):
                 f"rollout.{key}={prompts} cannot be cut into algorithm.num_minibatches={minibatches} equal parts: "
                 f"use {key}={_nearest_multiples(prompts, minibatches)}"
             )
+        _check_lora(self)
         return self
+
+
+def _check_lora(config: Config) -> None:
+    a, model = config.algorithm, config.model
+    if config.lora.dropout > 0 and model.disable_dropout:
+        raise ValueError(
+            f"lora.dropout={config.lora.dropout:g} has no effect with model.disable_dropout=true: set lora.dropout=0, or disable_dropout=false"
+        )
+    if config.checkpoint.merge and not config.uses_lora:
+        raise ValueError("checkpoint.merge=true needs LoRA (lora.rank): without it every checkpoint is a whole model")
+    if config.uses_lora and a.ref_sync_steps and model.reference is not None:
+        raise ValueError(
+            "algorithm.ref_sync_steps with LoRA moves the adapter of the reference, and model.reference has none: leave one of the two out"
+        )
+    if config.uses_lora and a.ref_sync_steps and a.ref_sync_alpha != 1:
+        raise ValueError(
+            f"algorithm.ref_sync_alpha={a.ref_sync_alpha:g} would average weights, and LoRA trains two factors of them, whose averages "
+            "are not the average: use ref_sync_alpha=1"
+        )
 
 
 def check_world_size(config: Config, world_size: int, *, num_machines: int = 1) -> None:

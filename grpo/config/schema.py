@@ -31,6 +31,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     name_or_path: str = "builtin:tiny"
     """Hub id, local folder, or builtin:tiny (1M parameters, trained on the built-in task at first use, then cached)."""
+    adapter: Folder | None = None
+    """Folder of a LoRA adapter that training continues (adapter_config.json, adapter_model.safetensors); name_or_path is its model. Its
+    rank, alpha and layers count, and the reference of the KL is the model with this adapter."""
     attn_implementation: str = "sdpa"
     """Attention implementation, as transformers names it: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
@@ -240,6 +243,9 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint with the highest value of this evaluation metric (eval/greedy_accuracy, for example)."""
     background: bool = False
     """Copy the state to host memory and write it to disk while training continues."""
+    merge: bool = False
+    """With LoRA: write the whole model with the adapter added to its weights too, to checkpoint-<step>/merged; python -m grpo.merge does
+    it later."""
     resume: Folder = "auto"
     """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; a checkpoint folder: start from it."""
     accept_changes: bool = False

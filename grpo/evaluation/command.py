@@ -128,7 +128,9 @@ def _check_writable(output: Path) -> None:
 
 def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World) -> Evaluation:
     with world.main_first():
-        path = resolve_model(model, config.data.dataset, trust_remote_code=config.model.trust_remote_code)
+        path = resolve_model(
+            model, config.data.dataset, trust_remote_code=config.model.trust_remote_code, adapters=True
+        )
     with world.fail_together():
         engine, problems = _load(config, path, rows, world)
     if world.is_main and (warning := messages_warning(config, problems)):
@@ -157,7 +159,8 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
         print(f"note: {num_left_out} problems are left out: {reason}", flush=True)
     problems = problem_set.problems[: config.eval.max_samples]
     check_eval_context(config, path, problems)
-    settings = config.model.model_dump(exclude={"name_or_path", "reference"})
+    settings = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
+    settings["base_precision"] = config.lora.base_precision
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
     if config.runtime.packed:  # as in training: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()

@@ -10,8 +10,21 @@ from grpo.model.loading import (
     load_tokenizer,
     resolve_model,
 )
-from grpo.model.policy import Policy, cast_reference_to_bf16, make_reference, num_parameters, sync_reference
+from grpo.model.lora import (
+    Adapter,
+    HalfLinear,
+    adapted_base,
+    add_adapter,
+    effective_weight,
+    is_adapter,
+    load_peft,
+    read_adapter,
+    read_adapter_config,
+)
+from grpo.model.merging import write_merged
+from grpo.model.policy import Policy, cast_frozen_to_bf16, make_reference, num_parameters, sync_reference
 from grpo.model.randomness import turn_dropout_off
+from grpo.model.saving import save_weights
 
 __all__ = [
     "REFERENCE",
@@ -23,4 +36,16 @@ __all__ = [
     "resolve_model",
     "turn_dropout_off",
 ]
-__all__ += ["Policy", "cast_reference_to_bf16", "make_reference", "num_parameters", "sync_reference", "use_fp32_head"]
+__all__ += ["Policy", "cast_frozen_to_bf16", "make_reference", "num_parameters", "sync_reference", "use_fp32_head"]
+__all__ += [
+    "Adapter",
+    "HalfLinear",
+    "adapted_base",
+    "add_adapter",
+    "effective_weight",
+    "is_adapter",
+    "load_peft",
+    "read_adapter",
+    "read_adapter_config",
+]
+__all__ += ["save_weights", "write_merged"]

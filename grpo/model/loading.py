@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from grpo.batch import Problem
 from grpo.hub import hub_answers
 from grpo.model.fp32_head import use_fp32_head
+from grpo.model.lora import base_of, is_adapter, read_adapter
 from grpo.model.policy import Policy, context_limit
 from grpo.model.randomness import turn_randomness_off
 from grpo.system import first_line
@@ -27,11 +28,17 @@ REFERENCE = "model.reference"
 
 
 def resolve_model(
-    name_or_path: str, dataset: str, *, trust_remote_code: bool = False, setting: str = "model.name_or_path"
+    name_or_path: str,
+    dataset: str,
+    *,
+    trust_remote_code: bool = False,
+    setting: str = "model.name_or_path",
+    adapters: bool = False,
 ) -> str:
     """The folder or Hub id to load from. For ``builtin:tiny``: the cached folder of the tiny model, which is built if it is missing.
 
-    ValueError, which begins with ``setting``, if the folder or Hub id holds no model that transformers can load.
+    ValueError, which begins with ``setting``, if the folder or Hub id holds no model that transformers can load, or if it is the folder of a
+    LoRA adapter and ``adapters`` is False.
     """
     if name_or_path == "builtin:tiny":
         return _build_tiny_model(dataset)
@@ -39,6 +46,16 @@ def resolve_model(
     given = f"{setting}={name_or_path}"
     if name_or_path.startswith("builtin:"):
         raise ValueError(f"{given}: the only built-in model is builtin:tiny")
+    if is_adapter(name_or_path):
+        base = base_of(name_or_path, setting)
+        if not adapters:
+            merge = "python -m grpo.merge makes it a whole model"
+            train = f"model.adapter={name_or_path} with model.name_or_path={base} continues it, " * (
+                setting != REFERENCE
+            )
+            raise ValueError(f"{given} is a LoRA adapter of {base}: {train}{merge}")
+        resolve_model(base, dataset, trust_remote_code=trust_remote_code, setting=f"{given}: its model")
+        return name_or_path
     if os.path.isdir(name_or_path) and not os.path.exists(os.path.join(name_or_path, "config.json")):
         inside = ", ".join(sorted(os.listdir(name_or_path))[:5]) or "nothing"
         raise ValueError(f"{given} is not a model folder: it has no config.json (it has {inside})")
@@ -82,7 +99,7 @@ def check_context(
 
     The message names ``key``, the setting that ``max_length`` comes from.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
     context, what = context_limit(config)
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
@@ -95,7 +112,12 @@ def check_context(
 def load_tokenizer(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.name_or_path"
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hub id; ValueError, which begins with ``setting``, if there is none."""
+    """The tokenizer of a model folder or Hub id; ValueError, which begins with ``setting``, if there is none.
+
+    An adapter folder without one has that of its model.
+    """
+    if not os.path.exists(os.path.join(path, "tokenizer_config.json")):
+        path = base_of(path, setting)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # as in resolve_model
@@ -145,9 +167,12 @@ def load_policy(
     disable_dropout: bool = True,
     fp32_head: bool = False,
     trust_remote_code: bool = False,
+    base_precision: str = "bf16",
     setting: str = "model.name_or_path",
 ) -> Policy:
     """Load a model with fp32 master weights, whatever dtype the checkpoint has: updates at a learning rate of 1e-6 round away in bf16.
+
+    The folder of a LoRA adapter gives its model with the adapter in it; ``base_precision`` is then that of ``lora.base_precision``.
 
     ValueError, which begins with ``setting``, if the weights do not load or are incomplete, if tokenizer and model do not fit each other, or
     if neither names an EOS token. ValueError also if ``fp32_head`` is asked for and the model's head cannot be computed in fp32.
@@ -157,7 +182,8 @@ def load_policy(
         # with a mask its gradients can be NaN (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     options = dict(attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
-    model = _load_weights(path, setting, dtype=torch.float32, **options)
+    base = base_of(path, setting)
+    model = load_weights(base, setting, dtype=torch.float32, **options)
     if fp32_head and precision == "bf16":  # in fp32 every head computes in fp32, and nn.Linear is faster in rollouts
         use_fp32_head(model)
     if gradient_checkpointing:
@@ -165,7 +191,7 @@ def load_policy(
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     model.to(device)
-    _check_finite(path, model, setting)
+    _check_finite(base, model, setting)
     eos_ids = end_tokens(model, tokenizer)
     problem, vocabulary = None, model.get_input_embeddings().weight.shape[0]
     if not eos_ids:
@@ -178,10 +204,12 @@ def load_policy(
     policy = Policy(model, tokenizer, eos_ids, pad_id, device, precision)
     if disable_dropout:
         turn_randomness_off(policy)
+    if base != path:
+        read_adapter(policy, path, setting=setting, base=base, base_precision=base_precision)
     return policy
 
 
-def _load_weights(path: str, setting: str, **options: Any) -> PreTrainedModel:
+def load_weights(path: str, setting: str, **options: Any) -> PreTrainedModel:
     """The model; ValueError if weights are missing or have other shapes. transformers would initialise these at random and continue."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # it prints a table of the errors raised below

@@ -7,6 +7,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,13 @@ class Policy:
     device: torch.device
     precision: str
     """``bf16`` (autocast) or ``fp32``."""
+    adapter: Any = None
+    """The LoRA adapter in ``model`` (:class:`grpo.model.lora.Adapter`), which is all that is trained; None: all weights are trained."""
+
+    @property
+    def trained(self) -> Any:
+        """What checkpoints hold: the adapter if there is one, else the model."""
+        return self.adapter or self.model
 
     @property
     def backbone(self) -> nn.Module:
@@ -97,9 +105,9 @@ def context_limit(config: PreTrainedConfig) -> tuple[int | None, str]:
     return limit, what
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Number of parameters; tied ones count once."""
-    return sum(p.numel() for p in model.parameters())
+def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
+    """Number of parameters, or of those that are trained; tied ones count once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
 def make_reference(model: PreTrainedModel) -> PreTrainedModel:
@@ -108,8 +116,8 @@ def make_reference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def cast_reference_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
-    """Store the weights of linear layers in bf16, in half the memory. Logits keep their bits, since autocast casts at every use.
+def cast_frozen_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
+    """Store the frozen weights of linear layers in bf16, in half the memory. Logits keep their bits, since autocast casts at every use.
 
     A weight that two modules use (an embedding tied to the head) stays in fp32. If a short forward pass gives other logits or fails,
     all weights stay in fp32. Returns whether the weights are in bf16 now.
@@ -117,7 +125,7 @@ def cast_reference_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
     if policy.precision != "bf16":
         return False
     num_users = Counter(id(p) for module in reference.modules() for p in module.parameters(recurse=False))
-    layers = [m for m in reference.modules() if type(m) is nn.Linear and num_users[id(m.weight)] == 1]
+    layers = [m for m in reference.modules() if _is_frozen_linear(m) and num_users[id(m.weight)] == 1]
     ids = torch.arange(16, device=policy.device)[None, :] % reference.get_input_embeddings().weight.shape[0]
     before = [(p, p.data) for layer in layers for p in layer.parameters(recurse=False)]
     with policy.autocast():
@@ -130,6 +138,10 @@ def cast_reference_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
     for parameter, value in before:
         parameter.data = value
     return False
+
+
+def _is_frozen_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not module.weight.requires_grad
 
 
 @torch.no_grad()

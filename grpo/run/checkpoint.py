@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import GenerationConfig
 
-from grpo.system import open_regular
+from grpo.model import save_weights
+from grpo.system import open_regular, sync
 
 MANIFEST = "manifest.json"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -77,6 +78,7 @@ def save_checkpoint(
     keep: int = 2,
     best_step: int | None = None,
     tensors: Tensors | None = None,
+    merge: Callable[[Path, Path], None] | None = None,
 ) -> Path:
     """Write ``checkpoint-<step>/``, then delete all but the ``keep`` newest checkpoints up to this step; returns the folder.
 
@@ -84,10 +86,12 @@ def save_checkpoint(
     checkpoint with its final name is complete, whenever the process is killed.
 
     Args:
+        model: the model, or the adapter that is trained in its place.
         reference: only if it changes during training (``ref_sync_steps``); otherwise it is the starting model.
         state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
         best_step: the checkpoint of this step is kept whatever its age.
         tensors: a copy made earlier, written instead of the current tensors of ``model``, ``optimizer``, ...
+        merge: writes the whole model of an adapter folder, the first argument, into another folder (``checkpoint.merge``).
 
     Raises:
         OSError: if the disk is full or cannot be written.
@@ -105,8 +109,10 @@ def save_checkpoint(
     trainer = partial / "trainer"
     trainer.mkdir(parents=True)
     try:
-        _save_model(model, tensors.model, partial)
+        save_weights(model, tensors.model, partial)
         tokenizer.save_pretrained(partial)
+        if merge is not None:
+            merge(partial, partial / "merged")
         torch.save(_plain({"optimizer": tensors.optimizer, "schedule": tensors.schedule}), trainer / "optimizer.pt")
         if tensors.reference is not None:
             torch.save(tensors.reference, trainer / "reference.pt")
@@ -115,16 +121,16 @@ def save_checkpoint(
     (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
     files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
     for name in files:
-        _sync(partial / name)
+        sync(partial / name)
     (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
-    _sync(partial / MANIFEST)
-    _sync(trainer)
-    _sync(partial)
+    sync(partial / MANIFEST)
+    for folder in {partial / Path(name).parent for name in files}:
+        sync(folder)
     replaced = output_dir / f".replaced-{final.name}"
     if final.exists():
         os.rename(final, replaced)
     os.rename(partial, final)
-    _sync(output_dir)
+    sync(output_dir)
     shutil.rmtree(replaced, ignore_errors=True)
     # Checkpoints of later steps are broken or belong to a run that was continued from an earlier step; they do not count towards `keep`.
     for old_step, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
@@ -221,20 +227,6 @@ def restore(
         reference.load_state_dict(torch.load(trainer / "reference.pt", map_location=device, weights_only=True))
 
 
-def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    # transformers refuses to save a generation config with inconsistent values (a temperature without do_sample). A run must not fail
-    # at its end because of a file it does not use: the original is written without that check.
-    if (original := getattr(model, "generation_config", None)) is None:
-        model.save_pretrained(folder, state_dict=weights)
-        return
-    model.generation_config = GenerationConfig()
-    try:
-        model.save_pretrained(folder, state_dict=weights)
-    finally:
-        model.generation_config = original
-    original.to_json_file(str(folder / "generation_config.json"))
-
-
 def _plain(thing: Any) -> Any:
     """The same values in fresh containers, with equal strings as one object, so that the pickle's bytes depend on the values alone."""
     if isinstance(thing, dict):
@@ -247,11 +239,3 @@ def _plain(thing: Any) -> Any:
 def _digest(path: Path) -> dict[str, Any]:
     with open_regular(path) as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -28,9 +28,11 @@ def content_digests(
         rewards: its functions are loaded.
         reference_path: the folder or Hub id that ``model.reference`` stands for; None if the reference is the model of the start.
     """
-    # The policy's weights come from the checkpoint; those of the start are read again for the reference alone.
+    # The policy's weights come from the checkpoint; those of the start are read again for the reference, and under an adapter.
     is_reference = config.algorithm.beta > 0 and reference_path is None
-    found = _of_model(config.model.name_or_path, model_path, with_weights=is_reference)
+    found = _of_model(config.model.name_or_path, model_path, with_weights=is_reference or config.uses_lora)
+    if config.model.adapter is not None:
+        found |= _of_model(config.model.adapter, config.model.adapter, with_weights=True)
     if reference_path is not None:
         found |= _of_model(config.model.reference, reference_path, with_weights=True)
     for name in rewards.classifier_models:

@@ -78,7 +78,12 @@ def train_and_save(run: Run, train: Callable[[Run], None]) -> int:
 def print_result(run: Run) -> None:
     """Print the folders of the last and of the best checkpoint."""
     output = run.config.output_dir
-    run.reporter.print(f"saved     {output}/checkpoint-{run.max_steps}, a Hugging Face folder")
+    kind = (
+        "a LoRA adapter (python -m grpo.merge makes it a whole model)"
+        if run.policy.adapter
+        else "a Hugging Face folder"
+    )
+    run.reporter.print(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
     if best := run.progress.best:
         name = run.config.checkpoint.keep_best
         run.reporter.print(f"best      {output}/checkpoint-{best['step']}, {name} {best['value']:.4g}")

@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.config import Config, ConfigError
 from grpo.logprobs import CompletionScorer
-from grpo.model import REFERENCE, Policy, cast_reference_to_bf16, load_policy, make_reference
+from grpo.model import REFERENCE, Adapter, Policy, cast_frozen_to_bf16, load_policy, make_reference
 from grpo.rollout import check_sampling
 from grpo.run import checkpoint
+from grpo.run.adapters import AdapterReference, make_adapter
 from grpo.run.optimizer import make_lr_schedule, make_optimizer
 from grpo.run.resume import StartPoint
 from grpo.system import first_line
@@ -32,8 +33,8 @@ class Models:
     lr_schedule: LRScheduler
     why_padded: str | None
     """The reason why scoring computes the prompt once per completion; None: it computes each prompt once per group."""
-    moving_reference: nn.Module | None
-    """The reference model if it changes during training (``ref_sync_steps``), so that checkpoints must hold it."""
+    moving_reference: nn.Module | Adapter | None
+    """The reference model, or its adapter, if it changes during training (``ref_sync_steps``), so that checkpoints must hold it."""
     changed_rate: tuple[float, float] | None
     """The learning rates of the next update by the checkpoint's and by the new settings, where accepted changes make them differ."""
 
@@ -58,24 +59,31 @@ def build_models(
             fit.
     """
     algorithm, optim, temperature = config.algorithm, config.optim, config.rollout.temperature
-    options = config.model.model_dump(exclude={"name_or_path", "reference"})
+    options = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
     options |= {"device": device, "precision": config.runtime.precision}
-    policy = load_policy(str(start.checkpoint or path), tokenizer, **options)
-    ref_scorer = changed_rate = None
+    ref_scorer = changed_rate = frozen_adapter = None
+    if config.uses_lora:
+        policy = load_policy(path, tokenizer, **options)
+        frozen_adapter = make_adapter(config, policy, path, start.checkpoint)
+    else:
+        policy = load_policy(str(start.checkpoint or path), tokenizer, **options)
     if algorithm.beta > 0:
         # Without model.reference it is the model that training began with, also when the policy continues from a checkpoint.
         if reference_path is not None:
             anchor = load_policy(reference_path, tokenizer, **options, setting=REFERENCE).model
             _check_reference(reference_path, anchor, policy.model, moves=algorithm.ref_sync_steps > 0)
+            ref_scorer = CompletionScorer(make_reference(anchor), temperature)
+        elif policy.adapter is not None:
+            ref_scorer = AdapterReference(policy, temperature, frozen_adapter)
         else:
             anchor = load_policy(path, tokenizer, **options).model if start.checkpoint else policy.model
-        ref_scorer = CompletionScorer(make_reference(anchor), temperature)
+            ref_scorer = CompletionScorer(make_reference(anchor), temperature)
     optimizer_options = optim.model_dump(include={"learning_rate", "betas", "weight_decay"})
     optimizer = make_optimizer(policy.model, **optimizer_options)
     schedule_options = optim.model_dump(include={"warmup_steps", "min_lr"})
     num_updates = max_steps * algorithm.updates_per_step
     lr_schedule = make_lr_schedule(optimizer, name=optim.lr_scheduler_type, num_updates=num_updates, **schedule_options)
-    moving_reference = ref_scorer.model if ref_scorer and algorithm.ref_sync_steps else None
+    moving_reference = frozen_adapter or ref_scorer.model if ref_scorer and algorithm.ref_sync_steps else None
     if start.checkpoint:
         changed_rate = _restore(start, algorithm.updates_per_step, optimizer, lr_schedule, moving_reference, device)
     policy.model.train()
@@ -86,8 +94,9 @@ def build_models(
         if scorer.packed:
             ref_scorer.pack_groups()
         ref_scorer.plain_head  # noqa: B018  computed now, while its weights are fp32
-        if moving_reference is None:  # a reference that moves needs its fp32 weights
-            cast_reference_to_bf16(ref_scorer.model, policy)
+        has_own_weights = ref_scorer.model is not policy.model
+        if has_own_weights and moving_reference is None:  # a reference that moves needs its fp32 weights
+            cast_frozen_to_bf16(ref_scorer.model, policy)
     return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded, moving_reference, changed_rate)
 
 

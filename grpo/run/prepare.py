@@ -23,6 +23,7 @@ from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
 from grpo.rollout import BuiltinEngine, split_stop
+from grpo.run.adapters import check_adapter
 from grpo.run.content import content_digests
 from grpo.run.given import Given
 from grpo.run.lock import Lock
@@ -59,6 +60,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     check_world_size(config, world.size, num_machines=world.num_machines)
     with world.fail_together():
         check_tensorboard(config)
+        check_adapter(config)
 
     lock, found = Lock(), None
     on_failure.callback(lock.release)
@@ -157,7 +159,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     engine = BuiltinEngine(policy, **options, warn=partial(print_from_rank, world, reporter))
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     optimizer, lr_schedule = models.optimizer, models.lr_schedule
-    parts = dict(model=policy.model, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)
+    parts = dict(model=policy.trained, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)
     parts["reference"] = models.moving_reference
     facts = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
     saver = Saver(config, world, parts, reporter, progress, max_steps, facts)

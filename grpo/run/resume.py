@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo.config import Config, ConfigError
 from grpo.run import checkpoint
+from grpo.run.adapters import check_same_kind
 from grpo.run.lock import Lock
 from grpo.run.output_folder import check_output_dir
 from grpo.run.saver import CHOSEN
@@ -18,8 +19,8 @@ from grpo.system import open_regular
 from grpo.system.masking import masked
 
 MUST_NOT_CHANGE = (
-    "seed", "model.name_or_path", "model.reference", "model.disable_dropout", "model.fp32_head", "model.attn_implementation", "data",
-    "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
+    "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout", "model.fp32_head",
+    "model.attn_implementation", "lora", "data", "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
 )  # fmt: skip
 """Settings that a resumed run must share with its checkpoint to be the same run."""
 
@@ -78,6 +79,7 @@ def read_start_point(
     """Read the checkpoint's state; ConfigError lists settings and files that differ, unless ``checkpoint.accept_changes`` allows it."""
     if folder is None:
         return StartPoint(origin=origin)
+    check_same_kind(config, folder)
     state = checkpoint.read_state(folder)
     differences = _differences(config, state, data_fingerprint, content)
     if differences and not config.checkpoint.accept_changes:
@@ -175,7 +177,8 @@ def _differences(
             saved[section][leaf] = now[section][leaf]
     for key in MUST_NOT_CHANGE:
         section, _, leaf = key.partition(".")
-        old, new = saved.get(section), now[section]
+        new = now[section]
+        old = saved.get(section, {} if isinstance(new, dict) else None)  # a section that is missing: all defaults
         if leaf:
             old, new = old.get(leaf) if isinstance(old, dict) else None, new[leaf]
         if isinstance(old, dict) and isinstance(new, dict):

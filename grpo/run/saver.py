@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import platform
 import threading
@@ -15,6 +16,7 @@ import transformers
 
 from grpo.config import Config
 from grpo.distributed import World
+from grpo.model import write_merged
 from grpo.run import checkpoint
 from grpo.telemetry.reporter import Reporter
 
@@ -246,5 +248,11 @@ class Saver:
         state |= {"wandb_run_id": self.reporter.wandb_run_id, "world_size": self.world.size, "versions": versions()}
         state["threads_per_rank"] = torch.get_num_threads()
         state |= {**self.facts, "config": self.config.for_writing()}
+        merge = functools.partial(write_merged, trust_remote_code=self.config.model.trust_remote_code)
         best_step = self.progress.best and self.progress.best["step"]
-        return self.parts | {"keep": self.config.checkpoint.keep, "best_step": best_step, "state": state}
+        return self.parts | {
+            "keep": self.config.checkpoint.keep,
+            "best_step": best_step,
+            "state": state,
+            "merge": merge if self.config.checkpoint.merge else None,
+        }

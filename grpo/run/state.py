@@ -19,11 +19,12 @@ from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
 from grpo.loss import entropy_threshold
-from grpo.model import Policy
+from grpo.model import Policy, sync_reference
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups, with_logged
 from grpo.rewards.logged import TrainerState
 from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.run.adapters import AdapterReference
 from grpo.run.lock import Lock
 from grpo.run.saver import Progress, Saver
 from grpo.run.signals import Signals
@@ -111,6 +112,13 @@ class Run:
         result = score_groups(self.rewards, groups, self.trainer_state)
         values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values])
         return with_logged(groups, result), values.view(len(groups), -1, len(self.rewards.names)), result
+
+    def sync_reference(self) -> None:
+        """Move the reference towards the policy, by the share ``algorithm.ref_sync_alpha``."""
+        if isinstance(self.ref_scorer, AdapterReference):
+            self.ref_scorer.follow_policy()
+        else:
+            sync_reference(self.ref_scorer.model, self.policy.model, self.config.algorithm.ref_sync_alpha)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """``eval/...`` metrics of the current weights; empty without evaluation data."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from grpo.batch import Problem
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
@@ -13,6 +15,8 @@ from grpo.model import num_parameters
 from grpo.rewards.groups import messages_warning
 from grpo.run.state import Run
 
+LIKE_FULL_TRAINING = 3e-6
+"""A learning rate that is usual for all weights: the middle, by factors, of the default 1e-6 and the tenfold that adapters take."""
 COMPARING = ("accuracy", "pattern_answer", "exact_or_stripped", "r1_zero", "math_verify")
 """Built-in rewards that compare the response with the reference answer as it stands."""
 
@@ -54,6 +58,8 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
     config, a, r = run.config, run.config.algorithm, run.config.rollout
     size, precision = num_parameters(run.policy.model) / 1e6, config.runtime.precision
     yield f"model     {config.model.name_or_path}, {size:.2f}M parameters, {precision} on {run.world.device.type}"
+    if run.policy.adapter is not None:
+        yield lora_line(run)
     yield data_line(config.data, train, evaluation, len(run.eval_problems))
     rows = f"{r.prompts_per_step} problems x {r.num_generations} completions = {r.prompts_per_step * r.num_generations}"
     updates = (
@@ -63,6 +69,22 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
     yield f"algorithm {a.name}: {a.objective}, baseline {a.baseline}, scale {a.scale}, {a.aggregation}, beta {a.beta:g}"
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
     yield f"output    {config.output_dir}; the same command {restart}"
+
+
+def lora_line(run: Run) -> str:
+    """What the adapters are and how much they train."""
+    adapter = run.policy.adapter.config
+    trained, frozen = num_parameters(run.policy.model, trained=True) / 1e6, "/".join(sorted(_frozen_dtypes(run)))
+    start = f", from {run.config.model.adapter}" if run.config.model.adapter else ""
+    return (
+        f"lora      LoRA adapters of rank {adapter['r']}, alpha {adapter['lora_alpha']}, {trained:.2f}M parameters in fp32{start}; "
+        f"all other weights are frozen, in {frozen}"
+    )
+
+
+def _frozen_dtypes(run: Run) -> set[str]:
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    return {names.get(p.dtype, str(p.dtype)) for p in run.policy.model.parameters() if not p.requires_grad}
 
 
 def data_line(data: DataConfig, train: ProblemSet, evaluation: ProblemSet, num_evaluated: int) -> str:
@@ -79,6 +101,7 @@ def data_line(data: DataConfig, train: ProblemSet, evaluation: ProblemSet, num_e
 def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterator[str]:
     """Notes on settings and data that could surprise the user."""
     a, r = config.algorithm, config.rollout
+    yield from _lora_notes(config)
     if shared := count_shared(train, evaluation):
         what = "problem is" if shared == 1 else "problems are"
         yield f"warning: {shared} evaluation {what} also in the training data"
@@ -116,3 +139,16 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
             "note: rollout.keep_sampling_mask keeps 4 bytes for each token that could have been sampled, which can be the whole vocabulary: "
             "rollout.top_k sets a limit"
         )
+
+
+def _lora_notes(config: Config) -> Iterator[str]:
+    rate = config.optim.learning_rate
+    if config.uses_lora and rate <= LIKE_FULL_TRAINING:
+        yield (
+            f"note: optim.learning_rate={rate:g} is usual for training all weights; LoRA adapters take about ten times that of full training"
+        )
+    if not config.uses_lora and (given := sorted(config.lora.model_fields_set - {"rank"})):
+        defaults = type(config.lora)()
+        for key in given:
+            if getattr(config.lora, key) != getattr(defaults, key):
+                yield f"note: lora.{key} has no effect with lora.rank=0: all weights are trained"

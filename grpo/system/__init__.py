@@ -48,6 +48,15 @@ def write_atomically(path: str | Path, content: str | Callable[[Path], None]) ->
     os.replace(temporary, path)
 
 
+def sync(path: str | Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux; elsewhere nothing happens) to send this process a signal when the thread that started it ends."""
     if sys.platform.startswith("linux"):

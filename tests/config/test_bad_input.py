@@ -43,6 +43,18 @@ CONFIG = {
     ),
     "argument of the trainer": (["reward.functions=[{name: accuracy, args: {prompts: 1}}]"], ["accuracy", "prompts"]),
     "no CUDA": (["runtime.device=cuda"], ["runtime.device=cuda", "auto"]),
+    "initialisation of adapters": (["lora.rank=8", "lora.init=pissa"], ["lora.init='pissa'", "true or gaussian"]),
+    "dropout of adapters": (["lora.rank=8", "lora.dropout=0.1"], ["lora.dropout=0.1", "disable_dropout=false"]),
+    "merging without adapters": (["checkpoint.merge=true"], ["checkpoint.merge=true", "lora.rank"]),
+    "average of adapters": (
+        ["lora.rank=8", "algorithm.ref_sync_steps=2", "algorithm.ref_sync_alpha=0.5"],
+        ["ref_sync_alpha=0.5", "ref_sync_alpha=1"],
+    ),
+    "reference without adapters that moves": (
+        ["lora.rank=8", "algorithm.ref_sync_steps=2", "model.reference=x"],
+        ["ref_sync_steps", "model.reference"],
+    ),
+    "no adapter": (["model.adapter=./nowhere"], ["model.adapter=./nowhere", "adapter_config.json"]),
     "unknown reward": (["reward.functions=[acuracy]"], ["acuracy", "accuracy", "format"]),
     "reward arguments": (["reward.functions=[{name: accuracy, args: {value_: 2}}]"], ["accuracy", "value_"]),
     "no reward file": (["reward.functions=['nowhere.py:f']"], ["nowhere.py"]),
@@ -61,6 +73,12 @@ CONFIG = {
 def no_model(tmp_path) -> str:
     """Looking at the model would fail, and say something else: what is refused under it is refused before."""
     return f"model.name_or_path={tmp_path}/no-model"
+
+
+def test_lora_without_peft(capsys, tmp_path, no_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    line = refused(capsys, tmp_path, no_model, "lora.rank=8")
+    assert "LoRA needs the package peft" in line and "pip install -e '.[lora]'" in line
 
 
 @pytest.mark.parametrize("case", CONFIG)

@@ -323,7 +323,8 @@ def test_an_unknown_key_names_the_nearest(file, typed, meant):
         ("num_gpus", ": the launcher decides: NPROC_PER_NODE=2"),
         ("report_to", ": logging.wandb=online"),
         ("loss_type", ": algorithm.name for grpo"),
-        ("peft_config", ": all parameters are trained"),
+        ("peft_config", ": the section lora has its settings"),
+        ("lora_r", "; did you mean 'lora.rank'?"),
     ],
 )
 def test_a_name_from_elsewhere_names_the_key(typed, said):

@@ -40,6 +40,7 @@ def test_two_steps(gpu, tmp_path, architecture, precision):
         "checkpoint={save_steps: 1, background: true}",
         "runtime.packed=false",
         "algorithm.num_minibatches=2",
+        "lora.rank=4",
     ],
 )
 def test_settings(gpu, tmp_path, setting):

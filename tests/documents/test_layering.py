@@ -17,7 +17,7 @@ ORDER = [
     "config", "distributed", "hub",  # the ground that the parts stand on
     "tasks", "telemetry", "rewards", "model", "data", "rollout", "evaluation",  # the parts of a run
     "run",  # puts the parts together
-    "report", "chat",  # commands beside training
+    "report", "chat", "merge",  # commands beside training
     "library",  # train_grpo.py as a function
     "sweep",  # many runs of train_grpo.py
 ]  # fmt: skip
@@ -135,6 +135,16 @@ def test_heavy_packages_are_imported_in_one_file_and_when_needed(package, file):
         if is_or_lies_in(name, package)
     }
     assert found == {(file, False)}
+
+
+def test_peft_is_imported_in_one_file_and_when_needed():
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in EVERY_FILE
+        if 'import_extra("peft"' in path.read_text(encoding="utf-8")
+    }
+    imported = {path for path in EVERY_FILE for name, _ in imports_of(path) if is_or_lies_in(name, "peft")}
+    assert users == {"grpo/model/lora.py"} and not imported
 
 
 @pytest.mark.parametrize("path", EVERY_FILE, ids=lambda path: str(path.relative_to(ROOT)))

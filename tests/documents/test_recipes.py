@@ -97,6 +97,7 @@ def test_gemma_is_as_published():
     assert (c.rollout.num_generations, c.optim.max_steps, c.optim.learning_rate) == (4, 50, 5e-6)
     assert (c.data.max_prompt_length, c.rollout.max_completion_length) == (256, 768)
     assert c.algorithm.aggregation == "token_mean", "the TRL version of the tutorial"
+    assert (c.lora.rank, c.lora.alpha, c.lora.dropout, c.lora.target_modules) == (8, 8, 0, "all-linear")
 
 
 def test_the_didactic_run_is_as_published():

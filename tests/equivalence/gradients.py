@@ -4,6 +4,7 @@ torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_
 
 PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0), entropy (skip, with the
 policy term of the fifth of the tokens with the highest entropy) or corrected (kl, with the options in CORRECTED and some tokens kept).
+``section.key=value`` among them is a setting of the run.
 """
 
 import sys
@@ -54,6 +55,8 @@ def sampled(completion: Completion) -> Completion:
 
 
 def main(output: str, model: str, *cuts: str) -> None:
+    more = [cut for cut in cuts if "=" in cut]
+    cuts = [cut for cut in cuts if "=" not in cut]
     config = load_config(
         [
             f"output_dir={output}.run",
@@ -69,6 +72,7 @@ def main(output: str, model: str, *cuts: str) -> None:
             "optim.max_grad_norm=1e9",
             "runtime.precision=fp32",
             "runtime.threads_per_rank=1",
+            *more,
         ]
     )
     world = start_world(config.runtime)
@@ -82,8 +86,12 @@ def main(output: str, model: str, *cuts: str) -> None:
                 module.forward = partial(rms_norm, module)
     run = replace(run, scorer=wrap_data_parallel(run.bare_scorer, world, any_forward(run.policy)))
     with torch.no_grad():
-        for parameter in run.ref_scorer.model.parameters():
-            parameter *= 1.1
+        if run.policy.adapter is None:
+            for parameter in run.ref_scorer.model.parameters():
+                parameter *= 1.1
+        else:  # the reference is the model without its adapter, whose second matrices begin at 0
+            for name, parameter in run.policy.adapter.named_parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
     assert run.packed and run.ref_scorer.packed
     before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
     results = {}

@@ -42,7 +42,7 @@ def options(tmp_path_factory, random_model) -> dict:
     return updates_of(cuts, tmp_path_factory.mktemp("options"), random_model)
 
 
-def updates_of(cuts: dict[int, list[str]], folder: Path, model) -> dict:
+def updates_of(cuts: dict[int, list[str]], folder: Path, model, *settings: str) -> dict:
     """``(aggregation, ranks, tokens, packed, rows)`` to what two updates (SGD, float64) moved in the weights, and their metrics.
 
     ``cuts``: ranks -> the arguments of the script.
@@ -50,7 +50,9 @@ def updates_of(cuts: dict[int, list[str]], folder: Path, model) -> dict:
     found = {}
     for ranks, arguments in cuts.items():
         output, environment = folder / f"{ranks}.pt", environment_of_runs({"PYTHONPATH": str(ROOT)})
-        done = run_forked(SCRIPT, [str(output), str(model), *arguments], ranks=ranks, timeout=240, env=environment)
+        done = run_forked(
+            SCRIPT, [str(output), str(model), *settings, *arguments], ranks=ranks, timeout=240, env=environment
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         for cut, result in torch.load(output).items():
             aggregation, tokens, packed, rows = cut.split(",")
@@ -112,6 +114,22 @@ def test_corrections_and_kept_tokens_are_the_same_however_it_is_cut(options):
             names = [name for name in metrics if name.startswith("sampling/")] + ["kl", "loss"]
             assert {n: other_metrics[n] for n in names} == pytest.approx({n: metrics[n] for n in names}, rel=1e-6)
     assert relative_difference(whole, options["token_mean", *WHOLE, "kl"][0]) > 1e-2  # they do something
+
+
+@pytest.mark.slow
+def test_adapters_move_the_same_however_it_is_cut(tmp_path, random_model):
+    """And nothing else moves."""
+    cuts = {1: [CUTS[1][0], CUTS[1][-1]], 2: CUTS[2][:1], 3: CUTS[3][1:]}
+    cuts = {ranks: [f"token_mean,{tokens},{packed},kl" for tokens, packed in cuts[ranks]] for ranks in cuts}
+    results = updates_of(cuts, tmp_path, random_model, "lora.rank=4", "lora.alpha=16")
+    whole, metrics = results["token_mean", *WHOLE, "kl"]
+    adapters = {name for name in whole if ".lora_" in name}
+    assert adapters and all((whole[name].norm() > 0) == (name in adapters) for name in whole)
+    assert metrics["kl"] > 1e-3
+    for (_, *cut, _), (other, other_metrics) in results.items():
+        assert relative_difference(whole, other) < 1e-10, cut
+        for name in ("loss", "kl", "entropy", "grad_norm"):
+            assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-6), (name, cut)
 
 
 def test_a_wrong_denominator_would_be_seen(results):

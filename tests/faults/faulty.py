@@ -102,12 +102,12 @@ def generate(self, *args, address, **kwargs):
 BuiltinEngine.generate = generate
 before(grpo.run.state, "score_groups", "score")
 
-before(grpo.run.checkpoint, "_save_model", "write")
-original_sync = grpo.run.checkpoint._sync
+before(grpo.run.checkpoint, "save_weights", "write")
+original_sync = grpo.run.checkpoint.sync
 
 
 def sync(path):
-    if path.name == "model.safetensors" and ".partial" in str(path) and due("save"):
+    if path.name in ("model.safetensors", "adapter_model.safetensors") and ".partial" in str(path) and due("save"):
         do()
     original_sync(path)
     if path == Path(output_dir()) and due("prune"):
@@ -135,7 +135,7 @@ def output_dir() -> str:
     return next((a.split("=", 1)[1] for a in sys.argv if a.startswith("output_dir=")), "")
 
 
-grpo.run.checkpoint._sync = sync
+grpo.run.checkpoint.sync = sync
 original_train = train_grpo.train
 
 

@@ -144,7 +144,7 @@ def tiny(model: Path, output: Path, *more: str, steps: int = 6, problems: int = 
 def bits(output: Path, step: int) -> dict[str, str]:
     """SHA-256 of the weights, the optimizer with the schedule, and the reference if it moves."""
     files = json.loads((output / f"checkpoint-{step}" / "manifest.json").read_text())["files"]
-    names = ("model.safetensors", "trainer/optimizer.pt", "trainer/reference.pt")
+    names = ("model.safetensors", "adapter_model.safetensors", "trainer/optimizer.pt", "trainer/reference.pt")
     return {name: files[name]["sha256"] for name in names if name in files}
 
 

@@ -32,6 +32,21 @@ def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
 
 
 @pytest.mark.slow
+def test_a_lora_run_killed_in_a_save_continues_to_the_bit(tmp_path, random_model):
+    lora = ("lora.rank=4", "checkpoint.merge=true", "algorithm.ref_sync_steps=2", *SAVES)
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    run(whole, tiny(random_model, whole, *lora))
+    started = Started(
+        output, tiny(random_model, output, *lora), fault=f"rank=0 step=3 place=save do=kill once={tmp_path}/once"
+    )
+    assert started.end() == -signal.SIGKILL
+    assert "resuming " in run(output, tiny(random_model, output, *lora)).text()
+    assert_same_run(whole, output, STEPS)
+    assert {"adapter_model.safetensors", "trainer/reference.pt"} <= bits(output, STEPS).keys()
+    assert not list(output.glob(".partial*")) and (output / f"checkpoint-{STEPS}" / "merged").is_dir()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["rank=1 step=3 place=rollout do=kill", "rank=0 step=3 place=backward do=kill"])
 def test_a_killed_rank_ends_the_run_and_the_same_command_continues(tmp_path, random_model, straight, fault):
     output = tmp_path / "run"

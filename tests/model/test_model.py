@@ -25,7 +25,7 @@ from grpo.batch import Problem, collate
 from grpo.logprobs import CompletionScorer
 from grpo.model import (
     Policy,
-    cast_reference_to_bf16,
+    cast_frozen_to_bf16,
     check_context,
     end_tokens,
     make_reference,
@@ -200,7 +200,7 @@ def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
     with torch.no_grad(), policy.autocast():
         before = scorer(*inputs)
         size = sum(p.numel() * p.element_size() for p in reference.parameters())
-        assert cast_reference_to_bf16(reference, policy)
+        assert cast_frozen_to_bf16(reference, policy)
         after = scorer(*inputs)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert torch.equal(
@@ -227,7 +227,7 @@ def test_a_reference_that_would_change_stays_in_fp32(random_model, kind):
             x.float().flatten(0, 1), layer.weight.detach().view(torch.int32).view(torch.float32).T
         )[None]
     before = [p.clone() for p in reference.parameters()]
-    assert not cast_reference_to_bf16(reference, policy)
+    assert not cast_frozen_to_bf16(reference, policy)
     assert all(
         torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, reference.parameters(), strict=True)
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from grpo.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
 from grpo.model import num_parameters
@@ -24,7 +27,7 @@ class Memory:
     """Bytes on one rank."""
 
     states: float
-    """Weights, gradients, and Adam's two averages, all fp32."""
+    """Weights, gradients, and Adam's two averages, all fp32; with LoRA those of the adapters, and the frozen weights."""
     reference: float
     cache: float
     """While sampling: KV cache of the completions at their longest, and copies of the weights (``grpo.rollout.weights``)."""
@@ -49,6 +52,8 @@ def estimate(
     tokens_in_flight: int,
     tokens_per_microbatch: int,
     keeps_copies: bool = False,
+    num_trained: int | None = None,
+    frozen_bytes: float = 0.0,
 ) -> Memory:
     """The memory of a decoder with gated MLPs (Llama, Qwen, Mistral, Gemma, ...); that of other models is of the same order.
 
@@ -58,9 +63,11 @@ def estimate(
         tokens_in_flight: most prompt and completion tokens in the KV cache while sampling.
         tokens_per_microbatch: most prompt and completion tokens in one forward and backward pass.
         keeps_copies: CUDA graphs keep the copied weights between rollouts.
+        num_trained: parameters that are trained, with LoRA those of the adapters; None: all.
+        frozen_bytes: of the other parameters.
     """
     layers, hidden, inner, kv_width = _sizes(model_config)
-    bf16 = precision == "bf16"
+    bf16, num_trained = precision == "bf16", num_parameters if num_trained is None else num_trained
     # Bytes that autograd keeps of one layer for each token, counted on Qwen2 (tests/run/test_memory.py).
     per_layer = 2 * (20 * hidden + 3.5 * inner) if bf16 else 4 * (12 * hidden + 3.7 * inner)
     per_token = layers * 4 * 1.4 * hidden + per_layer if gradient_checkpointing else layers * per_layer
@@ -72,12 +79,13 @@ def estimate(
         tokens_per_microbatch * model_config.vocab_size, LOGITS_PER_CHUNK if on_cpu else LOGITS_PER_CHUNK_ON_CUDA
     )
     return Memory(
-        states=16.0 * num_parameters,
+        states=16.0 * num_trained + frozen_bytes,
         reference=reference_bytes,
         cache=2.0 * layers * kv_width * cache_element * tokens_in_flight + weight_copy * num_parameters,
         activations=per_token * tokens_per_microbatch
         + BYTES_PER_SCORED_LOGIT * logits
-        + (autocast_copy + kept_copy) * num_parameters,
+        + autocast_copy * num_trained  # frozen weights are cast at every use, or are in bf16 already
+        + kept_copy * num_parameters,
     )
 
 
@@ -112,21 +120,34 @@ def _sizes(config: Any) -> tuple[int, int, int, int]:
 
 def estimate_line(run: Run, longest_prompt: int) -> str:
     """The estimate for a run, as a line of its summary; ``longest_prompt`` in tokens."""
+    return line(memory_of(run, longest_prompt))
+
+
+def memory_of(run: Run, longest_prompt: int) -> Memory:
+    """The estimate for a run; ``longest_prompt`` in tokens."""
     config, r = run.config, run.config.rollout
-    reference = run.ref_scorer.model.parameters() if run.ref_scorer else ()
+    model = run.policy.model
+    # With LoRA the reference is the policy's own model.
+    has_reference = run.ref_scorer is not None and run.ref_scorer.model is not model
+    reference = run.ref_scorer.model.parameters() if has_reference else ()
     most = r.prompts_per_step * r.num_generations // run.world.size * (longest_prompt + r.max_completion_length)
-    memory = estimate(
-        run.policy.model.config.get_text_config(),
-        num_parameters(run.policy.model),
+    return estimate(
+        model.config.get_text_config(),
+        num_parameters(model),
         precision=config.runtime.precision,
-        reference_bytes=sum(p.numel() * p.element_size() for p in reference),
+        reference_bytes=_bytes(reference),
+        num_trained=num_parameters(model, trained=True),
+        frozen_bytes=_bytes(p for p in model.parameters() if not p.requires_grad),
         gradient_checkpointing=config.model.gradient_checkpointing,
         on_cpu=run.world.device.type == "cpu",
         tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
         tokens_per_microbatch=min(run.tokens_per_microbatch, most),
         keeps_copies=run.engine.may_capture,
     )
-    return line(memory)
+
+
+def _bytes(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def line(memory: Memory) -> str:
