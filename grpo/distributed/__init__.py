@@ -7,6 +7,7 @@ from grpo.distributed.launch import available_cores, launch_environment, set_cpu
 from grpo.distributed.parallel import gradient_sync, wrap_data_parallel
 from grpo.distributed.sharded import (
     Sharding,
+    abandon_pass,
     compute_inside,
     gathered,
     give_back,
@@ -31,6 +32,7 @@ __all__ = [
     "Sharding",
     "SharedFlag",
     "World",
+    "abandon_pass",
     "available_cores",
     "compute_inside",
     "divide_like",

@@ -93,6 +93,11 @@ def give_back(root: nn.Module) -> None:
         root.reshard()
 
 
+def abandon_pass(root: nn.Module) -> None:
+    """Make a divided module ready for another pass after one that an exception has ended."""
+    root.reset_iter_state()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a divided tensor, gathered from all ranks; a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -266,9 +266,9 @@ def _save_model(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path
 
 def save_config(model: nn.Module, folder: Path) -> None:
     """Write what a model folder has beside the weights: configurations, and the code of models that bring their own."""
-    name, parameter = next(iter(model.named_parameters()))
+    name, _ = next(iter(model.named_parameters()))
     with tempfile.TemporaryDirectory() as spare:  # transformers writes no configuration without weights
-        _save_model(model, {name: parameter.new_zeros(1)}, Path(spare))
+        _save_model(model, {name: torch.zeros(1)}, Path(spare))
         for path in Path(spare).iterdir():
             if path.suffix != ".safetensors":
                 shutil.copy(path, folder)

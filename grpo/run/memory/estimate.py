@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from grpo.distributed import local_bytes
 from grpo.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
-from grpo.model import num_parameters
+from grpo.model import decoder_layers, num_parameters
 from grpo.rollout import SamplingParams
 from grpo.rollout.static_batch import PROMPT_BUCKET
 from grpo.run.state import Run
@@ -49,6 +50,8 @@ def estimate(
     tokens_in_flight: int,
     tokens_per_microbatch: int,
     keeps_copies: bool = False,
+    num_shards: int = 1,
+    gathered_bytes: float = 0.0,
 ) -> Memory:
     """The memory of a decoder with gated MLPs (Llama, Qwen, Mistral, Gemma, ...); that of other models is of the same order.
 
@@ -58,8 +61,10 @@ def estimate(
         tokens_in_flight: most prompt and completion tokens in the KV cache while sampling.
         tokens_per_microbatch: most prompt and completion tokens in one forward and backward pass.
         keeps_copies: CUDA graphs keep the copied weights between rollouts.
+        num_shards: ranks that share the states (FSDP).
+        gathered_bytes: whole weights and gradients in an update under FSDP.
     """
-    layers, hidden, inner, kv_width = _sizes(model_config)
+    layers, hidden, inner, kv_width = sizes(model_config)
     bf16 = precision == "bf16"
     # Bytes that autograd keeps of one layer for each token, counted on Qwen2 (tests/run/test_memory.py).
     per_layer = 2 * (20 * hidden + 3.5 * inner) if bf16 else 4 * (12 * hidden + 3.7 * inner)
@@ -72,12 +77,13 @@ def estimate(
         tokens_per_microbatch * model_config.vocab_size, LOGITS_PER_CHUNK if on_cpu else LOGITS_PER_CHUNK_ON_CUDA
     )
     return Memory(
-        states=16.0 * num_parameters,
+        states=16.0 * num_parameters / num_shards,
         reference=reference_bytes,
         cache=2.0 * layers * kv_width * cache_element * tokens_in_flight + weight_copy * num_parameters,
         activations=per_token * tokens_per_microbatch
         + BYTES_PER_SCORED_LOGIT * logits
-        + (autocast_copy + kept_copy) * num_parameters,
+        + (autocast_copy + kept_copy) * num_parameters
+        + gathered_bytes,
     )
 
 
@@ -89,7 +95,7 @@ def graph_bytes(
     The buffers hold keys and values, prompts padded and with a mask for each row, and for each token of a completion its id, its log-prob
     and its uniform number. The pool is counted as the tensors of vocabulary size that drawing a token makes; all graphs share it.
     """
-    layers, _, _, kv_width = _sizes(model_config)
+    layers, _, _, kv_width = sizes(model_config)
     T, prompts = sampling.max_completion_length, -(-rows // sampling.num_generations)
     padded_prompt = -(-longest_prompt // PROMPT_BUCKET) * PROMPT_BUCKET
     buffers = 2 * layers * kv_width * (2 if bf16 else 4) * (rows * T + prompts * padded_prompt)
@@ -98,7 +104,7 @@ def graph_bytes(
     return buffers, rows * model_config.vocab_size * bytes_per_logit
 
 
-def _sizes(config: Any) -> tuple[int, int, int, int]:
+def sizes(config: Any) -> tuple[int, int, int, int]:
     """Layers, hidden width, inner width of the MLP, width of all keys of one token."""
 
     def first(*names: str, default: int = 0) -> int:
@@ -113,20 +119,31 @@ def _sizes(config: Any) -> tuple[int, int, int, int]:
 def estimate_line(run: Run, longest_prompt: int) -> str:
     """The estimate for a run, as a line of its summary; ``longest_prompt`` in tokens."""
     config, r = run.config, run.config.rollout
-    reference = run.ref_scorer.model.parameters() if run.ref_scorer else ()
     most = r.prompts_per_step * r.num_generations // run.world.size * (longest_prompt + r.max_completion_length)
     memory = estimate(
         run.policy.model.config.get_text_config(),
         num_parameters(run.policy.model),
         precision=config.runtime.precision,
-        reference_bytes=sum(p.numel() * p.element_size() for p in reference),
+        reference_bytes=local_bytes(run.ref_scorer.model) if run.ref_scorer else 0.0,
         gradient_checkpointing=config.model.gradient_checkpointing,
         on_cpu=run.world.device.type == "cpu",
         tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
         tokens_per_microbatch=min(run.tokens_per_microbatch, most),
         keeps_copies=run.engine.may_capture,
+        **_divided(run),
     )
     return line(memory)
+
+
+def _divided(run: Run) -> dict[str, float]:
+    """The arguments of :func:`estimate` about FSDP."""
+    if not run.is_sharded:
+        return {}
+    model, weights = run.policy.model, num_parameters(run.policy.model)
+    layers = decoder_layers(model)
+    root = weights - sum(map(num_parameters, layers))
+    gathered = root + 2 * max(map(num_parameters, layers)) + weights * (not run.config.optim.reduce_each_microbatch)
+    return dict(num_shards=run.config.runtime.shard_size or run.world.size, gathered_bytes=4.0 * gathered)
 
 
 def line(memory: Memory) -> str:
