@@ -259,7 +259,8 @@ class RuntimeConfig(Section):
     shard_size: int | None = Field(None, ge=2)
     """With fsdp: neighbouring ranks that share one copy of the model, the GPUs of a machine for example; none: all ranks."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """With fsdp, into host memory: optimizer moves Adam's averages there between updates; all also weights and gradients."""
+    """With fsdp, into host memory: optimizer moves Adam's averages there between updates; all also weights and gradients
+    (FSDP2 has these three together only). Without a GPU it changes nothing. Not yet run on a GPU."""
     packed: bool = True
     """Compute each prompt once per group when scoring; false: once per completion, in padded rows."""
     fast_decode: bool = True

@@ -57,7 +57,7 @@ class Sharding:
         register_fsdp_forward_method(module, "compute_inside")
 
     def _offload(self) -> OffloadPolicy:
-        return CPUOffloadPolicy() if self.to_host else OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.to_host else OffloadPolicy()
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from grpo.model import REFERENCE, Policy, cast_reference_to_bf16, load_policy, m
 from grpo.rollout import check_sampling
 from grpo.rollout.gathered import GatheredWeights
 from grpo.run import checkpoint
-from grpo.run.optimizer import make_lr_schedule, make_optimizer
+from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer
 from grpo.run.resume import StartPoint
 from grpo.run.sharded.load import ShardedLoader
 from grpo.system import first_line
@@ -141,6 +141,8 @@ def _trained(
         changed_rate = _restore(
             start, algorithm.updates_per_step, model, optimizer, lr_schedule, moving_reference, device
         )
+    if config.runtime.offload == "optimizer":
+        keep_states_on_host(optimizer)
     return dict(optimizer=optimizer, lr_schedule=lr_schedule, changed_rate=changed_rate)
 
 

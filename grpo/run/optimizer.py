@@ -31,6 +31,19 @@ def make_optimizer(
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=fused)
 
 
+def keep_states_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Keep Adam's averages in host memory, now and between updates (``runtime.offload=optimizer``); an update moves them to the device."""
+
+    def move(*, to_host: bool) -> None:
+        for parameter, state in optimizer.state.items():
+            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+                state[name] = state[name].to("cpu" if to_host else parameter.device)
+
+    move(to_host=True)
+    optimizer.register_step_pre_hook(lambda *_: move(to_host=False))
+    optimizer.register_step_post_hook(lambda *_: move(to_host=True))
+
+
 def make_lr_schedule(
     optimizer: torch.optim.Optimizer, *, name: str, num_updates: int, warmup_steps: float, min_lr: float | None
 ) -> LambdaLR:

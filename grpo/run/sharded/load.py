@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo.config import Config, ConfigError
+from grpo.config import Config
 from grpo.distributed import Sharding, World, compute_inside, gathered
 from grpo.logprobs import CompletionScorer
 from grpo.model import (
@@ -48,10 +48,6 @@ class ShardedLoader:
 
     def __init__(self, config: Config, world: World, tokenizer: Any):
         runtime = config.runtime
-        if runtime.offload != "none" and world.device.type == "cpu":
-            raise ConfigError(
-                f"runtime.offload={runtime.offload} moves memory from the GPU to the host, and this run is on the CPU: use offload=none"
-            )
         self.config, self.world, self.tokenizer = config, world, tokenizer
         self.sharding = Sharding.of(world, runtime.shard_size, to_host=runtime.offload == "all")
 
