@@ -66,7 +66,11 @@ def test_weights_that_captured_graphs_read_stay_at_their_addresses(random_model,
                 parameter.mul_(factor)
         with gathering.gathered.copied("bf16", kept, fast_decode=True):
             read = [own.model.embed_tokens.weight, own.model.norm.weight, own.lm_head.fused.weight]
-            theirs = [policy.model.model.embed_tokens.weight, policy.model.model.norm.weight, policy.model.lm_head.weight]
+            theirs = [
+                policy.model.model.embed_tokens.weight,
+                policy.model.model.norm.weight,
+                policy.model.lm_head.weight,
+            ]
             assert all(torch.equal(mine, other.to(mine.dtype)) for mine, other in zip(read, theirs, strict=True))
             places.append([tensor.data_ptr() for tensor in read])
     assert places[0] == places[1]

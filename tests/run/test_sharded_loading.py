@@ -53,7 +53,10 @@ def test_a_model_read_by_the_tensor_is_the_model(tmp_path, tied, monkeypatch):
         assert model is expected or write_model(model, folder, ALONE) is None
     expected.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     names = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert names.keys() == json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())["weight_map"].keys()
+    assert (
+        names.keys()
+        == json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())["weight_map"].keys()
+    )
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
     assert (tmp_path / "ours" / "config.json").read_text() == (tmp_path / "theirs" / "config.json").read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
