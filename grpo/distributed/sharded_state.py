@@ -48,7 +48,8 @@ def divide_like(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
     if not isinstance(example, DTensor):
         return tensor
     on_device = tensor.to(example.to_local().device)
-    return distribute_tensor(on_device, example.device_mesh, example.placements, src_data_rank=None)
+    divided = distribute_tensor(on_device, example.device_mesh, example.placements, src_data_rank=None)
+    return divided.clone()  # not a view of the whole tensor, which would stay in memory
 
 
 def gathered_on_main(tensors: Iterable[tuple[str, torch.Tensor]], world: World) -> Iterator[tuple[str, torch.Tensor]]:

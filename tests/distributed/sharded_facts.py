@@ -31,7 +31,8 @@ def main(file: str, arguments: list[str]) -> None:
     run.optimizer.step()
     averages = [state[key] for state in run.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     held = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]
-    own = sum(share(tensor).untyped_storage().nbytes() for tensor in held)
+    storages = [share(tensor).untyped_storage() for tensor in held]  # of which several may be views of one
+    own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     facts = dict(bytes=world.gather_objects(own), weights=weights, states=states, num_parameters=num_parameters(model))
     if world.is_main:
         torch.save(facts, file)
