@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo.advantages import advantages_of_values, compared_rewards, has_no_advantage, weighted_sum
-from grpo.batch import Batch, Group, collate, microbatches, minibatches, skip_zero_advantage
+from grpo.batch import Batch, Group, collate, minibatches, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.loss import loss_denominator, policy_loss
@@ -62,7 +62,8 @@ def train(run: Run) -> None:
         if not config.model.disable_dropout:  # the only part of a step that draws from PyTorch's global generators
             torch.manual_seed(derive_seed(config.seed, "dropout", step, world.rank))
 
-        groups, values_PGF = sample_and_score(run, step, seconds, metrics)
+        with run.sampling_weights(seconds):
+            groups, values_PGF = sample_and_score(run, step, seconds, metrics)
         all_values_PGF = world.gather_rows(values_PGF)  # of all ranks; the other tensors are this rank's
         all_advantages_PG = advantages_of_values(all_values_PGF, run.rewards.weights, **algorithm.advantage_options)
         advantages_PG = world.own_rows(all_advantages_PG)
@@ -163,14 +164,14 @@ def update(run: Run, minibatch: Batch, metrics: Accumulator, *, first_pass_BT: T
     # fewer of them more weight, and the gradient would depend on how the batch is divided.
     own_denominator = loss_denominator(minibatch.loss_mask_BT, **averaging)
     denominator = world.sum(own_denominator).clamp(min=1)
-    for micro, is_last in microbatches(minibatch, run.tokens_per_microbatch, packed=run.packed):
-        with gradient_sync(run.scorer, enabled=is_last):
+    for micro, is_last in run.microbatches(minibatch):
+        with gradient_sync(run.scorer, enabled=is_last or config.optim.reduce_each_microbatch):
             with run.policy.autocast():
                 new_BT, entropy_BT = run.scorer(*micro.scorer_inputs)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
             inputs = new_BT, old_BT, micro.advantages_B, micro.loss_mask_BT
             loss_sum, stats = policy_loss(*inputs, **micro.loss_inputs, **options)
-            (loss_sum * world.size / denominator).backward()  # DDP divides gradients by world.size: multiply before
+            (loss_sum * world.size / denominator).backward()  # DDP and FSDP divide by world.size
         metrics.add_all(stats)
         metrics.add("loss", loss_sum.detach(), own_denominator * is_last)  # the denominator counts once
         add_microbatch(run, metrics, micro, new_BT, old_BT, entropy_BT, first_pass=first_pass_BT is not None)

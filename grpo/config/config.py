@@ -61,7 +61,28 @@ class Config(schema.Section):
                 f"use {key}={_nearest_multiples(prompts, minibatches)}"
             )
         _check_lora(self)
+        self._check_fsdp()
         return self
+
+    def _check_fsdp(self) -> None:
+        runtime = self.runtime
+        if runtime.parallel == "fsdp":
+            if self.uses_lora:
+                raise ValueError(
+                    "LoRA does not work with runtime.parallel=fsdp: use ddp, where each GPU holds the frozen model in 2 bytes a parameter, or "
+                    "lora.rank=0"
+                )
+            if self.checkpoint.background:
+                raise ValueError(
+                    "checkpoint.background=true copies the whole state to rank 0, which no rank holds under runtime.parallel=fsdp: use "
+                    "background=false"
+                )
+            return
+        for key, value in (("runtime.shard_size", runtime.shard_size), ("runtime.offload", runtime.offload)):
+            if value not in (None, "none"):
+                raise ValueError(f"{key}={value} needs runtime.parallel=fsdp, and it is ddp")
+        if self.optim.reduce_each_microbatch:
+            raise ValueError("optim.reduce_each_microbatch=true needs runtime.parallel=fsdp, and it is ddp")
 
 
 def _check_lora(config: Config) -> None:
@@ -94,6 +115,16 @@ def check_world_size(config: Config, world_size: int, *, num_machines: int = 1) 
             others = f" (or {', '.join(fits[1:])})" if fits[1:] else ""
             works = f"--nproc_per_node={fits[0]}{others}, or {works}"
         raise ValueError(f"rollout.prompts_per_step={prompts} is not a multiple of {factors}: use {works}")
+    shard_size = config.runtime.shard_size
+    if shard_size is not None and world_size > 1 and world_size % shard_size:
+        divisors = [str(size) for size in range(2, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"runtime.shard_size={shard_size} does not divide {world_size} ranks: use {' or '.join(divisors)}, or null for all"
+        )
+    if world_size == 1 and config.runtime.offload != "none":
+        raise ValueError(
+            f"runtime.offload={config.runtime.offload} needs at least 2 ranks: one rank trains as under ddp"
+        )
     if config.debug and world_size > 1:
         raise ValueError(f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1")
 

@@ -211,6 +211,9 @@ class OptimConfig(Section):
     tokens_per_microbatch: int = Field(16384, ge=1)
     """Most tokens of one forward and backward pass: prompts (each once per group) and completions together. Unless set, the dry run
     lowers it if it does not fit."""
+    reduce_each_microbatch: bool = False
+    """With fsdp: divide the gradients over the ranks after every micro-batch; false: after the last one, with less communication and whole
+    gradients (4 bytes a parameter) until then. The results are the same up to rounding."""
 
     @field_validator("betas")
     @classmethod
@@ -257,6 +260,13 @@ class RuntimeConfig(Section):
     """auto (CUDA if there is a GPU), cpu, or cuda."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16: autocast, with fp32 weights; fp32: no autocast."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every rank holds the whole model; fsdp: the ranks share weights, gradients and optimizer states (FSDP2). One rank: as ddp."""
+    shard_size: int | None = Field(None, ge=2)
+    """With fsdp: neighbouring ranks that share one copy of the model, the GPUs of a machine for example; none: all ranks."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """With fsdp, into host memory: optimizer moves Adam's averages there between updates; all also weights and gradients
+    (FSDP2 has these three together only). Without a GPU it changes nothing. Not yet run on a GPU."""
     packed: bool = True
     """Compute each prompt once per group when scoring; false: once per completion, in padded rows."""
     fast_decode: bool = True

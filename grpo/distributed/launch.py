@@ -43,6 +43,8 @@ def start_world(runtime: RuntimeConfig) -> World:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         launch_id = agree_on_launch_id(store, rank, size, runtime.timeout_s)
         backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        if backend == "nccl" and runtime.offload == "all":  # the gradient's norm is then summed in host memory
+            backend = "cpu:gloo,cuda:nccl"
         options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device_id)
         dist.init_process_group(backend, store=dist.PrefixStore(launch_id, store), **options)
     keeps_collectives = bool(launch_id and os.environ.get("GRPO_TEST_COLLECTIVES"))

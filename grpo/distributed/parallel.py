@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model, and DistributedDataParallel averages the gradients."""
+"""Data parallelism: DistributedDataParallel averages the gradients of whole models, FSDP2 (:mod:`grpo.distributed.sharded`) of divided ones."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from grpo.distributed.sharded import is_sharded
 from grpo.distributed.world import World
 
 
 def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[nn.Module], torch.Tensor]) -> nn.Module:
-    """Wrap ``module`` in DistributedDataParallel and fix the order of its gradient buckets; a rank that is alone gets it unchanged.
+    """Wrap ``module`` in DistributedDataParallel and fix the order of its gradient buckets.
+
+    A rank that is alone gets it unchanged, and so does a divided module, which averages its gradients itself.
 
     DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. Another bucket order is another order
     of summation, so a resumed run would differ in the last bits from one that was not interrupted (visible from three ranks on). Two
     dummy backwards make DDP rebuild its buckets before training starts. ``any_forward`` gives any scalar that depends on all parameters.
     """
-    if world.is_alone:
+    if world.is_alone or is_sharded(module):
         return module
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     # The argument that keeps a forward pass from sending buffers was renamed in torch 2.13, which warns of the old name.
@@ -38,8 +41,11 @@ def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[n
 def gradient_sync(module: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager:
     """Average the gradients over ranks in this backward pass only if ``enabled``: for the last micro-batch of an update.
 
-    Earlier micro-batches add up their gradients on each rank, so every update communicates once.
+    Earlier micro-batches add up their gradients on each rank, so every update averages once.
     """
+    if is_sharded(module):
+        module.set_requires_gradient_sync(enabled)
+        return contextlib.nullcontext()
     if enabled or not isinstance(module, DistributedDataParallel):
         return contextlib.nullcontext()
     return module.no_sync()

@@ -177,21 +177,42 @@ def load_policy(
     ValueError, which begins with ``setting``, if the weights do not load or are incomplete, if tokenizer and model do not fit each other, or
     if neither names an EOS token. ValueError also if ``fp32_head`` is asked for and the model's head cannot be computed in fp32.
     """
+    options = dict(attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+    base = base_of(path, setting)
+    model = load_weights(base, setting, dtype=torch.float32, **options)
+    settings = dict(gradient_checkpointing=gradient_checkpointing, fp32_head=fp32_head)
+    policy = make_policy(path, model, tokenizer, device=device, precision=precision, setting=setting, **settings)
+    model.to(device)
+    check_finite(base, model, setting)
+    if disable_dropout:
+        turn_randomness_off(policy)
+    if base != path:
+        read_adapter(policy, path, setting=setting, base=base, base_precision=base_precision)
+    return policy
+
+
+def make_policy(
+    path: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device,
+    precision: str,
+    gradient_checkpointing: bool,
+    fp32_head: bool,
+    setting: str,
+) -> Policy:
+    """The policy of a model whose weights may still be on the meta device or on the CPU; the errors of :func:`load_policy` about the two."""
     if device.type == "cuda":
         # PyTorch prefers cuDNN's attention on Hopper since 2.11. cuDNN makes a new plan for every shape, and shapes hardly repeat here;
         # with a mask its gradients can be NaN (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
-    options = dict(attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
-    base = base_of(path, setting)
-    model = load_weights(base, setting, dtype=torch.float32, **options)
     if fp32_head and precision == "bf16":  # in fp32 every head computes in fp32, and nn.Linear is faster in rollouts
         use_fp32_head(model)
     if gradient_checkpointing:
         # Renamed in transformers 5.23, where the old name still works and warns.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    model.to(device)
-    _check_finite(base, model, setting)
     eos_ids = end_tokens(model, tokenizer)
     problem, vocabulary = None, model.get_input_embeddings().weight.shape[0]
     if not eos_ids:
@@ -201,12 +222,7 @@ def load_policy(
     if problem:
         raise ValueError(f"{setting}={path}: {problem}")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    policy = Policy(model, tokenizer, eos_ids, pad_id, device, precision)
-    if disable_dropout:
-        turn_randomness_off(policy)
-    if base != path:
-        read_adapter(policy, path, setting=setting, base=base, base_precision=base_precision)
-    return policy
+    return Policy(model, tokenizer, eos_ids, pad_id, device, precision)
 
 
 def load_weights(path: str, setting: str, **options: Any) -> PreTrainedModel:
@@ -235,12 +251,14 @@ def load_weights(path: str, setting: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _check_finite(path: str, model: PreTrainedModel, setting: str = "model.name_or_path") -> None:
+def check_finite(
+    path: str, model: torch.nn.Module, setting: str = "model.name_or_path", *, recurse: bool = True
+) -> None:
     """ValueError if a weight is NaN or infinite. Buffers may hold infinities, as causal masks do."""
     # aminmax takes a tenth of the time of isfinite() on CPU, and is NaN where a value is.
-    extremes = {name: torch.stack(p.aminmax()) for name, p in model.named_parameters() if p.numel()}
+    extremes = {name: torch.stack(p.aminmax()) for name, p in model.named_parameters(recurse=recurse) if p.numel()}
     bad = [name for name, pair in extremes.items() if not pair.isfinite().all()]
-    bad += [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
+    bad += [name for name, buffer in model.named_buffers(recurse=recurse) if buffer.isnan().any()]
     if bad:
         names = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         raise ValueError(f"{setting}={path}: its weights contain NaN or infinity: {names}; take another checkpoint")

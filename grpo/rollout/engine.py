@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
-from torch import nn
 
 from grpo.attention import packing_enabled
 from grpo.batch import Completion, Group, Problem
@@ -22,12 +21,13 @@ from grpo.rollout import cuda_graphs
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, DecodeLoop, Prefill, Prompts
 from grpo.rollout.draw import SamplingParams, draw
+from grpo.rollout.gathered import GatheredWeights
 from grpo.rollout.graph_check import ENOUGH, agrees_with_loop
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.pieces import pieces_for
 from grpo.rollout.prefill import prefill
 from grpo.rollout.stops import Stops
-from grpo.rollout.weights import FusedLinear, copied_weights
+from grpo.rollout.weights import Copies, copied_weights
 from grpo.seeding import generator
 from grpo.system import first_line
 
@@ -35,21 +35,35 @@ from grpo.system import first_line
 class BuiltinEngine:
     """Samples completions of problems with a policy. The other attributes are caches: they change the speed, not the tokens."""
 
-    def __init__(self, policy: Policy, *, fast_decode=True, cuda_graphs=False, warn: Callable[[str], None] = print):
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        fast_decode=True,
+        cuda_graphs=False,
+        gathered: GatheredWeights | None = None,
+        is_llama: bool | None = None,
+        warn: Callable[[str], None] = print,
+    ):
         """
         Args:
             policy: its bare model is used, never a DDP wrapper; the weights of each rollout are those at its start.
             fast_decode: copy the weights once a rollout into the form that decode steps read fastest, and use the written-out decode
                 step (:mod:`grpo.rollout.llama_decoder`) for models that it matches. False: transformers' modules compute everything.
             cuda_graphs: capture decode steps in CUDA graphs, on a GPU and for models that have the written-out decode step.
+            gathered: fills the policy's model, which has no weights between rollouts, under FSDP.
+            is_llama: the result of :func:`matches_model`, needed with ``gathered``; None: tested in the first rollout.
             warn: called with a line of text if CUDA graphs turn out not to work.
         """
         self.policy, self.fast_decode, self.cuda_graphs, self.warn = policy, fast_decode, cuda_graphs, warn
+        self.gathered = gathered
         self.graphs: CUDAGraphRunner | None = None
         """Created in the first rollout with CUDA graphs."""
-        self._is_llama: bool | None = None
-        """True if :class:`LlamaDecoder` computes what the model computes; tested in the first rollout; None before."""
-        self._kept_copies: dict[nn.Linear, FusedLinear] = {}
+        self._is_llama = is_llama
+        """True if :class:`LlamaDecoder` computes what the model computes; None: not tested yet."""
+        self._has_weights = False
+        """True inside :meth:`weights`."""
+        self._kept_copies: Copies = {}
         """Copied weights, at the addresses that captured graphs read; empty without graphs."""
 
     def generate(
@@ -111,23 +125,46 @@ class BuiltinEngine:
         return int(cuda_graphs.MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.policy.device).total_memory)
 
     @contextmanager
+    def weights(self) -> Iterator[None]:
+        """The model computes from copies of its weights, made now: for all calls of :meth:`generate` inside the block, which else make them
+        themselves. Under FSDP this gathers the weights, so all ranks enter the block together.
+        """
+        if self._has_weights:
+            yield
+            return
+        policy = self.policy
+        with policy.inference():
+            if self._is_llama is None:
+                self._is_llama = self.fast_decode and matches_model(policy.model)
+        kept = self._kept_copies if self._uses_graphs else None
+        if self.gathered is not None:
+            copied = self.gathered.copied(policy.precision, kept, fast_decode=self.fast_decode)
+        else:
+            copied = copied_weights(policy.model, policy.precision, kept) if self.fast_decode else nullcontext()
+        with copied:
+            self._has_weights = True
+            try:
+                yield
+            finally:
+                self._has_weights = False
+
+    @property
+    def _uses_graphs(self) -> bool:
+        return bool(self.cuda_graphs and self._is_llama and self.policy.device.type == "cuda")
+
+    @contextmanager
     def _ready(self) -> Iterator[Prefill]:
         """The model in inference mode, computing from copied weights; yields the prefill."""
         policy = self.policy
         try:
-            with policy.inference():
-                if self._is_llama is None:
-                    self._is_llama = self.fast_decode and matches_model(policy.model)
-                use_graphs = self.cuda_graphs and self._is_llama and policy.device.type == "cuda"
-                kept = self._kept_copies if use_graphs else None
-                with copied_weights(policy.model, policy.precision, kept) if self.fast_decode else nullcontext():
-                    llama_decoder = LlamaDecoder(policy.backbone) if self._is_llama else None
-                    if use_graphs and self.graphs is None:
-                        head = policy.model.get_output_embeddings()
-                        pieces = pieces_for(policy.device, self.warn)
-                        decoder = LlamaDecoder(policy.backbone, pieces)
-                        self.graphs = CUDAGraphRunner(decoder, head, policy.eos_ids, policy.device, pieces=pieces)
-                    yield partial(prefill, policy, llama_decoder)
+            with self.weights(), policy.inference():
+                llama_decoder = LlamaDecoder(policy.backbone) if self._is_llama else None
+                if self._uses_graphs and self.graphs is None:
+                    head = policy.model.get_output_embeddings()
+                    pieces = pieces_for(policy.device, self.warn)
+                    decoder = LlamaDecoder(policy.backbone, pieces)
+                    self.graphs = CUDAGraphRunner(decoder, head, policy.eos_ids, policy.device, pieces=pieces)
+                yield partial(prefill, policy, llama_decoder)
         finally:
             if self.graphs is not None:
                 self.graphs.release_if_large()

@@ -8,7 +8,9 @@ Shapes: ``R`` rows, ``H`` query heads, ``K`` key heads, ``D`` head size; hidden 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -116,10 +118,20 @@ def has_llama_layers(backbone: nn.Module) -> bool:
     return all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms)
 
 
+def _call_inside(gathered: Callable, module: nn.Module, layer: _Layer, *inputs):
+    with gathered(module):
+        return layer(*inputs)
+
+
 @torch.no_grad()
 @ieee_fp32()
-def matches_model(model: PreTrainedModel) -> bool:
-    """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two prompts, in fp32."""
+def matches_model(
+    model: PreTrainedModel, gathered: Callable[[nn.Module], contextlib.AbstractContextManager] = contextlib.nullcontext
+) -> bool:
+    """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two prompts, in fp32.
+
+    ``gathered``: a block in which a layer of a divided model has its weights, which :class:`LlamaDecoder` reads without calling the layer.
+    """
     backbone = model.base_model
     if not packing_enabled(model) or not has_llama_layers(backbone):
         return False
@@ -127,7 +139,10 @@ def matches_model(model: PreTrainedModel) -> bool:
     ids = torch.randint(backbone.embed_tokens.num_embeddings, (18,), generator=generator).tolist()
     prompts, rows = (ids[:9], ids[9:14]), torch.tensor([0, 1, 1], device=device)
     results = []
-    for decode in (lambda *inputs: forked_hidden(backbone, *inputs), LlamaDecoder(backbone)):
+    decoder = LlamaDecoder(backbone)
+    pairs = zip(backbone.layers, decoder.layers, strict=True)
+    decoder.layers = [partial(_call_inside, gathered, module, layer) for module, layer in pairs]
+    for decode in (lambda *inputs: forked_hidden(backbone, *inputs), decoder):
         cache = ForkedCache([9, 5], capacity=2, device=device)
         with torch.autocast(device.type, enabled=False):
             packed_hidden(backbone, pack_prompts(prompts, device), cache)

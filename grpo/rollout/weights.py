@@ -61,6 +61,10 @@ class FusedLinear:
         return output
 
 
+Copies = dict[nn.Linear, FusedLinear]
+"""The copy of each layer; layers with the same input share one."""
+
+
 class CopiedLinear(nn.Module):
     """Takes the place of an ``nn.Linear`` in the model, has the same parameters, and computes from their copy."""
 
@@ -75,25 +79,36 @@ class CopiedLinear(nn.Module):
 
 
 @contextlib.contextmanager
-def copied_weights(model: nn.Module, precision: str, kept: dict | None = None) -> Iterator[None]:
+def copied_weights(model: nn.Module, precision: str, kept: Copies | None = None) -> Iterator[None]:
     """Inside the block, linear layers compute from copies of their weights, where that is faster. The weights must not change there.
 
     ``kept`` is filled with the copy of each layer, and the next call with it refreshes the copies in place: captured CUDA graphs read them
     at fixed addresses.
     """
-    copies = dict(kept or {})
-    if kept:
-        for fused in dict.fromkeys(kept.values()):
-            fused.refresh()
-    else:
+    with in_place_of(model, copies_of(list(model.modules()), precision, kept)):
+        yield
+
+
+def copies_of(modules: list[nn.Module], precision: str, kept: Copies | None) -> Copies:
+    """The copies of those of these modules that are worth copying; see :func:`copied_weights`."""
+    copies = {module: kept[module] for module in modules if module in kept} if kept else {}
+    for fused in dict.fromkeys(copies.values()):
+        fused.refresh()
+    if not copies:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        inside = {part for module in model.modules() if adapted_base(module) for part in module.children()}
+        inside = {part for module in modules if adapted_base(module) for part in module.children()}
         inside = {module for part in inside for module in part.modules()}
-        layers = [module for module in model.modules() if module not in inside and _is_worth_copying(module, dtype)]
-        for siblings in _group_by_input(model, layers):
+        layers = [module for module in modules if module not in inside and _is_worth_copying(module, dtype)]
+        for siblings in _group_by_input(modules, layers):
             copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
         if kept is not None:
             kept |= copies
+    return copies
+
+
+@contextlib.contextmanager
+def in_place_of(model: nn.Module, copies: Copies) -> Iterator[None]:
+    """Inside the block, the model computes from these copies."""
     children = ((parent, *named) for parent in model.modules() for named in parent.named_children())
     places = [(parent, name, child) for parent, name, child in children if child in copies]
     try:
@@ -119,10 +134,10 @@ def _is_worth_copying(module: nn.Module, dtype: torch.dtype) -> bool:
     return base is not None or dtype == torch.bfloat16 or _can_reorder(module.weight)
 
 
-def _group_by_input(model: nn.Module, layers: list[nn.Linear]) -> list[list[nn.Linear]]:
+def _group_by_input(modules: list[nn.Module], layers: list[nn.Linear]) -> list[list[nn.Linear]]:
     """Groups of layers that share their input; every other layer is a group of its own."""
     left, groups = dict.fromkeys(layers), []
-    for parent in model.modules():
+    for parent in modules:
         for names in SAME_INPUT:
             group = [getattr(parent, name, None) for name in names]
             if all(layer in left for layer in group) and len({layer.in_features for layer in group}) == 1:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from grpo.model import save_weights
+from grpo.run.sharded.states import read_optimizer_states, read_reference
 from grpo.system import open_regular, sync
 
 MANIFEST = "manifest.json"
@@ -102,29 +104,49 @@ def save_checkpoint(
         if not torch.isfinite(tensors.model[name]).all():
             problem = f"{name} holds values that are not finite: no checkpoint is saved at step {step}"
             raise ValueError(f"{problem}; lower optim.learning_rate")
-    output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    final, partial = output_dir / f"checkpoint-{step}", output_dir / f".partial-checkpoint-{step}"
-    shutil.rmtree(partial, ignore_errors=True)
-    trainer = partial / "trainer"
-    trainer.mkdir(parents=True)
+    partial = begin(partial_folder(output_dir, step))
     try:
         save_weights(model, tensors.model, partial)
         tokenizer.save_pretrained(partial)
         if merge is not None:
             merge(partial, partial / "merged")
-        torch.save(_plain({"optimizer": tensors.optimizer, "schedule": tensors.schedule}), trainer / "optimizer.pt")
+        save_trained({"optimizer": tensors.optimizer, "schedule": tensors.schedule}, partial)
         if tensors.reference is not None:
-            torch.save(tensors.reference, trainer / "reference.pt")
+            torch.save(tensors.reference, partial / "trainer" / "reference.pt")
     except (SafetensorError, RuntimeError) as error:  # these libraries report a full disk in this way
         raise OSError(f"{type(error).__name__}: {error}") from error
+    return publish(partial, Path(output_dir), step, state=state, keep=keep, best_step=best_step)
+
+
+def partial_folder(output_dir: str | Path, step: int) -> Path:
+    """The hidden folder that a checkpoint is written into."""
+    return Path(output_dir) / f".partial-checkpoint-{step}"
+
+
+def begin(partial: Path) -> Path:
+    """Create the hidden folder, empty, with ``trainer/``; OSError if that fails."""
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "trainer").mkdir(parents=True)
+    return partial
+
+
+def save_trained(states: dict[str, Any], partial: Path) -> None:
+    """Write ``optimizer.pt``: the state dicts of optimizer and schedule."""
+    torch.save(_plain(states), partial / "trainer" / "optimizer.pt")
+
+
+def publish(
+    partial: Path, output_dir: Path, step: int, *, state: dict[str, Any] | None, keep: int, best_step: int | None
+) -> Path:
+    """Complete the hidden folder by state and manifest, give it its final name, delete old checkpoints; see :func:`save_checkpoint`."""
+    final, trainer = output_dir / f"checkpoint-{step}", partial / "trainer"
     (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
     files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
     for name in files:
         sync(partial / name)
     (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
     sync(partial / MANIFEST)
-    for folder in {partial / Path(name).parent for name in files}:
+    for folder in sorted({(partial / name).parent for name in files}, reverse=True):
         sync(folder)
     replaced = output_dir / f".replaced-{final.name}"
     if final.exists():
@@ -211,7 +233,13 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 
 
 def restore(
-    folder: str | Path, *, optimizer: Any, schedule: Any, reference: nn.Module | None = None, device: torch.device
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Any,
+    schedule: Any,
+    reference: nn.Module | None = None,
+    device: torch.device,
 ) -> None:
     """Load optimizer, schedule and a reference that changes during training; ``from_pretrained(folder)`` loads the model."""
     trainer = Path(folder) / "trainer"
@@ -220,11 +248,22 @@ def restore(
     # device of their weights, and there the update counters too if AdamW is fused; else they stay on the host.
     for group, own in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, strict=False):
         group["fused"] = own.get("fused")
+    saved["optimizer"]["state"] = read_optimizer_states(trainer, saved["optimizer"]["state"], model, optimizer)
     optimizer.load_state_dict(saved["optimizer"])
     if schedule is not None:
         schedule.load_state_dict(saved["schedule"])
-    if reference is not None and (trainer / "reference.pt").exists():
-        reference.load_state_dict(torch.load(trainer / "reference.pt", map_location=device, weights_only=True))
+    if reference is not None:
+        read_reference(trainer, reference, device)
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """Write what a model folder has beside the weights: configurations, and the code of models that bring their own."""
+    name, _ = next(iter(model.named_parameters()))
+    with tempfile.TemporaryDirectory() as spare:  # transformers writes no configuration without weights
+        save_weights(model, {name: torch.zeros(1)}, Path(spare))
+        for path in Path(spare).iterdir():
+            if path.suffix != ".safetensors":
+                shutil.copy(path, folder)
 
 
 def _plain(thing: Any) -> Any:

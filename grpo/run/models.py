@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pickle import UnpicklingError
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.config import Config, ConfigError
+from grpo.distributed import World
 from grpo.logprobs import CompletionScorer
 from grpo.model import REFERENCE, Adapter, Policy, cast_frozen_to_bf16, load_policy, make_reference
 from grpo.rollout import check_sampling
+from grpo.rollout.gathered import GatheredWeights
 from grpo.run import checkpoint
 from grpo.run.adapters import AdapterReference, make_adapter
-from grpo.run.optimizer import make_lr_schedule, make_optimizer
+from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer
 from grpo.run.resume import StartPoint
+from grpo.run.sharded.load import ShardedLoader
 from grpo.system import first_line
 
 
@@ -35,6 +39,12 @@ class Models:
     """The reason why scoring computes the prompt once per completion; None: it computes each prompt once per group."""
     moving_reference: nn.Module | Adapter | None
     """The reference model, or its adapter, if it changes during training (``ref_sync_steps``), so that checkpoints must hold it."""
+    sampler: Policy
+    """The policy that rollouts sample with: under FSDP its model is this rank's own."""
+    gathered: GatheredWeights | None
+    """Fills the sampler's model under FSDP; None: the sampler is the policy."""
+    is_llama: bool | None
+    """See :class:`grpo.rollout.BuiltinEngine`."""
     changed_rate: tuple[float, float] | None
     """The learning rates of the next update by the checkpoint's and by the new settings, where accepted changes make them differ."""
 
@@ -58,10 +68,10 @@ def build_models(
         ValueError: if a model cannot be loaded, if policy and reference do not fit each other, or the checkpoint's optimizer state does not
             fit.
     """
-    algorithm, optim, temperature = config.algorithm, config.optim, config.rollout.temperature
+    algorithm, temperature = config.algorithm, config.rollout.temperature
     options = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
     options |= {"device": device, "precision": config.runtime.precision}
-    ref_scorer = changed_rate = frozen_adapter = None
+    ref_scorer = frozen_adapter = None
     if config.uses_lora:
         policy = load_policy(path, tokenizer, **options)
         frozen_adapter = make_adapter(config, policy, path, start.checkpoint)
@@ -78,14 +88,8 @@ def build_models(
         else:
             anchor = load_policy(path, tokenizer, **options).model if start.checkpoint else policy.model
             ref_scorer = CompletionScorer(make_reference(anchor), temperature)
-    optimizer_options = optim.model_dump(include={"learning_rate", "betas", "weight_decay"})
-    optimizer = make_optimizer(policy.model, **optimizer_options)
-    schedule_options = optim.model_dump(include={"warmup_steps", "min_lr"})
-    num_updates = max_steps * algorithm.updates_per_step
-    lr_schedule = make_lr_schedule(optimizer, name=optim.lr_scheduler_type, num_updates=num_updates, **schedule_options)
     moving_reference = frozen_adapter or ref_scorer.model if ref_scorer and algorithm.ref_sync_steps else None
-    if start.checkpoint:
-        changed_rate = _restore(start, algorithm.updates_per_step, optimizer, lr_schedule, moving_reference, device)
+    trained = _trained(config, policy.model, max_steps, start, moving_reference, device)
     policy.model.train()
     scorer = CompletionScorer(policy.model, temperature)
     why_padded = enable_packing(config, scorer)
@@ -97,7 +101,58 @@ def build_models(
         has_own_weights = ref_scorer.model is not policy.model
         if has_own_weights and moving_reference is None:  # a reference that moves needs its fp32 weights
             cast_frozen_to_bf16(ref_scorer.model, policy)
-    return Models(policy, scorer, ref_scorer, optimizer, lr_schedule, why_padded, moving_reference, changed_rate)
+    sampling = dict(sampler=policy, gathered=None, is_llama=None)
+    models = dict(policy=policy, scorer=scorer, ref_scorer=ref_scorer, moving_reference=moving_reference)
+    return Models(**models, **trained, **sampling, why_padded=why_padded)
+
+
+def build_sharded_models(
+    config: Config,
+    world: World,
+    path: str,
+    tokenizer: Any,
+    max_steps: int,
+    start: StartPoint,
+    reference_path: str | None = None,
+) -> Models:
+    """As :func:`build_models`, divided over the ranks (``runtime.parallel=fsdp``). All ranks call it together."""
+    algorithm, loader = config.algorithm, ShardedLoader(config, world, tokenizer)
+    loaded = loader.policy(str(start.checkpoint or path), partial(enable_packing, config))
+    policy, ref_scorer, moves = loaded.policy, None, algorithm.ref_sync_steps > 0
+    if algorithm.beta > 0:
+        setting = "model.name_or_path" if reference_path is None else REFERENCE
+        ref_scorer = loader.reference(reference_path or path, setting, packed=loaded.scorer.packed, moves=moves)
+        if reference_path is not None:
+            _check_reference(reference_path, ref_scorer.model, policy.model, moves=moves)
+    moving_reference = ref_scorer.model if ref_scorer and moves else None
+    trained = _trained(config, policy.model, max_steps, start, moving_reference, world.device)
+    sampling = dict(sampler=loaded.sampler, gathered=loaded.gathered, is_llama=loaded.is_llama)
+    models = dict(policy=policy, scorer=loaded.scorer, ref_scorer=ref_scorer, moving_reference=moving_reference)
+    return Models(**models, **trained, **sampling, why_padded=loaded.why_padded)
+
+
+def _trained(
+    config: Config,
+    model: nn.Module,
+    max_steps: int,
+    start: StartPoint,
+    moving_reference: nn.Module | Adapter | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Optimizer, schedule and :attr:`Models.changed_rate`, as they are at the step where the run starts; the reference is restored too."""
+    algorithm, optim = config.algorithm, config.optim
+    optimizer = make_optimizer(model, **optim.model_dump(include={"learning_rate", "betas", "weight_decay"}))
+    schedule_options = optim.model_dump(include={"warmup_steps", "min_lr"})
+    num_updates = max_steps * algorithm.updates_per_step
+    lr_schedule = make_lr_schedule(optimizer, name=optim.lr_scheduler_type, num_updates=num_updates, **schedule_options)
+    changed_rate = None
+    if start.checkpoint:
+        changed_rate = _restore(
+            start, algorithm.updates_per_step, model, optimizer, lr_schedule, moving_reference, device
+        )
+    if config.runtime.offload == "optimizer":
+        keep_states_on_host(optimizer)
+    return dict(optimizer=optimizer, lr_schedule=lr_schedule, changed_rate=changed_rate)
 
 
 def _check_reference(path: str, reference: nn.Module, model: nn.Module, *, moves: bool) -> None:
@@ -116,7 +171,13 @@ def _check_reference(path: str, reference: nn.Module, model: nn.Module, *, moves
 
 
 def _restore(
-    start: StartPoint, updates_per_step: int, optimizer: Any, schedule: Any, reference: Any, device: torch.device
+    start: StartPoint,
+    updates_per_step: int,
+    model: nn.Module,
+    optimizer: Any,
+    schedule: Any,
+    reference: Any,
+    device: torch.device,
 ) -> tuple[float, float] | None:
     """Restore optimizer, schedule and reference; where settings changed, Adam's averages alone, with the new settings.
 
@@ -126,7 +187,7 @@ def _restore(
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
     if any(key == REFERENCE for key, _, _ in start.changes):  # the saved one is the old reference, moved
         reference = None
-    restored = dict(optimizer=optimizer, schedule=schedule if is_same else None, reference=reference)
+    restored = dict(model=model, optimizer=optimizer, schedule=schedule if is_same else None, reference=reference)
     try:
         checkpoint.restore(folder, device=device, **restored)
     except (UnpicklingError, RuntimeError, ValueError, KeyError) as error:  # a checkpoint that another program made

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from grpo.distributed import is_sharded, whole
 from grpo.run.state import Run
 from grpo.system import first_line
 from grpo.telemetry.accumulator import Accumulator
@@ -28,6 +29,19 @@ def make_optimizer(
     matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=fused)
+
+
+def keep_states_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Keep Adam's averages in host memory, now and between updates (``runtime.offload=optimizer``); an update moves them to the device."""
+
+    def move(*, to_host: bool) -> None:
+        for parameter, state in optimizer.state.items():
+            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+                state[name] = state[name].to("cpu" if to_host else parameter.device)
+
+    move(to_host=True)
+    optimizer.register_step_pre_hook(lambda *_: move(to_host=False))
+    optimizer.register_step_post_hook(lambda *_: move(to_host=True))
 
 
 def make_lr_schedule(
@@ -60,7 +74,7 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
         ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients in a row (with ``optim.on_nonfinite=stop`` after one).
     """
     progress, settings = run.progress, run.config.optim
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), settings.max_grad_norm)
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), settings.max_grad_norm))
     is_finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
     skipped = 0 if is_finite else progress.skipped_in_a_row + 1
     if not is_finite:
@@ -81,4 +95,4 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     run.lr_schedule.step()  # also after a skipped update: the learning rate is a function of the step
     # Under DDP gradients are views of its buckets. Set to None, they would be allocated a second time by the first micro-batch that does
     # not synchronise.
-    run.optimizer.zero_grad(set_to_none=run.world.is_alone)
+    run.optimizer.zero_grad(set_to_none=run.world.is_alone or is_sharded(run.scorer))

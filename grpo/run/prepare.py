@@ -15,7 +15,7 @@ import torch
 
 from grpo.config import Config, ConfigError, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
-from grpo.distributed import World, wrap_data_parallel
+from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.collect import check_eval_context
 from grpo.evaluation.grading import check_reward_names
@@ -28,10 +28,11 @@ from grpo.run.content import content_digests
 from grpo.run.given import Given
 from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
-from grpo.run.models import any_forward, build_models
+from grpo.run.models import any_forward, build_models, build_sharded_models
 from grpo.run.output_folder import start_output
 from grpo.run.resume import find_checkpoint, print_differences, read_start_point
 from grpo.run.saver import Progress, Saver, versions
+from grpo.run.sharded.saver import ShardedSaver
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
@@ -126,8 +127,12 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
             print(f"already complete: {where}; nothing to do", flush=True)
         return None
 
-    with world.fail_together():
-        models = build_models(config, world.device, path, tokenizer, max_steps, start, reference)
+    building = (path, tokenizer, max_steps, start, reference)
+    if config.runtime.parallel == "fsdp" and not world.is_alone:
+        models = build_sharded_models(config, world, *building)
+    else:
+        with world.fail_together():
+            models = build_models(config, world.device, *building)
     policy = models.policy
     if world.is_main and models.changed_rate:
         old, new = models.changed_rate
@@ -156,13 +161,14 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     on_failure.callback(reporter.close)
     runtime = config.runtime
     options = dict(fast_decode=runtime.fast_decode, cuda_graphs=runtime.cuda_graphs)
-    engine = BuiltinEngine(policy, **options, warn=partial(print_from_rank, world, reporter))
+    options |= dict(gathered=models.gathered, is_llama=models.is_llama)
+    engine = BuiltinEngine(models.sampler, **options, warn=partial(print_from_rank, world, reporter))
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     optimizer, lr_schedule = models.optimizer, models.lr_schedule
     parts = dict(model=policy.trained, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)
     parts["reference"] = models.moving_reference
     facts = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
-    saver = Saver(config, world, parts, reporter, progress, max_steps, facts)
+    saver = (ShardedSaver if is_sharded(scorer) else Saver)(config, world, parts, reporter, progress, max_steps, facts)
     if not config.debug:
         saver.dry_run()
     signals = Signals(world, saver.rescue_while_busy, ends_process=ends_process)

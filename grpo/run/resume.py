@@ -23,6 +23,8 @@ MUST_NOT_CHANGE = (
     "model.attn_implementation", "lora", "data", "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
 )  # fmt: skip
 """Settings that a resumed run must share with its checkpoint to be the same run."""
+MAY_CHANGE = ("optim.reduce_each_microbatch",)
+"""Settings in those sections that trade memory for communication: the run stays the same up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -187,4 +189,4 @@ def _differences(
             pairs += [(f"{key}.{name}", old.get(name, defaults.get(name)), new[name]) for name in new]
         else:
             pairs.append((key, old, new))
-    return [(key, old, new) for key, old, new in pairs if old != new]
+    return [(key, old, new) for key, old, new in pairs if old != new and key not in MAY_CHANGE]

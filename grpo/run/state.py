@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from grpo.batch import Batch, Group, Problem, microbatch_rows
+from grpo.batch import Batch, Group, Problem, microbatch_rows, microbatches
 from grpo.config import Config
 from grpo.data import Schedule
-from grpo.distributed import World
+from grpo.distributed import World, give_back, is_sharded
 from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
@@ -74,6 +75,35 @@ class Run:
         """Most tokens of one forward and backward pass: that of the configuration, or a smaller one that a dry run chose."""
         return self.progress.tokens_per_microbatch or self.config.optim.tokens_per_microbatch
 
+    @property
+    def is_sharded(self) -> bool:
+        """True under FSDP: every forward and backward pass is then a collective, of which all ranks need the same number."""
+        return is_sharded(self.bare_scorer)
+
+    @contextlib.contextmanager
+    def sampling_weights(self, seconds: dict[str, float]) -> Iterator[None]:
+        """Inside the block the engine samples from the weights of its start; copying or gathering them counts as rollout."""
+        with contextlib.ExitStack() as stack:
+            # Gathering is a collective; a copy may run out of memory on this rank alone.
+            together = contextlib.nullcontext() if self.is_sharded else self.world.fail_together()
+            with self.world.timed("rollout", seconds), together:
+                stack.enter_context(self.engine.weights())
+            yield
+
+    def microbatches(self, minibatch: Batch) -> Iterator[tuple[Batch, bool]]:
+        """``(micro-batch, is_last)``, as many on each rank under FSDP: a rank with fewer first computes rows that no loss or metric counts."""
+        for spare in self._spares(minibatch, self.packed):
+            yield spare, False
+        yield from microbatches(minibatch, self.tokens_per_microbatch, packed=self.packed)
+
+    def _spares(self, batch: Batch, packed: bool) -> list[Batch]:
+        """One micro-batch without effect for each that this rank has less than another; none unless every pass is a collective."""
+        if not self.is_sharded:
+            return []
+        count = len(microbatch_rows(batch, self.tokens_per_microbatch, packed=packed))
+        missing = int(self.world.max(torch.tensor(count))) - count
+        return [_spare(batch)] * missing
+
     def logprobs(self, scorer: CompletionScorer, batch: Batch) -> torch.Tensor:
         """Log-probs of a whole batch without gradient, ``[B, T]`` fp32 nats, in passes of ``tokens_per_microbatch`` tokens."""
         return self.logprobs_and_entropies(scorer, batch)[0]
@@ -84,11 +114,14 @@ class Run:
         logprobs_BT, entropies_BT = torch.zeros(2, *batch.completion_mask_BT.shape, device=self.world.device)
         parts = microbatch_rows(batch, self.tokens_per_microbatch, packed=scorer.packed)
         with self.policy.autocast(), self.reporter.bar("log-probs", sum(map(len, parts)), "row") as bar:
+            for spare in self._spares(batch, scorer.packed):
+                scorer(*spare.scorer_inputs)
             for rows in parts:
                 scored = scorer(*batch.select(rows).scorer_inputs)
                 for whole_BT, scored_bt in zip((logprobs_BT, entropies_BT), scored, strict=True):
                     whole_BT[rows.to(scored_bt.device), : scored_bt.shape[1]] = scored_bt
                 bar.update(len(rows))
+        give_back(scorer)
         return logprobs_BT, entropies_BT
 
     def top_entropy_mask(self, batch: Batch) -> torch.Tensor:
@@ -128,7 +161,7 @@ class Run:
         sampling = replace(eval_sampling(self.config), tokens_in_flight=self.sampling.tokens_in_flight)
         started = time.perf_counter()
         total = len(self.world.own_rows(self.eval_problems)) * (1 if sampling.is_greedy else 2)
-        with self.reporter.bar("evaluation", total, "problem") as bar:
+        with self.sampling_weights({}), self.reporter.bar("evaluation", total, "problem") as bar:
             evaluation = evaluate(
                 self.engine,
                 self.eval_problems,
@@ -152,3 +185,13 @@ class Run:
         self.reporter.close()
         self.signals.close()
         self.lock.release()
+
+
+def _spare(batch: Batch) -> Batch:
+    """The shortest row of a batch, marked so that no loss and no metric counts it."""
+    row = batch.select(batch.lengths_B.argmin()[None])
+    nothing = torch.zeros_like(row.loss_mask_BT)
+    uncounted = dict(
+        advantages_B=torch.zeros_like(row.advantages_B), computed_B=torch.ones_like(row.group_B, dtype=bool)
+    )
+    return replace(row, loss_mask_BT=nothing, **uncounted)

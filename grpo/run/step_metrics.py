@@ -163,7 +163,9 @@ def report_details(
             reporter.histogram("advantage", all_advantages_PG)
             reporter.histogram("length", lengths_PG)
             reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
-    if run.config.logging.log_completions and reporter.is_logged(step):
+    # Under FSDP all ranks score: a forward pass is a collective. Only the main rank's records are written.
+    scores = reporter.is_due(step) if run.is_sharded else reporter.is_logged(step)
+    if run.config.logging.log_completions and scores:
         rewards_PG = world.own_rows(all_rewards_PG)
         reporter.completions(step, kept_completions(run, groups, batch, values_PGF, rewards_PG, advantages_PG))
 

@@ -123,7 +123,11 @@ class Reporter:
 
     def is_logged(self, step: int) -> bool:
         """True if this rank shows a step on the console and on dashboards, and keeps some of its completions."""
-        return self.is_main and (step % self._every == 0 or step == self.max_steps)
+        return self.is_main and self.is_due(step)
+
+    def is_due(self, step: int) -> bool:
+        """True if the main rank does; the same on every rank."""
+        return step % self._every == 0 or step == self.max_steps
 
     def histogram(self, name: str, values: torch.Tensor | tuple[Sequence[float], Sequence[float]]) -> None:
         """Add a histogram to the next step on the dashboards: its values, or ``(counts, edges)`` of bins."""

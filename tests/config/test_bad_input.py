@@ -36,6 +36,14 @@ CONFIG = {
     "unknown key": (["rollout.num_generation=4"], ["rollout.num_generation", "rollout.num_generations"]),
     "out of range": (["rollout.num_generations=0"], ["rollout.num_generations=0", "1"]),
     "sections that disagree": (["algorithm.num_minibatches=3"], ["prompts_per_step=8", "6 or 9"]),
+    "shards without fsdp": (["runtime.shard_size=2"], ["runtime.shard_size=2", "runtime.parallel=fsdp"]),
+    "offload without fsdp": (["runtime.offload=all"], ["runtime.offload=all", "runtime.parallel=fsdp"]),
+    "reduction without fsdp": (["optim.reduce_each_microbatch=true"], ["reduce_each", "runtime.parallel=fsdp"]),
+    "offload of one rank": (["runtime.parallel=fsdp", "runtime.offload=optimizer"], ["offload=optimizer", "2 ranks"]),
+    "background save of shards": (
+        ["runtime.parallel=fsdp", "checkpoint.background=true"],
+        ["checkpoint.background=true", "background=false"],
+    ),
     "no config file": (["--config", "nowhere.yaml"], ["nowhere.yaml", "does not exist"]),
     "pattern without column": (
         ["data.dataset={rows}", "data.answer_pattern='(.+)'"],

@@ -712,6 +712,14 @@ def test_the_numbers_of_ranks_that_work_are_offered_and_launch_sh_takes_the_larg
     assert fitting_ranks(gpus, machines, ["a.mistake=1"]) == gpus, "the ranks say what is wrong"
 
 
+def test_shards_must_divide_the_ranks():
+    config = Config(runtime=dict(parallel="fsdp", shard_size=4), rollout=dict(prompts_per_step=24))
+    check_world_size(config, 8)
+    check_world_size(config, 1)  # trains as under DDP
+    with pytest.raises(ValueError, match="shard_size=4 does not divide 6 ranks: use 2 or 3 or 6, or null for all"):
+        check_world_size(config, 6)
+
+
 def test_any_number_of_prompts_fits_one_rank():
     for prompts in (1, 7, 8):
         check_world_size(load_config([f"rollout.prompts_per_step={prompts}"]), 1)

@@ -7,6 +7,7 @@ GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.p
 | rollout, score, eval | before the completions of a step are sampled / are scored / an evaluation samples |
 | forward, backward | in the update: after the first forward / when the gradient reaches the embedding, at the end of a backward |
 | write | before anything of a checkpoint is on disk |
+| states | before a rank writes its share of the optimizer's states (``runtime.parallel=fsdp``) |
 | save | when the weights of a checkpoint are on disk and the manifest is not |
 | prune | when a checkpoint is in place and older ones are still there |
 | line | before a step's line goes to metrics.jsonl |
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import grpo.run.checkpoint
+import grpo.run.sharded.saver
 import grpo.run.state
 import grpo.telemetry.reporter
 import train_grpo
@@ -70,7 +72,7 @@ def do() -> None:
     elif what == "oom":
         torch.empty(1 << 50, dtype=torch.uint8)
     elif what == "full":
-        size = 60_000 if FAULT["place"] == "write" else Path(output_dir(), "metrics.jsonl").stat().st_size
+        size = 60_000 if FAULT["place"] in ("write", "states") else Path(output_dir(), "metrics.jsonl").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     elif what == "raise":
         raise RuntimeError("a fault was asked for")
@@ -103,6 +105,7 @@ BuiltinEngine.generate = generate
 before(grpo.run.state, "score_groups", "score")
 
 before(grpo.run.checkpoint, "save_weights", "write")
+before(grpo.run.sharded.saver, "save_states", "states")
 original_sync = grpo.run.checkpoint.sync
 
 

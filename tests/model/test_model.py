@@ -32,7 +32,7 @@ from grpo.model import (
     sync_reference,
     use_fp32_head,
 )
-from grpo.model.loading import _check_finite
+from grpo.model.loading import check_finite
 from grpo.model.randomness import turn_randomness_off
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.optimizer import make_lr_schedule, make_optimizer
@@ -113,10 +113,10 @@ def test_weights_that_are_not_finite_are_named(random_model, tmp_path, value):
 
 def test_a_buffer_may_be_infinite_as_masks_are(policy):
     policy.model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-    _check_finite("folder", policy.model)
+    check_finite("folder", policy.model)
     policy.model.register_buffer("table", torch.tensor([0.0, torch.nan]))
     with pytest.raises(ValueError, match="infinity: table; "):
-        _check_finite("folder", policy.model)
+        check_finite("folder", policy.model)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

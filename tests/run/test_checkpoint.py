@@ -49,7 +49,8 @@ def test_whether_adamw_is_fused_is_not_taken_from_the_checkpoint(random_model, t
     things["model"](torch.tensor([[5, 6, 7]])).logits.sum().backward()
     things["optimizer"].step()
     folder = save_checkpoint(tmp_path, 1, **things)
-    restore(folder, optimizer=fresh["optimizer"], schedule=None, device=torch.device("cpu"))
+    parts = dict(model=fresh["model"], optimizer=fresh["optimizer"], schedule=None)
+    restore(folder, **parts, device=torch.device("cpu"))
     (group,) = fresh["optimizer"].param_groups
     assert group["fused"] == (None if saved else True)
     fresh["model"](torch.tensor([[5, 6, 7]])).logits.sum().backward()
@@ -70,6 +71,7 @@ def test_round_trip_is_bit_for_bit(random_model, tmp_path):
     other_reference = make_reference(fresh["model"])
     restore(
         folder,
+        model=fresh["model"],
         optimizer=fresh["optimizer"],
         schedule=fresh["schedule"],
         reference=other_reference,
@@ -198,8 +200,9 @@ def test_a_pickle_in_a_checkpoint_is_not_run(random_model, tmp_path):
     things = trained(random_model)
     folder = save_checkpoint(tmp_path, 1, **things)
     torch.save({"optimizer": Poison(), "schedule": {}}, folder / "trainer" / "optimizer.pt")
+    parts = {name: things[name] for name in ("model", "optimizer", "schedule")}
     with pytest.raises(pickle.UnpicklingError):
-        restore(folder, optimizer=things["optimizer"], schedule=things["schedule"], device=torch.device("cpu"))
+        restore(folder, **parts, device=torch.device("cpu"))
     assert not (tmp_path / "poisoned").exists()
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from grpo.distributed import local_bytes
 from grpo.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
-from grpo.model import num_parameters
+from grpo.model import decoder_layers, num_parameters
 from grpo.rollout import SamplingParams
 from grpo.rollout.static_batch import PROMPT_BUCKET
 from grpo.run.state import Run
@@ -54,6 +55,8 @@ def estimate(
     keeps_copies: bool = False,
     num_trained: int | None = None,
     frozen_bytes: float = 0.0,
+    num_shards: int = 1,
+    gathered_bytes: float = 0.0,
 ) -> Memory:
     """The memory of a decoder with gated MLPs (Llama, Qwen, Mistral, Gemma, ...); that of other models is of the same order.
 
@@ -65,8 +68,10 @@ def estimate(
         keeps_copies: CUDA graphs keep the copied weights between rollouts.
         num_trained: parameters that are trained, with LoRA those of the adapters; None: all.
         frozen_bytes: of the other parameters.
+        num_shards: ranks that share the states (FSDP).
+        gathered_bytes: whole weights and gradients in an update under FSDP.
     """
-    layers, hidden, inner, kv_width = _sizes(model_config)
+    layers, hidden, inner, kv_width = sizes(model_config)
     bf16, num_trained = precision == "bf16", num_parameters if num_trained is None else num_trained
     # Bytes that autograd keeps of one layer for each token, counted on Qwen2 (tests/run/test_memory.py).
     per_layer = 2 * (20 * hidden + 3.5 * inner) if bf16 else 4 * (12 * hidden + 3.7 * inner)
@@ -79,13 +84,14 @@ def estimate(
         tokens_per_microbatch * model_config.vocab_size, LOGITS_PER_CHUNK if on_cpu else LOGITS_PER_CHUNK_ON_CUDA
     )
     return Memory(
-        states=16.0 * num_trained + frozen_bytes,
+        states=16.0 * num_trained / num_shards + frozen_bytes,
         reference=reference_bytes,
         cache=2.0 * layers * kv_width * cache_element * tokens_in_flight + weight_copy * num_parameters,
         activations=per_token * tokens_per_microbatch
         + BYTES_PER_SCORED_LOGIT * logits
         + autocast_copy * num_trained  # frozen weights are cast at every use, or are in bf16 already
-        + kept_copy * num_parameters,
+        + kept_copy * num_parameters
+        + gathered_bytes,
     )
 
 
@@ -97,7 +103,7 @@ def graph_bytes(
     The buffers hold keys and values, prompts padded and with a mask for each row, and for each token of a completion its id, its log-prob
     and its uniform number. The pool is counted as the tensors of vocabulary size that drawing a token makes; all graphs share it.
     """
-    layers, _, _, kv_width = _sizes(model_config)
+    layers, _, _, kv_width = sizes(model_config)
     T, prompts = sampling.max_completion_length, -(-rows // sampling.num_generations)
     padded_prompt = -(-longest_prompt // PROMPT_BUCKET) * PROMPT_BUCKET
     buffers = 2 * layers * kv_width * (2 if bf16 else 4) * (rows * T + prompts * padded_prompt)
@@ -106,7 +112,7 @@ def graph_bytes(
     return buffers, rows * model_config.vocab_size * bytes_per_logit
 
 
-def _sizes(config: Any) -> tuple[int, int, int, int]:
+def sizes(config: Any) -> tuple[int, int, int, int]:
     """Layers, hidden width, inner width of the MLP, width of all keys of one token."""
 
     def first(*names: str, default: int = 0) -> int:
@@ -129,13 +135,12 @@ def memory_of(run: Run, longest_prompt: int) -> Memory:
     model = run.policy.model
     # With LoRA the reference is the policy's own model.
     has_reference = run.ref_scorer is not None and run.ref_scorer.model is not model
-    reference = run.ref_scorer.model.parameters() if has_reference else ()
     most = r.prompts_per_step * r.num_generations // run.world.size * (longest_prompt + r.max_completion_length)
     return estimate(
         model.config.get_text_config(),
         num_parameters(model),
         precision=config.runtime.precision,
-        reference_bytes=_bytes(reference),
+        reference_bytes=local_bytes(run.ref_scorer.model) if has_reference else 0.0,
         num_trained=num_parameters(model, trained=True),
         frozen_bytes=_bytes(p for p in model.parameters() if not p.requires_grad),
         gradient_checkpointing=config.model.gradient_checkpointing,
@@ -143,11 +148,23 @@ def memory_of(run: Run, longest_prompt: int) -> Memory:
         tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
         tokens_per_microbatch=min(run.tokens_per_microbatch, most),
         keeps_copies=run.engine.may_capture,
+        **_divided(run),
     )
 
 
 def _bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _divided(run: Run) -> dict[str, float]:
+    """The arguments of :func:`estimate` about FSDP."""
+    if not run.is_sharded:
+        return {}
+    model, weights = run.policy.model, num_parameters(run.policy.model)
+    layers = decoder_layers(model)
+    root = weights - sum(map(num_parameters, layers))
+    gathered = root + 2 * max(map(num_parameters, layers)) + weights * (not run.config.optim.reduce_each_microbatch)
+    return dict(num_shards=run.config.runtime.shard_size or run.world.size, gathered_bytes=4.0 * gathered)
 
 
 def line(memory: Memory) -> str:

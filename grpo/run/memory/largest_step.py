@@ -11,6 +11,7 @@ same on all ranks. It is saved in every checkpoint, so that a resumed run comput
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from grpo.batch import Batch, Completion, Group, KeptTokens, Problem, collate, microbatch_rows
-from grpo.distributed import World
+from grpo.distributed import World, abandon_pass, gradient_sync
 from grpo.rollout import split_into_waves
 from grpo.run.memory.estimate import GIB, graph_bytes
 from grpo.run.saver import CHOSEN
@@ -41,7 +42,9 @@ def dry_run(run: Run, problems: Sequence[Problem]) -> str:
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
     with world.timed("memory dry run", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
-        rows = _try_sampling(run, longest_first)
+        # Under FSDP weights are gathered by all ranks together, before any of them may run out of memory.
+        with run.sampling_weights({}) if run.is_sharded else contextlib.nullcontext():
+            rows = _try_sampling(run, longest_first)
         tokens = _try_update(run, longest_first, rows)
     tried = f"{rows} completions at once, {tokens} tokens forward and backward"
     if is_cuda:
@@ -176,6 +179,9 @@ def _update(run: Run, micro: Batch, graphs: int, *, is_one_of_several: bool) -> 
     gradients are newly allocated.
     """
     world = run.world
+    if run.is_sharded:
+        _update_divided(run, micro, graphs, is_one_of_several=is_one_of_several)
+        return
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
     held = _adam_averages(run)
     held.append(torch.empty(graphs, dtype=torch.uint8, device=world.device))
@@ -194,6 +200,24 @@ def _update(run: Run, micro: Batch, graphs: int, *, is_one_of_several: bool) -> 
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _update_divided(run: Run, micro: Batch, graphs: int, *, is_one_of_several: bool) -> None:
+    """The same under FSDP, with real gradients, which are dropped. All ranks try rows of the same lengths, so each gathers equally often."""
+    world, reduces_each = run.world, run.config.optim.reduce_each_microbatch
+    _held = _adam_averages(run), torch.empty(graphs, dtype=torch.uint8, device=world.device)
+    inputs = [tensor.to(world.device) for tensor in micro.scorer_inputs]
+    try:
+        for is_last in (False, True) if is_one_of_several else (True,):
+            with gradient_sync(run.scorer, enabled=is_last or reduces_each):
+                with run.policy.autocast():
+                    logprobs_BT, _ = run.scorer(*inputs)
+                logprobs_BT.sum().backward()
+    except Exception:
+        abandon_pass(run.scorer)
+        raise
+    finally:
+        run.optimizer.zero_grad(set_to_none=True)
 
 
 def _without_memory(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,44 @@
+"""Started on several ranks: prepares a run, and rank 0 saves what the ranks hold.
+
+    python sharded_facts.py FILE ARGUMENTS OF train_grpo.py
+
+FILE gets ``bytes``, for each rank its bytes of weights, of gradients and of Adam's averages after an update; ``weights`` and ``states``, whole
+tensors by name as they were restored; and ``num_parameters``.
+"""
+
+import sys
+
+import torch
+
+from grpo.config import load_config
+from grpo.distributed import gathered_on_main, gradient_sync, share, start_world
+from grpo.model import num_parameters
+from grpo.run.models import any_forward
+from grpo.run.prepare import prepare
+
+
+def main(file: str, arguments: list[str]) -> None:
+    config = load_config(arguments)
+    world = start_world(config.runtime)
+    run = prepare(config, world)
+    model, names = run.policy.model, {p: name for name, p in run.policy.model.named_parameters()}
+    weights = {name: tensor.clone() for name, tensor in gathered_on_main(model.named_parameters(), world)}
+    divided = ((f"{names[p]}/{key}", t) for p, state in run.optimizer.state.items() for key, t in state.items())
+    states = {name: tensor.clone() for name, tensor in gathered_on_main(divided, world)}
+
+    with gradient_sync(run.scorer, enabled=True):
+        any_forward(run.policy)(run.scorer).backward()
+    run.optimizer.step()
+    averages = [state[key] for state in run.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    held = [*model.parameters(), *(p.grad for p in model.parameters()), *averages]
+    storages = [share(tensor).untyped_storage() for tensor in held]  # of which several may be views of one
+    own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    facts = dict(bytes=world.gather_objects(own), weights=weights, states=states, num_parameters=num_parameters(model))
+    if world.is_main:
+        torch.save(facts, file)
+    run.close()
+    world.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

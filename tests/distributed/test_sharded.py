@@ -1,0 +1,155 @@
+"""FSDP2 on gloo ranks trains what DDP trains, holds a share of it, and continues on any number of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, environment_of_runs, load, run_forked, save_random_model, small_run
+from outputs import lines, weights
+from transformers import AutoConfig
+
+from grpo.run.memory.per_gpu import STATES, Shape
+from grpo.run.optimizer import make_optimizer
+from grpo.run.sharded.states import read_optimizer_states
+
+STEPS = 20
+FAULTY, FACTS = ROOT / "tests" / "faults" / "faulty.py", ROOT / "tests" / "distributed" / "sharded_facts.py"
+pytestmark = pytest.mark.slow
+
+
+def arguments(folder: Path, name: str, *more: str) -> list[str]:
+    """A run in which ranks have different numbers of micro-batches and of decode steps, and in which everything that has a state has one."""
+    return [
+        *small_run(folder / "model", folder / name),
+        "rollout.prompts_per_step=12",
+        "rollout.num_generations=3",
+        "optim.learning_rate=1e-4",
+        "optim.tokens_per_microbatch=150",
+        f"optim.max_steps={STEPS}",
+        "optim.weight_decay=0.1",
+        "algorithm.beta=0.05",
+        "algorithm.ref_sync_steps=3",
+        "algorithm.ref_sync_alpha=0.5",
+        "algorithm.num_minibatches=2",
+        "algorithm.dynamic_sampling=true",
+        "data.max_eval_samples=5",
+        "checkpoint.save_steps=2",
+        "checkpoint.keep=99",
+        "runtime.parallel=fsdp",
+        *more,
+    ]
+
+
+def train(folder: Path, name: str, *more: str, ranks: int) -> Path:
+    """Run to the end; the token ids of each step are in ``<name>-ids``."""
+    env = environment_of_runs({"GRPO_TRACE": str(folder / f"{name}-ids")})
+    done = run_forked(FAULTY, arguments(folder, name, *more), ranks=ranks, timeout=300, env=env)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return folder / name
+
+
+def ids(run: Path, steps: range) -> list:
+    """The completions of each step by problem, whatever rank sampled them."""
+    folder = run.with_name(f"{run.name}-ids")
+    return [
+        sorted(row for file in folder.glob(f"step-{step}-rank-*.json") for row in json.loads(file.read_text()))
+        for step in steps
+    ]
+
+
+def difference(one: Path, other: Path) -> float:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def states(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Adam's state in a checkpoint, as whole tensors by name of the weight."""
+    model = load(checkpoint).model
+    optimizer = make_optimizer(model, learning_rate=1.0, betas=(0.9, 0.999), weight_decay=0.1)
+    trainer = checkpoint / "trainer"
+    saved = torch.load(trainer / "optimizer.pt", weights_only=True)["optimizer"]["state"]
+    names = {p: name for name, p in model.named_parameters()}
+    parameters = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    found = read_optimizer_states(trainer, saved, model, optimizer)
+    return {f"{parameters[number]}/{key}": tensor for number, state in found.items() for key, tensor in state.items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and one
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    save_random_model(folder / "model", tie_word_embeddings=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_run(folder) -> Path:
+    return train(folder, "ddp", "runtime.parallel=ddp", ranks=2)
+
+
+@pytest.fixture(scope="module")
+def divided_run(folder) -> Path:
+    return train(folder, "fsdp", ranks=2)
+
+
+def test_the_weights_and_completions_are_those_of_ddp(whole_run, divided_run):
+    assert difference(whole_run / f"checkpoint-{STEPS}", divided_run / f"checkpoint-{STEPS}") <= 1e-4
+    assert ids(whole_run, range(STEPS)) == ids(divided_run, range(STEPS))
+    for expected, found in zip(lines(whole_run), lines(divided_run), strict=True):
+        assert found == pytest.approx(expected, rel=1e-2, abs=1e-5)
+    counted = ("num_tokens", "completions/mean_length", "reward", "reward_std", "rewards/share_of_digits/std")
+    for expected, found in zip(lines(whole_run), lines(divided_run), strict=True):
+        assert {name: found.get(name) for name in counted} == {name: expected.get(name) for name in counted}
+    files = {path.name for path in (whole_run / f"checkpoint-{STEPS}").iterdir()}
+    assert files == {path.name for path in (divided_run / f"checkpoint-{STEPS}").iterdir()}
+
+
+def test_a_continued_run_has_the_same_bits(folder, divided_run):
+    continued = train(folder, "continued", f"checkpoint.resume={divided_run / 'checkpoint-16'}", ranks=2)
+    last = f"checkpoint-{STEPS}"
+    assert_equal(weights(continued / last), weights(divided_run / last))
+    assert_equal(states(continued / last), states(divided_run / last))
+    assert lines(continued)[-2:] == lines(divided_run)[-2:]
+
+
+def test_other_numbers_of_ranks_continue_it(folder, divided_run):
+    """2 ranks, then one (which trains as under DDP), then 3; also what they restore, and what each rank holds."""
+    changes = ["checkpoint.accept_changes=true"]
+    one = train(
+        folder, "one", *changes, "optim.max_steps=6", f"checkpoint.resume={divided_run / 'checkpoint-4'}", ranks=1
+    )
+    three = train(folder, "three", *changes, "optim.max_steps=8", f"checkpoint.resume={one / 'checkpoint-6'}", ranks=3)
+    for run, step in ((one, 6), (three, 8)):
+        assert difference(run / f"checkpoint-{step}", divided_run / f"checkpoint-{step}") <= 1e-5
+        found, expected = (states(r / f"checkpoint-{step}") for r in (run, divided_run))
+        assert found.keys() == expected.keys()
+        assert all(torch.allclose(t, expected[name], rtol=1e-3, atol=1e-6) for name, t in found.items())
+    assert ids(one, range(4, 6)) == ids(divided_run, range(4, 6))
+    assert ids(three, range(6, 8)) == ids(divided_run, range(6, 8))
+
+    for start in (divided_run / "checkpoint-4", one / "checkpoint-6"):  # divided by 2, and whole
+        file = folder / "facts.pt"
+        options = arguments(folder, "facts", *changes, "optim.max_steps=8", f"checkpoint.resume={start}")
+        done = run_forked(FACTS, [str(file), *options], ranks=3, timeout=120, env=environment_of_runs())
+        assert done.returncode == 0, done.stderr[-3000:]
+        facts = torch.load(file, weights_only=True)
+        assert_equal(facts["weights"], weights(start))
+        assert_equal(facts["states"], states(start))
+    shape = Shape.of(AutoConfig.from_pretrained(folder / "model"))
+    assert facts["num_parameters"] == shape.total
+    assert max(facts["bytes"]) <= 1.1 * STATES * shape.total / 3
+
+
+def test_replicas_of_shards_with_offload_and_a_reduction_each_time(folder, divided_run):
+    """Two copies of the model, each on two ranks. (On a CPU the offload goes through FSDP2's code and stays where it is.)"""
+    options = ["runtime.shard_size=2", "runtime.offload=all", "optim.reduce_each_microbatch=true"]
+    options += ["model.gradient_checkpointing=true", "optim.max_steps=2", "eval.before_training=false"]
+    run = train(folder, "replicas", *options, ranks=4)
+    assert difference(run / "checkpoint-2", divided_run / "checkpoint-2") <= 1e-5
+    assert ids(run, range(2)) == ids(divided_run, range(2))

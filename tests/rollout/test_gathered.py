@@ -1,0 +1,76 @@
+"""Rollouts from weights that are gathered layer by layer, in one process: gathering an undivided model copies it."""
+
+import pytest
+import torch
+from conftest import load, save_random_model
+
+from grpo.batch import Problem
+from grpo.distributed import World
+from grpo.model import Policy, model_without_weights
+from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout.gathered import GatheredWeights
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParams(num_generations=3, max_completion_length=12)
+
+
+def engines(folder, precision: str, **options) -> tuple[Policy, BuiltinEngine, BuiltinEngine]:
+    """The policy, an engine that samples from its model, and one whose model has weights in rollouts only."""
+    policy = load(folder, packed=True, precision=precision)
+    own = model_without_weights(
+        str(folder), device=CPU, attn_implementation="sdpa", trust_remote_code=False, setting="model.name_or_path"
+    )
+    own.set_attn_implementation(policy.model.config._attn_implementation)
+    sampler = Policy(own, policy.tokenizer, policy.eos_ids, policy.pad_id, CPU, precision)
+    gathered = GatheredWeights(policy.model, policy.model, own, World(0, 1, 0, CPU))
+    return (
+        policy,
+        BuiltinEngine(policy, **options),
+        BuiltinEngine(sampler, gathered=gathered, is_llama=True, **options),
+    )
+
+
+def completions(engine: BuiltinEngine):
+    problems = [Problem(n, "", tuple(range(3, 6 + n))) for n in range(3)]
+    return [group.completions for group in engine.generate(problems, SAMPLING, address=(0, "test", 0))]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision):
+    """Bit for bit, before and after an update, of which a block that began earlier knows nothing; no weight stays in memory."""
+    save_random_model(tmp_path, tie_word_embeddings=tied)
+    policy, engine, gathering = engines(tmp_path, precision)
+    before = completions(engine)
+    with gathering.weights():
+        assert completions(gathering) == before
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.1)
+        assert completions(gathering) == before
+        own = gathering.policy.model
+        assert not own.model.embed_tokens.weight.is_meta
+    after = completions(engine)
+    assert after != before
+    assert completions(gathering) == after
+    assert all(parameter.is_meta for parameter in gathering.policy.model.parameters())
+
+
+def test_weights_that_captured_graphs_read_stay_at_their_addresses(random_model, monkeypatch):
+    monkeypatch.setattr("grpo.rollout.weights._can_reorder", lambda weight: False)  # as on a GPU
+    policy, _, gathering = engines(random_model, "bf16")
+    own, kept, places = gathering.policy.model, {}, []
+    for factor in (1.0, 2.0):
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(factor)
+        with gathering.gathered.copied("bf16", kept, fast_decode=True):
+            read = [own.model.embed_tokens.weight, own.model.norm.weight, own.lm_head.fused.weight]
+            theirs = [
+                policy.model.model.embed_tokens.weight,
+                policy.model.model.norm.weight,
+                policy.model.lm_head.weight,
+            ]
+            assert all(torch.equal(mine, other.to(mine.dtype)) for mine, other in zip(read, theirs, strict=True))
+            places.append([tensor.data_ptr() for tensor in read])
+    assert places[0] == places[1]
