@@ -61,28 +61,8 @@ class Config(schema.Section):
                 f"use {key}={_nearest_multiples(prompts, minibatches)}"
             )
         _check_lora(self)
-        self._check_fsdp()
+        _check_fsdp(self)
         return self
-
-    def _check_fsdp(self) -> None:
-        runtime = self.runtime
-        if runtime.parallel == "fsdp":
-            if self.uses_lora:
-                raise ValueError(
-                    "LoRA does not work with runtime.parallel=fsdp: use ddp, where each GPU holds the frozen model in 2 bytes a parameter, or "
-                    "lora.rank=0"
-                )
-            if self.checkpoint.background:
-                raise ValueError(
-                    "checkpoint.background=true copies the whole state to rank 0, which no rank holds under runtime.parallel=fsdp: use "
-                    "background=false"
-                )
-            return
-        for key, value in (("runtime.shard_size", runtime.shard_size), ("runtime.offload", runtime.offload)):
-            if value not in (None, "none"):
-                raise ValueError(f"{key}={value} needs runtime.parallel=fsdp, and it is ddp")
-        if self.optim.reduce_each_microbatch:
-            raise ValueError("optim.reduce_each_microbatch=true needs runtime.parallel=fsdp, and it is ddp")
 
 
 def _check_lora(config: Config) -> None:
@@ -102,6 +82,27 @@ def _check_lora(config: Config) -> None:
             f"algorithm.ref_sync_alpha={a.ref_sync_alpha:g} would average weights, and LoRA trains two factors of them, whose averages "
             "are not the average: use ref_sync_alpha=1"
         )
+
+
+def _check_fsdp(config: Config) -> None:
+    runtime = config.runtime
+    if runtime.parallel == "fsdp":
+        if config.uses_lora:
+            raise ValueError(
+                "LoRA does not work with runtime.parallel=fsdp: use ddp, where each GPU holds the frozen model in 2 bytes a parameter, or "
+                "lora.rank=0"
+            )
+        if config.checkpoint.background:
+            raise ValueError(
+                "checkpoint.background=true copies the whole state to rank 0, which no rank holds under runtime.parallel=fsdp: use "
+                "background=false"
+            )
+        return
+    for key, value in (("runtime.shard_size", runtime.shard_size), ("runtime.offload", runtime.offload)):
+        if value not in (None, "none"):
+            raise ValueError(f"{key}={value} needs runtime.parallel=fsdp, and it is ddp")
+    if config.optim.reduce_each_microbatch:
+        raise ValueError("optim.reduce_each_microbatch=true needs runtime.parallel=fsdp, and it is ddp")
 
 
 def check_world_size(config: Config, world_size: int, *, num_machines: int = 1) -> None:

@@ -86,8 +86,10 @@ class Run:
         with contextlib.ExitStack() as stack:
             # Gathering is a collective; a copy may run out of memory on this rank alone.
             together = contextlib.nullcontext() if self.is_sharded else self.world.fail_together()
-            with self.world.timed("rollout", seconds), together:
+            taken: dict[str, float] = {}
+            with self.world.timed("weights", taken), together:
                 stack.enter_context(self.engine.weights())
+            seconds["rollout"] = seconds.get("rollout", 0.0) + taken["weights"]
             yield
 
     def microbatches(self, minibatch: Batch) -> Iterator[tuple[Batch, bool]]:

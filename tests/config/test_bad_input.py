@@ -39,6 +39,7 @@ CONFIG = {
     "shards without fsdp": (["runtime.shard_size=2"], ["runtime.shard_size=2", "runtime.parallel=fsdp"]),
     "offload without fsdp": (["runtime.offload=all"], ["runtime.offload=all", "runtime.parallel=fsdp"]),
     "reduction without fsdp": (["optim.reduce_each_microbatch=true"], ["reduce_each", "runtime.parallel=fsdp"]),
+    "adapters and fsdp": (["lora.rank=8", "runtime.parallel=fsdp"], ["LoRA", "runtime.parallel=fsdp", "use ddp"]),
     "offload of one rank": (["runtime.parallel=fsdp", "runtime.offload=optimizer"], ["offload=optimizer", "2 ranks"]),
     "background save of shards": (
         ["runtime.parallel=fsdp", "checkpoint.background=true"],

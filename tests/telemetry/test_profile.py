@@ -43,6 +43,6 @@ def test_the_trace_of_a_step_names_its_phases(tmp_path, random_model):
         events = json.load(file)["traceEvents"]
     assert_well_formed(events)
     names = [event.get("name") for event in events]
-    for phase in ("rollout", "reward", "logprobs", "update"):
+    for phase in ("weights", "rollout", "reward", "logprobs", "update"):
         assert names.count(phase) == 1, "one step"
     assert "aten::mm" in names or "aten::addmm" in names
