@@ -12,9 +12,12 @@ from outputs import lines
 from transformers import AutoModelForCausalLM
 
 from grpo.batch import Completion, Group, Problem, collate
+from grpo.chat import main as chat
 from grpo.config import load_config
 from grpo.distributed import start_world
+from grpo.evaluation.command import main as evaluate
 from grpo.logprobs import CompletionScorer
+from grpo.merge import main as merge
 from grpo.model import add_adapter, read_adapter, write_merged
 from grpo.rollout import BuiltinEngine, SamplingParams, weights
 from grpo.run.adapters import AdapterReference
@@ -257,6 +260,17 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(ra
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
     assert main(arguments("run", *lora, "checkpoint.merge=true")) == 0
     assert {name: (last / name).read_bytes() for name in kept} == kept and lines(tmp_path / "run") == metrics
+
+    # The other commands read the folder: the same completions as in the run, and the same merged weights later.
+    capsys.readouterr()
+    assert evaluate(["--model", str(last)]) == 0
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["models"][0]["metrics"]
+    assert {name: value["value"] for name, value in found.items()} == {k: metrics[-1][k] for k in found}
+    assert chat(["--model", str(last), "--prompt", "1+2=", "--samples", "1"]) == 0
+    assert merge([str(tmp_path / "run")]) == 2 and "merged exists" in capsys.readouterr().err
+    assert merge([str(tmp_path / "run"), "--output", str(tmp_path / "later")]) == 0
+    name = "model.safetensors"
+    assert (tmp_path / "later" / name).read_bytes() == (last / "merged" / name).read_bytes()
 
     capsys.readouterr()
     assert main(arguments("run", "checkpoint.accept_changes=true")) == 2

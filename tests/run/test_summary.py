@@ -128,3 +128,12 @@ def test_what_one_rank_has_to_say_is_printed_with_its_number(tmp_path, capsys, r
     print_from_rank(world, reporter, "note: x")
     assert capsys.readouterr() == (out, err)
     reporter.close()
+
+
+def test_a_learning_rate_of_full_training_with_adapters_is_noticed():
+    def notes(**sections):
+        return [line for line in warnings_of(Config.model_validate(sections), [], []) if "lora" in line.lower()]
+
+    assert "ten times that of full training" in notes(lora={"rank": 8})[0]
+    assert not notes(lora={"rank": 8}, optim={"learning_rate": 1e-5}) and not notes(optim={"learning_rate": 1e-6})
+    assert notes(lora={"alpha": 8}) == ["note: lora.alpha has no effect with lora.rank=0: all weights are trained"]
