@@ -200,8 +200,8 @@ def test_a_pickle_in_a_checkpoint_is_not_run(random_model, tmp_path):
     things = trained(random_model)
     folder = save_checkpoint(tmp_path, 1, **things)
     torch.save({"optimizer": Poison(), "schedule": {}}, folder / "trainer" / "optimizer.pt")
+    parts = {name: things[name] for name in ("model", "optimizer", "schedule")}
     with pytest.raises(pickle.UnpicklingError):
-        parts = {name: things[name] for name in ("model", "optimizer", "schedule")}
         restore(folder, **parts, device=torch.device("cpu"))
     assert not (tmp_path / "poisoned").exists()
 
