@@ -31,7 +31,7 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
         "algorithm.beta=0.05",
         "algorithm.ref_sync_steps=3",
         "algorithm.ref_sync_alpha=0.5",
-        "algorithm.num_minibatches=2",
+        "algorithm.num_iterations=2",
         "algorithm.dynamic_sampling=true",
         "data.max_eval_samples=5",
         "checkpoint.save_steps=2",
