@@ -66,7 +66,7 @@ def names_of_divided(folder: Path) -> set[str]:
 def load_divided(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Fill the tensors, in place, from what :func:`save_divided` has written: each rank reads its own shares, by itself.
 
-    ValueError if the files do not hold them, UnpicklingError if they hold something else than tensors.
+    ValueError if the files do not hold them, or hold something else than tensors.
     """
     try:
         with warnings.catch_warnings():
