@@ -156,7 +156,7 @@ def test_replicas_of_shards_with_offload_and_a_reduction_each_time(folder):
     both += ["runtime.rehearse=true", "checkpoint.keep_best=eval/mean_length"]
     options = ["runtime.shard_size=2", "runtime.offload=all", "optim.reduce_each_microbatch=true"]
     run = train(folder, "replicas", *both, *options, "model.gradient_checkpointing=true", ranks=4)
-    expected = train(folder, "bf16", *both, "runtime.parallel=ddp", ranks=2)
+    expected = train(folder, "bf16", *both, "runtime.parallel=ddp", ranks=4)  # the same rows on each rank round alike
     assert difference(run / "checkpoint-2", expected / "checkpoint-2") <= 1e-5
     assert ids(run, range(2)) == ids(expected, range(2))
     assert lines(run)[-1] == pytest.approx(lines(expected)[-1], rel=1e-2, abs=1e-5)
