@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,6 +17,35 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo.distributed.world import World
+
+_METADATA = {
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+    "torch": ("Size", "float32", "float64", "bfloat16", "float16", "int64"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.serialization": ("_get_layout",),
+}  # fmt: skip
+"""What the pickled description of a folder of tensors consists of. Objects that are no tensors would be unpickled without any check."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads tensors and runs no code: PyTorch's own reader unpickles whatever the description holds."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        with open(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            _MetadataUnpickler(file).load()
+        return super().read_metadata(*args, **kwargs)
 
 
 def save_divided(tensors: dict[str, torch.Tensor], folder: Path, world: World) -> None:
@@ -28,16 +60,18 @@ def save_divided(tensors: dict[str, torch.Tensor], folder: Path, world: World) -
 
 def names_of_divided(folder: Path) -> set[str]:
     """The names under which :func:`save_divided` has written tensors."""
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return set(_Reader(folder).read_metadata().state_dict_metadata)
 
 
 def load_divided(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill the tensors, in place, from what :func:`save_divided` has written: each rank reads its own shares.
+    """Fill the tensors, in place, from what :func:`save_divided` has written: each rank reads its own shares, by itself.
 
-    ValueError if the files do not hold them.
+    ValueError if the files do not hold them, or hold something else than tensors.
     """
     try:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=_Reader(folder), no_dist=True)
     except CheckpointException as error:
         first, _ = next(iter(error.failures.values()))
         raise ValueError(f"{folder}: {first}") from None

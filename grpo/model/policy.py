@@ -21,7 +21,7 @@ class Policy:
     """A causal language model, its tokenizer, and the precision it computes in."""
 
     model: PreTrainedModel
-    """The bare model with fp32 master weights. DDP wraps a scorer around it, never this attribute."""
+    """The bare model with fp32 master weights. DDP wraps a scorer around it, never this attribute; FSDP divides its parameters in place."""
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
     """Every token that ends a completion: all that tokenizer, config and generation config name."""

@@ -42,9 +42,9 @@ class Run:
     engine: BuiltinEngine
     """Samples completions with the policy."""
     scorer: nn.Module
-    """Log-probs of completions under the policy, with gradient; wrapped in DDP when there are several ranks."""
+    """Log-probs of completions under the policy, with gradient; wrapped in DDP, or divided by FSDP, when there are several ranks."""
     bare_scorer: CompletionScorer
-    """The same module without DDP, for passes without gradient."""
+    """The same module without DDP, for passes without gradient; under FSDP the same object."""
     ref_scorer: CompletionScorer | None
     """Log-probs under the frozen reference; None when ``beta`` is 0, and then no reference model is in memory."""
     optimizer: torch.optim.Optimizer
@@ -81,15 +81,17 @@ class Run:
         return is_sharded(self.bare_scorer)
 
     @contextlib.contextmanager
-    def sampling_weights(self, seconds: dict[str, float]) -> Iterator[None]:
-        """Inside the block the engine samples from the weights of its start; copying or gathering them counts as rollout."""
+    def sampling_weights(self, seconds: dict[str, float] | None = None) -> Iterator[None]:
+        """Inside the block the engine samples from the weights of its start; ``seconds``: copying or gathering them counts as rollout."""
+        taken: dict[str, float] = {}
+        timed = contextlib.nullcontext() if seconds is None else self.world.timed("weights", taken)
+        # Gathering is a collective; a copy may run out of memory on this rank alone.
+        together = contextlib.nullcontext() if self.is_sharded else self.world.fail_together()
         with contextlib.ExitStack() as stack:
-            # Gathering is a collective; a copy may run out of memory on this rank alone.
-            together = contextlib.nullcontext() if self.is_sharded else self.world.fail_together()
-            taken: dict[str, float] = {}
-            with self.world.timed("weights", taken), together:
+            with timed, together:
                 stack.enter_context(self.engine.weights())
-            seconds["rollout"] = seconds.get("rollout", 0.0) + taken["weights"]
+            if seconds is not None:
+                seconds["rollout"] += taken["weights"]
             yield
 
     def microbatches(self, minibatch: Batch) -> Iterator[tuple[Batch, bool]]:
@@ -163,7 +165,7 @@ class Run:
         sampling = replace(eval_sampling(self.config), tokens_in_flight=self.sampling.tokens_in_flight)
         started = time.perf_counter()
         total = len(self.world.own_rows(self.eval_problems)) * (1 if sampling.is_greedy else 2)
-        with self.sampling_weights({}), self.reporter.bar("evaluation", total, "problem") as bar:
+        with self.sampling_weights(), self.reporter.bar("evaluation", total, "problem") as bar:
             evaluation = evaluate(
                 self.engine,
                 self.eval_problems,

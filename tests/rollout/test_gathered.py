@@ -35,8 +35,7 @@ def completions(engine: BuiltinEngine):
     return [group.completions for group in engine.generate(problems, SAMPLING, address=(0, "test", 0))]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("tied", "precision"), [(False, "fp32"), (True, "bf16")])
 def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision):
     """Bit for bit, before and after an update, of which a block that began earlier knows nothing; no weight stays in memory."""
     save_random_model(tmp_path, tie_word_embeddings=tied)

@@ -1,15 +1,18 @@
 """Folders of weights as divided models read and write them, in one process: no rank is needed for any of it."""
 
 import json
+import pickle
+import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import save_random_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import grpo.run.sharded.saver
-from grpo.distributed import World
+from grpo.distributed import World, load_divided, names_of_divided, save_divided
 from grpo.model import decoder_layers, model_without_weights
 from grpo.run.sharded.saver import write_model
 from grpo.run.sharded.weight_files import WeightFiles
@@ -88,3 +91,26 @@ def test_files_that_do_not_fit_the_model_are_refused(tmp_path):
 def test_the_layers_of_a_model_are_its_largest_list(random_model):
     model = empty(random_model)
     assert decoder_layers(model) == list(model.model.layers)
+
+
+class Poison:
+    def __reduce__(self):
+        return print, ("this code must not run",)
+
+
+def test_a_pickle_in_the_states_of_the_ranks_is_not_run(tmp_path, capsys):
+    """Neither in the description of the files, nor as an entry that is no tensor."""
+    save_divided({"a": torch.arange(3.0)}, tmp_path / "good", ALONE)
+    found = {"a": torch.zeros(3)}
+    load_divided(found, tmp_path / "good")
+    assert torch.equal(found["a"], torch.arange(3.0)) and names_of_divided(tmp_path / "good") == {"a"}
+    with pytest.raises(ValueError, match="good"):
+        load_divided({"b": torch.zeros(3)}, tmp_path / "good")
+
+    dcp.save({"a": Poison()}, checkpoint_id=tmp_path / "entry", no_dist=True)
+    shutil.copytree(tmp_path / "good", tmp_path / "description")
+    (tmp_path / "description" / ".metadata").write_bytes(pickle.dumps(Poison()))
+    for folder in ("entry", "description"):
+        with pytest.raises((pickle.UnpicklingError, ValueError), match="does not belong into a checkpoint"):
+            load_divided({"a": torch.zeros(3)}, tmp_path / folder)
+    assert "must not run" not in capsys.readouterr().out

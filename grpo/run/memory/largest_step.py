@@ -43,7 +43,7 @@ def dry_run(run: Run, problems: Sequence[Problem]) -> str:
         torch.cuda.reset_peak_memory_stats(world.device)
     with world.timed("memory dry run", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
         # Under FSDP weights are gathered by all ranks together, before any of them may run out of memory.
-        with run.sampling_weights({}) if run.is_sharded else contextlib.nullcontext():
+        with run.sampling_weights() if run.is_sharded else contextlib.nullcontext():
             rows = _try_sampling(run, longest_first)
         tokens = _try_update(run, longest_first, rows)
     tried = f"{rows} completions at once, {tokens} tokens forward and backward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from grpo.model import (
     decoder_layers,
     make_policy,
     model_without_weights,
+    turn_dropout_off,
     turn_randomness_off,
 )
 from grpo.rollout import check_sampling
@@ -75,22 +77,26 @@ class ShardedLoader:
 
     def reference(self, path: str, setting: str, *, packed: bool, moves: bool) -> CompletionScorer:
         """A frozen scorer. Under bf16 the weights of its linear layers are in bf16, if that leaves the logits as they are."""
-        scorer = self._reference(path, setting, packed, torch.float32)
+        scorer = self._checked_reference(path, setting, packed)
         if moves or self.config.runtime.precision != "bf16":
             return scorer
-        expected = self._probe(scorer)
+        expected, is_packed, is_plain = self._probe(scorer), scorer.packed, scorer.plain_head
+        attention = scorer.model.config._attn_implementation
         del scorer
-        in_half = self._reference(path, setting, packed, torch.bfloat16)
-        try:
-            if torch.equal(self._probe(in_half), expected):
-                return in_half
-        except Exception:  # some models' own code multiplies by fp32 tensors without autocast
-            pass
-        del in_half
-        return self._reference(path, setting, packed, torch.float32)
+        _, in_bf16, _ = self._load(path, setting, dtype=torch.bfloat16, is_frozen=True)
+        if self.config.model.disable_dropout:
+            turn_dropout_off(in_bf16.model)
+        in_bf16.model.set_attn_implementation(attention)
+        in_bf16.packed, in_bf16.plain_head = is_packed, is_plain  # found in fp32, in which the checks compute
+        with contextlib.suppress(Exception):  # some models' own code multiplies by fp32 tensors without autocast
+            if torch.equal(self._probe(in_bf16), expected):
+                return in_bf16
+        del in_bf16
+        return self._checked_reference(path, setting, packed)
 
-    def _reference(self, path: str, setting: str, packed: bool, dtype: torch.dtype) -> CompletionScorer:
-        policy, scorer, _ = self._load(path, setting, dtype=dtype, is_frozen=True)
+    def _checked_reference(self, path: str, setting: str, packed: bool) -> CompletionScorer:
+        """A frozen scorer in fp32."""
+        policy, scorer, _ = self._load(path, setting, dtype=torch.float32, is_frozen=True)
 
         def prepare() -> None:
             if self.config.model.disable_dropout:
