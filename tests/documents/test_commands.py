@@ -86,6 +86,7 @@ def cut(command: str) -> str:
     command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(
         "NPROC_PER_NODE=8", "NPROC_PER_NODE=1"
     )
+    command = command.replace("$GRPO_TEST_ASSETS/data/gsm8k/test.jsonl", "train.jsonl")
     command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", str(20000 + os.getpid() % 20000))
     command = command.replace("ruff check .", "ruff check grpo").replace(
         "--check .", "--check grpo"
