@@ -88,3 +88,14 @@ def test_files_that_do_not_fit_the_model_are_refused(tmp_path):
 def test_the_layers_of_a_model_are_its_largest_list(random_model):
     model = empty(random_model)
     assert decoder_layers(model) == list(model.model.layers)
+
+
+def test_buffers_that_a_folder_holds_are_read(random_model, tmp_path):
+    """Such as the biases by which some models choose experts."""
+    model = empty(random_model)
+    model.register_buffer("bias", torch.zeros(3))
+    model.register_buffer("unsaved", torch.zeros(3), persistent=False)
+    weights = load_file(random_model / "model.safetensors") | {"bias": torch.arange(3.0), "unsaved": torch.ones(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    WeightFiles(str(tmp_path), model, setting="model.name_or_path").fill_buffers(model)
+    assert model.bias.tolist() == [0, 1, 2] and model.unsaved.tolist() == [0, 0, 0]

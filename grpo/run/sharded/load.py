@@ -131,9 +131,11 @@ class ShardedLoader:
                 setting=setting,
                 **settings,
             )
+            files = WeightFiles(path, model, setting=setting)
+            files.fill_buffers(model)
             own = copy.deepcopy(model).requires_grad_(False)
             scorer = CompletionScorer(model, self.config.rollout.temperature)
-            self._fill(WeightFiles(path, model, setting=setting), scorer, path, setting, dtype)
+            self._fill(files, scorer, path, setting, dtype)
         return policy, scorer, own
 
     def _fill(self, files: WeightFiles, scorer: CompletionScorer, path: str, setting: str, dtype: torch.dtype) -> None:
