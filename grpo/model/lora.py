@@ -30,7 +30,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TRAINED, REFERENCE_ADAPTER = "default", "reference"
 """Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL is measured from."""
 PREFIX = "base_model.model."
-"""What peft writes before the names of layers in files."""
+"""The part of a name in files that peft writes before the name of a layer."""
 UNSUPPORTED = (
     "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices",
     "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config",
