@@ -216,7 +216,7 @@ def add_adapter(
         with policy.inference():
             is_cast = cast_frozen_to_bf16(model, policy)
         if is_cast:
-            _use_half_linears(model)
+            use_half_linears(model)
     return policy.adapter
 
 
@@ -256,7 +256,8 @@ class HalfLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-def _use_half_linears(model: nn.Module) -> None:
+def use_half_linears(model: nn.Module) -> None:
+    """Replace each plain linear layer inside, whose weights are in bf16, by a :class:`HalfLinear` with its parameters."""
     children = [(parent, *named) for parent in model.modules() for named in parent.named_children()]
     for parent, name, child in children:
         if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:

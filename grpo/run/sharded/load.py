@@ -20,6 +20,7 @@ from grpo.model import (
     make_policy,
     model_without_weights,
     turn_randomness_off,
+    use_half_linears,
 )
 from grpo.rollout import check_sampling
 from grpo.rollout.gathered import GatheredWeights
@@ -149,12 +150,14 @@ class ShardedLoader:
         for part in layers:
             files.fill(part.modules(), self.world.device, dtype_of)
             check_finite(path, part, setting)
+            use_half_linears(part)
             self.sharding.layer(part)
         in_layers = {module for layer in layers for module in layer.modules()}
         rest = [module for module in model.modules() if module not in in_layers]
         files.fill(rest, self.world.device, dtype_of)
         for module in rest:
             check_finite(path, module, setting, recurse=False)
+        use_half_linears(model)  # the head
         self.sharding.root(scorer)
 
 
