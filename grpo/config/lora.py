@@ -24,7 +24,7 @@ class LoraConfig(Section):
     rslora: bool = False
     """Rank-stabilised LoRA: multiply by alpha / sqrt(rank) instead."""
     init: Literal[True, "gaussian"] = True
-    """How the first of the two matrices begins: true (uniform, as an nn.Linear), or gaussian; the second begins at 0."""
+    """First values of the first of the two matrices: true (uniform, as an nn.Linear), or gaussian; the second begins at 0."""
     base_precision: Literal["bf16", "fp32"] = "bf16"
     """Precision in which the frozen weights are stored. bf16 is half the memory, and gives the same bits under autocast; where it would
     not, and with runtime.precision=fp32, they stay in fp32."""

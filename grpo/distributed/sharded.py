@@ -29,7 +29,7 @@ from grpo.distributed.world import World
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the models of a run are divided over its ranks."""
+    """The division of a run's models over its ranks."""
 
     mesh: DeviceMesh
     num_shards: int

@@ -22,6 +22,7 @@ from grpo.model.lora import (
     load_peft,
     read_adapter,
     read_adapter_config,
+    use_half_linears,
 )
 from grpo.model.merging import write_merged
 from grpo.model.meta import decoder_layers, model_without_weights
@@ -53,5 +54,6 @@ __all__ += [
     "load_peft",
     "read_adapter",
     "read_adapter_config",
+    "use_half_linears",
 ]
 __all__ += ["decoder_layers", "model_without_weights", "save_weights", "write_merged"]

@@ -30,7 +30,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TRAINED, REFERENCE_ADAPTER = "default", "reference"
 """Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL is measured from."""
 PREFIX = "base_model.model."
-"""What peft writes before the names of layers in files."""
+"""The part of a name in files that peft writes before the name of a layer."""
 UNSUPPORTED = (
     "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices",
     "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config",
@@ -216,7 +216,7 @@ def add_adapter(
         with policy.inference():
             is_cast = cast_frozen_to_bf16(model, policy)
         if is_cast:
-            _use_half_linears(model)
+            use_half_linears(model)
     return policy.adapter
 
 
@@ -256,7 +256,8 @@ class HalfLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-def _use_half_linears(model: nn.Module) -> None:
+def use_half_linears(model: nn.Module) -> None:
+    """Replace each plain linear layer inside, whose weights are in bf16, by a :class:`HalfLinear` with its parameters."""
     children = [(parent, *named) for parent in model.modules() for named in parent.named_children()]
     for parent, name, child in children:
         if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:

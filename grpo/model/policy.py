@@ -35,7 +35,7 @@ class Policy:
 
     @property
     def trained(self) -> Any:
-        """What checkpoints hold: the adapter if there is one, else the model."""
+        """The adapter if there is one, else the model: checkpoints hold it."""
         return self.adapter or self.model
 
     @property

@@ -125,7 +125,8 @@ def build_sharded_models(
         if reference_path is not None:
             _check_reference(reference_path, ref_scorer.model, policy.model, moves=moves)
     moving_reference = ref_scorer.model if ref_scorer and moves else None
-    trained = _trained(config, policy.model, max_steps, start, moving_reference, world.device)
+    with world.fail_together():  # each rank reads its own shares of the states
+        trained = _trained(config, policy.model, max_steps, start, moving_reference, world.device)
     sampling = dict(sampler=loaded.sampler, gathered=loaded.gathered, is_llama=loaded.is_llama)
     models = dict(policy=policy, scorer=loaded.scorer, ref_scorer=ref_scorer, moving_reference=moving_reference)
     return Models(**models, **trained, **sampling, why_padded=loaded.why_padded)
@@ -185,7 +186,9 @@ def _restore(
     """
     folder, is_same = start.checkpoint, not start.changes
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-    if any(key == REFERENCE for key, _, _ in start.changes):  # the saved one is the old reference, moved
+    if any(
+        key in (REFERENCE, "model.adapter") for key, _, _ in start.changes
+    ):  # the saved one is the old reference, moved
         reference = None
     restored = dict(model=model, optimizer=optimizer, schedule=schedule if is_same else None, reference=reference)
     try:

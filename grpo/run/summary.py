@@ -72,7 +72,7 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
 
 
 def lora_line(run: Run) -> str:
-    """What the adapters are and how much they train."""
+    """Rank, alpha and size of the adapters, and the precision of the frozen weights."""
     adapter = run.policy.adapter.config
     trained, frozen = num_parameters(run.policy.model, trained=True) / 1e6, "/".join(sorted(_frozen_dtypes(run)))
     start = f", from {run.config.model.adapter}" if run.config.model.adapter else ""

@@ -114,3 +114,14 @@ def test_a_pickle_in_the_states_of_the_ranks_is_not_run(tmp_path, capsys):
         with pytest.raises((pickle.UnpicklingError, ValueError), match="does not belong into a checkpoint"):
             load_divided({"a": torch.zeros(3)}, tmp_path / folder)
     assert "must not run" not in capsys.readouterr().out
+
+
+def test_buffers_that_a_folder_holds_are_read(random_model, tmp_path):
+    """Such as the biases by which some models choose experts."""
+    model = empty(random_model)
+    model.register_buffer("bias", torch.zeros(3))
+    model.register_buffer("unsaved", torch.zeros(3), persistent=False)
+    weights = load_file(random_model / "model.safetensors") | {"bias": torch.arange(3.0), "unsaved": torch.ones(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+    WeightFiles(str(tmp_path), model, setting="model.name_or_path").fill_buffers(model)
+    assert model.bias.tolist() == [0, 1, 2] and model.unsaved.tolist() == [0, 0, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -20,8 +19,8 @@ from grpo.model import (
     decoder_layers,
     make_policy,
     model_without_weights,
-    turn_dropout_off,
     turn_randomness_off,
+    use_half_linears,
 )
 from grpo.rollout import check_sampling
 from grpo.rollout.gathered import GatheredWeights
@@ -77,26 +76,22 @@ class ShardedLoader:
 
     def reference(self, path: str, setting: str, *, packed: bool, moves: bool) -> CompletionScorer:
         """A frozen scorer. Under bf16 the weights of its linear layers are in bf16, if that leaves the logits as they are."""
-        scorer = self._checked_reference(path, setting, packed)
+        scorer = self._reference(path, setting, packed, torch.float32)
         if moves or self.config.runtime.precision != "bf16":
             return scorer
-        expected, is_packed, is_plain = self._probe(scorer), scorer.packed, scorer.plain_head
-        attention = scorer.model.config._attn_implementation
+        expected = self._probe(scorer)
         del scorer
-        _, in_bf16, _ = self._load(path, setting, dtype=torch.bfloat16, is_frozen=True)
-        if self.config.model.disable_dropout:
-            turn_dropout_off(in_bf16.model)
-        in_bf16.model.set_attn_implementation(attention)
-        in_bf16.packed, in_bf16.plain_head = is_packed, is_plain  # found in fp32, in which the checks compute
-        with contextlib.suppress(Exception):  # some models' own code multiplies by fp32 tensors without autocast
-            if torch.equal(self._probe(in_bf16), expected):
-                return in_bf16
-        del in_bf16
-        return self._checked_reference(path, setting, packed)
+        in_half = self._reference(path, setting, packed, torch.bfloat16)
+        try:
+            if torch.equal(self._probe(in_half), expected):
+                return in_half
+        except Exception:  # some models' own code multiplies by fp32 tensors without autocast
+            pass
+        del in_half
+        return self._reference(path, setting, packed, torch.float32)
 
-    def _checked_reference(self, path: str, setting: str, packed: bool) -> CompletionScorer:
-        """A frozen scorer in fp32."""
-        policy, scorer, _ = self._load(path, setting, dtype=torch.float32, is_frozen=True)
+    def _reference(self, path: str, setting: str, packed: bool, dtype: torch.dtype) -> CompletionScorer:
+        policy, scorer, _ = self._load(path, setting, dtype=dtype, is_frozen=True)
 
         def prepare() -> None:
             if self.config.model.disable_dropout:
@@ -137,9 +132,11 @@ class ShardedLoader:
                 setting=setting,
                 **settings,
             )
+            files = WeightFiles(path, model, setting=setting)
+            files.fill_buffers(model)
             own = copy.deepcopy(model).requires_grad_(False)
             scorer = CompletionScorer(model, self.config.rollout.temperature)
-            self._fill(WeightFiles(path, model, setting=setting), scorer, path, setting, dtype)
+            self._fill(files, scorer, path, setting, dtype)
         return policy, scorer, own
 
     def _fill(self, files: WeightFiles, scorer: CompletionScorer, path: str, setting: str, dtype: torch.dtype) -> None:
@@ -153,12 +150,14 @@ class ShardedLoader:
         for part in layers:
             files.fill(part.modules(), self.world.device, dtype_of)
             check_finite(path, part, setting)
+            use_half_linears(part)
             self.sharding.layer(part)
         in_layers = {module for layer in layers for module in layer.modules()}
         rest = [module for module in model.modules() if module not in in_layers]
         files.fill(rest, self.world.device, dtype_of)
         for module in rest:
             check_finite(path, module, setting, recurse=False)
+        use_half_linears(model)  # the head
         self.sharding.root(scorer)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from grpo.distributed import OtherRankFailed, World, gathered_on_main, share
+from grpo.distributed import World, gathered_on_main, share
 from grpo.run import checkpoint
 from grpo.run.saver import Saver, how_to_continue
 from grpo.run.sharded.states import save_states
@@ -54,7 +54,7 @@ class ShardedSaver(Saver):
                 shutil.rmtree(rehearsal, ignore_errors=True)
 
     def rescue(self) -> str | None:
-        """What is lost: no rank has the weights, and after a failure the ranks no longer gather them."""
+        """A note on the steps that are lost: no rank has the weights, and after a failure the ranks no longer gather them."""
         step = self.progress.step
         if self.config.debug or not self.world.is_main or step <= self.written_step:
             return None
@@ -70,11 +70,11 @@ class ShardedSaver(Saver):
         world, arguments = self.world, self._arguments()
         model, optimizer, reference = (arguments[name] for name in ("model", "optimizer", "reference"))
         partial = checkpoint.partial_folder(output_dir, step)
-        with world.fail_together():
-            check_finite_shares(model, step)
-            if world.is_main:
-                checkpoint.begin(partial)
         try:
+            with world.fail_together():
+                check_finite_shares(model, step)
+                if world.is_main:
+                    checkpoint.begin(partial)
             error = write_model(model, partial, world)
             with world.fail_together():
                 if error is not None:
@@ -88,8 +88,6 @@ class ShardedSaver(Saver):
                     checkpoint.save_trained(trained, partial)
                     kept = {name: arguments[name] for name in ("state", "keep", "best_step")}
                     checkpoint.publish(partial, output_dir, step, **kept)
-        except OtherRankFailed:
-            raise
         except OSError as error:
             raise self._explained(step, error) from error
 

@@ -50,8 +50,18 @@ class WeightFiles:
                     filled[empty] = nn.Parameter(value, requires_grad=empty.requires_grad)
                 module._parameters[name] = filled[empty]
 
+    @torch.no_grad()
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Give the buffers that a model folder holds their values, in place."""
+        saved = model.state_dict().keys() & self.files.keys()
+        for name, buffer in model.named_buffers():
+            if name in saved:
+                buffer.copy_(self._tensor(name))
+
     def _read(self, parameter: nn.Parameter) -> torch.Tensor:
-        name = next(name for name in self.names[parameter] if name in self.files)
+        return self._tensor(next(name for name in self.names[parameter] if name in self.files))
+
+    def _tensor(self, name: str) -> torch.Tensor:
         with safe_open(self.files[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
