@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def load_divided(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     ValueError if the files do not hold them.
     """
     try:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # each rank reads for itself
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     except CheckpointException as error:
         first, _ = next(iter(error.failures.values()))
         raise ValueError(f"{folder}: {first}") from None
