@@ -122,9 +122,9 @@ def check_world_size(config: Config, world_size: int, *, num_machines: int = 1) 
         raise ValueError(
             f"runtime.shard_size={shard_size} does not divide {world_size} ranks: use {' or '.join(divisors)}, or null for all"
         )
-    if world_size == 1 and config.runtime.offload != "none":
+    if world_size == 1 and config.runtime.offload != "none" and not config.debug:
         raise ValueError(
-            f"runtime.offload={config.runtime.offload} needs at least 2 ranks: one rank trains as under ddp"
+            f"runtime.offload={config.runtime.offload} needs at least 2 ranks: one rank trains as under ddp, with offload=none"
         )
     if config.debug and world_size > 1:
         raise ValueError(f"--debug is single-process, but {world_size} processes were started: use nproc_per_node=1")

@@ -24,6 +24,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from grpo.model.policy import Policy, cast_frozen_to_bf16
+from grpo.model.targets import check_targets
 from grpo.system import first_line, import_extra, open_regular
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -38,6 +39,14 @@ UNSUPPORTED = (
 )  # fmt: skip
 """Settings of peft under which an adapter is more, or other, than one ``scale * B @ A`` for each layer."""
 
+FITS = {
+    "r": lambda value: type(value) is int and value > 0,
+    "lora_alpha": lambda value: type(value) in (int, float),
+    "target_modules": lambda value: isinstance(value, str | list) and bool(value),
+    "base_model_name_or_path": lambda value: isinstance(value, str | None),
+}
+"""Settings of peft that are read here, and the values that they may have."""
+
 
 def is_adapter(path: str | Path) -> bool:
     """True for a folder that holds an adapter, as peft writes it."""
@@ -50,14 +59,15 @@ def read_adapter_config(folder: str | Path, setting: str) -> dict[str, Any]:
     try:
         with open_regular(Path(folder, CONFIG_FILE)) as file:
             values = json.load(file)
-        kind, rank = values["peft_type"], values.get("r")
+        kind = values["peft_type"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{given}: {CONFIG_FILE} cannot be read ({type(error).__name__}: {first_line(error)})"
         ) from None
     used = [name for name in UNSUPPORTED if values.get(name)] + ["bias"] * (values.get("bias") not in (None, "none"))
-    if kind != "LORA" or not isinstance(rank, int) or used:
-        reason = f"it uses {', '.join(used)}" if used else f"its peft_type is {kind}"
+    wrong = [f"its {name} is {values.get(name)!r}" for name, fits in FITS.items() if not fits(values.get(name))]
+    if kind != "LORA" or used or wrong:
+        reason = f"its peft_type is {kind}" if kind != "LORA" else f"it uses {', '.join(used)}" if used else wrong[0]
         raise ValueError(f"{given} is not an adapter that can be read here ({reason}): plain LoRA works")
     return values
 
@@ -189,7 +199,9 @@ def add_adapter(
     """
     peft, model = load_peft(), policy.model
     config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
-    asked = asked or f"lora.target_modules={settings['target_modules']}"
+    if asked is None:
+        asked = f"lora.target_modules={settings['target_modules']}"
+        check_targets(model, settings["target_modules"], asked)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it transposes the weights of Conv1D layers
         torch.default_generator.manual_seed(seed)
@@ -228,7 +240,8 @@ def read_adapter(
     names = ("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules")
     names += ("layers_to_transform", "layers_pattern", "fan_in_fan_out")
     settings = {name: found[name] for name in names if found.get(name) is not None}
-    options = dict(base=base, base_precision=base_precision, asked=f"{setting}={folder}")
+    asked = f"{setting}={folder}, an adapter of {found.get('base_model_name_or_path')}"
+    options = dict(base=base, base_precision=base_precision, asked=asked)
     adapter = add_adapter(policy, settings | {"lora_dropout": dropout}, **options)
     adapter.read(folder, setting)
     return adapter

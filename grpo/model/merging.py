@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from grpo.model.loading import load_tokenizer, load_weights
+from grpo.model.loading import load_tokenizer, load_weights, resolve_model
 from grpo.model.lora import base_of, read_adapter_config, read_adapter_weights, scale_of
 from grpo.model.saving import save_weights
 
@@ -23,8 +23,9 @@ def write_merged(adapter: str | Path, output: str | Path, *, trust_remote_code: 
     """
     adapter, output = str(adapter), Path(output)
     base = base_of(adapter, "adapter")
-    options = dict(dtype=torch.float32, trust_remote_code=trust_remote_code)
-    model = load_weights(base, f"adapter={adapter}: its model", **options)
+    setting = f"adapter={adapter}: its model"
+    base = resolve_model(base, "", trust_remote_code=trust_remote_code, setting=setting)
+    model = load_weights(base, setting, dtype=torch.float32, trust_remote_code=trust_remote_code)
     merge_into(model, adapter)
     output.mkdir(parents=True)
     save_weights(model, model.state_dict(), output)

@@ -716,6 +716,7 @@ def test_shards_must_divide_the_ranks():
     config = Config(runtime=dict(parallel="fsdp", shard_size=4), rollout=dict(prompts_per_step=24))
     check_world_size(config, 8)
     check_world_size(config, 1)  # trains as under DDP
+    check_world_size(load_config(["--debug", "runtime.parallel=fsdp", "runtime.offload=all"]), 1)
     with pytest.raises(ValueError, match="shard_size=4 does not divide 6 ranks: use 2 or 3 or 6, or null for all"):
         check_world_size(config, 6)
 

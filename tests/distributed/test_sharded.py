@@ -160,3 +160,12 @@ def test_replicas_of_shards_with_offload_and_a_reduction_each_time(folder):
     assert difference(run / "checkpoint-2", expected / "checkpoint-2") <= 1e-5
     assert ids(run, range(2)) == ids(expected, range(2))
     assert lines(run)[-1] == pytest.approx(lines(expected)[-1], rel=1e-2, abs=1e-5)
+
+
+def test_the_reference_in_bf16_begins_as_the_policy(tmp_path):
+    """Its linear layers, an untied head among them, are stored in bf16, and the first log-probs are the policy's to the bit."""
+    save_random_model(tmp_path / "model", tie_word_embeddings=False)
+    options = ["runtime.precision=bf16", "algorithm.ref_sync_steps=0", "algorithm.ref_sync_alpha=1"]
+    options += ["algorithm.num_iterations=1", "optim.max_steps=2", "eval.before_training=false"]
+    kl = [line["kl"] for line in lines(train(tmp_path, "bf16", *options, ranks=2)) if "kl" in line]
+    assert kl[0] == 0 and kl[1] > 0

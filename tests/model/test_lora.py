@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import peft
@@ -282,3 +283,39 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(ra
     kl = [line["kl"] for line in lines(tmp_path / "next")]
     assert kl[0] == 0 and kl[1] > 0 and kl[2] == 0  # the reference began as the adapter, and followed after step 2
     assert (tmp_path / "next" / "checkpoint-3" / "trainer" / "reference.pt").exists()
+
+
+def test_layers_that_do_not_exist_are_named(random_model):
+    for targets, says in (
+        (
+            ["q_proj", "k_porj"],
+            "no layer has the name k_porj; use all-linear or a list of down_proj, gate_proj, k_proj",
+        ),
+        ("model[.]nowhere", "no layer has such a name"),
+        ("q_proj(", "no regular expression"),
+        (["self_attn"], "model.layers.0.self_attn is .*Attention and no linear layer"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"lora.target_modules={targets}: ") + ".*" + says):
+            add_adapter(load(random_model), SETTINGS | {"target_modules": targets}, base="")
+
+
+def test_an_adapter_that_cannot_be_read_says_why(tmp_path):
+    good = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": "./gone",
+    }
+    for change, says in (
+        ({"use_dora": True}, "it uses use_dora"),
+        ({"peft_type": "IA3"}, "its peft_type is IA3"),
+        ({"r": True}, "its r is True"),
+        ({"lora_alpha": None}, "its lora_alpha is None"),
+        ({"target_modules": None}, "its target_modules is None"),
+        ({"base_model_name_or_path": 5}, "its base_model_name_or_path is 5"),
+        ({}, "its model=./gone does not exist"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(good | change))
+        with pytest.raises(ValueError, match=says):
+            write_merged(tmp_path, tmp_path / "merged")
