@@ -284,9 +284,8 @@ def head_is_plain(model: nn.Module) -> bool:
         model.train(was_training)
     if not torch.equal(returned.float(), _ramp_like(logits[0]).float()):
         return False
-    weight, bias = (
-        None if p is None else p.to(hidden.dtype) for p in (head.weight, head.bias)
-    )  # may be stored in bf16
+    # They may be stored in bf16.
+    weight, bias = (None if p is None else p.to(hidden.dtype) for p in (head.weight, head.bias))
     expected = F.linear(hidden, weight, bias).float()
     return torch.allclose(expected, logits[0].float(), rtol=1e-3, atol=1e-4)
 

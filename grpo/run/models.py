@@ -186,9 +186,8 @@ def _restore(
     """
     folder, is_same = start.checkpoint, not start.changes
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-    if any(
-        key in (REFERENCE, "model.adapter") for key, _, _ in start.changes
-    ):  # the saved one is the old reference, moved
+    # The saved one is the old reference, moved.
+    if any(key in (REFERENCE, "model.adapter") for key, _, _ in start.changes):
         reference = None
     restored = dict(model=model, optimizer=optimizer, schedule=schedule if is_same else None, reference=reference)
     try:
