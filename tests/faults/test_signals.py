@@ -76,13 +76,13 @@ def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, t
     asked = time.monotonic()
     started.kill(signal.SIGTERM, None if to == "torchrun" else int(to[-1]))
     assert started.end() != 0
-    assert time.monotonic() - asked < 20, "within torchrun's 30 seconds of grace"
+    assert time.monotonic() - asked < 45, "without waiting for the sleep of 60 s"
     printed = started.text()
     assert printed.count(f"preempted at step {step} of {STEPS}") == 1
     if to != "torchrun":
         # A rank that has finished may get the launcher's SIGTERM as well, while it exits.
         assert {128 + signal.SIGTERM} <= set(started.process.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}
-    assert "forcefully exiting" not in printed
+    assert "forcefully exiting" not in printed, "within torchrun's 30 seconds of grace"
     continued(uninterrupted, random_model, output, ranks=2, from_step=step)
 
 
