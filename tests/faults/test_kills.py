@@ -72,7 +72,7 @@ def test_out_of_memory_on_one_rank(tmp_path, random_model, straight, place):
     )
     began = time.monotonic()
     assert started.end() == 1
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120
     printed = started.text()
     phase = {"rollout": "rollout", "forward": "update"}[place]
     assert f"error: [rank 1] in phase {phase!r}: RuntimeError: " in printed
@@ -94,7 +94,7 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     started.wait_for("FAULT")
     hung = time.monotonic()
     assert started.end() == 1
-    assert 11 < time.monotonic() - hung < 12 + 30 + 15, "the limit, then torchrun's patience with the rank that hangs"
+    assert 11 < time.monotonic() - hung < 12 + 30 + 45, "the limit, then torchrun's patience with the rank that hangs"
     printed = started.text()
     if place == "rollout":  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
         assert "[rank 1] stopped in phase 'rollout'" in printed
