@@ -29,7 +29,7 @@ _METADATA = {
     ),
     "torch.serialization": ("_get_layout",),
 }  # fmt: skip
-"""What the pickled description of a folder of tensors consists of. Objects that are no tensors would be unpickled without any check."""
+"""Module -> the classes that the pickled description of a folder of tensors may hold. PyTorch unpickles any class."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

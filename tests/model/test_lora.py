@@ -198,11 +198,8 @@ def test_an_update_equals_one_in_float64(random_model, tmp_path):
         trained = [p for group in run.optimizer.param_groups for p in group["params"]]
         assert sum(p.numel() for p in trained) == sum(tensor.numel() for tensor in before.values())
         averages = [t for state in run.optimizer.state.values() for t in state.values() if t.dim()]
-        held = [
-            *run.policy.model.parameters(),
-            *trained,
-            *averages,
-        ]  # the gradients, which are freed, are like the weights
+        # The second time for the gradients, which are freed and as large as the weights.
+        held = [*run.policy.model.parameters(), *trained, *averages]
         memory = memory_of(run, longest_prompt=20)
         assert memory.states == sum(tensor.numel() * tensor.element_size() for tensor in held) and memory.reference == 0
     finally:
@@ -225,9 +222,8 @@ def test_an_update_equals_one_in_float64(random_model, tmp_path):
     factor = min(1.0, 0.5 / norm.item())
     for name, old in before.items():
         g = grads[name] * factor
-        step = old * (1 - 1e-3 * 0.1) - 1e-3 * g / (
-            g.abs() + 1e-8
-        )  # bias-corrected averages of the first update are g and g^2
+        # The bias-corrected averages of the first update are g and g^2.
+        step = old * (1 - 1e-3 * 0.1) - 1e-3 * g / (g.abs() + 1e-8)
         clear = g.abs() > 1e-5  # elsewhere fp32's rounding of the gradient shows
         assert clear.any()
         torch.testing.assert_close(after[name][clear], step.detach()[clear], atol=2e-6, rtol=1e-5)
