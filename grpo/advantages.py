@@ -7,6 +7,9 @@ from torch import Tensor
 
 from grpo.choices import Baseline, MultiObjectiveAggregation, Scale, check_choice, equal_rewards_have_gradient
 
+CANCELLED = 1e-5
+"""With ``normalize_then_sum``, a sum below this share of the absolute values of its terms is a rounding error of values in fp32, and counts as 0."""
+
 
 def advantages_of_values(
     values_PGF: Tensor,
@@ -83,7 +86,8 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
     """``[P, G]`` advantages of GDPO: each reward function is normalised for itself, so that one with a wide spread does not drown the others.
 
     For each function, ``(value - mean) / (std + eps)`` over the group, as by :func:`group_advantages`; their sum with ``weights``; then
-    ``(sum - mean) / (std + eps)`` over the whole batch (GDPO, arXiv 2601.05242). A group whose values are equal in every function gets exactly 0.
+    ``(sum - mean) / (std + eps)`` over the whole batch (GDPO, arXiv 2601.05242). A group whose values are equal in every function gets exactly 0,
+    and so does a batch in which the functions cancel each other out in every completion.
 
     Args:
         values_PGF: ``[P, G, F]`` of the problems of all ranks. A NaN does not influence the others; a completion without a value of any
@@ -93,7 +97,9 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
     normalized = [group_advantages(values_PG.double(), eps=eps) for values_PG in values_PGF.unbind(dim=-1)]
     weighted_PGF = torch.stack(normalized, dim=-1) * weights_F
     is_scored_PG = ~(values_PGF.isnan() | (weights_F == 0)).all(dim=-1)
-    sums_PG = weighted_PGF.sum(dim=-1).masked_fill(~is_scored_PG, torch.nan)
+    sums_PG = weighted_PGF.sum(dim=-1)
+    sums_PG = sums_PG.masked_fill(sums_PG.abs() <= CANCELLED * weighted_PGF.abs().sum(dim=-1), 0.0)
+    sums_PG = sums_PG.masked_fill(~is_scored_PG, torch.nan)
     advantages_PG = group_advantages(sums_PG.view(1, -1), eps=eps).view(sums_PG.shape)  # the whole batch as one group
     is_equal_P = (weighted_PGF == 0).flatten(1).all(dim=1)
     return advantages_PG.masked_fill(is_equal_P[:, None], 0.0).to(torch.promote_types(values_PGF.dtype, torch.float32))

@@ -197,6 +197,16 @@ def test_gdpo_by_hand():
     assert normalize_then_sum(values_PGF, [1.0, 0.0], eps=0.0)[1].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("weights", [[1.0, 1.0, -2.0], [0.1, 0.2, -0.3]])
+@pytest.mark.parametrize("eps", [0.0, 1e-9])
+def test_functions_that_cancel_each_other_out_have_no_advantage_under_gdpo(weights, eps):
+    """The sums are 0 but for rounding, whose standard deviation must not become the unit of the advantages."""
+    value_PG = torch.tensor([[0.0, 0.1, 0.2, 0.1], [0.3, 0.1, 0.1, 0.0]])
+    values_PGF = torch.stack([value_PG, value_PG, 10 * value_PG + 3], dim=-1)
+    assert not normalize_then_sum(values_PGF, weights, eps=eps).any()
+    assert normalize_then_sum(values_PGF, [1.0, 1.0, -1.0], eps=eps).abs().max() > 1, "here they do not cancel out"
+
+
 def test_gdpo_agrees_with_plain_loops_also_where_values_are_missing():
     generator = torch.Generator().manual_seed(3)
     P, G, F, eps, weights = 5, 6, 3, 1e-4, [1.0, 0.5, -2.0]
