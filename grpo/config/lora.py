@@ -39,6 +39,14 @@ class LoraConfig(Section):
             )
         return value
 
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        names = value if isinstance(value, list) else [value]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("names of layers are texts: use all-linear, or a list such as [q_proj, v_proj]")
+        return value
+
     @field_validator("target_modules")
     @classmethod
     def _not_empty(cls, value: str | list[str]) -> str | list[str]:

@@ -201,7 +201,7 @@ def add_adapter(
     config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     if asked is None:
         asked = f"lora.target_modules={settings['target_modules']}"
-        check_targets(model, settings["target_modules"], asked)
+        check_targets(model, settings["target_modules"], settings["r"])
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it transposes the weights of Conv1D layers
         torch.default_generator.manual_seed(seed)

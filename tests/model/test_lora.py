@@ -295,6 +295,15 @@ def test_layers_that_do_not_exist_are_named(random_model):
             add_adapter(load(random_model), SETTINGS | {"target_modules": targets}, base="")
 
 
+def test_a_rank_above_a_dimension_of_a_layer_is_refused(random_model):
+    """The model has 32 hidden values, 16 of the keys and of the values, and 64 between the layers of the MLP."""
+    for targets, most in (("all-linear", 16), (["q_proj", "up_proj"], 32), (r".*\.k_proj", 16)):
+        settings = SETTINGS | {"target_modules": targets}
+        with pytest.raises(ValueError, match=rf"lora.rank={most + 1} is above {most}, .*: use at most {most}$"):
+            add_adapter(load(random_model), settings | {"r": most + 1}, base="")
+        assert add_adapter(load(random_model), settings | {"r": most}, base="").config["r"] == most
+
+
 def test_an_adapter_that_cannot_be_read_says_why(tmp_path):
     good = {
         "peft_type": "LORA",
