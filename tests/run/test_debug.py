@@ -1,9 +1,12 @@
 """The verdict of ``--debug``: what in the metrics of the steps would keep a run from learning."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from grpo.config import Config
-from grpo.run.debug import suspicions
+from grpo.run.debug import check_update, suspicions
+from grpo.telemetry.accumulator import Accumulator
 
 GOOD = {
     "reward": 0.5, "frac_reward_zero_std": 0.5, "frac_unscorable": 0.0, "rewards/a/std": 0.5, "rewards/a/errors": 0.0,
@@ -36,3 +39,17 @@ def test_what_would_keep_a_run_from_learning(steps, words):
 def test_equal_rewards_have_a_gradient_where_nothing_is_subtracted_from_them():
     config = Config(algorithm={"name": "reinforce"})
     assert list(suspicions([GOOD | {"frac_reward_zero_std": 1.0}], config)) == []
+
+
+def test_an_update_without_advantages_has_no_importance_ratio():
+    printed: list[str] = []
+    run = SimpleNamespace(
+        optimizer=SimpleNamespace(state={}), reporter=SimpleNamespace(print=printed.append), config=Config()
+    )
+    for total, count in ((0.0, 0), (3.0, 3)):
+        (metrics := Accumulator()).add("ratio", total, count)
+        check_update(run, metrics)
+    assert printed == [
+        "checked   no importance ratio in this update: no completion has an advantage",
+        "checked   importance ratio of the first update: 1.000000",
+    ]
