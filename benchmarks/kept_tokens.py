@@ -2,13 +2,15 @@
 
     python benchmarks/kept_tokens.py --config configs/gsm8k_cpu.yaml model.name_or_path=DIR data.dataset=FILE
 
-Arguments are those of ``train_grpo.py``. The sides alternate; times are seconds of the CPU (of the clock on a GPU), the least of the rounds.
+Arguments are those of ``train_grpo.py``. The sides alternate; times are seconds of the CPU (of the clock on a GPU), the medians of
+the rounds.
 """
 
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,7 +33,7 @@ SIDES = {
     "top_p 0.9, top_k 50": {"top_p": 0.9, "top_k": 50},
     "top_p 0.9, top_k 50, mask": {"top_p": 0.9, "top_k": 50, "keep_sampling_mask": True},
 }
-ROUNDS = 2
+ROUNDS = 5
 
 
 def main() -> None:
@@ -64,7 +66,7 @@ def main() -> None:
             for times, value in zip(seconds[side], (sampled - start, clock() - sampled), strict=True):
                 times.append(1e6 * value / num_tokens)
             facts = f"{num_tokens} tokens, kept {kept:.2f} ids a token: {4 * kept + 4 * bool(kept):.1f} bytes"
-            rollout, update = (min(times) for times in seconds[side])
+            rollout, update = (median(times) for times in seconds[side])
             print(
                 f"{side:26} rollout {rollout:5.0f} us a token, scoring and backward {update:5.0f} us a token; {facts}"
             )
