@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 import transformers
+from bandwidth import copy_bandwidth
 from gpu_common import Bench, Found, check, expect
-from rollout import copy_bandwidth
 
 from grpo.attention import enable_packing
 from grpo.batch import Completion, Group, collate

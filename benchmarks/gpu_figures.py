@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import torch
 import update
+from bandwidth import bound_seconds, copy_bandwidth
 from gpu_common import ROOT, Bench, Found, NotRun, expect, figure
-from rollout import bound_seconds, copy_bandwidth
 
 from grpo.rollout import BuiltinEngine, SamplingParams
 
