@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,22 +60,31 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], stdin: 
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    open_streams()
     for number in (signal.SIGINT, signal.SIGTERM):  # the server ignores the first
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
+    end_as_interpreter(lambda: runpy.run_path(script, run_name="__main__"))
+
+
+def open_streams() -> None:
+    """Make the files 0, 1 and 2 Python's streams."""
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def end_as_interpreter(program: Callable[[], object]) -> None:
+    """Run a program and end this process as its interpreter would: exit code, threads, exit handlers (wandb's, for example), output."""
     code = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        program()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    # As an interpreter ends: threads, exit handlers (those of wandb, for example), output.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

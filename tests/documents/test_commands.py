@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, save_random_model
 from hub_service import hub, pointed_at, publish
+from preloaded import preloaded_python
 
 NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
-"""The first installs TRL from the network, ``tests/faults/test_soak.py`` runs the second, and ``environment()`` does what the third does."""
+"""Commands with vllm are left out too: tests/faults/test_vllm_runs.py runs them, where vLLM is installed. The first of these installs TRL from the network, ``tests/faults/test_soak.py`` runs the second, and ``environment()`` does what the third does."""
 RECIPES = [ROOT / "docs" / "recipes.md", ROOT / "docs" / "learning.md"]
 """Their commands need a Hub: they have a test of their own."""
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +43,7 @@ def commands(path: Path) -> list[str]:
     lines = "\n".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
     lines += re.findall(r"`(pytest [^`]+)`", path.read_text(encoding="utf-8"))
     found = [command for line in lines if (command := re.sub(r"(^|\s)#.*$", "", line).strip())]
-    return [command for command in found if not command.startswith(NOT_HERE)]
+    return [command for command in found if not command.startswith(NOT_HERE) and "vllm" not in command]
 
 
 def test_there_are_commands_and_all_of_them_are_known():
@@ -130,6 +131,17 @@ def cut_sweep(command: str) -> str:
     return re.sub(r"--seeds \S+", "", command) + f" --seeds 0 model.name_or_path=FOLDER {CUTS}"
 
 
+@pytest.fixture(scope="module")
+def quick_python(tree, tmp_path_factory):
+    """The variables under which commands find a ``python`` that has imported everything."""
+    with preloaded_python(tmp_path_factory.mktemp("python") / "bin", tree, environment()) as python:
+        yield found_first(python)
+
+
+def found_first(python: Path) -> dict[str, str]:
+    return {"PYTHON": str(python), "PATH": f"{python.parent}:{environment()['PATH']}"}
+
+
 def environment() -> dict[str, str]:
     return os.environ | {
         "GRPO_NO_SETUP": "1", "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -160,17 +172,19 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in FILES if blocks(path, "bash") and path not in RECIPES], ids=lambda path: path.name
 )
-def test_every_command_works(tree, path):
+def test_every_command_works(tree, path, request):
+    """Those of the README in new interpreters."""
+    variables = {} if path.name == "README.md" else request.getfixturevalue("quick_python")
     for name, setting in (("tiny_arithmetic", ""), ("dr_grpo", " algorithm.name=dr_grpo")):
         # The runs that the commands of README.md and algorithm.md leave behind.
         if path.name != "README.md" and not (tree / "runs" / name / "checkpoint-1").exists():
             command = f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}{setting}"
-            execute(tree, [cut(command)])
+            execute(tree, [cut(command)], **variables)
     for together in machines([cut(command) for command in commands(path)]):
         if re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0]) and "output_dir=" not in together[0]:
             number = len(list((tree / "runs").glob("X-*")))
             together = [f"{command} output_dir=runs/X-{number}" for command in together]
-        execute(tree, together)
+        execute(tree, together, **variables)
 
 
 def machines(lines: list[str]) -> list[list[str]]:
@@ -241,8 +255,10 @@ def test_every_command_of_the_recipes_works(tree, tmp_path):
     for name in ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"):
         shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / name)
     executed = []
-    with hub(tmp_path / "hub") as (endpoint, _):
+    with hub(tmp_path / "hub") as (endpoint, _), contextlib.ExitStack() as at_end:
         variables = pointed_at(endpoint, tmp_path / "cache") | {"GRPO_TEST_ASSETS": str(copy / "assets")}
+        python = at_end.enter_context(preloaded_python(tmp_path / "bin", copy, environment() | variables))
+        variables |= found_first(python)
         for command in map(cut_recipe, [command for path in RECIPES for command in commands(path)]):
             execute(copy, [command], **variables)
             executed.append(command)
