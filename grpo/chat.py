@@ -10,9 +10,12 @@ Where the dataset's prompts are lists of messages and a reward reads messages, a
 """
 
 import argparse
+import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +23,11 @@ import torch
 from grpo.batch import Group
 from grpo.config import KEYS_EPILOG, Config, config_of_models
 from grpo.data.problems import Rows, make_problems, system_prompt_and_instructions
-from grpo.distributed import set_cpu_threads
+from grpo.distributed import World, set_cpu_threads
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
-from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
+from grpo.rollout import Engine, SamplingParams, build_engine, check_sampling
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader
 from grpo.telemetry.user_errors import print_user_error
@@ -37,7 +40,8 @@ def main(argv: list[str]) -> int:
         config = _config_from(options, overrides)
         set_cpu_threads(config.runtime)
         run = talk if options.prompt is None else show_samples
-        return run(_engine_from(options, config), config, options)
+        with contextlib.closing(_engine_from(options, config)) as engine, engine.weights():
+            return run(engine, config, options)
     except (ValueError, OSError) as error:
         print_user_error(error)
         return 2
@@ -55,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     model_help = "checkpoint folder, any Hugging Face folder or id, or builtin:tiny"
     parser.add_argument("--model", required=True, help=model_help)
     parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: that of the model's run")
+    engine_help = "builtin or vllm, short for rollout.engine=...; default: the configuration's"
+    parser.add_argument("--engine", choices=("builtin", "vllm"), help=engine_help)
     parser.add_argument("--prompt", metavar="TEXT", help="sample this prompt instead of starting a conversation")
     parser.add_argument("--samples", type=int, metavar="N", default=8, help="completions of --prompt (default 8)")
     column_help = "a column for the rewards, such as answer=42"
@@ -69,13 +75,14 @@ def _parser() -> argparse.ArgumentParser:
 def _config_from(options: argparse.Namespace, overrides: list[str]) -> Config:
     # Without a run: an empty system prompt, or the model would get the instructions of the default task.
     plain = {"data": {"system_prompt": ""}}
+    overrides = [*overrides, *([f"rollout.engine={options.engine}"] if options.engine else [])]
     config, saved = config_of_models([options.model], options.config, overrides, without_run=plain)
     options.is_plain = saved is None and options.config is None
     options.has_rewards = not options.is_plain or options.column or any(o.startswith("reward") for o in overrides)
     return config
 
 
-def _engine_from(options: argparse.Namespace, config: Config) -> BuiltinEngine:
+def _engine_from(options: argparse.Namespace, config: Config) -> Engine:
     trust = config.model.trust_remote_code
     path = resolve_model(options.model, config.data.dataset, trust_remote_code=trust, adapters=True)
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
@@ -87,11 +94,23 @@ def _engine_from(options: argparse.Namespace, config: Config) -> BuiltinEngine:
     settings["base_precision"] = config.lora.base_precision
     policy = load_policy(path, tokenizer, disable_dropout=False, **settings)
     check_sampling(policy)
-    return BuiltinEngine(policy)
+    starts_vllm = config.rollout.engine == "vllm" and config.rollout.addresses is None
+    return build_engine(
+        config,
+        World(rank=0, size=1, local_rank=0, device=device),
+        policy,
+        path=path,
+        root=policy.model,
+        longest=None,
+        probe_ids=(),
+        folder=tempfile.mkdtemp(prefix="grpo-chat-") if starts_vllm else ".",
+        warn=partial(print, flush=True),
+        builtin={},
+    )
 
 
 def _sample(
-    engine: BuiltinEngine, config: Config, options: argparse.Namespace, prompt: str | list[dict[str, str]],
+    engine: Engine, config: Config, options: argparse.Namespace, prompt: str | list[dict[str, str]],
     columns: dict[str, Any], *, num_samples: int, turn: int,
 ) -> Group:  # fmt: skip
     """Sample completions of one prompt. ``ValueError`` if prompt and completion together exceed the model's context."""
@@ -115,7 +134,7 @@ def _sample(
     return group
 
 
-def talk(engine: BuiltinEngine, config: Config, options: argparse.Namespace) -> int:
+def talk(engine: Engine, config: Config, options: argparse.Namespace) -> int:
     """Hold a conversation, one line of standard input a turn. A conversation that exceeds the context is started again."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -153,7 +172,7 @@ def _json_or_text(value: str) -> Any:
         return value
 
 
-def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namespace) -> int:
+def show_samples(engine: Engine, config: Config, options: argparse.Namespace) -> int:
     """Print completions of one prompt, each with all its rewards, as in a training step."""
     columns = {}
     for item in options.column:
@@ -172,7 +191,7 @@ def show_samples(engine: BuiltinEngine, config: Config, options: argparse.Namesp
     return 0
 
 
-def _rewards_of(group: Group, engine: BuiltinEngine, config: Config) -> Iterator[str]:
+def _rewards_of(group: Group, engine: Engine, config: Config) -> Iterator[str]:
     """The weighted sum and all rewards of each completion, as text."""
     reward = config.reward
     with RewardRunner(reward.functions, timeout_s=reward.timeout_s, device=engine.policy.device) as rewards:

@@ -34,3 +34,8 @@ def commit_of(repository: str) -> str | None:
     """The commit of a model that the client's cache holds as the newest of its main branch; None if it is not known."""
     path = huggingface_hub.try_to_load_from_cache(repository, "config.json")
     return Path(path).parent.name if isinstance(path, str) else None
+
+
+def snapshot_of(repository: str) -> str:
+    """The folder of the client's cache that holds a model which has been loaded before."""
+    return huggingface_hub.snapshot_download(repository, local_files_only=True)

@@ -1,4 +1,4 @@
-"""The whole configuration: all sections, rewards that other settings imply, checks of settings that contradict each other, ``--debug``."""
+"""The whole configuration: all sections, values that other settings imply, checks of settings that contradict each other, ``--debug``."""
 
 from typing import Any, Self
 
@@ -9,6 +9,7 @@ from grpo.config.algorithm import AlgorithmConfig
 from grpo.config.evaluation import EvalConfig
 from grpo.config.logging import LoggingConfig
 from grpo.config.lora import LoraConfig
+from grpo.config.rollout import RolloutConfig
 from grpo.system.masking import masked
 
 
@@ -23,7 +24,7 @@ class Config(schema.Section):
     lora: LoraConfig = LoraConfig()
     data: schema.DataConfig = schema.DataConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
-    rollout: schema.RolloutConfig = schema.RolloutConfig()
+    rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: schema.OptimConfig = schema.OptimConfig()
     eval: EvalConfig = EvalConfig()
@@ -43,7 +44,7 @@ class Config(schema.Section):
     @model_validator(mode="before")
     @classmethod
     def _add_implied(cls, values: Any) -> Any:
-        return add_implied_rewards(values) if isinstance(values, dict) else values
+        return _add_sampler_correction(add_implied_rewards(values)) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -62,6 +63,7 @@ class Config(schema.Section):
             )
         _check_lora(self)
         _check_fsdp(self)
+        _check_maxrl(self)
         return self
 
 
@@ -103,6 +105,16 @@ def _check_fsdp(config: Config) -> None:
             raise ValueError(f"{key}={value} needs runtime.parallel=fsdp, and it is ddp")
     if config.optim.reduce_each_microbatch:
         raise ValueError("optim.reduce_each_microbatch=true needs runtime.parallel=fsdp, and it is ddp")
+
+
+def _check_maxrl(config: Config) -> None:
+    """MaxRL divides by a mean of rewards. Of the built-in ones only this one is below 0; the rewards of each step are checked too."""
+    lowers = any(function.name == "soft_overlong" and function.weight > 0 for function in config.reward.functions)
+    if config.algorithm.scale == "mean" and lowers:
+        raise ValueError(
+            "algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, and reward soft_overlong "
+            "is between -1 and 0: leave it out, or take algorithm.scale=group"
+        )
 
 
 def check_world_size(config: Config, world_size: int, *, num_machines: int = 1) -> None:
@@ -162,7 +174,7 @@ def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(section, dict) for section in sections):
         return values
     functions = reward.get("functions", [function.model_dump() for function in schema.RewardConfig().functions])
-    length = rollout.get("max_completion_length", schema.RolloutConfig().max_completion_length)
+    length = rollout.get("max_completion_length", RolloutConfig().max_completion_length)
     if algorithm.get("name") != "dapo" or not isinstance(functions, list) or not isinstance(length, int):
         return values
     names = [function.get("name") if isinstance(function, dict) else function for function in functions]
@@ -171,6 +183,17 @@ def _add_overlong_punishment(values: dict[str, Any]) -> dict[str, Any]:
         return values
     punishment = {"name": "soft_overlong", "args": {"max_length": length, "cache_length": cache_length}}
     return values | {"reward": reward | {"functions": [*functions, punishment]}}
+
+
+def _add_sampler_correction(values: dict[str, Any]) -> dict[str, Any]:
+    """vLLM computes other log-probs than the trainer: correct by truncated weights (TIS), unless the user or the objective decides."""
+    algorithm, rollout = sections = [values.get(name, {}) for name in ("algorithm", "rollout")]
+    if not all(isinstance(section, dict) for section in sections) or rollout.get("engine") != "vllm":
+        return values
+    # dppo_tv compares with the sampler's own probabilities.
+    if "sampler_correction" in algorithm or algorithm.get("objective", algorithm.get("name")) == "dppo_tv":
+        return values
+    return values | {"algorithm": algorithm | {"sampler_correction": "token_truncate"}}
 
 
 DEBUG_LARGEST: dict[str, dict[str, int]] = {

@@ -151,39 +151,6 @@ class RewardConfig(Section):
         return [{"name": item} if isinstance(item, str) else item for item in value] if is_list else value
 
 
-class RolloutConfig(Section):
-    prompts_per_step: int = Field(8, ge=1)
-    """Problems per step, over all ranks."""
-    prompts_per_rank: int | None = Field(None, ge=1)
-    """Problems per step and rank, in place of prompts_per_step, which becomes this number times the ranks; none: prompts_per_step says it."""
-    num_generations: int = Field(8, ge=1)
-    """Completions per problem (G)."""
-    max_completion_length: int = Field(256, ge=1)
-    """Longest completion in tokens; longer ones are truncated."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; log-probs are computed at the same temperature."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample only among the likeliest tokens that have this probability together; below 1, see keep_sampling_mask."""
-    top_k: int = Field(0, ge=0)
-    """Sample only among the k likeliest tokens; 0: all. Above 0, see keep_sampling_mask."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Do not sample tokens with less than this fraction of the likeliest token's probability; above 0, see keep_sampling_mask."""
-    keep_sampling_mask: bool = False
-    """Compute log-probs by a softmax over the tokens that top_p, top_k and min_p kept when the token was sampled, as DeepSeek-V3.2 does.
-    False: over the whole vocabulary, and with any of these three the gradient estimate is biased."""
-    stop: list[str] = []
-    """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone in its string."""
-    tokens_in_flight: int | None = Field(None, ge=1)
-    """Most tokens (prompt + completion) in the KV cache at once, per rank; none: the whole batch, or what the dry run finds to fit."""
-
-    @field_validator("stop")
-    @classmethod
-    def _not_empty(cls, value: list[str]) -> list[str]:
-        if "" in value:
-            raise ValueError("an empty string would end every completion at its first token")
-        return value
-
-
 class OptimConfig(Section):
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""

@@ -46,6 +46,8 @@ def start_world(runtime: RuntimeConfig) -> World:
         if backend == "nccl" and runtime.offload == "all":  # the gradient's norm is then summed in host memory
             backend = "cpu:gloo,cuda:nccl"
         options = dict(rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+        # Return when all ranks have connected: gloo prints errors on a rank whose peer has ended before, with a user error for example.
+        os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
         dist.init_process_group(backend, store=dist.PrefixStore(launch_id, store), **options)
     keeps_collectives = bool(launch_id and os.environ.get("GRPO_TEST_COLLECTIVES"))
     return World(rank, size, local_rank, device, launch_id, keeps_collectives, num_machines=max(size // local_size, 1))

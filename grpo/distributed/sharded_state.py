@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.types import Device
 
 from grpo.distributed.world import World
 
@@ -86,9 +87,11 @@ def divide_like(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
     return divided.clone()  # not a view of the whole tensor, which would stay in memory
 
 
-def gathered_on_main(tensors: Iterable[tuple[str, torch.Tensor]], world: World) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(name, whole tensor in host memory)`` one at a time; an empty one on the other ranks. All ranks iterate to the end."""
+def gathered_on_main(
+    tensors: Iterable[tuple[str, torch.Tensor]], world: World, device: Device = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(name, whole tensor on the device)`` one at a time; an empty one on the other ranks. All ranks iterate to the end."""
     for name, tensor in tensors:
         with world.collective():
             found = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-        yield name, found.cpu() if world.is_main else found.new_empty(0, device="cpu")
+        yield name, found.to(device) if world.is_main else found.new_empty(0, device=device)

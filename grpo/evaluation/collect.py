@@ -8,7 +8,7 @@ from grpo.config import Config
 from grpo.distributed import World
 from grpo.evaluation.estimate import CompletionResult, Estimate, estimates
 from grpo.model import check_context
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout import Engine, SamplingParams
 
 ROWS_PER_CALL = 256
 """Completions that one call of the sampler generates."""
@@ -78,7 +78,7 @@ def check_eval_context(config: Config, path: str, problems: Sequence[Problem]) -
 
 
 def evaluate(
-    engine: BuiltinEngine, problems: Sequence[Problem], grade: Grade, world: World, sampling: SamplingParams, *,
+    engine: Engine, problems: Sequence[Problem], grade: Grade, world: World, sampling: SamplingParams, *,
     seed: int, step: int = 0, keep_texts: bool = False, on_problems: Callable[[int], None] | None = None,
 ) -> Evaluation:  # fmt: skip
     """Evaluate one greedy completion of every problem and, if the temperature of ``sampling`` is above 0, its number of samples.

@@ -1,6 +1,7 @@
 """Evaluate models with the configuration of a run, outside training.
 
     python -m grpo.evaluation --model runs/X/checkpoint-150
+    python -m grpo.evaluation --model runs/X/checkpoint-150 --engine vllm
     python -m grpo.evaluation --model BEFORE --model runs/X/checkpoint-150 eval.num_samples=8 eval.temperature=1
     torchrun --nproc_per_node=8 -m grpo.evaluation --config X.yaml --model FOLDER
 
@@ -13,12 +14,14 @@ OUTPUT_DIR/evaluation.json (or --output). With several models, the last table co
 """
 
 import argparse
+import contextlib
 import errno
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,11 @@ from grpo.evaluation.collect import Evaluation, ProblemResult, check_eval_contex
 from grpo.evaluation.estimate import CompletionResult
 from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.logprobs import CompletionScorer
-from grpo.model import load_policy, load_tokenizer, resolve_model
+from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code_tests import check_rows
 from grpo.rewards.groups import messages_warning
-from grpo.rollout import BuiltinEngine, check_sampling, split_stop
+from grpo.rollout import Engine, build_engine, check_sampling, sampling_weights, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.intervals import LEVEL
@@ -56,7 +59,8 @@ def main(argv: list[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
     models, world = options.model or [], None
     try:
-        config, saved = config_of_models(models, options.config, rest)
+        engine = [f"rollout.engine={options.engine}"] if options.engine else []
+        config, saved = config_of_models(models, options.config, [*rest, *engine])
         world = start_world(config.runtime)
         if saved and world.is_main:
             print(f"config    {saved.source}, of the run; --config FILE or section.key=value changes it", flush=True)
@@ -71,12 +75,14 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m grpo.evaluation", allow_abbrev=False, description=__doc__, epilog=KEYS_EPILOG,
-        usage="python -m grpo.evaluation [--model MODEL ...] [--config FILE] [--output FILE] [section.key=value ...]",
+        usage="python -m grpo.evaluation [--model MODEL ...] [--config FILE] [--engine ENGINE] [--output FILE] [section.key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     model_help = "folder or Hub id; can be repeated; default: the configuration's model"
     parser.add_argument("--model", action="append", help=model_help)
     parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: that of the model's run")
+    engine_help = "builtin or vllm, short for rollout.engine=...; default: the configuration's"
+    parser.add_argument("--engine", choices=("builtin", "vllm"), help=engine_help)
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON file to write")
     return parser
 
@@ -91,7 +97,7 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
         with world.fail_together():
             if world.is_main:
                 _check_writable(output)
-        evaluations = [_evaluate_model(config, model, rows, rewards, world) for model in models]
+        evaluations = [_evaluate_model(config, model, rows, rewards, world, output) for model in models]
     if world.is_main:
         for model, evaluation in zip(models, evaluations, strict=True):
             print("\n".join(report(config, model, evaluation)), flush=True)
@@ -126,13 +132,35 @@ def _check_writable(output: Path) -> None:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from None
 
 
-def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World) -> Evaluation:
+def _evaluate_model(
+    config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World, output: Path
+) -> Evaluation:
     with world.main_first():
         path = resolve_model(
             model, config.data.dataset, trust_remote_code=config.model.trust_remote_code, adapters=True
         )
     with world.fail_together():
-        engine, problems = _load(config, path, rows, world)
+        policy, problems = _load(config, path, rows, world)
+    longest = max((len(problem.prompt_ids) for problem in problems), default=0)
+    engine = build_engine(
+        config,
+        world,
+        policy,
+        path=path,
+        root=policy.model,
+        longest=longest + eval_sampling(config).max_completion_length,
+        probe_ids=problems[0].prompt_ids if problems else (),
+        folder=output.parent,
+        warn=partial(print, flush=True),
+        builtin=dict(fast_decode=config.runtime.fast_decode),
+    )
+    with contextlib.closing(engine):
+        return _evaluate(config, model, engine, problems, rewards, world)
+
+
+def _evaluate(
+    config: Config, model: str, engine: Engine, problems: list[Problem], rewards: RewardRunner, world: World
+) -> Evaluation:
     if world.is_main and (warning := messages_warning(config, problems)):
         print(warning, flush=True)
     sampling = eval_sampling(config)
@@ -140,7 +168,8 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
     show_bar = world.is_main and sys.stderr.isatty()
     with tqdm(total=total, desc=model, unit="problem", leave=False, disable=not show_bar) as bar:
         grade, options = Grader(config.eval, rewards), dict(seed=config.seed, keep_texts=True, on_problems=bar.update)
-        evaluation = evaluate(engine, problems, grade, world, sampling, **options)
+        with sampling_weights(engine, world):
+            evaluation = evaluate(engine, problems, grade, world, sampling, **options)
     num_completions = len(evaluation.completions)
     if evaluation.num_unscored == num_completions:
         count = f"none of {num_completions} completions"
@@ -148,7 +177,7 @@ def _evaluate_model(config: Config, model: str, rows: Rows, rewards: RewardRunne
     return evaluation
 
 
-def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinEngine, list[Problem]]:
+def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy, list[Problem]]:
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
@@ -165,7 +194,7 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[BuiltinE
     if config.runtime.packed:  # as in training: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()
     check_sampling(policy)
-    return BuiltinEngine(policy, fast_decode=config.runtime.fast_decode), problems
+    return policy, problems
 
 
 def _samples_line(e: EvalConfig) -> str:

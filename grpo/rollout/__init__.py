@@ -1,13 +1,25 @@
 """Rollout: sample a group of completions for each problem.
 
-An engine has one method, ``generate(problems, sampling, *, address, on_tokens=None) -> list[Group]``. It takes prompts (token
+An engine (:class:`Engine`) samples by ``generate(problems, sampling, *, address, on_tokens=None) -> list[Group]``. It takes prompts (token
 ids), :class:`SamplingParams`, and ``address``, which sets the seeds. It returns token ids, the sampler's log-probabilities, and whether each
-completion finished or was cut. :class:`BuiltinEngine` is the engine in the training process.
+completion finished or was cut. :class:`BuiltinEngine` is the engine in the training process; :mod:`grpo.rollout.vllm`, imported when it is
+switched on, asks vLLM servers.
 """
 
+from grpo.rollout.build import build_engine
 from grpo.rollout.check import check_sampling
 from grpo.rollout.draw import SamplingParams
 from grpo.rollout.engine import BuiltinEngine, split_into_waves
+from grpo.rollout.interface import Engine, sampling_weights
 from grpo.rollout.stops import split_stop
 
-__all__ = ["BuiltinEngine", "SamplingParams", "check_sampling", "split_into_waves", "split_stop"]
+__all__ = [
+    "BuiltinEngine",
+    "Engine",
+    "SamplingParams",
+    "build_engine",
+    "check_sampling",
+    "sampling_weights",
+    "split_into_waves",
+    "split_stop",
+]

@@ -61,6 +61,9 @@ class BuiltinEngine:
         """Created in the first rollout with CUDA graphs."""
         self._is_llama = is_llama
         """True if :class:`LlamaDecoder` computes what the model computes; None: not tested yet."""
+        self._wants_graphs = cuda_graphs and policy.device.type == "cuda"
+        self._records_kept = False
+        """True if the last rollout kept the tokens that could be drawn."""
         self._has_weights = False
         """True inside :meth:`weights`."""
         self._kept_copies: Copies = {}
@@ -74,14 +77,10 @@ class BuiltinEngine:
         address: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """Sample ``num_generations`` completions of each problem; one group per problem, in order.
-
-        Args:
-            problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part of its seeds.
-            address: ``(seed, purpose, step)``. Completion g of a problem draws its uniform numbers from
-                ``derive_seed(seed, purpose, step, problem.index, g)``.
-            on_tokens: called with the number of tokens drawn since the last call, for progress bars.
+        """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem draws its uniform numbers, one a token, from the seed
+        that its address gives. ValueError if the model computes NaN.
         """
+        self._records_kept = sampling.records_kept
         G = sampling.num_generations
         rows = [(problem, g) for problem in problems for g in range(G)]
         prompts = [problem.prompt_ids for problem, _ in rows]
@@ -111,6 +110,11 @@ class BuiltinEngine:
                 decoder.keep_rows(torch.arange(len(prompts), device=self.policy.device))
 
     @property
+    def communicates(self) -> bool:
+        """True under FSDP: :meth:`weights` gathers."""
+        return self.gathered is not None
+
+    @property
     def may_capture(self) -> bool:
         """True if decode steps are captured in CUDA graphs, as far as the settings and the model's modules tell."""
         policy = self.policy
@@ -123,6 +127,15 @@ class BuiltinEngine:
         if self.graphs is None:
             return 0
         return int(cuda_graphs.MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.policy.device).total_memory)
+
+    def metrics(self) -> dict[str, float]:
+        """``sampling/ranks_without_graphs``, 1 if the last rollout was decoded without CUDA graphs; only where the settings ask for them."""
+        if not self._wants_graphs:
+            return {}
+        return {"sampling/ranks_without_graphs": float(self.graphs is None or self._records_kept)}
+
+    def close(self) -> None:
+        """Nothing is held outside this process."""
 
     @contextmanager
     def weights(self) -> Iterator[None]:

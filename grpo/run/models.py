@@ -40,9 +40,9 @@ class Models:
     moving_reference: nn.Module | Adapter | None
     """The reference model, or its adapter, if it changes during training (``ref_sync_steps``), so that checkpoints must hold it."""
     sampler: Policy
-    """The policy that rollouts sample with: under FSDP its model is this rank's own."""
+    """The policy that the built-in engine samples with: under FSDP its model is this rank's own."""
     gathered: GatheredWeights | None
-    """Fills the sampler's model under FSDP; None: the sampler is the policy."""
+    """Fills the sampler's model under FSDP; None: the sampler is the policy, or vLLM samples."""
     is_llama: bool | None
     """See :class:`grpo.rollout.BuiltinEngine`."""
     changed_rate: tuple[float, float] | None

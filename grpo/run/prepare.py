@@ -8,21 +8,23 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from grpo.config import Config, ConfigError, check_world_size, mask_command_line
+from grpo.batch import Problem
+from grpo.config import Config, ConfigError, RolloutConfig, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
-from grpo.evaluation.collect import check_eval_context
+from grpo.evaluation.collect import check_eval_context, eval_sampling
 from grpo.evaluation.grading import check_reward_names
 from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer, num_parameters, resolve_model
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
-from grpo.rollout import BuiltinEngine, split_stop
+from grpo.rollout import SamplingParams, build_engine, split_stop
 from grpo.run.adapters import check_adapter
 from grpo.run.content import content_digests
 from grpo.run.given import Given
@@ -159,10 +161,21 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         environment=here,
     )
     on_failure.callback(reporter.close)
-    runtime = config.runtime
-    options = dict(fast_decode=runtime.fast_decode, cuda_graphs=runtime.cuda_graphs)
-    options |= dict(gathered=models.gathered, is_llama=models.is_llama)
-    engine = BuiltinEngine(models.sampler, **options, warn=partial(print_from_rank, world, reporter))
+    builtin = dict(policy=models.sampler, gathered=models.gathered, is_llama=models.is_llama)
+    builtin |= config.runtime.model_dump(include={"fast_decode", "cuda_graphs"})
+    engine = build_engine(
+        config,
+        world,
+        policy,
+        path=path,
+        root=models.scorer,
+        longest=max(_longest(train.problems, config.rollout), _longest(eval_problems, eval_sampling(config))),
+        probe_ids=train.problems[0].prompt_ids,
+        folder=config.output_dir,
+        warn=partial(print_from_rank, world, reporter),
+        builtin=builtin,
+    )
+    on_failure.callback(engine.close)
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     optimizer, lr_schedule = models.optimizer, models.lr_schedule
     parts = dict(model=policy.trained, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)
@@ -229,6 +242,11 @@ def _tokenized(
     if evaluation.problems:
         check_eval_context(config, path, evaluation.problems)
     return tokenizer, train, evaluation
+
+
+def _longest(problems: Sequence[Problem], sampling: SamplingParams | RolloutConfig) -> int:
+    """Most tokens of a prompt and its completion."""
+    return max((len(problem.prompt_ids) for problem in problems), default=0) + sampling.max_completion_length
 
 
 def print_from_rank(world: World, reporter: Reporter, text: str) -> None:

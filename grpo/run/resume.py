@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo.config import Config, ConfigError
+from grpo.config import SERVER_KEYS, Config, ConfigError
+from grpo.distributed import launch_environment
 from grpo.run import checkpoint
 from grpo.run.adapters import check_same_kind
 from grpo.run.lock import Lock
@@ -23,8 +25,8 @@ MUST_NOT_CHANGE = (
     "model.attn_implementation", "lora", "data", "reward.functions", "rollout", "algorithm", "optim", "runtime.precision",
 )  # fmt: skip
 """Settings that a resumed run must share with its checkpoint to be the same run."""
-MAY_CHANGE = ("optim.reduce_each_microbatch",)
-"""Settings in those sections that trade memory for communication: the run stays the same up to rounding."""
+MAY_CHANGE = ("optim.reduce_each_microbatch", *(f"rollout.{key}" for key in SERVER_KEYS))
+"""Settings in those sections that trade memory for communication, or say where servers are: the run stays the same up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def read_start_point(
     differences = _differences(config, state, data_fingerprint, content)
     if differences and not config.checkpoint.accept_changes:
         listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in differences)
+        listed += _from_problems_per_rank(config, state, differences)
         raise ConfigError(
             f"{config.output_dir} was started with other settings ({listed}): "
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
@@ -94,6 +97,15 @@ def read_start_point(
         # A branch of a run in another folder: that run's wandb run and best checkpoint are not continued.
         state = state | {"best": None, "wandb_run_id": None}
     return StartPoint(folder, origin or state.get("origin"), state, differences)
+
+
+def _from_problems_per_rank(config: Config, state: dict[str, Any], differences: list[tuple[str, Any, Any]]) -> str:
+    """The key that the user wrote, where a step has another size because ``rollout.prompts_per_rank`` is multiplied by other ranks."""
+    key, before, now = "rollout.prompts_per_step", state.get("world_size"), launch_environment()[1]
+    size = next((new for name, _, new in differences if name == key), None)
+    if size is None or "prompts_per_rank" not in config.rollout.model_fields_set or before in (None, now):
+        return ""
+    return f", that is rollout.prompts_per_rank={size // now} on {now} rank(s), the checkpoint's were {before}"
 
 
 def print_differences(start: StartPoint, world_size: int, threads: int | None, versions: dict[str, str]) -> None:
@@ -168,11 +180,7 @@ def _differences(
         pairs.append(("data_fingerprint", state.get("data_fingerprint", data_fingerprint), data_fingerprint))
     saved_content = state.get("content")  # checkpoints of earlier versions have none
     if content is not None and isinstance(saved_content, dict):
-        for name in sorted({*saved_content, *content}):
-            old, new = saved_content.get(name), content.get(name)
-            if old != new:
-                now_it_is = "missing" if new is None else "new" if old is None else "changed"
-                pairs.append((f"content of {name}", "missing" if old is None else "as it was", now_it_is))
+        pairs += _content_differences(saved_content, content)
     for key, name in CHOSEN.items():  # setting what the run chose itself is no change
         section, _, leaf = key.partition(".")
         if now[section][leaf] == state.get(name) and isinstance(saved.get(section), dict):
@@ -190,3 +198,19 @@ def _differences(
         else:
             pairs.append((key, old, new))
     return [(key, old, new) for key, old, new in pairs if old != new and key not in MAY_CHANGE]
+
+
+def _content_differences(saved: dict[str, str], now: dict[str, str]) -> list[tuple[str, str, str]]:
+    """``(name, old, new)`` for each file that differs. A folder that is missing, or new, is one entry for all of its files."""
+    changed = [
+        (f"content of {name}", "as it was", "changed") for name in saved.keys() & now.keys() if saved[name] != now[name]
+    ]
+    for ends, names in (
+        (("as it was", "missing"), saved.keys() - now.keys()),
+        (("missing", "new"), now.keys() - saved.keys()),
+    ):
+        folders = Counter(map(os.path.dirname, names))
+        alone = [f"content of {name}" for name in names if folders[os.path.dirname(name)] == 1]
+        whole = [f"content of {folder} ({count} files)" for folder, count in folders.items() if count > 1]
+        changed += [(name, *ends) for name in alone + whole]
+    return sorted(changed)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from grpo.advantages import weighted_sum
 from grpo.batch import Batch, Group, Problem, microbatch_rows, microbatches
 from grpo.config import Config
 from grpo.data import Schedule
@@ -24,7 +25,7 @@ from grpo.model import Policy, sync_reference
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups, with_logged
 from grpo.rewards.logged import TrainerState
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout import Engine, SamplingParams, sampling_weights
 from grpo.run.adapters import AdapterReference
 from grpo.run.lock import Lock
 from grpo.run.saver import Progress, Saver
@@ -39,7 +40,7 @@ class Run:
     config: Config
     world: World
     policy: Policy
-    engine: BuiltinEngine
+    engine: Engine
     """Samples completions with the policy."""
     scorer: nn.Module
     """Log-probs of completions under the policy, with gradient; wrapped in DDP, or divided by FSDP, when there are several ranks."""
@@ -85,11 +86,9 @@ class Run:
         """Inside the block the engine samples from the weights of its start; ``seconds``: copying or gathering them counts as rollout."""
         taken: dict[str, float] = {}
         timed = contextlib.nullcontext() if seconds is None else self.world.timed("weights", taken)
-        # Gathering is a collective; a copy may run out of memory on this rank alone.
-        together = contextlib.nullcontext() if self.is_sharded else self.world.fail_together()
         with contextlib.ExitStack() as stack:
-            with timed, together:
-                stack.enter_context(self.engine.weights())
+            with timed:
+                stack.enter_context(sampling_weights(self.engine, self.world))
             if seconds is not None:
                 seconds["rollout"] += taken["weights"]
             yield
@@ -148,6 +147,8 @@ class Run:
         """
         result = score_groups(self.rewards, groups, self.trainer_state)
         values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values])
+        if self.config.algorithm.scale == "mean":
+            check_not_negative(values, self.rewards.names, self.rewards.weights, step=self.progress.step + 1)
         return with_logged(groups, result), values.view(len(groups), -1, len(self.rewards.names)), result
 
     def sync_reference(self) -> None:
@@ -185,10 +186,28 @@ class Run:
         return evaluation.metrics
 
     def close(self) -> None:
+        self.engine.close()
         self.rewards.close()
         self.reporter.close()
         self.signals.close()
         self.lock.release()
+
+
+def check_not_negative(values_BF: torch.Tensor, names: Sequence[str], weights: Sequence[float], *, step: int) -> None:
+    """ValueError, which names the step and the values of each reward function, if the reward of a completion is negative (MaxRL).
+
+    Args:
+        values_BF: ``[B, F]`` the value of each function for each completion; NaN: it could not score it.
+    """
+    rewards_B = weighted_sum(values_BF, weights).nan_to_num(0.0)
+    if (rewards_B >= 0).all():
+        return
+    lowest = int(rewards_B.argmin())
+    parts = [f"{n} {v:g} x {w:g}" for n, v, w in zip(names, values_BF[lowest].tolist(), weights, strict=True)]
+    raise ValueError(
+        f"step {step}: algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, and a completion "
+        f"got {rewards_B[lowest]:g} ({', '.join(parts)}): change the rewards or their weights, or take algorithm.scale=group"
+    )
 
 
 def _spare(batch: Batch) -> Batch:

@@ -107,8 +107,8 @@ def step_line(
     add_completions(groups, metrics)
     for phase, value in seconds.items():
         metrics.maximum(f"time/{phase}", value)
-    if run.config.runtime.cuda_graphs and run.world.device.type == "cuda":
-        metrics.total("sampling/ranks_without_graphs", float(run.engine.graphs is None or run.sampling.records_kept))
+    for name, value in run.engine.metrics().items():
+        metrics.total(name, value)
     reduced = metrics.reduce(run.world)
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]

@@ -48,7 +48,7 @@ def print_summary(
 def padded_note(config: Config, device: str, why_padded: str) -> str:
     """The line that says which faster methods a run that is not packed cannot use."""
     lost = "each prompt is computed once per completion when scoring"
-    if config.runtime.fast_decode:
+    if config.runtime.fast_decode and config.rollout.engine == "builtin":
         graphs = " and without CUDA graphs" if device == "cuda" and config.runtime.cuda_graphs else ""
         lost += f", and sampling uses transformers' decode step, without this package's faster one{graphs}"
     return f"note      {why_padded}: {lost}"
@@ -66,6 +66,8 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
         f"{a.updates_per_step} update(s) from them; {run.max_steps} steps, {run.problems.steps_per_epoch} to an epoch"
     )
     yield f"step      {rows}, over {run.world.size} rank(s); {updates}"
+    if r.engine == "vllm":
+        yield f"sampling  {run.engine}"
     yield f"algorithm {a.name}: {a.objective}, baseline {a.baseline}, scale {a.scale}, {a.aggregation}, beta {a.beta:g}"
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
     yield f"output    {config.output_dir}; the same command {restart}"
@@ -125,12 +127,20 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         yield "note: with one update per rollout the loss stays near 0 while its gradient does not: watch reward, not loss"
     for key, other in a.without_effect:
         yield f"note: algorithm.{key} has no effect with algorithm.{other}={getattr(a, other)}"
+    for key, other in r.without_effect:
+        yield f"note: rollout.{key} has no effect with rollout.{other}"
+    if r.engine == "vllm" and a.sampler_correction == "none" and a.objective != "dppo_tv":
+        yield (
+            "note: rollout.engine=vllm without algorithm.sampler_correction: the log-probs of vLLM and of the update differ, and the gradient is "
+            "not that of the policy which sampled; token_truncate corrects it"
+        )
     filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     active = [f"rollout.{key}={getattr(r, key):g}" for key, neutral in filters.items() if getattr(r, key) != neutral]
     if active and not r.keep_sampling_mask:
         yield (
             f"warning: {', '.join(active)}: tokens are sampled from a truncated distribution, but the log-probs are those of the whole "
-            "distribution, so the gradient estimate is biased: rollout.keep_sampling_mask=true removes the bias"
+            "distribution, so the gradient estimate is biased"
+            + (": rollout.keep_sampling_mask=true removes the bias" if r.engine == "builtin" else "")
         )
     if r.keep_sampling_mask and not active:
         yield "note: rollout.keep_sampling_mask has no effect without rollout.top_p, top_k or min_p"

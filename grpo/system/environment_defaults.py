@@ -1,9 +1,12 @@
 """Environment variables that PyTorch reads when it is imported or first used. This module imports none of it."""
 
 import os
+from collections.abc import Mapping
 
 NUM_CACHED_KERNELS = 64
+CACHE_NAMES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 
 
 def set_environment_defaults() -> None:
@@ -17,7 +20,13 @@ def set_environment_defaults() -> None:
     processes; neither is done here. torch 2.11 and later read ``PYTORCH_ALLOC_CONF`` (2.9 did not, pytorch/pytorch#183387);
     ``PYTORCH_CUDA_ALLOC_CONF``, its older name, still wins over it.
     """
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    for name in CACHE_NAMES:
         os.environ.setdefault(name, str(NUM_CACHED_KERNELS))
     if not any(name in os.environ for name in ALLOCATOR_NAMES):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        os.environ["PYTORCH_ALLOC_CONF"] = EXPANDABLE
+
+
+def without_environment_defaults(environment: Mapping[str, str]) -> dict[str, str]:
+    """A copy of the environment for another program, without what :func:`set_environment_defaults` set."""
+    defaults = {name: str(NUM_CACHED_KERNELS) for name in CACHE_NAMES} | {"PYTORCH_ALLOC_CONF": EXPANDABLE}
+    return {name: value for name, value in environment.items() if defaults.get(name) != value}

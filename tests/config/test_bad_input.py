@@ -54,6 +54,17 @@ CONFIG = {
     "no CUDA": (["runtime.device=cuda"], ["runtime.device=cuda", "auto"]),
     "initialisation of adapters": (["lora.rank=8", "lora.init=pissa"], ["lora.init='pissa'", "true or gaussian"]),
     "dropout of adapters": (["lora.rank=8", "lora.dropout=0.1"], ["lora.dropout=0.1", "disable_dropout=false"]),
+    "layers of adapters": (
+        ["lora.rank=8", "lora.target_modules=[q_proj, 1]"],
+        ["lora.target_modules=['q_proj', 1]", "[q_proj, v_proj]"],
+    ),
+    "MaxRL with a punishment": (
+        [
+            "algorithm.name=maxrl",
+            "reward.functions=[accuracy, {name: soft_overlong, args: {max_length: 16, cache_length: 4}}]",
+        ],
+        ["algorithm.scale=mean", "soft_overlong", "algorithm.scale=group"],
+    ),
     "merging without adapters": (["checkpoint.merge=true"], ["checkpoint.merge=true", "lora.rank"]),
     "average of adapters": (
         ["lora.rank=8", "algorithm.ref_sync_steps=2", "algorithm.ref_sync_alpha=0.5"],

@@ -57,6 +57,7 @@ def estimate(
     frozen_bytes: float = 0.0,
     num_shards: int = 1,
     gathered_bytes: float = 0.0,
+    samples_here: bool = True,
 ) -> Memory:
     """The memory of a decoder with gated MLPs (Llama, Qwen, Mistral, Gemma, ...); that of other models is of the same order.
 
@@ -70,6 +71,7 @@ def estimate(
         frozen_bytes: of the other parameters.
         num_shards: ranks that share the states (FSDP).
         gathered_bytes: whole weights and gradients in an update under FSDP.
+        samples_here: False where servers sample, which have the KV cache.
     """
     layers, hidden, inner, kv_width = sizes(model_config)
     bf16, num_trained = precision == "bf16", num_parameters if num_trained is None else num_trained
@@ -86,7 +88,8 @@ def estimate(
     return Memory(
         states=16.0 * num_trained / num_shards + frozen_bytes,
         reference=reference_bytes,
-        cache=2.0 * layers * kv_width * cache_element * tokens_in_flight + weight_copy * num_parameters,
+        cache=(2.0 * layers * kv_width * cache_element * tokens_in_flight + weight_copy * num_parameters)
+        * samples_here,
         activations=per_token * tokens_per_microbatch
         + BYTES_PER_SCORED_LOGIT * logits
         + autocast_copy * num_trained  # frozen weights are cast at every use, or are in bf16 already
@@ -148,6 +151,7 @@ def memory_of(run: Run, longest_prompt: int) -> Memory:
         tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
         tokens_per_microbatch=min(run.tokens_per_microbatch, most),
         keeps_copies=run.engine.may_capture,
+        samples_here=r.engine == "builtin",
         **_divided(run),
     )
 
@@ -170,9 +174,10 @@ def _divided(run: Run) -> dict[str, float]:
 def line(memory: Memory) -> str:
     """``memory    about 3.1 GiB a rank: ...``"""
     reference = f"reference {_size(memory.reference)}, " * bool(memory.reference)
+    cache = f"then KV cache and weight copies {_size(memory.cache)} while sampling, " * bool(memory.cache)
     return (
-        f"memory    about {_size(memory.peak)} a rank: weights, gradients and optimizer {_size(memory.states)}, {reference}then KV cache "
-        f"and weight copies {_size(memory.cache)} while sampling, activations {_size(memory.activations)} in the update"
+        f"memory    about {_size(memory.peak)} a rank: weights, gradients and optimizer {_size(memory.states)}, {reference}{cache}"
+        f"activations {_size(memory.activations)} in the update"
     )
 
 

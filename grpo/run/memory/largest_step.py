@@ -1,8 +1,8 @@
 """A dry run of the largest possible step before the first one, to find out-of-memory early, with a message that says what to set.
 
 The dry run holds what a step holds at its peak: the heaviest wave of a rollout, with a last token decoded and all rows copied; then
-forward and backward of the heaviest micro-batch. Both also hold Adam's averages, which the first update creates. It leaves out evaluations
-(at most 256 completions at once) and passes without gradient (smaller than the update).
+forward and backward of the heaviest micro-batch; before both, a wave of the longest completions of an evaluation. All hold Adam's averages,
+which the first update creates. It leaves out passes without gradient (smaller than the update).
 
 The run does not change by a bit: global generators are restored, gradients reach neither ``.grad`` nor DDP, the optimizer does not step.
 Only where a default (``optim.tokens_per_microbatch``, ``rollout.tokens_in_flight``) does not fit, a value that does is chosen instead, the
@@ -21,7 +21,8 @@ import torch
 
 from grpo.batch import Batch, Completion, Group, KeptTokens, Problem, collate, microbatch_rows
 from grpo.distributed import World, abandon_pass, gradient_sync
-from grpo.rollout import split_into_waves
+from grpo.evaluation.collect import ROWS_PER_CALL, eval_sampling
+from grpo.rollout import SamplingParams, split_into_waves
 from grpo.run.memory.estimate import GIB, graph_bytes
 from grpo.run.saver import CHOSEN
 from grpo.run.state import Run
@@ -43,10 +44,13 @@ def dry_run(run: Run, problems: Sequence[Problem]) -> str:
         torch.cuda.reset_peak_memory_stats(world.device)
     with world.timed("memory dry run", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
         # Under FSDP weights are gathered by all ranks together, before any of them may run out of memory.
-        with run.sampling_weights() if run.is_sharded else contextlib.nullcontext():
-            rows = _try_sampling(run, longest_first)
+        is_builtin = run.config.rollout.engine == "builtin"
+        with run.sampling_weights() if run.is_sharded and is_builtin else contextlib.nullcontext():
+            rows = _try_sampling(run, longest_first) if is_builtin else 0
+            if is_builtin:
+                _try_evaluation(run)
         tokens = _try_update(run, longest_first, rows)
-    tried = f"{rows} completions at once, {tokens} tokens forward and backward"
+    tried = f"{rows} completions at once, " * is_builtin + f"{tokens} tokens forward and backward"
     if is_cuda:
         peak = float(world.max(torch.tensor(torch.cuda.max_memory_allocated(world.device) / GIB)))
         total = torch.cuda.get_device_properties(world.device).total_memory / GIB
@@ -63,7 +67,7 @@ def _try_sampling(run: Run, longest_first: Sequence[Problem]) -> int:
     bound = most = min(wanted or whole, whole)
     while True:
         heaviest = _heaviest_waves(run, longest_first, bound)
-        if all(_fits(run.world, lambda prompts=prompts: _sample(run, prompts)) for prompts in heaviest):
+        if all(_fits(run.world, lambda prompts=prompts: _sample(run, prompts, run.sampling)) for prompts in heaviest):
             break
         if max(map(len, heaviest)) == 1:
             raise ValueError(
@@ -99,21 +103,47 @@ def _heaviest_waves(run: Run, longest_first: Sequence[Problem], bound: int) -> l
     return found
 
 
-def _sample(run: Run, prompts: Sequence[tuple[int, ...]]) -> None:
+def _try_evaluation(run: Run) -> None:
+    """Sample the completions of one call of an evaluation, greedy and sampled, after its longest prompts."""
+    problems = sorted(run.eval_problems, key=lambda problem: -len(problem.prompt_ids))
+    own = [problem.prompt_ids for problem in problems[: math.ceil(len(problems) / run.world.size)]]
+    sampling = eval_sampling(run.config)
+    kinds = [replace(sampling, num_generations=1, temperature=0.0)] + [sampling] * (not sampling.is_greedy)
+    for kind in kinds if own else ():
+        G, T, L = kind.num_generations, kind.max_completion_length, len(own[0])
+        prompts = [ids for ids in own[: max(ROWS_PER_CALL // G, 1)] for _ in range(G)]
+        wanted = run.sampling.tokens_in_flight
+        bound = most = min(wanted or len(prompts) * (L + T), len(prompts) * (L + T))
+        while True:
+            wave = prompts[split_into_waves(prompts, replace(kind, tokens_in_flight=bound))[0]]
+            if _fits(run.world, lambda wave=wave, kind=kind: _sample(run, wave, kind)):
+                break
+            if len(wave) == 1:
+                key = f"{'rollout' if run.config.eval.max_completion_length is None else 'eval'}.max_completion_length"
+                raise ValueError(
+                    f"{DOES_NOT_FIT}not even one completion of {T} tokens after a prompt of {L} can be sampled in an evaluation: lower {key}={T}"
+                )
+            bound //= 2
+        if bound < most:
+            whole = f"null ({most} tokens in an evaluation)"
+            _choose(run, "rollout.tokens_in_flight", wanted or whole, T, L, bound)
+
+
+def _sample(run: Run, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
     _averages = _adam_averages(run)  # held while sampling
     _pool = torch.empty(
-        _graphs(run, len(prompts), max(map(len, prompts)))[1], dtype=torch.uint8, device=run.world.device
+        _graphs(run, len(prompts), max(map(len, prompts)), sampling)[1], dtype=torch.uint8, device=run.world.device
     )
-    run.engine.dry_run(prompts, run.sampling)
+    run.engine.dry_run(prompts, sampling)
 
 
-def _graphs(run: Run, rows: int, longest_prompt: int) -> tuple[int, int]:
+def _graphs(run: Run, rows: int, longest_prompt: int, sampling: SamplingParams) -> tuple[int, int]:
     """Bytes of the buffers and of the pool of CUDA graphs that decode so many rows; zeros where nothing is captured."""
     if not run.engine.may_capture:
         return 0, 0
     return graph_bytes(
         run.policy.model.config.get_text_config(),
-        run.sampling,
+        sampling,
         rows,
         longest_prompt,
         bf16=run.policy.precision == "bf16",
@@ -122,7 +152,7 @@ def _graphs(run: Run, rows: int, longest_prompt: int) -> tuple[int, int]:
 
 def _kept_by_graphs(run: Run, rows: int, longest_prompt: int) -> int:
     """Most bytes that CUDA graphs keep between rollouts, beside the copied weights, which are in memory since the sampling above."""
-    buffers, pool = _graphs(run, rows, longest_prompt)
+    buffers, pool = _graphs(run, rows, longest_prompt, run.sampling)
     most = run.engine.kept_bytes()
     return min(buffers, most) + pool if most else 0
 

@@ -35,9 +35,9 @@ class ShardedPolicy:
     scorer: CompletionScorer
     """Holds the root group of the model."""
     sampler: Policy
-    """The same with a model of this rank's own, which has weights during rollouts only."""
-    gathered: GatheredWeights
-    """Fills the sampler's model."""
+    """The same with a model of this rank's own, which has weights during rollouts only; the policy itself where vLLM samples."""
+    gathered: GatheredWeights | None
+    """Fills the sampler's model; None where vLLM samples."""
     is_llama: bool
     """True if :class:`grpo.rollout.llama_decoder.LlamaDecoder` computes what the model computes."""
     why_padded: str | None
@@ -70,6 +70,8 @@ class ShardedLoader:
                 return reason, self.config.runtime.fast_decode and matches_model(policy.model, gathered)
 
         reason, is_llama = compute_inside(scorer, check)
+        if self.config.rollout.engine == "vllm":
+            return ShardedPolicy(policy, scorer, policy, None, is_llama, reason)
         own.set_attn_implementation(policy.model.config._attn_implementation)
         weights = GatheredWeights(scorer, policy.model, own, self.world)
         return ShardedPolicy(policy, scorer, replace(policy, model=own), weights, is_llama, reason)

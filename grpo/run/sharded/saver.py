@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,13 +11,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from grpo.distributed import World, gathered_on_main, share
+from grpo.model import saving
 from grpo.run import checkpoint
 from grpo.run.saver import Saver, how_to_continue
 from grpo.run.sharded.states import save_states
 from grpo.run.sharded.weight_files import INDEX, SINGLE
 
-MAX_FILE_BYTES = 5 * 10**9
-"""Largest file of weights, as in the folders that transformers writes; a single larger tensor has a file of its own."""
+MAX_FILE_BYTES = saving.MAX_FILE_BYTES
 
 
 class ShardedSaver(Saver):
@@ -105,7 +104,7 @@ def write_model(model: nn.Module, folder: Path, world: World) -> Exception | Non
 
     A rank that stopped gathering after an error would leave the others waiting, so all tensors are gathered in any case.
     """
-    error, index, plan = None, {}, list(_files(model))
+    error, index, plan = None, {}, list(saving.file_parts(model, MAX_FILE_BYTES))
     for number, tensors in enumerate(plan, 1):
         file = SINGLE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         gathered = {name: tensor.contiguous() for name, tensor in gathered_on_main(tensors, world)}
@@ -119,29 +118,9 @@ def write_model(model: nn.Module, folder: Path, world: World) -> Exception | Non
         try:
             checkpoint.save_config(model, folder)
             if len(plan) > 1:
-                size = sum(p.numel() * p.element_size() for _, p in _tensors(model))
+                size = sum(p.numel() * p.element_size() for _, p in saving.saved_tensors(model))
                 text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
                 (folder / INDEX).write_text(text, encoding="utf-8")
         except OSError as caught:
             error = caught
     return error
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights, a tied one once, and the buffers that a model folder has."""
-    yield from model.named_parameters()
-    saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-
-
-def _files(model: nn.Module) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The tensors of each file."""
-    part, size = [], 0
-    for name, tensor in _tensors(model):
-        num_bytes = tensor.numel() * tensor.element_size()
-        if part and size + num_bytes > MAX_FILE_BYTES:
-            yield part
-            part, size = [], 0
-        part.append((name, tensor))
-        size += num_bytes
-    yield part

@@ -1,0 +1,66 @@
+"""The interface of an engine: what the loop, the evaluation and the chat know of what samples completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Protocol
+
+from grpo.batch import Group, Problem
+from grpo.distributed import World
+from grpo.model import Policy
+from grpo.rollout.decode_loop import Prompts
+from grpo.rollout.draw import SamplingParams
+
+
+class Engine(Protocol):
+    """Samples completions with the weights of a policy."""
+
+    policy: Policy
+    communicates: bool
+    """True if :meth:`weights` uses collectives, and so raises an error of one rank on all."""
+
+    def weights(self) -> AbstractContextManager[None]:
+        """Inside the block, :meth:`generate` samples from the policy's weights of its start. All ranks enter it together."""
+
+    def generate(
+        self,
+        problems: Sequence[Problem],
+        sampling: SamplingParams,
+        *,
+        address: tuple[int, str, int],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[Group]:
+        """Sample ``num_generations`` completions of each problem; one group per problem, in order.
+
+        Args:
+            problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part of its seeds.
+            address: ``(seed, purpose, step)``. Completion g of a problem is a function of
+                ``derive_seed(seed, purpose, step, problem.index, g)`` and of the weights.
+            on_tokens: called with the number of tokens drawn since the last call, for progress bars.
+        """
+
+    def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
+        """Allocate the most memory that sampling can take in this process."""
+
+    @property
+    def may_capture(self) -> bool:
+        """True if decode steps are captured in CUDA graphs, as far as the settings and the model's modules tell."""
+
+    def kept_bytes(self) -> int:
+        """Most device memory that the engine keeps between rollouts."""
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the last call, of this rank, to be summed over ranks: ``sampling/...``."""
+
+    def close(self) -> None:
+        """Release what the engine holds outside this process."""
+
+
+@contextmanager
+def sampling_weights(engine: Engine, world: World) -> Iterator[None]:
+    """:meth:`Engine.weights` on all ranks, which raise together if the weights cannot be taken on one, out of memory for example."""
+    with ExitStack() as stack:
+        with nullcontext() if engine.communicates else world.fail_together():
+            stack.enter_context(engine.weights())
+        yield

@@ -1,0 +1,300 @@
+"""HTTP client of one vLLM server: its routes, retries, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import urllib3
+from urllib3.connection import HTTPConnection
+from urllib3.exceptions import HTTPError
+
+from grpo.rollout.vllm.keeper import has_given_up
+from grpo.system import first_line
+
+MAX_REQUESTS = 512
+"""Most requests in flight from one rank to one server."""
+CONNECT_SECONDS = 10.0
+MAX_PAUSE_SECONDS = 2.0
+"""Longest wait between two attempts."""
+RESET_SECONDS = 60.0
+"""Longest wait for the requests that hold the prefix cache."""
+KEEPALIVE = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in
+             (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)) if hasattr(socket, name)]  # fmt: skip
+"""A connection to a machine that has gone ends after two minutes, also while it waits for an answer."""
+
+
+class ServerError(ValueError):
+    """A server that does not work; one line with its address and what to do."""
+
+
+class NotAnswered(ServerError):
+    """One request was not answered, or with a 5xx status, and may be sent again."""
+
+    def __init__(self, message: str, status: int | None):
+        super().__init__(message)
+        self.status = status
+
+
+class UnknownModel(ServerError):
+    """The server has no model, or no adapter, of the name that a request gave."""
+
+
+class GivenUp(Exception):
+    """The caller no longer needs the answer."""
+
+
+class Sampled(NamedTuple):
+    """The answer to one request for a completion."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """As many as ids, in nats; empty if they were not asked for."""
+    finish_reason: str
+
+
+class Server:
+    """One vLLM server. All methods may be called from several threads.
+
+    A request that cannot connect, or that the server answers with a 5xx status, is sent again until ``timeout_s`` seconds have passed since
+    its first attempt. A 4xx status is a :class:`ServerError` at once.
+    """
+
+    def __init__(self, address: str, timeout_s: float, warn: Callable[[str], None] = print, log: Path | None = None):
+        """``address``: ``http://host:port``. ``warn`` gets a line of text when the server first does not answer. ``log``: of a server with a keeper."""
+        self.address, self.timeout_s, self.warn = address.rstrip("/"), timeout_s, warn
+        self.model = ""
+        """Name of the model in requests (:func:`grpo.rollout.vllm.check.check_server` asks for it)."""
+        self.answered_at = time.monotonic()
+        """Time of the last answer that was no 5xx status."""
+        self.last_error = ""
+        self.log = log
+        options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *KEEPALIVE]
+        self._pool = urllib3.PoolManager(num_pools=1, maxsize=MAX_REQUESTS, retries=False, socket_options=options)
+
+    def __str__(self) -> str:
+        return self.address
+
+    # Sampling and scoring
+
+    def complete(self, body: dict[str, Any], given_up: threading.Event) -> Sampled:
+        """One completion of ``body`` (``/v1/completions``, with ``return_token_ids``). It has no timeout of its own: see :attr:`answered_at`.
+
+        Raises:
+            NotAnswered: if the connection ends, or the server answers with a 5xx status or was told to abort its requests.
+            ServerError: if the answer lacks something, or the server refuses the request.
+            GivenUp: if the event is set.
+        """
+        if given_up.is_set():
+            raise GivenUp
+        answer = self.request("POST", "/v1/completions", body, bounded=False, retry=False)
+        sampled = self._sampled(answer, with_logprobs="logprobs" in body)
+        if sampled.finish_reason not in ("stop", "length"):
+            raise NotAnswered(f"{self} ended a completion with {sampled.finish_reason}", None)
+        return sampled
+
+    def _sampled(self, answer: Any, *, with_logprobs: bool) -> Sampled:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or len(choices) != 1:
+            found = len(choices) if isinstance(choices, list) else "no"
+            raise ServerError(f"{self} returned {found} completions where 1 was asked for: is it vLLM 0.32 or later?")
+        choice = choices[0]
+        ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if not ids or not isinstance(ids, list):
+            raise ServerError(f"{self} returned a completion without token ids: is it vLLM 0.32 or later?")
+        if not with_logprobs:
+            return Sampled(ids, [], reason)
+        is_complete = len(logprobs) == len(ids) and all(
+            isinstance(p, int | float) and math.isfinite(p) for p in logprobs
+        )
+        if not is_complete:
+            raise ServerError(
+                f"{self} returned {len(ids)} tokens without a finite log-prob for each ({len(logprobs)} values): its model computes NaN, or "
+                "it is not vLLM 0.32 or later"
+            )
+        return Sampled(ids, logprobs, reason)
+
+    def prompt_logprobs(self, ids: Sequence[int], model: str | None = None) -> list[float]:
+        """Log-probs in nats of ``ids[1:]`` at temperature 1, each given the ids before it. ``model``: the name of an adapter."""
+        body = {"model": model or self.model, "prompt": list(ids), "max_tokens": 1}
+        body |= {"temperature": 0.0, "prompt_logprobs": 0}
+        answer = self.request("POST", "/v1/completions", body)
+        try:
+            found = answer["choices"][0]["prompt_logprobs"][1:]
+            return [float(at[str(id)]["logprob"]) for at, id in zip(found, ids[1:], strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ServerError(f"{self} returned no log-probs of a prompt: is it vLLM 0.32 or later?") from None
+
+    # What the server is
+
+    def version(self) -> str:
+        """vLLM's version."""
+        return str(self._get("/version", "version"))
+
+    def models(self) -> list[dict[str, Any]]:
+        """The model, then its adapters: ``id``, ``root``, ``max_model_len``."""
+        return self._get("/v1/models", "data")
+
+    def info(self) -> dict[str, Any]:
+        """vLLM's own configuration (``vllm_config``) and environment (``vllm_env``)."""
+        return self.request("GET", "/server_info?config_format=json")
+
+    # Weights
+
+    def weight_version(self) -> str:
+        """The string that :meth:`set_weight_version` set last, or vLLM's own after a start."""
+        return self._get("/weight_info", "weight_version")
+
+    def set_weight_version(self, version: str) -> None:
+        self.request("POST", "/update_weight_version", {"new_version": version})
+
+    def reload(self, folder: str) -> None:
+        """Load all weights from the safetensors files of a folder.
+
+        It is sent once: after a failure vLLM's engine does not work any more, and the next request ends the process.
+        """
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self.request("POST", "/collective_rpc", body, retry=False)
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        self.request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    def unload_adapter(self, name: str) -> None:
+        self.request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each weight by vLLM's name of it, behind the ranks that hold it: ``dp0:pp0:pcp0:tp0:model.norm.weight``."""
+        answer = self.request("POST", "/weight_checker", {"action": "checksum"})
+        return self._item(answer, "checksums", "/weight_checker")
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; waits for requests that hold parts of it."""
+        started = time.monotonic()
+        while not self._item(self.request("POST", "/reset_prefix_cache"), "success", "/reset_prefix_cache"):
+            if time.monotonic() - started > min(self.timeout_s, RESET_SECONDS):
+                raise ServerError(
+                    f"{self} cannot empty its prefix cache: other programs use this server; give the run one of its own"
+                )
+            time.sleep(0.1)
+
+    # Requests
+
+    def listen(self) -> None:
+        """Count the server's silence from now on."""
+        self.answered_at = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Seconds since the last answer."""
+        return time.monotonic() - self.answered_at
+
+    def is_given_up(self) -> bool:
+        """True if the trainer started the server, and does not start it again."""
+        return self.log is not None and has_given_up(self.log)
+
+    def silence(self) -> ServerError:
+        """The error of a server that no longer answers."""
+        if self.is_given_up():
+            return ServerError(f"{self} has ended too often and is not started again: see {self.log}")
+        reason = f" ({self.last_error})" if self.last_error else ""
+        return ServerError(
+            f"{self} has not answered for {self.timeout_s:g} s{reason}: look at the server's log, start it again, or raise "
+            "rollout.server_timeout_s"
+        )
+
+    def request(
+        self,
+        method: str,
+        route: str,
+        body: dict[str, Any] | None = None,
+        *,
+        bounded: bool = True,
+        retry: bool = True,
+    ) -> Any:
+        """The JSON that a route answers.
+
+        Args:
+            bounded: wait ``timeout_s`` for the answer. False: as long as the connection stands.
+            retry: send the request again after failures.
+        """
+        connect, read = min(CONNECT_SECONDS, self.timeout_s), self.timeout_s if bounded else None
+        timeout = urllib3.Timeout(connect=connect, read=read)
+        started, wait = time.monotonic(), 0.1
+        while True:
+            status = None
+            try:
+                answer = self._pool.request(method, self.address + route, json=body, timeout=timeout, retries=False)
+                if answer.status < 500:
+                    self.answered_at, self.last_error = time.monotonic(), ""
+                    return self._content(answer, route)
+                status = answer.status
+                self.last_error = f"{method} {route}: status {status}, {_message(answer.data)}"
+            except (HTTPError, OSError) as error:
+                self.last_error = f"{method} {route}: {_reason(error)}"
+            if not retry:
+                raise NotAnswered(f"{self}: {self.last_error}", status)
+            if time.monotonic() - started > self.timeout_s or self.is_given_up():
+                raise self.silence()
+            if wait > 1.0 and time.monotonic() - self.answered_at > 5.0:
+                self._warn_once()
+            time.sleep(wait)
+            wait = min(2 * wait, MAX_PAUSE_SECONDS)
+
+    _warned_at = -math.inf
+
+    def _warn_once(self) -> None:
+        """Say that the server is waited for, once for each time it goes away."""
+        if self._warned_at < self.answered_at:
+            self._warned_at = time.monotonic()
+            self.warn(
+                f"waiting for {self} ({self.last_error}), at most {self.timeout_s:g} s (rollout.server_timeout_s) ..."
+            )
+
+    def _content(self, answer: Any, route: str) -> Any:
+        if answer.status >= 400:
+            kind = UnknownModel if answer.status == 404 and route == "/v1/completions" else ServerError
+            raise kind(f"{self} refuses {route.partition('?')[0]} (status {answer.status}): {_message(answer.data)}")
+        if not answer.data or "lora_adapter" in route:  # whose answer is a sentence
+            return None
+        try:
+            return json.loads(answer.data)
+        except ValueError:
+            raise ServerError(f"{self} answers {route} with something that is not JSON: is it a vLLM server?") from None
+
+    def _get(self, route: str, key: str) -> Any:
+        return self._item(self.request("GET", route), key, route)
+
+    def _item(self, answer: Any, key: str, route: str) -> Any:
+        if not isinstance(answer, dict) or key not in answer:
+            raise ServerError(f"{self} answers {route} without {key}: is it vLLM 0.32 or later?")
+        return answer[key]
+
+
+def _message(data: bytes) -> str:
+    """The server's own message, in one line."""
+    text = data.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+        error = found.get("error", found.get("detail", found))
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        pass
+    return first_line(ValueError(text))[:300]
+
+
+def _reason(error: BaseException) -> str:
+    """The system's reason inside of urllib3's errors, in a few words."""
+    inner: Any = error
+    while isinstance(inner, BaseException):
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        inner = (
+            inner.__cause__ or inner.__context__ or next((a for a in inner.args if isinstance(a, BaseException)), None)
+        )
+    return first_line(error)

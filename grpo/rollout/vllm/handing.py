@@ -1,0 +1,254 @@
+"""Hands the weights to the servers, verifies them there, and hands them over again to a server that has lost them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from grpo.distributed import World, gathered_on_main, is_sharded
+from grpo.model import Policy
+from grpo.model.saving import saved_tensors
+from grpo.rollout.vllm.check import Facts, check_server, check_settings, check_transfer
+from grpo.rollout.vllm.client import MAX_REQUESTS, NotAnswered, Server, ServerError
+from grpo.rollout.vllm.gpu_transfer import make_transfer
+from grpo.rollout.vllm.verify import check_checksums, check_probe, own_logprobs
+from grpo.rollout.vllm.weights import DTYPES, PREFIX, HandOver, WeightsFolder
+
+CHECKSUM_BYTES = 2 * 10**9
+"""Weights above this size are compared by checksums in the first hand-overs only: hashing 2 GB takes seconds on both sides."""
+FIRST_HAND_OVERS = 2
+LOADING = "loading "
+"""Before the version of weights that are not verified yet."""
+RETRY_SECONDS = 0.5
+
+
+class CannotLoad(ServerError):
+    """A server cannot load the weights, however often it is asked."""
+
+
+class Servers:
+    """The servers of a run and the weights they have. Its methods below ``give`` may be called from several threads."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        policy: Policy,
+        root: nn.Module,
+        folder: WeightsFolder,
+        probe_ids: Sequence[int],
+        world: World,
+        warn: Callable[[str], None],
+        weight_transfer: str = "file",
+    ):
+        """``root``: see :class:`grpo.rollout.vllm.engine.VLLMEngine`; ``weight_transfer``: see ``rollout.weight_transfer``."""
+        # An adapter is small, and vLLM takes adapters from files alone.
+        self.transfer = None if policy.adapter else make_transfer(weight_transfer, servers, policy.device)
+        self.all, self.policy, self.root, self.folder, self.world = list(servers), policy, root, folder, world
+        self.probe_ids, self.warn = probe_ids, warn
+        rank, n = world.rank, len(self.all)
+        self.own = self.all[rank :: world.size] if n > world.size else [self.all[rank % n]]
+        """The servers that this rank samples from."""
+        self.facts: dict[Server, Facts] = {}
+        self._handed: HandOver | None = None
+        self._expected: list[float] = []
+        """Log-probs of the probe under the weights that were handed over."""
+        self._versions: dict[Server, str] = {}
+        """The version of the weights that each server has, as far as this rank knows."""
+        self._num_given = 0
+        self._lock = threading.Lock()
+
+    def check(self, sampling: Any) -> None:
+        """Check the servers that this rank uses; all ranks call it. ``sampling`` as in :func:`check_settings`."""
+        with self.world.fail_together():
+            for server in dict.fromkeys([*self._given_by_this_rank, *self.own]):
+                self._check(server)
+                check_settings(server, self.facts[server], sampling)
+
+    def give(self) -> None:
+        """Write the policy's weights, and hand them to every server; all ranks call it.
+
+        Raises:
+            ValueError: on all ranks, if the weights cannot be written or a server does not compute with them.
+        """
+        size = sum(p.numel() * p.element_size() for _, p in self.policy.trained.named_parameters())
+        with_checksums = size < CHECKSUM_BYTES or self._num_given < FIRST_HAND_OVERS
+        # Under FSDP the forward pass is a collective.
+        with nullcontext() if is_sharded(self.root) else self.world.fail_together():
+            self._expected = own_logprobs(self.policy, self.root, self.probe_ids)
+        former = self._handed
+        if self.transfer is None:
+            self._handed = self.folder.write(self.policy, with_checksums=with_checksums)
+        else:
+            self._handed = self._sent()
+        self._versions = dict.fromkeys(self.all, f"{self._handed.name}.0")
+        with self.world.fail_together():
+            for server in self._given_by_this_rank:
+                self._give(server, self._versions[server])
+                if former is not None and former.adapter:
+                    self._unload(server, former.name)
+        self._num_given += 1
+        if self.world.is_main:
+            self.folder.keep_only(self._handed)
+
+    def _sent(self) -> HandOver:
+        """Send the policy's weights through the GPU. All ranks gather them, the main rank sends; a ServerError is raised on all."""
+        tensors, error = list(saved_tensors(self.policy.model)), None
+        handed = self.folder.named(adapter=False)
+        weights = gathered_on_main(tensors, self.world, self.policy.device)
+        if self.world.is_main:
+            layout = {name: tensor.shape for name, tensor in tensors}
+            try:
+                self.transfer.send(weights, layout, DTYPES[self.policy.precision], f"{LOADING}{handed.name}.0")
+            except ServerError as caught:
+                error = caught
+        for _ in weights:  # of which all ranks gather all
+            pass
+        with self.world.fail_together():
+            if error is not None:
+                raise error
+        return handed
+
+    @property
+    def _given_by_this_rank(self) -> list[Server]:
+        return self.all[self.world.rank :: self.world.size]
+
+    def most_requests(self, server: Server, longest_prompt: int) -> int:
+        """Most requests that this rank may have in flight to the server; ServerError if not even one prompt fits."""
+        limit = self.facts[server].tokens_per_step
+        if limit is None:
+            return MAX_REQUESTS
+        num_ranks = max(-(-self.world.size // len(self.all)), 1)
+        fitting = limit // longest_prompt // num_ranks
+        if fitting == 0:
+            raise ServerError(
+                f"{server} would compute a prompt of {longest_prompt} tokens in parts, which fails on the CPU when requests have seeds: start it "
+                "with --no-enable-chunked-prefill"
+            )
+        return min(fitting, MAX_REQUESTS)
+
+    def version(self, server: Server) -> str:
+        """The version that completions of this server must have."""
+        return self._versions[server]
+
+    def model_name(self, server: Server) -> str:
+        """The name to sample under: that of the adapter, if there is one."""
+        return self._handed.name if self._handed.adapter else server.model
+
+    def has_version(self, server: Server, version: str) -> bool:
+        """True if the server still has the weights of that version; waits until it answers.
+
+        An adapter is known by its name, which every request gives and which no other adapter gets.
+        """
+        return self._handed.adapter or server.weight_version() == version
+
+    def give_again(self, server: Server, version: str) -> None:
+        """Hand the same weights to a server that has no longer those of ``version``, unless another thread or rank has done it.
+
+        The weights get another version then: a completion that was requested in between has neither the one nor the other.
+        """
+        with self._lock, self.folder.lock():
+            if self._versions[server] != version:
+                return
+            found = self._version_found(server)
+            if found is None and self.transfer is not None:
+                raise ServerError(
+                    f"{server} was started again and has lost its weights, which rollout.weight_transfer={self.transfer.name} cannot bring back "
+                    "within a step: start the run again, it continues from its checkpoint, or set rollout.weight_transfer=file"
+                )
+            if found is None:
+                self.warn(f"{server} {self._loss(server)}: it gets the weights of this step again")
+                self._check(server)
+                found = f"{self._handed.name}.{uuid.uuid4().hex[:8]}"
+                self._give(server, found)
+            self._versions[server] = found
+
+    def _check(self, server: Server) -> None:
+        adapter = self.policy.adapter
+        self.facts[server] = check_server(server, self.policy, adapter.config["r"] if adapter else None)
+        if self.transfer is not None:
+            check_transfer(server, self.facts[server], self.transfer.name)
+
+    def _loss(self, server: Server) -> str:
+        """The way in which a server lost its weights."""
+        if not self._handed.adapter and server.weight_version().removeprefix(LOADING).startswith(PREFIX):
+            return "has the weights of another run (give each run a server of its own)"
+        return "was started again"
+
+    def _version_found(self, server: Server) -> str | None:
+        """The server's version if its weights are those of the last hand-over."""
+        if self._handed.adapter:
+            is_there = any(model["id"] == self._handed.name for model in server.models())
+            return self._versions[server] if is_there else None
+        found = server.weight_version()
+        return found if found.rpartition(".")[0] == self._handed.name else None
+
+    def _give(self, server: Server, version: str) -> None:
+        """Hand over and verify; once more from the start if the server is started again meanwhile."""
+        started = time.monotonic()
+        while True:
+            error = None
+            try:
+                if self._handed.adapter:
+                    self._load_adapter(server)
+                elif self.transfer is None:
+                    self._reload(server, version)
+                self._verify(server)
+            except ServerError as caught:
+                error = caught
+            if isinstance(error, CannotLoad):
+                raise error
+            if self._is_loaded(server, version):
+                if error is not None:
+                    raise error
+                if not self._handed.adapter:
+                    server.set_weight_version(version)
+                return
+            if time.monotonic() - started > server.timeout_s:
+                raise error or server.silence()
+            time.sleep(RETRY_SECONDS)
+            self._check(server)
+
+    def _is_loaded(self, server: Server, version: str) -> bool:
+        """True if the server has not been started again since the weights were loaded."""
+        if self._handed.adapter:
+            return self._version_found(server) is not None
+        return server.weight_version() == LOADING + version
+
+    def _reload(self, server: Server, version: str) -> None:
+        server.set_weight_version(LOADING + version)
+        try:
+            server.reload(str(self._handed.folder))
+        except NotAnswered as error:
+            if error.status is not None and "EngineCore" not in str(error):
+                raise CannotLoad(
+                    f"{error}: {server} could not load {self._handed.folder}: set rollout.weights_folder to a folder that the server sees too, "
+                    "and start the server again"
+                ) from None
+            raise
+        server.reset_prefix_cache()
+
+    def _load_adapter(self, server: Server) -> None:
+        """vLLM's prefix cache tells adapters apart by name, so it need not be emptied."""
+        if self._version_found(server) is None:
+            try:
+                server.load_adapter(self._handed.name, str(self._handed.folder))
+            except ServerError as error:
+                raise CannotLoad(
+                    f"{error}: set rollout.weights_folder to a folder that the server sees too, or lora.target_modules to layers that vLLM adapts"
+                ) from None
+
+    def _unload(self, server: Server, name: str) -> None:
+        if any(model["id"] == name for model in server.models()):
+            server.unload_adapter(name)
+
+    def _verify(self, server: Server) -> None:
+        handed, adapter = self._handed, self._handed.name if self._handed.adapter else None
+        check_probe(server, self.probe_ids, self._expected, self.policy.precision, adapter)
+        if handed.checksums:
+            check_checksums(server, handed.checksums, self.facts[server].tensor_parallel)

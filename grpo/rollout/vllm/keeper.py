@@ -1,0 +1,125 @@
+"""Keeps one server running while the trainer lives: ``python keeper.py TRAINER_PID LOG COMMAND ...``, standard library only.
+
+The command gets a process group of its own. Once the trainer has said by SIGUSR1 that the server answers, it is started again when it
+dies, at most ``MAX_RESTARTS`` times in a row; before that, its end is the keeper's end. When the trainer has gone, also by ``kill -9``, or
+on SIGTERM, the whole group is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+MAX_RESTARTS = 3
+STEADY_S = 600.0
+"""A server that has run so many seconds counts as well again: restarts are counted from 0."""
+POLL_S = 0.2
+TERM_S, KILL_S = 10.0, 10.0
+"""Seconds that a process group has after SIGTERM, and after SIGKILL."""
+LAST_END = ", it is not started again"
+"""End of the last line of the log of a server that the keeper has given up."""
+
+
+class Ended(Exception):
+    """The trainer has gone, or has sent SIGTERM."""
+
+
+def main(argv: list[str]) -> int:
+    """Returns 0 on SIGTERM or after the trainer, else the exit code of the server."""
+    trainer, log, *command = argv
+    has_answered = []
+    signal.signal(signal.SIGUSR1, lambda *_: has_answered.append(True))
+    signal.signal(signal.SIGTERM, _raise_ended)
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that the server leaves behind become children of the keeper
+    restarts = 0
+    with open(log, "a", buffering=1, encoding="utf-8") as file:
+        try:
+            while True:
+                started = time.monotonic()
+                code = run_once(command, file, int(trainer))
+                restarts = 1 if time.monotonic() - started > STEADY_S else restarts + 1
+                if not has_answered or restarts > MAX_RESTARTS:
+                    print(f"grpo: the server ended ({code}){LAST_END}", file=file)
+                    return code if code > 0 else 1
+                print(f"grpo: the server ended ({code}); restart {restarts} of {MAX_RESTARTS}", file=file)
+        except Ended:
+            return 0
+
+
+def has_given_up(log: Path) -> bool:
+    """True if the server of this log has ended, and its keeper does not start it again."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(log.stat().st_size - 256, 0))
+            return file.read().decode(errors="replace").rstrip().endswith(LAST_END)
+    except FileNotFoundError:
+        return False
+
+
+def run_once(command: list[str], log: TextIO, trainer: int) -> int:
+    """Start the command, wait for its end, end what is left of its process group; returns its exit code.
+
+    Raises:
+        Ended: if the trainer has gone or SIGTERM has come. The process group has ended then too.
+    """
+    streams = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    server = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=_end_with_keeper)
+    try:
+        while server.poll() is None:
+            if os.getppid() != trainer:
+                raise Ended
+            time.sleep(POLL_S)
+        return server.returncode
+    finally:
+        # Held back, not ignored: it still ends the keeper afterwards.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        end_group(server.pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def end_group(group: int) -> None:
+    """End all processes of a group: SIGTERM, and SIGKILL to those that are left after ``TERM_S``."""
+    for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, number)
+        while exists(group) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def exists(group: int) -> bool:
+    """True if the group has a process. Children that have ended are reaped: they would count."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _raise_ended(*_: object) -> None:
+    raise Ended
+
+
+def _end_with_keeper() -> None:
+    """In the server, before its program: it gets SIGTERM when the keeper itself is killed."""
+    _prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux only: elsewhere nothing happens."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

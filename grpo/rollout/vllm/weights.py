@@ -1,0 +1,199 @@
+"""The way of the weights to the servers: files in a folder that trainer and servers both see, written before each rollout."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from grpo.distributed import World, gathered_on_main
+from grpo.model import Policy
+from grpo.model.saving import file_parts, saved_tensors
+from grpo.rollout.vllm.verify import CHECKED, Checksums
+from grpo.system import first_line
+
+PREFIX = "grpo-"
+OWNER, LOCK = "owner", "lock"
+"""Files of a run's folder: the first is locked as long as the run lives, the second while a rank hands weights over again."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Weights that have been written for the servers."""
+
+    name: str
+    """Unique over all runs."""
+    folder: Path
+    adapter: bool
+    """The files hold a LoRA adapter; its name on the servers is ``name``."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the weights under vLLM's names; empty: they are not compared."""
+
+
+class WeightsFolder:
+    """The folder of one run inside ``rollout.weights_folder``. It disappears when the run ends; after a crash, when another run begins."""
+
+    def __init__(self, parent: str, world: World):
+        """All ranks call it; the main rank makes the folder. ValueError, on all ranks, if it cannot."""
+        self.world, self._handle, self._count = world, None, 0
+        path = None
+        with world.fail_together():
+            if world.is_main:
+                path = self._create(Path(parent))
+        self.path: Path = world.from_main(path)
+
+    def _create(self, parent: Path) -> Path:
+        token = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        hidden, path = parent / f".{PREFIX}{token}", parent / f"{PREFIX}{token}"
+        try:
+            remove_abandoned(parent)
+            # Locked before it gets its name: another run removes folders whose owner is not locked.
+            hidden.mkdir()
+            self._handle = os.open(hidden / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            with contextlib.suppress(OSError):  # a network file system without locks
+                fcntl.flock(self._handle, fcntl.LOCK_EX)
+            hidden.rename(path)
+        except OSError as error:
+            raise ValueError(
+                f"rollout.weights_folder={parent} cannot be written ({error.strerror}): set it to another folder"
+            ) from None
+        return path
+
+    def named(self, *, adapter: bool) -> HandOver:
+        """The next hand-over, not written yet. All ranks call it."""
+        self._count += 1
+        name = f"{self.path.name}-{self._count}"
+        return HandOver(name, self.path / name, adapter)
+
+    def write(self, policy: Policy, *, with_checksums: bool) -> HandOver:
+        """Write the policy's weights, or its adapter, in the precision of the run. All ranks call it, and the main rank writes.
+
+        ValueError, on all ranks, if the folder is too full.
+        """
+        hand_over = self.named(adapter=policy.adapter is not None)
+        found = policy.adapter.named_parameters() if hand_over.adapter else saved_tensors(policy.model, tied=True)
+        tensors = list(found)
+        dtype = torch.float32 if hand_over.adapter else DTYPES[policy.precision]
+        with self.world.fail_together():
+            if self.world.is_main:
+                self._make_room(hand_over.folder, sum(t.numel() for _, t in tensors) * dtype.itemsize)
+        if hand_over.adapter:
+            error = self._write_adapter(policy, hand_over.folder)
+        else:
+            is_known = getattr(policy.model.config, "model_type", None) in CHECKED
+            error = self._write_model(policy.model, hand_over, dtype, with_checksums and is_known)
+        with self.world.fail_together():
+            if error is not None:
+                shutil.rmtree(hand_over.folder, ignore_errors=True)
+                raise ValueError(
+                    f"rollout.weights_folder={self.path.parent}: the weights cannot be written ({error}): free space there, or set another folder"
+                )
+        return self.world.from_main(hand_over)
+
+    def _make_room(self, folder: Path, num_bytes: int) -> None:
+        parent = self.path.parent
+        try:
+            free = shutil.disk_usage(self.path).free
+            if free < num_bytes:
+                raise ValueError(
+                    f"rollout.weights_folder={parent} has {free / 1e9:.2f} GB free, and the weights take {num_bytes / 1e9:.2f} GB (twice, while new "
+                    "ones replace old ones): free space there, or set another folder"
+                )
+            folder.mkdir()
+        except OSError as error:
+            raise ValueError(
+                f"rollout.weights_folder={parent} cannot be written ({error.strerror}): set it to another folder"
+            ) from None
+
+    def _write_adapter(self, policy: Policy, folder: Path) -> str | None:
+        state = dict(gathered_on_main(policy.adapter.named_parameters(), self.world))
+        return (
+            _reason_of(lambda: policy.adapter.save_pretrained(folder, state_dict=state)) if self.world.is_main else None
+        )
+
+    def _write_model(
+        self, model: nn.Module, hand_over: HandOver, dtype: torch.dtype, with_checksums: bool
+    ) -> str | None:
+        """Returns the main rank's error. All tensors are gathered also after an error, because other ranks take part in that.
+
+        A tied weight is written under each of its names. On the CPU vLLM computes logits with a packed copy of the head, which it makes anew
+        only when the files hold the head.
+        """
+        error, index, checksums = None, {}, Checksums()
+        for number, part in enumerate(file_parts(model, tied=True), 1):
+            file, tensors = f"model-{number:05d}.safetensors", {}
+            for name, tensor in gathered_on_main(part, self.world):
+                if self.world.is_main:
+                    # A copy: safetensors takes no tensors that share memory.
+                    tensors[name] = tensor.to(dtype, copy=True).contiguous()
+                    if with_checksums:
+                        checksums.add(name, tensors[name])
+            if self.world.is_main and error is None:
+                error = _reason_of(
+                    lambda path=hand_over.folder / file, held=tensors: save_file(held, path, metadata={"format": "pt"})
+                )
+            index |= dict.fromkeys(tensors, file)
+        if self.world.is_main and error is None:
+            text = json.dumps({"metadata": {}, "weight_map": index})
+            error = _reason_of(
+                lambda: (hand_over.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+            )
+        if with_checksums:
+            hand_over.checksums.update(checksums.result())
+        return error
+
+    def keep_only(self, hand_over: HandOver) -> None:
+        """Delete all weights but these. The main rank calls it."""
+        for folder in self.path.glob(f"{PREFIX}*"):
+            if folder != hand_over.folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Inside the block no other rank or thread holds the lock of this folder."""
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            with contextlib.suppress(OSError):  # a network file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def close(self) -> None:
+        """Delete the folder, on the main rank."""
+        if self._handle is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._handle)
+            self._handle = None
+
+
+def _reason_of(write) -> str | None:
+    """Call ``write``; the reason if it fails. safetensors reports a full disk in an exception of its own."""
+    try:
+        write()
+    except Exception as error:
+        return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    return None
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Delete the folders of runs that have ended without deleting them: those whose owner file nobody holds locked."""
+    for folder in parent.glob(f"{PREFIX}*-*"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+            handle = os.open(folder / OWNER, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)

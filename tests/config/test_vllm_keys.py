@@ -1,0 +1,98 @@
+"""The keys of ``rollout.engine=vllm``: what they accept, what follows from them, and which may change when a run continues."""
+
+import pytest
+
+from grpo.config import SERVER_KEYS, make_config
+from grpo.run.resume import _differences
+from grpo.run.summary import warnings_of
+
+VLLM = {"rollout.engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rollout.server": []}, "rollout.server=[]: an empty list: name an address, http://host:8000, or start"),
+        ({"rollout.server": "host:8000"}, "neither start nor an address"),
+        ({"rollout.server": "http://:8000"}, "neither start nor an address"),
+        ({"rollout.server": "http://host:port"}, "neither start nor an address"),
+        ({"rollout.server": 8000}, "rollout.server=8000: 8000 is neither start nor an address"),
+        ({"rollout.server": ["start", "http://a"]}, "'start' is neither start nor an address"),
+        ({"rollout.server": ["http://a:1", "http://a:1/"]}, "http://a:1 is named twice"),
+        ({"rollout.server": "http://a:1", "rollout.num_servers": 2}, "rollout.num_servers=2 is for server=start"),
+        ({"rollout.vllm_command": "vllm serve {name}"}, "{name} is not known: there are {model} and {index}"),
+        ({"rollout.vllm_command": "vllm serve MODEL"}, "it needs {model}"),
+        ({"rollout.vllm_command": "vllm 'serve {model}"}, "cannot be cut into words"),
+        (VLLM | {"rollout.keep_sampling_mask": True}, "rollout.keep_sampling_mask=true needs"),
+        ({"rollout.server_timeout_s": 0}, "rollout.server_timeout_s"),
+        ({"rollout.engine": "sglang"}, "rollout.engine"),
+    ],
+)
+def test_a_wrong_value_is_one_line(values, message):
+    with pytest.raises(ValueError) as caught:
+        make_config(values)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_addresses():
+    assert make_config({}).rollout.addresses is None
+    one = make_config({"rollout.server": "http://a:1/"}).rollout
+    assert (one.server, one.addresses) == ("http://a:1", ["http://a:1"])
+    assert make_config({"rollout.server": ["http://a:1", "https://b/x/"]}).rollout.addresses == [
+        "http://a:1",
+        "https://b/x",
+    ]
+    assert make_config({"rollout.vllm_command": "v {model} --config '{\"level\": 0}' {index}"})
+
+
+@pytest.mark.parametrize(
+    ("values", "correction"),
+    [
+        ({}, "none"),
+        (VLLM, "token_truncate"),
+        (VLLM | {"algorithm.name": "dapo"}, "token_truncate"),
+        (VLLM | {"algorithm.sampler_correction": "none"}, "none"),
+        (VLLM | {"algorithm.sampler_correction": "sequence_mask"}, "sequence_mask"),
+        (VLLM | {"algorithm.name": "dppo_tv"}, "none"),
+        (VLLM | {"algorithm.objective": "dppo_tv"}, "none"),
+        (VLLM | {"algorithm.name": "dppo_tv", "algorithm.objective": "clip"}, "token_truncate"),
+    ],
+)
+def test_the_sampler_correction_follows_from_the_engine_unless_it_is_set(values, correction):
+    config = make_config(values)
+    assert config.algorithm.sampler_correction == correction
+    assert make_config(config.model_dump()).algorithm.sampler_correction == correction  # as written to config.yaml
+
+
+def notes(values):
+    return [line for line in warnings_of(make_config(values), [], []) if "rollout." in line]
+
+
+def test_notes():
+    assert notes({}) == [] and notes(VLLM) == []
+    assert notes({"rollout.num_servers": 2}) == ["note: rollout.num_servers has no effect with rollout.engine=builtin"]
+    assert notes(VLLM | {"rollout.tokens_in_flight": 99}) == [
+        "note: rollout.tokens_in_flight has no effect with rollout.engine=vllm"
+    ]
+    given = {"rollout.server": "http://a:1", "rollout.vllm_command": "v {model}"}
+    assert notes(VLLM | given) == ["note: rollout.vllm_command has no effect with rollout.server=ADDRESS"]
+    (line,) = notes(VLLM | {"algorithm.sampler_correction": "none"})
+    assert "rollout.engine=vllm without algorithm.sampler_correction" in line
+    (line,) = notes(VLLM | {"rollout.top_k": 5})
+    assert "the gradient estimate is biased" in line and "keep_sampling_mask" not in line
+
+
+def test_servers_may_change_between_runs_and_the_engine_may_not():
+    moved = {
+        **{"rollout.server": "http://a:1", "rollout.vllm_command": "v {model}", "rollout.server_timeout_s": 9},
+        **{"rollout.weights_folder": "/elsewhere", "rollout.weight_transfer": "nccl"},
+    }
+    assert {key.removeprefix("rollout.") for key in moved} | {"num_servers"} == set(SERVER_KEYS)
+    saved = {"config": make_config(VLLM).for_writing()}
+    assert _differences(make_config(VLLM | moved), saved) == []
+    assert _differences(make_config(VLLM | {"rollout.num_servers": 2}), saved) == []
+    assert ("rollout.engine", "vllm", "builtin") in _differences(make_config({}), saved)
+    before = {"config": make_config({}).for_writing()}
+    for key in (*SERVER_KEYS, "engine"):  # a checkpoint of an earlier version
+        del before["config"]["rollout"][key]
+    assert _differences(make_config({}), before) == []

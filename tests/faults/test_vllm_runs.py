@@ -1,0 +1,132 @@
+"""Runs that sample with real vLLM servers, which they start; and kills of either process at any moment."""
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_trainer
+from harness import Started, run
+from outputs import lines
+from vllm_server import vllm_python
+
+from grpo.evaluation.command import main
+
+pytestmark = pytest.mark.slow
+PATIENCE = 600
+"""Seconds for a run of a few steps, of which a server takes 15 to start on a quiet machine."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("vllm")
+
+
+def engine(output: Path) -> list[str]:
+    settings = "env VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1"
+    program = f"{vllm_python()} -m vllm.entrypoints.openai.api_server --model {{model}} --enforce-eager"
+    weights = output.parent / "weights"
+    weights.mkdir(exist_ok=True)
+    return ["rollout.engine=vllm", f"rollout.vllm_command={settings} {program}", f"rollout.weights_folder={weights}"]
+
+
+def settings(assets: Path, output: Path, *more: str) -> list[str]:
+    data = assets / "data" / "gsm8k"
+    return [
+        f"--config={ROOT}/configs/gsm8k_cpu.yaml",
+        f"output_dir={output}",
+        f"model.name_or_path={assets}/models/gsm8k-7m",
+        *(f"data.dataset={data}/train.jsonl", "data.config_name=null", "data.train_split=train[:64]"),
+        *(f"data.eval_dataset={data}/test.jsonl", "data.eval_split=train[:8]", "eval.max_samples=8"),
+        *("rollout.prompts_per_step=4", "rollout.num_generations=4", "rollout.max_completion_length=128"),
+        *("optim.max_steps=3", "optim.warmup_steps=0", "runtime.threads_per_rank=1", "checkpoint.save_steps=1"),
+        *engine(output),
+        *more,
+    ]
+
+
+def servers_of(output: Path) -> list[int]:
+    """Pids of the servers whose port is in the log of this run."""
+    ports = re.findall(r"--port (\d+)", (output / "vllm-0.log").read_text())
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"--port" in words and words[words.index(b"--port") + 1].decode() in ports and b"-I" not in words:
+            found.append(int(process.name))
+    return found
+
+
+def wait_until_gone(output: Path) -> None:
+    deadline = time.monotonic() + 60
+    while servers_of(output):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def steps_of(output: Path) -> list[dict]:
+    return [line for line in lines(output) if "reward" in line]
+
+
+def check(output: Path) -> None:
+    """Three steps, each once, whose log-probs are those of the update."""
+    steps = steps_of(output)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        assert line["sampling/logprob_difference"] < 1e-4
+        assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3)
+    wait_until_gone(output)
+
+
+def test_a_run_of_an_adapter_is_killed_and_continued_and_its_checkpoint_evaluated_with_both_engines(assets, folder):
+    output = folder / "killed"
+    arguments = settings(assets, output, "lora.rank=4", "optim.learning_rate=1e-3")
+    first = Started(output, arguments)
+    first.wait_for("step 1/3", timeout=PATIENCE)
+    time.sleep(random.random() * 3)
+    first.kill(signal.SIGKILL)
+    first.end()
+    wait_until_gone(output)
+    run(output, arguments, timeout=PATIENCE)
+    check(output)
+    assert all(line["sampling/stale_completions"] == 0 for line in steps_of(output))
+    assert list((folder / "weights").iterdir()) == []
+
+    command = ["--model", str(output / "checkpoint-3"), "runtime.threads_per_rank=1"]
+    tables = {name: evaluated(command, name, folder / f"{name}.json") for name in ("builtin", "vllm")}
+    assert tables["vllm"] == tables["builtin"]
+
+
+def evaluated(command: list[str], engine: str, output: Path) -> list:
+    """The greedy completions and results of an evaluation."""
+    assert main([*command, "--engine", engine, "--output", str(output)]) == 0
+    (model,) = json.loads(output.read_text())["models"]
+    return [problem["greedy"] for problem in model["problems"]]
+
+
+def test_two_ranks_that_divide_the_model_share_a_server_that_is_killed(assets, folder):
+    output = folder / "shared"
+    started = Started(output, settings(assets, output, "runtime.parallel=fsdp"), ranks=2)
+    started.wait_for("step 1/3", timeout=PATIENCE)
+    for pid in servers_of(output):
+        os.kill(pid, signal.SIGKILL)
+    assert started.end(timeout=PATIENCE) == 0, started.text()[-3000:]
+    assert "restart 1 of 3" in (output / "vllm-0.log").read_text()
+    check(output)
+
+
+def test_a_command_that_ends_is_one_line(assets, tmp_path):
+    more = [f"rollout.vllm_command={vllm_python()} -m vllm.entrypoints.openai.api_server --no-such-option {{model}}"]
+    done = run_trainer(*settings(assets, tmp_path / "run", *more), check=False, timeout=PATIENCE)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert (
+        "vLLM ended while it started" in line
+        and "no-such-option" in line
+        and str(tmp_path / "run" / "vllm-0.log") in line
+    )

@@ -1,0 +1,246 @@
+"""The vLLM engine against real servers (vLLM on the CPU): greedy completions, log-probs, stops, seeds, weights, restarts."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import load
+from vllm_server import VLLMServer
+
+from grpo.batch import Problem, collate
+from grpo.config import RolloutConfig, RuntimeConfig
+from grpo.distributed import start_world
+from grpo.logprobs import CompletionScorer
+from grpo.model import add_adapter
+from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout.vllm import VLLMEngine
+
+pytestmark = pytest.mark.slow
+ADDRESS = (0, "rollout", 0)
+
+
+@pytest.fixture(scope="module")
+def model(assets, tmp_path_factory):
+    """The 7M checkpoint, with settings of generation that must have no effect."""
+    folder = tmp_path_factory.mktemp("model") / "gsm8k-7m"
+    shutil.copytree(assets / "models" / "gsm8k-7m", folder, copy_function=shutil.copyfile)
+    file = folder / "generation_config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.3, "top_k": 2, "temperature": 0.5})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(model, tmp_path_factory):
+    """Name -> server, which starts when a test first builds an engine for it."""
+    logs = tmp_path_factory.mktemp("logs")
+    found = {
+        "plain": VLLMServer(model, logs / "plain.log"),
+        "processed": VLLMServer(
+            model, logs / "processed.log", "--logprobs-mode", "processed_logprobs", "--enable-lora", "--max-lora-rank", "8",
+            "--no-enable-chunked-prefill",
+        ),
+        "bf16": VLLMServer(model, logs / "bf16.log", dtype="bfloat16"),
+    }  # fmt: skip
+    try:
+        yield found
+    finally:
+        for server in found.values():
+            server.kill()
+
+
+@pytest.fixture
+def build(servers, tmp_path):
+    """Builds an engine for one of the servers."""
+    engines, world = [], start_world(RuntimeConfig(device="cpu"))
+
+    def make(name, policy, **options) -> VLLMEngine:
+        if servers[name].process is None:
+            servers[name].start()
+            servers[name].wait()
+        rollout = RolloutConfig(**dict(engine="vllm", weights_folder=str(tmp_path), server_timeout_s=300) | options)
+        probe_ids = tuple(range(100, 140))
+        engine = VLLMEngine(policy, [servers[name].address], world=world, rollout=rollout, probe_ids=probe_ids)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def problems(assets, model):
+    tokenizer = load(model).tokenizer
+    file = next((assets / "data").rglob("*test*.jsonl"))
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:64]]
+    found = []
+    for index, row in enumerate(rows):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["question"]}], add_generation_prompt=True, tokenize=False
+        )
+        found.append(Problem(index, row["question"], tuple(tokenizer(text, add_special_tokens=False)["input_ids"])))
+    return found
+
+
+def scores(policy, groups, temperature) -> list[torch.Tensor]:
+    """Log-probs of each completion's tokens by the scorer of training."""
+    batch = collate(
+        groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id, device=torch.device("cpu")
+    )
+    with torch.no_grad(), policy.inference():
+        logprobs_BT, _ = CompletionScorer(policy.model, temperature)(*batch.scorer_inputs)
+    return [row[mask] for row, mask in zip(logprobs_BT, batch.completion_mask_BT, strict=True)]
+
+
+def differences(policy, groups, temperature) -> torch.Tensor:
+    """Absolute differences of the sampler's log-probs from the scorer's, of all tokens."""
+    found = [torch.tensor(c.sampling_logprobs) for group in groups for c in group.completions]
+    return (torch.cat(found) - torch.cat(scores(policy, groups, temperature))).abs()
+
+
+def logprobs_of(engine, group) -> torch.Tensor:
+    """Log-probs of the tokens of a group's first completion by the server, as those of given tokens."""
+    ids, n = group.problem.prompt_ids + group.completions[0].ids, len(group.problem.prompt_ids)
+    return torch.tensor(engine.servers.own[0].prompt_logprobs(ids)[n - 1 :])
+
+
+def update(policy, problems, num_updates=3, learning_rate=1e-3) -> None:
+    """Optimizer updates that change what the model computes."""
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate)
+    ids_BS = torch.tensor([problem.prompt_ids[:24] for problem in problems[:8]])
+    for _ in range(num_updates):
+        policy.model(input_ids=ids_BS, labels=ids_BS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_greedy_completions_equal_the_builtin_engines(build, model, problems):
+    policy = load(model)
+    engine, sampling = build("plain", policy), SamplingParams(1, 160, temperature=0.0)
+    with engine.weights():
+        found = engine.generate(problems, sampling, address=ADDRESS)
+    expected = BuiltinEngine(policy).generate(problems, sampling, address=ADDRESS)
+    assert [group.completions for group in found] == [group.completions for group in expected]
+    assert {c.finished for group in found for c in group.completions} == {True, False}
+
+
+def test_stops_end_completions_where_the_builtin_engine_ends_them(build, model, problems):
+    policy = load(model)
+    engine = build("plain", policy)
+    tokens = policy.tokenizer.convert_ids_to_tokens(range(2, 8))
+    special = next((t for t in tokens if t in policy.tokenizer.all_special_tokens), policy.tokenizer.eos_token)
+    for stop in ((" the",), ("\n", special), ("= ", "answer>")):
+        sampling = SamplingParams(1, 60, temperature=0.0, stop=stop)
+        with engine.weights():
+            found = engine.generate(problems[:12], sampling, address=ADDRESS)
+        assert found == BuiltinEngine(policy).generate(problems[:12], sampling, address=ADDRESS), stop
+
+
+def test_the_same_seeds_give_the_same_completions(build, model, problems):
+    policy = load(model)
+    engine = build("plain", policy)
+    sampling, found = SamplingParams(4, 40), []
+    for address in (ADDRESS, ADDRESS, (0, "rollout", 1)):
+        with engine.weights():
+            found.append([g.completions for g in engine.generate(problems[:16], sampling, address=address)])
+    ids = [[c.ids for group in groups for c in group] for groups in found]
+    assert ids[0] == ids[1] != ids[2]
+    assert len(set(ids[0])) > 48  # of 64: the samples of a group differ
+
+
+def test_logprobs_at_a_temperature_are_the_scorers(build, model, problems):
+    policy = load(model)
+    engine = build("processed", policy, temperature=0.7)
+    with engine.weights():
+        groups = engine.generate(problems[:16], SamplingParams(4, 60, temperature=0.7), address=ADDRESS)
+    assert differences(policy, groups, 0.7).max() <= 1e-4
+
+
+def test_first_tokens_have_the_frequencies_of_the_softmax(build, model, problems):
+    """2,000 samples of one token: Pearson's chi-square over the tokens expected at least 8 times, and all others together."""
+    policy, n = load(model), 2000
+    engine = build("processed", policy)
+    with engine.weights():
+        (group,) = engine.generate(problems[:1], SamplingParams(n, 1), address=ADDRESS)
+    with torch.no_grad():
+        logits_V = policy.model(input_ids=torch.tensor([problems[0].prompt_ids])).logits[0, -1]
+    expected_V = n * logits_V.double().softmax(dim=-1)
+    counts_V = torch.bincount(torch.tensor([c.ids[0] for c in group.completions]), minlength=len(expected_V)).double()
+    often_V = expected_V >= 8
+    expected = torch.cat([expected_V[often_V], expected_V[~often_V].sum()[None]])
+    counts = torch.cat([counts_V[often_V], counts_V[~often_V].sum()[None]])
+    chi_square, freedom = float(((counts - expected) ** 2 / expected).sum()), len(expected) - 1
+    assert freedom >= 3
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)  # its mean and 5 standard deviations
+
+
+def test_logprobs_after_updates_are_those_of_the_new_weights(build, model, problems):
+    policy = load(model)
+    engine = build("plain", policy)
+    before = scores(policy, BuiltinEngine(policy).generate(problems[:4], SamplingParams(1, 30), address=ADDRESS), 1.0)
+    update(policy, problems)
+    with engine.weights():
+        groups = engine.generate(problems[:16], SamplingParams(4, 60), address=ADDRESS)
+        given = BuiltinEngine(policy).generate(problems[:8], SamplingParams(1, 60), address=ADDRESS)
+        for group in given:
+            assert (logprobs_of(engine, group) - scores(policy, [group], 1.0)[0]).abs().max() <= 1e-4
+    assert differences(policy, groups, 1.0).max() <= 1e-4
+    changed = scores(policy, BuiltinEngine(policy).generate(problems[:4], SamplingParams(1, 30), address=ADDRESS), 1.0)
+    assert any(len(a) != len(b) or (a - b).abs().max() > 0.01 for a, b in zip(before, changed, strict=True))
+
+
+def test_logprobs_after_updates_in_bf16(build, model, problems):
+    policy = load(model, precision="bf16")
+    engine = build("bf16", policy)
+    update(policy, problems, learning_rate=1e-4)
+    with engine.weights():
+        groups = engine.generate(problems[:8], SamplingParams(1, 40, temperature=0.0), address=ADDRESS)
+        found = [logprobs_of(engine, group) for group in groups]
+    assert (torch.cat(found) - torch.cat(scores(policy, groups, 1.0))).abs().mean() <= 1e-2
+
+
+def test_an_adapter_is_handed_over_alone(build, model, problems):
+    policy = load(model)
+    settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+    add_adapter(policy, settings, base=str(model), base_precision="fp32")
+    engine = build("processed", policy)
+    sizes = []
+    for _ in range(2):
+        update(policy, problems)
+        with engine.weights():
+            groups = engine.generate(problems[:8], SamplingParams(4, 40), address=ADDRESS)
+        assert differences(policy, groups, 1.0).max() <= 1e-4
+        files = [file for file in engine.folder.path.rglob("*") if file.is_file()]
+        sizes.append({file.name: file.stat().st_size for file in files})
+    assert all(set(found) == {"owner", "adapter_config.json", "adapter_model.safetensors"} for found in sizes)
+    names = [entry["id"] for entry in engine.servers.own[0].models()]
+    assert len(names) == 2 and names[1] == engine.servers.model_name(
+        engine.servers.own[0]
+    )  # the former adapter is unloaded
+
+
+def test_a_server_that_is_killed_and_started_again_loses_nothing(build, servers, model, problems):
+    policy, server = load(model), servers["plain"]
+    update(policy, problems)
+    engine, sampling = build("plain", policy), SamplingParams(4, 60)
+    with engine.weights():
+        expected = engine.generate(problems[:12], sampling, address=ADDRESS)
+    done = 0
+
+    def kill_once(num_tokens):
+        nonlocal done
+        done += 1
+        if done == 10:
+            server.kill()
+            server.start()  # it needs at least ten seconds
+
+    with engine.weights():
+        found = engine.generate(problems[:12], sampling, address=ADDRESS, on_tokens=kill_once)
+    assert [[c.ids for c in group.completions] for group in found] == [
+        [c.ids for c in group.completions] for group in expected
+    ]
+    assert differences(policy, found, 1.0).max() <= 1e-4
