@@ -73,6 +73,34 @@ def test_a_dry_run_restores_generators_gradients_and_weights(tmp_path):
         run.close()
 
 
+@pytest.mark.parametrize(
+    ("more", "rows", "longest"),
+    [
+        ((), {"rollout": 24, "greedy": 13}, 12),
+        (("eval.max_completion_length=40",), {"rollout": 24, "greedy": 13}, 40),
+        (("eval.temperature=1", "eval.num_samples=100"), {"rollout": 24, "greedy": 13, "samples": 200}, 12),
+    ],
+)
+def test_a_dry_run_samples_as_an_evaluation_does(tmp_path, random_model, more, rows, longest):
+    """13 problems: one greedy completion of each, and of as many problems as give at most 256 rows all samples."""
+    config = load_config([*small_run(random_model, tmp_path / "run"), *more])
+    run = prepare(config, start_world(config.runtime))
+    tried, sample = {}, run.engine.dry_run
+
+    def counted(prompts, sampling):
+        is_rollout = sampling == run.sampling
+        tried["rollout" if is_rollout else "greedy" if sampling.is_greedy else "samples"] = len(prompts)
+        assert sampling.max_completion_length == (12 if is_rollout else longest)
+        sample(prompts, sampling)
+
+    run.engine.dry_run = counted
+    try:
+        dry_run(run, run.problems.problems)
+        assert tried == rows
+    finally:
+        run.close()
+
+
 @pytest.mark.slow
 def test_a_dry_run_changes_no_bit_on_two_ranks(tmp_path, random_model):
     with_it, without = with_and_without(tmp_path, small_run(random_model, tmp_path), ranks=2)
@@ -197,16 +225,16 @@ def test_an_update_too_large(tmp_path, long_model, packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", ["null", "80000"])
+@pytest.mark.parametrize(("bound", "mib"), [("null", 220), ("80000", 180)])
 @pytest.mark.parametrize("packed", ["true", "false"])
-def test_a_rollout_too_large(tmp_path, packed, bound):
-    """A cache of 200 MiB, and an update that is small. A limit that the user set is refused; without one, one is chosen."""
+def test_a_rollout_too_large(tmp_path, packed, bound, mib):
+    """A limit that the user set is refused; without one, one is chosen. Measured: 40,000 tokens need up to 140 MiB, 80,000 need 240."""
     model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
     arguments = long_run(
         model, tmp_path / "run", "rollout.prompts_per_step=32", "optim.tokens_per_microbatch=1000",
         f"runtime.packed={packed}", "algorithm.beta=0.0", f"rollout.tokens_in_flight={bound}",
     )  # fmt: skip
-    first = run_with(120, *arguments, tmp_path=tmp_path)
+    first = run_with(mib, *arguments, tmp_path=tmp_path)
     if bound == "null":
         (value,) = chosen(first, "rollout.tokens_in_flight")
         assert "rollout.tokens_in_flight=null (105984 tokens) is too much for completions of 400 tokens" in first.stdout
@@ -218,9 +246,31 @@ def test_a_rollout_too_large(tmp_path, packed, bound):
         told,
     )
     assert found and 800 < int(found[1]) < 80000, told
-    done = run_with(120, *arguments, f"rollout.tokens_in_flight={found[1]}", tmp_path=tmp_path)
+    done = run_with(mib, *arguments, f"rollout.tokens_in_flight={found[1]}", tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "dry run of a largest step in " in done.stdout and "step 1/1" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_evaluation_too_large(tmp_path):
+    """A small rollout and long completions of an evaluation, whose cache would be 200 MiB: the tokens in flight are limited."""
+    model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
+    more = [
+        "data.max_eval_samples=128",
+        "eval.max_completion_length=800",
+        "rollout.max_completion_length=16",
+        "algorithm.beta=0.0",
+    ]
+    arguments = long_run(model, tmp_path / "run", *more)
+    (value,) = chosen(run_with(120, *arguments, tmp_path=tmp_path), "rollout.tokens_in_flight")
+    assert 800 < int(value) < 128 * 814
+    told = refused(
+        run_with(120, *arguments, f"output_dir={tmp_path}/other", "rollout.tokens_in_flight=100000", tmp_path=tmp_path)
+    )
+    assert re.fullmatch(
+        r"rollout\.tokens_in_flight=100000 is too much for completions of 800 tokens after prompts of 14; \d+ fits",
+        told,
+    )
 
 
 @pytest.mark.slow
