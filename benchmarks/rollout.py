@@ -244,7 +244,7 @@ def main() -> None:
     for number in range(a.repeats + 1):
         for name, side in sides.items() if number % 2 else reversed(sides.items()):
             if side is served:
-                served.hand_over()
+                served.sync()
             start = time.perf_counter()
             tokens = side(engine, prompts_UL, lengths_UG.to(device), a.max_length)
             if device.type == "cuda":
@@ -254,7 +254,7 @@ def main() -> None:
                 rates[name].append(tokens / (time.perf_counter() - start))
     for side in vllm.values():
         side.stop()
-    result = {"ours": statistics.median(rates["ours"])} | ({"hand_over_seconds": served.stop()} if served else {})
+    result = {"ours": statistics.median(rates["ours"])} | ({"weight_sync_seconds": served.stop()} if served else {})
     bandwidth = copy_bandwidth(device)
     bound = int(lengths_UG.sum()) / bound_seconds(policy.model, lengths_UG, a.prompt, a.precision, bandwidth)
     result |= {"bandwidth_bound": bound, "copy_bytes_per_second": bandwidth, "share_of_bound": result["ours"] / bound}
@@ -270,7 +270,7 @@ def main() -> None:
     per_1000 = {name: 1000 / statistics.median(values) for name, values in rates.items()}
     print("seconds per 1,000 tokens:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in per_1000.items()))
     if served:
-        print(f"hand-over of the weights: {result['hand_over_seconds']:.2f} s")
+        print(f"weight sync: {result['weight_sync_seconds']:.2f} s")
     if a.output:
         result |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "machine": processor()}
         if a.vllm_python:

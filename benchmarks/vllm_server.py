@@ -21,7 +21,7 @@ class ForcedLengths(VLLMEngine):
 
 
 class Served:
-    """A server; a call samples once, with the weights that :meth:`hand_over` has given it before."""
+    """A server; a call samples once, with the weights of the last :meth:`sync`."""
 
     def __init__(self, address: str, policy: Policy, threads: int, weights_folder: str):
         world = start_world(RuntimeConfig(device=policy.device.type, threads_per_rank=threads))
@@ -29,8 +29,8 @@ class Served:
         self.engine = ForcedLengths(policy, [address], world=world, rollout=rollout)
         self.inside, self.seconds = ExitStack(), []
 
-    def hand_over(self) -> None:
-        """Write the weights and give them to the server, which also empties its prefix cache."""
+    def sync(self) -> None:
+        """Load the current weights into the server, which also empties its prefix cache."""
         self.inside.close()
         start = time.perf_counter()
         self.inside.enter_context(self.engine.weights())
@@ -43,7 +43,7 @@ class Served:
         return sum(len(c.ids) for group in groups for c in group.completions)
 
     def stop(self) -> float:
-        """Returns the median seconds of a hand-over."""
+        """Returns the median seconds of a weight sync."""
         self.inside.close()
         self.engine.close()
         return statistics.median(self.seconds[1:])

@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     model_help = "checkpoint folder, any Hugging Face folder or id, or builtin:tiny"
     parser.add_argument("--model", required=True, help=model_help)
     parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: that of the model's run")
-    engine_help = "builtin or vllm, short for rollout.engine=...; default: the configuration's"
-    parser.add_argument("--engine", choices=("builtin", "vllm"), help=engine_help)
+    engine_help = "builtin (default, whatever the run sampled with) or vllm; short for rollout.engine=..."
+    parser.add_argument("--engine", choices=("builtin", "vllm"), default="builtin", help=engine_help)
     parser.add_argument("--prompt", metavar="TEXT", help="sample this prompt instead of starting a conversation")
     parser.add_argument("--samples", type=int, metavar="N", default=8, help="completions of --prompt (default 8)")
     column_help = "a column for the rewards, such as answer=42"
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 def _config_from(options: argparse.Namespace, overrides: list[str]) -> Config:
     # Without a run: an empty system prompt, or the model would get the instructions of the default task.
     plain = {"data": {"system_prompt": ""}}
-    overrides = [*overrides, *([f"rollout.engine={options.engine}"] if options.engine else [])]
+    overrides = [f"rollout.engine={options.engine}", *overrides]
     config, saved = config_of_models([options.model], options.config, overrides, without_run=plain)
     options.is_plain = saved is None and options.config is None
     options.has_rewards = not options.is_plain or options.column or any(o.startswith("reward") for o in overrides)

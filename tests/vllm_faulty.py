@@ -35,6 +35,7 @@ class FaultyServer:
         self.folder, self.changes = folder, changes
         self.vllm_version = "0.32.0"
         self.dev_mode = True
+        self.api_key = ""
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.vocabulary = self.model.config.vocab_size
         self.start_state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -104,6 +105,12 @@ class FaultyServer:
         try:
             route = request.path.partition("?")[0]
             status = self.status(route)
+            if (
+                self.api_key
+                and route.startswith("/v1")
+                and request.headers["Authorization"] != f"Bearer {self.api_key}"
+            ):
+                status = 401
             answer = self.answer(route, body) if status == 200 else (status, {"error": {"message": "made to fail"}})
             status, content = answer if isinstance(answer, tuple) else (200, answer)
         except NoAnswer:

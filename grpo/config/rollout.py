@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from grpo.config.schema import Folder, Section
 
 SERVER_KEYS = ("server", "num_servers", "vllm_command", "server_timeout_s", "weights_folder", "weight_transfer")
-"""Keys that are read with ``engine=vllm`` alone. They change where completions are sampled, not which."""
+"""Keys that are read with ``engine=vllm`` alone. They do not change the algorithm, so they may differ when a run continues."""
 
 
 class RolloutConfig(Section):
@@ -54,7 +54,7 @@ class RolloutConfig(Section):
     """With engine=vllm: folder through which the servers get the weights; /dev/shm is memory. For servers on other machines: a folder
     that all machines see."""
     weight_transfer: Literal["file", "nccl", "ipc"] = "file"
-    """With engine=vllm: the way of the weights to the servers. file: weights_folder; nccl: broadcast between GPUs; ipc: shared memory of the one
+    """With engine=vllm: how the servers get the weights. file: weights_folder; nccl: broadcast between GPUs; ipc: shared memory of the one
     GPU that trainer and server use. nccl and ipc have not yet run on a GPU. LoRA adapters go by file."""
 
     @field_validator("stop")

@@ -5,8 +5,8 @@
     python -m grpo.evaluation --model BEFORE --model runs/X/checkpoint-150 eval.num_samples=8 eval.temperature=1
     torchrun --nproc_per_node=8 -m grpo.evaluation --config X.yaml --model FOLDER
 
-Data, prompts, rewards, seed and the section `eval` come from the configuration, and the completions are the same as in the
-evaluations of the training loop. Without --config it is the configuration of the run that wrote the checkpoint (with several
+Data, prompts, rewards, seed and the section `eval` come from the configuration, and with the built-in engine the completions are
+the same as in the evaluations of the training loop. Without --config it is the configuration of the run that wrote the checkpoint (with several
 models: the first that has one), without such a run the defaults.
 
 The command prints each metric with its 95% interval and count, and writes every problem with its completions and their results to
@@ -59,8 +59,7 @@ def main(argv: list[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
     models, world = options.model or [], None
     try:
-        engine = [f"rollout.engine={options.engine}"] if options.engine else []
-        config, saved = config_of_models(models, options.config, [*rest, *engine])
+        config, saved = config_of_models(models, options.config, [f"rollout.engine={options.engine}", *rest])
         world = start_world(config.runtime)
         if saved and world.is_main:
             print(f"config    {saved.source}, of the run; --config FILE or section.key=value changes it", flush=True)
@@ -81,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     model_help = "folder or Hub id; can be repeated; default: the configuration's model"
     parser.add_argument("--model", action="append", help=model_help)
     parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: that of the model's run")
-    engine_help = "builtin or vllm, short for rollout.engine=...; default: the configuration's"
-    parser.add_argument("--engine", choices=("builtin", "vllm"), help=engine_help)
+    engine_help = "builtin (default, whatever the run sampled with) or vllm; short for rollout.engine=..."
+    parser.add_argument("--engine", choices=("builtin", "vllm"), default="builtin", help=engine_help)
     parser.add_argument("--output", type=Path, metavar="FILE", help="the JSON file to write")
     return parser
 

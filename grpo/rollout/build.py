@@ -35,14 +35,14 @@ def build_engine(
     """The engine of a run, an evaluation or a chat. All ranks call it together.
 
     Args:
-        policy: under FSDP its model is divided.
+        policy: under FSDP its model is sharded.
         path: folder or Hub id of the model; of an adapter's folder, servers start with its model.
-        root: the module that holds the policy's model, under FSDP the divided one.
+        root: the module that holds the policy's model, under FSDP the sharded one.
         longest: most tokens of a prompt and its completion; None: as many as the model allows.
         probe_ids: a prompt, for the check of the weights that a server has got.
         folder: gets the logs of servers.
         warn: called with lines for the console.
-        builtin: arguments of :class:`BuiltinEngine`, which samples from ``sampler`` or, without it, from the policy.
+        builtin: further arguments of :class:`BuiltinEngine`. With ``policy`` among them it samples from that one, as it must under FSDP.
 
     Raises:
         ValueError: on all ranks, if a server cannot be started, or is not fit for this run.
@@ -89,7 +89,7 @@ def _started_servers(
     config: Config, world: World, policy: Policy, path: str, longest: int | None, folder: str | Path, show
 ):
     """Servers on this machine (:class:`grpo.rollout.vllm.process.StartedServers`)."""
-    from grpo.rollout.vllm.check import DTYPES
+    from grpo.rollout.vllm.check import DTYPE_NAMES
     from grpo.rollout.vllm.process import StartedServers
 
     r, path = config.rollout, base_of(path)
@@ -102,7 +102,7 @@ def _started_servers(
         r.vllm_command,
         os.path.abspath(path) if os.path.isdir(path) else snapshot_of(path),
         num=r.num_servers,
-        dtype=DTYPES[policy.precision],
+        dtype=DTYPE_NAMES[policy.precision],
         max_model_len=longest,
         lora_rank=policy.adapter.config["r"] if policy.adapter is not None else None,
         weight_transfer=r.weight_transfer,

@@ -1,4 +1,4 @@
-"""Started on several ranks: updates a divided model, hands its weights to a vLLM server and samples from it.
+"""Started on several ranks: updates a sharded model, syncs its weights to a vLLM server and samples from it.
 
     python sharded_vllm.py FILE ADDRESS ARGUMENTS OF train_grpo.py
 

@@ -8,7 +8,7 @@ from vllm_faulty import FaultyServer
 pytestmark = pytest.mark.slow
 
 
-def test_a_divided_model_is_handed_over_whole(tmp_path, random_model):
+def test_a_sharded_model_is_synced_whole(tmp_path, random_model):
     server, file, folder = FaultyServer(random_model), tmp_path / "facts.pt", tmp_path / "weights"
     folder.mkdir()
     arguments = [*small_run(random_model, tmp_path / "run"), "runtime.parallel=fsdp", "optim.learning_rate=1e-2"]

@@ -203,7 +203,7 @@ def test_logprobs_after_updates_in_bf16(build, model, problems):
     assert (torch.cat(found) - torch.cat(scores(policy, groups, 1.0))).abs().mean() <= 1e-2
 
 
-def test_an_adapter_is_handed_over_alone(build, model, problems):
+def test_an_adapter_is_synced_alone(build, model, problems):
     policy = load(model)
     settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     add_adapter(policy, settings, base=str(model), base_precision="fp32")

@@ -17,6 +17,7 @@ from grpo.config import RolloutConfig, RuntimeConfig
 from grpo.distributed import start_world
 from grpo.rollout import SamplingParams
 from grpo.rollout.vllm import ServerError, VLLMEngine
+from grpo.rollout.vllm.requests import SENDER
 from grpo.rollout.vllm.weights import WeightsFolder
 from grpo.seeding import derive_seed
 
@@ -144,6 +145,18 @@ def test_a_server_that_cannot_sample_for_the_policy(server, build, changes, mess
     with pytest.raises(ServerError) as error:
         build(server)
     assert str(error.value) == f"{server.address} {message.format(V=V)}"
+
+
+def test_an_api_key_is_that_of_the_environment(server, build, monkeypatch):
+    server.api_key = "of-the-server"
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    for _ in range(2):
+        with pytest.raises(ServerError, match=rf"^{server.address} wants another API key: set VLLM_API_KEY in the"):
+            build(server)
+        monkeypatch.setenv("VLLM_API_KEY", "another")
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-server")
+    with (engine := build(server)).weights():
+        assert len(engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)) == len(PROBLEMS)
 
 
 def test_a_server_with_a_model_of_another_shape(build, tmp_path_factory):
@@ -302,6 +315,11 @@ def test_a_signal_interrupts_a_rollout(server, build):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+    # The server sees that nobody waits, and the threads that waited end.
+    deadline = time.monotonic() + 60
+    while any(thread.name == SENDER for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_errors_500_are_asked_again(server, build, expected):

@@ -18,6 +18,7 @@ from grpo.config import make_config
 from grpo.distributed import World
 from grpo.rollout import build_engine
 from grpo.rollout.vllm import Server, ServerError
+from grpo.rollout.vllm.keeper import KeptLog
 from grpo.rollout.vllm.process import StartedServers, command_words, last_error, server_environment, shown
 
 SERVER = """
@@ -120,9 +121,11 @@ def test_a_server_that_dies_is_started_again_on_its_port_three_times(command, tm
             wait_for(lambda: state(address))
             assert f"the server ended (-9); restart {restart + 1} of 3" in (tmp_path / "vllm-0.log").read_text()
         os.kill(state(address)[0], signal.SIGKILL)
-        wait_for(lambda: "not started again" in (tmp_path / "vllm-0.log").read_text())
+        wait_for(lambda: "does not start its server again" in (tmp_path / "vllm-0.log").read_text())
         assert state(address) is None and not any(map(exists, seen))
-        server = Server(address, 600, log=servers.logs[0])
+        (log,) = servers.logs
+        assert log.has_ended() and not KeptLog(log.path, os.getpid()).has_ended(), "another keeper's server goes on"
+        server = Server(address, 600, log=log)
         with pytest.raises(
             ServerError, match=rf"^{address} has ended too often and is not started again: see .*vllm-0\.log$"
         ):

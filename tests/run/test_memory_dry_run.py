@@ -213,13 +213,13 @@ def test_all_ranks_choose_the_same_value(tmp_path, long_model):
 def test_an_update_too_large(tmp_path, long_model, packed):
     """The value that the message names does fit: the whole run completes under the same limit."""
     arguments = long_run(long_model, tmp_path / "run", f"runtime.packed={packed}", "algorithm.beta=0.0")
-    told = refused(run_with(60, *arguments, "optim.tokens_per_microbatch=16384", tmp_path=tmp_path))
+    told = refused(run_with(80, *arguments, "optim.tokens_per_microbatch=16384", tmp_path=tmp_path))
     found = re.fullmatch(
         r"optim\.tokens_per_microbatch=16384 is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
         told,
     )
     assert found and 800 < int(found[1]) < 16384, told
-    done = run_with(60, *arguments, f"optim.tokens_per_microbatch={found[1]}", tmp_path=tmp_path)
+    done = run_with(80, *arguments, f"optim.tokens_per_microbatch={found[1]}", tmp_path=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "dry run of a largest step in " in done.stdout and "step 1/1" in done.stdout
 

@@ -13,7 +13,7 @@ from grpo.rollout.vllm.client import Server, ServerError
 
 OLDEST = (0, 32)
 """The oldest version of vLLM that was tested."""
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """vLLM's names of the values of ``runtime.precision``."""
 SHAPE = (
     "model_type",
@@ -25,6 +25,8 @@ SHAPE = (
     "vocab_size",
 )
 """Values of ``config.json`` on which the shapes of the weights depend."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for ``--max-lora-rank``."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
 
@@ -96,6 +98,11 @@ def check_server(server: Server, policy: Policy, lora_rank: int | None) -> Facts
     return facts
 
 
+def max_lora_rank(rank: int) -> int:
+    """The smallest ``--max-lora-rank`` of vLLM that holds adapters of this rank."""
+    return next((most for most in LORA_RANKS if most >= rank), rank)
+
+
 def check_transfer(server: Server, facts: Facts, backend: str) -> None:
     """ServerError unless the server takes weights by the backend, ``nccl`` or ``ipc``."""
     if facts.weight_transfer != backend:
@@ -113,7 +120,7 @@ def _tokens_per_step(settings: dict[str, Any]) -> int | None:
 
 
 def _check_precision(server: Server, policy: Policy, config: dict[str, Any]) -> None:
-    wanted, found = DTYPES[policy.precision], str(config["dtype"]).removeprefix("torch.")
+    wanted, found = DTYPE_NAMES[policy.precision], str(config["dtype"]).removeprefix("torch.")
     if found != wanted:
         raise ServerError(
             f"{server} computes in {found}, and runtime.precision={policy.precision}: start it with --dtype {wanted}, or set runtime.precision"
@@ -125,7 +132,7 @@ def _check_precision(server: Server, policy: Policy, config: dict[str, Any]) -> 
 def _check_lora(server: Server, lora: dict[str, Any] | None, env: dict[str, Any], rank: int | None) -> None:
     if rank is None:
         return
-    start = f"start it with --enable-lora --max-lora-rank {rank} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+    start = f"start it with --enable-lora --max-lora-rank {max_lora_rank(rank)} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
     if lora is None:
         raise ServerError(f"{server} takes no LoRA adapters: {start}")
     if int(lora["max_lora_rank"]) < rank:

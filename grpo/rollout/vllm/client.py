@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import urllib3
-from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError
 
-from grpo.rollout.vllm.keeper import has_given_up
+from grpo.rollout.vllm.connections import Connections, reason_of
+from grpo.rollout.vllm.keeper import KeptLog
 from grpo.system import first_line
 
 MAX_REQUESTS = 512
@@ -25,9 +22,6 @@ MAX_PAUSE_SECONDS = 2.0
 """Longest wait between two attempts."""
 RESET_SECONDS = 60.0
 """Longest wait for the requests that hold the prefix cache."""
-KEEPALIVE = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in
-             (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)) if hasattr(socket, name)]  # fmt: skip
-"""A connection to a machine that has gone ends after two minutes, also while it waits for an answer."""
 
 
 class ServerError(ValueError):
@@ -46,7 +40,7 @@ class UnknownModel(ServerError):
     """The server has no model, or no adapter, of the name that a request gave."""
 
 
-class GivenUp(Exception):
+class Cancelled(Exception):
     """The caller no longer needs the answer."""
 
 
@@ -66,7 +60,7 @@ class Server:
     its first attempt. A 4xx status is a :class:`ServerError` at once.
     """
 
-    def __init__(self, address: str, timeout_s: float, warn: Callable[[str], None] = print, log: Path | None = None):
+    def __init__(self, address: str, timeout_s: float, warn: Callable[[str], None] = print, log: KeptLog | None = None):
         """``address``: ``http://host:port``. ``warn`` gets a line of text when the server first does not answer. ``log``: of a server with a keeper."""
         self.address, self.timeout_s, self.warn = address.rstrip("/"), timeout_s, warn
         self.model = ""
@@ -75,24 +69,23 @@ class Server:
         """Time of the last answer that was no 5xx status."""
         self.last_error = ""
         self.log = log
-        options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *KEEPALIVE]
-        self._pool = urllib3.PoolManager(num_pools=1, maxsize=MAX_REQUESTS, retries=False, socket_options=options)
+        self._connections = Connections(MAX_REQUESTS)
 
     def __str__(self) -> str:
         return self.address
 
     # Sampling and scoring
 
-    def complete(self, body: dict[str, Any], given_up: threading.Event) -> Sampled:
+    def complete(self, body: dict[str, Any], cancelled: threading.Event) -> Sampled:
         """One completion of ``body`` (``/v1/completions``, with ``return_token_ids``). It has no timeout of its own: see :attr:`answered_at`.
 
         Raises:
             NotAnswered: if the connection ends, or the server answers with a 5xx status or was told to abort its requests.
             ServerError: if the answer lacks something, or the server refuses the request.
-            GivenUp: if the event is set.
+            Cancelled: if the event is set.
         """
-        if given_up.is_set():
-            raise GivenUp
+        if cancelled.is_set():
+            raise Cancelled
         answer = self.request("POST", "/v1/completions", body, bounded=False, retry=False)
         sampled = self._sampled(answer, with_logprobs="logprobs" in body)
         if sampled.finish_reason not in ("stop", "length"):
@@ -152,8 +145,8 @@ class Server:
         """The string that :meth:`set_weight_version` set last, or vLLM's own after a start."""
         return self._get("/weight_info", "weight_version")
 
-    def set_weight_version(self, version: str) -> None:
-        self.request("POST", "/update_weight_version", {"new_version": version})
+    def set_weight_version(self, version: str, *, retry: bool = True) -> None:
+        self.request("POST", "/update_weight_version", {"new_version": version}, retry=retry)
 
     def reload(self, folder: str) -> None:
         """Load all weights from the safetensors files of a folder.
@@ -186,7 +179,11 @@ class Server:
 
     # Requests
 
-    def listen(self) -> None:
+    def cut(self) -> None:
+        """End all requests in flight: the server stops computing them, and :meth:`complete` raises :class:`NotAnswered`."""
+        self._connections.cut()
+
+    def reset_silence(self) -> None:
         """Count the server's silence from now on."""
         self.answered_at = time.monotonic()
 
@@ -194,14 +191,14 @@ class Server:
         """Seconds since the last answer."""
         return time.monotonic() - self.answered_at
 
-    def is_given_up(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the trainer started the server, and does not start it again."""
-        return self.log is not None and has_given_up(self.log)
+        return self.log is not None and self.log.has_ended()
 
-    def silence(self) -> ServerError:
+    def no_answer_error(self) -> ServerError:
         """The error of a server that no longer answers."""
-        if self.is_given_up():
-            return ServerError(f"{self} has ended too often and is not started again: see {self.log}")
+        if self.has_ended():
+            return ServerError(f"{self} has ended too often and is not started again: see {self.log.path}")
         reason = f" ({self.last_error})" if self.last_error else ""
         return ServerError(
             f"{self} has not answered for {self.timeout_s:g} s{reason}: look at the server's log, start it again, or raise "
@@ -223,24 +220,23 @@ class Server:
             bounded: wait ``timeout_s`` for the answer. False: as long as the connection stands.
             retry: send the request again after failures.
         """
-        connect, read = min(CONNECT_SECONDS, self.timeout_s), self.timeout_s if bounded else None
-        timeout = urllib3.Timeout(connect=connect, read=read)
+        limits = {"connect_s": min(CONNECT_SECONDS, self.timeout_s), "read_s": self.timeout_s if bounded else None}
         started, wait = time.monotonic(), 0.1
         while True:
             status = None
             try:
-                answer = self._pool.request(method, self.address + route, json=body, timeout=timeout, retries=False)
+                answer = self._connections.request(method, self.address + route, body, **limits)
                 if answer.status < 500:
                     self.answered_at, self.last_error = time.monotonic(), ""
                     return self._content(answer, route)
                 status = answer.status
                 self.last_error = f"{method} {route}: status {status}, {_message(answer.data)}"
             except (HTTPError, OSError) as error:
-                self.last_error = f"{method} {route}: {_reason(error)}"
+                self.last_error = f"{method} {route}: {reason_of(error)}"
             if not retry:
                 raise NotAnswered(f"{self}: {self.last_error}", status)
-            if time.monotonic() - started > self.timeout_s or self.is_given_up():
-                raise self.silence()
+            if time.monotonic() - started > self.timeout_s or self.has_ended():
+                raise self.no_answer_error()
             if wait > 1.0 and time.monotonic() - self.answered_at > 5.0:
                 self._warn_once()
             time.sleep(wait)
@@ -257,6 +253,10 @@ class Server:
             )
 
     def _content(self, answer: Any, route: str) -> Any:
+        if answer.status == 401:
+            raise ServerError(
+                f"{self} wants another API key: set VLLM_API_KEY in the trainer's environment to the server's"
+            )
         if answer.status >= 400:
             kind = UnknownModel if answer.status == 404 and route == "/v1/completions" else ServerError
             raise kind(f"{self} refuses {route.partition('?')[0]} (status {answer.status}): {_message(answer.data)}")
@@ -286,15 +286,3 @@ def _message(data: bytes) -> str:
     except (ValueError, AttributeError):
         pass
     return first_line(ValueError(text))[:300]
-
-
-def _reason(error: BaseException) -> str:
-    """The system's reason inside of urllib3's errors, in a few words."""
-    inner: Any = error
-    while isinstance(inner, BaseException):
-        if isinstance(inner, OSError) and inner.strerror:
-            return inner.strerror
-        inner = (
-            inner.__cause__ or inner.__context__ or next((a for a in inner.args if isinstance(a, BaseException)), None)
-        )
-    return first_line(error)

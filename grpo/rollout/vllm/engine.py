@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,9 +20,10 @@ from grpo.rollout.draw import SamplingParams
 from grpo.rollout.stops import Stops
 from grpo.rollout.vllm.check import check_settings
 from grpo.rollout.vllm.client import Sampled, Server, ServerError
-from grpo.rollout.vllm.handing import Servers
+from grpo.rollout.vllm.keeper import KeptLog
 from grpo.rollout.vllm.requests import Request, complete_all
 from grpo.rollout.vllm.verify import probe_tokens
+from grpo.rollout.vllm.weight_sync import Servers
 from grpo.rollout.vllm.weights import WeightsFolder
 from grpo.seeding import derive_seed
 
@@ -43,16 +43,16 @@ class VLLMEngine:
         rollout: RolloutConfig,
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
-        logs: Sequence[Path] = (),
+        logs: Sequence[KeptLog] = (),
         warn: Callable[[str], None] = print,
     ):
         """All ranks build it together.
 
         Args:
-            policy: its model, or its adapter, is what the servers get; under FSDP the divided model.
+            policy: its model, or its adapter, is what the servers get; under FSDP the sharded model.
             servers: their addresses, the same on all ranks, which share them.
             rollout: the section of the configuration.
-            root: under FSDP the divided module that holds the model and the root group; None: ``policy.model``.
+            root: under FSDP the sharded module that holds the model; None: ``policy.model``.
             probe_ids: a prompt; its first tokens check that a server computes with the weights it was given.
             logs: of servers that the trainer has started, in the order of ``servers``; on this machine.
             warn: called with a line of text if a server does not answer or has lost its weights.
@@ -69,8 +69,16 @@ class VLLMEngine:
         vllm = [Server(address, rollout.server_timeout_s, warn, log) for address, log in pairs]
         self.folder = WeightsFolder(rollout.weights_folder, world)
         probe_ids = probe_tokens(probe_ids, self.vocabulary)
-        parts = (vllm, policy, root or policy.model, self.folder, probe_ids, world, warn)
-        self.servers = Servers(*parts, weight_transfer=rollout.weight_transfer)
+        self.servers = Servers(
+            vllm,
+            policy,
+            root=root or policy.model,
+            folder=self.folder,
+            probe_ids=probe_ids,
+            world=world,
+            warn=warn,
+            weight_transfer=rollout.weight_transfer,
+        )
         try:
             self.servers.check(rollout)
         except BaseException:
@@ -83,11 +91,11 @@ class VLLMEngine:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Give the policy's weights to the servers, now, for all calls of :meth:`generate` inside the block. All ranks enter it together."""
+        """Sync the policy's weights to the servers, now, for all calls of :meth:`generate` inside the block. All ranks enter it together."""
         if self._has_weights:
             yield
             return
-        self.servers.give()
+        self.servers.sync()
         self._has_weights = True
         try:
             yield
@@ -102,7 +110,7 @@ class VLLMEngine:
         address: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem is requested with the seed that its address gives, and
+        """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem is requested with the seed ``derive_seed(*address, problem.index, g)``, and
         ``on_tokens`` is called when a completion has arrived.
 
         Raises:

@@ -104,7 +104,7 @@ class NCCLTransfer:
         self._wait(done.query, answers)
 
     def _wait(self, is_done: Callable[[], bool], answers: list[Future]) -> None:
-        """Wait for this process's part of a collective, which never ends if a server has given up: its answer is then an error."""
+        """Wait for this process's part of a collective, which never ends if a server has failed: its answer is then an error."""
         deadline = time.monotonic() + min(server.timeout_s for server in self.servers)
         while not is_done():
             for answer in answers:

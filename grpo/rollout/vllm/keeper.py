@@ -15,16 +15,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 MAX_RESTARTS = 3
 STEADY_S = 600.0
 """A server that has run so many seconds counts as well again: restarts are counted from 0."""
 POLL_S = 0.2
-TERM_S, KILL_S = 10.0, 10.0
-"""Seconds that a process group has after SIGTERM, and after SIGKILL."""
-LAST_END = ", it is not started again"
-"""End of the last line of the log of a server that the keeper has given up."""
+TERM_S, ALONE_S, KILL_S = 10.0, 2.0, 10.0
+"""Seconds that a process group has after SIGTERM, after SIGKILL of its first process, and after SIGKILL of all."""
+LAST_LINE = "grpo: keeper {} does not start its server again\n"
+"""In the log, with the keeper's process id."""
+LAST_BYTES = 2**16
+"""The end of the log, in which that line is looked for: other programs may write to the same log."""
 
 
 class Ended(Exception):
@@ -46,21 +48,29 @@ def main(argv: list[str]) -> int:
                 code = run_once(command, file, int(trainer))
                 restarts = 1 if time.monotonic() - started > STEADY_S else restarts + 1
                 if not has_answered or restarts > MAX_RESTARTS:
-                    print(f"grpo: the server ended ({code}){LAST_END}", file=file)
+                    print(f"grpo: the server ended ({code})", file=file)
+                    file.write(LAST_LINE.format(os.getpid()))
                     return code if code > 0 else 1
                 print(f"grpo: the server ended ({code}); restart {restarts} of {MAX_RESTARTS}", file=file)
         except Ended:
             return 0
 
 
-def has_given_up(log: Path) -> bool:
-    """True if the server of this log has ended, and its keeper does not start it again."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(log.stat().st_size - 256, 0))
-            return file.read().decode(errors="replace").rstrip().endswith(LAST_END)
-    except FileNotFoundError:
-        return False
+class KeptLog(NamedTuple):
+    """The log of a server that a keeper runs."""
+
+    path: Path
+    keeper: int
+    """Process id."""
+
+    def has_ended(self) -> bool:
+        """True if the server has ended and its keeper does not start it again."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(max(self.path.stat().st_size - LAST_BYTES, 0))
+                return LAST_LINE.format(self.keeper) in file.read().decode(errors="replace")
+        except FileNotFoundError:
+            return False
 
 
 def run_once(command: list[str], log: TextIO, trainer: int) -> int:
@@ -85,11 +95,12 @@ def run_once(command: list[str], log: TextIO, trainer: int) -> int:
 
 
 def end_group(group: int) -> None:
-    """End all processes of a group: SIGTERM, and SIGKILL to those that are left after ``TERM_S``."""
-    for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
+    """End all processes of a group: SIGTERM, then SIGKILL to the first one, whose helpers then remove its shared memory, then to all."""
+    ways = (os.killpg, signal.SIGTERM, TERM_S), (os.kill, signal.SIGKILL, ALONE_S), (os.killpg, signal.SIGKILL, KILL_S)
+    for send, number, seconds in ways:
         deadline = time.monotonic() + seconds
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, number)
+            send(group, number)
         while exists(group) and time.monotonic() < deadline:
             time.sleep(0.05)
 

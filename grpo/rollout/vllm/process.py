@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo.config import ConfigError
+from grpo.rollout.vllm.check import max_lora_rank
+from grpo.rollout.vllm.keeper import KeptLog
 from grpo.system.environment_defaults import without_environment_defaults
 from grpo.system.masking import masked
 
 KEEPER = Path(__file__).with_name("keeper.py")
 END_S = 30.0
 """Seconds that a keeper has to end its server. Longer than its own limits."""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for ``--max-lora-rank``."""
 LAUNCHER_VARIABLES = re.compile(
     "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_.*|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*"
 )
@@ -81,10 +81,7 @@ class StartedServers:
         self._servers: list[_Started] = []
         options = {"--dtype": dtype, "--max-model-len": max_model_len, "--logprobs-mode": "processed_logprobs"}
         if lora_rank is not None:
-            options |= {
-                "--enable-lora": "",
-                "--max-lora-rank": next((r for r in LORA_RANKS if r >= lora_rank), lora_rank),
-            }
+            options |= {"--enable-lora": "", "--max-lora-rank": max_lora_rank(lora_rank)}
         elif weight_transfer != "file":
             options["--weight-transfer-config"] = json.dumps({"backend": weight_transfer})
         environment = server_environment(lora=lora_rank is not None, ipc=weight_transfer == "ipc")
@@ -93,7 +90,7 @@ class StartedServers:
                 self._start(
                     command_words(command, model_path, index), options, environment, Path(folder, f"vllm-{index}.log")
                 )
-            show(f"starting vLLM (log: {', '.join(map(str, self.logs))}) ...")
+            show(f"starting vLLM (log: {', '.join(str(server.log) for server in self._servers)}) ...")
             deadline = time.monotonic() + timeout_s
             for server in self._servers:
                 _wait(server, deadline, timeout_s)
@@ -107,8 +104,8 @@ class StartedServers:
         return [f"http://{server.host}:{server.port}" for server in self._servers]
 
     @property
-    def logs(self) -> list[Path]:
-        return [server.log for server in self._servers]
+    def logs(self) -> list[KeptLog]:
+        return [KeptLog(server.log, server.keeper.pid) for server in self._servers]
 
     def close(self) -> None:
         """End all servers and their keepers."""
@@ -171,7 +168,7 @@ def shown(words: list[str]) -> str:
 
 
 def server_environment(*, lora: bool, ipc: bool = False) -> dict[str, str]:
-    """The trainer's environment without what its launcher and this package set for it, and with the routes that hand weights over."""
+    """The trainer's environment without what its launcher and this package set for it, and with the routes that load weights."""
     environment = without_environment_defaults(os.environ)
     # torchrun sets 1 for its processes unless the user has set a number.
     if "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1":
@@ -186,7 +183,7 @@ def server_environment(*, lora: bool, ipc: bool = False) -> dict[str, str]:
 
 
 def _options_of(words: list[str]) -> dict[str, str]:
-    """The options of a command by name, ``--max-model-len`` also where it is written ``--max_model_len=N``; a flag has the next word."""
+    """The options of a command by name, ``--max-model-len`` also where it is written ``--max_model_len=N``; the value of any other option is the word behind it."""
     found = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):

@@ -41,7 +41,7 @@ def probe_tokens(ids: Sequence[int], vocabulary: int) -> list[int]:
 def own_logprobs(policy: Policy, root: nn.Module, ids: Sequence[int]) -> list[float]:
     """Log-probs of ``ids[1:]`` under the policy at temperature 1, in nats.
 
-    Under FSDP all ranks call it; ``root`` is then the divided module that holds the policy's model. ValueError if one is not finite.
+    Under FSDP all ranks call it; ``root`` is then the sharded module that holds the policy's model. ValueError if one is not finite.
     """
     sequence_1S = torch.tensor([list(ids)], device=policy.device)
 

@@ -1,4 +1,4 @@
-"""The way of the weights to the servers: files in a folder that trainer and servers both see, written before each rollout."""
+"""Weights as files, in a folder that trainer and servers both see, written before each rollout."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from grpo.system import first_line
 
 PREFIX = "grpo-"
 OWNER, LOCK = "owner", "lock"
-"""Files of a run's folder: the first is locked as long as the run lives, the second while a rank hands weights over again."""
+"""Files of a run's folder: the first is locked as long as the run lives, the second while a rank restores the weights of a server."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class HandOver:
-    """Weights that have been written for the servers."""
+class Snapshot:
+    """The policy's weights at one time, for the servers."""
 
     name: str
     """Unique over all runs."""
@@ -70,36 +70,36 @@ class WeightsFolder:
             ) from None
         return path
 
-    def named(self, *, adapter: bool) -> HandOver:
-        """The next hand-over, not written yet. All ranks call it."""
+    def new_snapshot(self, *, adapter: bool) -> Snapshot:
+        """The next one, not written yet. All ranks call it."""
         self._count += 1
         name = f"{self.path.name}-{self._count}"
-        return HandOver(name, self.path / name, adapter)
+        return Snapshot(name, self.path / name, adapter)
 
-    def write(self, policy: Policy, *, with_checksums: bool) -> HandOver:
+    def write(self, policy: Policy, *, with_checksums: bool) -> Snapshot:
         """Write the policy's weights, or its adapter, in the precision of the run. All ranks call it, and the main rank writes.
 
         ValueError, on all ranks, if the folder is too full.
         """
-        hand_over = self.named(adapter=policy.adapter is not None)
-        found = policy.adapter.named_parameters() if hand_over.adapter else saved_tensors(policy.model, tied=True)
+        snapshot = self.new_snapshot(adapter=policy.adapter is not None)
+        found = policy.adapter.named_parameters() if snapshot.adapter else saved_tensors(policy.model, tied=True)
         tensors = list(found)
-        dtype = torch.float32 if hand_over.adapter else DTYPES[policy.precision]
+        dtype = torch.float32 if snapshot.adapter else DTYPES[policy.precision]
         with self.world.fail_together():
             if self.world.is_main:
-                self._make_room(hand_over.folder, sum(t.numel() for _, t in tensors) * dtype.itemsize)
-        if hand_over.adapter:
-            error = self._write_adapter(policy, hand_over.folder)
+                self._make_room(snapshot.folder, sum(t.numel() for _, t in tensors) * dtype.itemsize)
+        if snapshot.adapter:
+            error = self._write_adapter(policy, snapshot.folder)
         else:
             is_known = getattr(policy.model.config, "model_type", None) in CHECKED
-            error = self._write_model(policy.model, hand_over, dtype, with_checksums and is_known)
+            error = self._write_model(policy.model, snapshot, dtype, with_checksums and is_known)
         with self.world.fail_together():
             if error is not None:
-                shutil.rmtree(hand_over.folder, ignore_errors=True)
+                shutil.rmtree(snapshot.folder, ignore_errors=True)
                 raise ValueError(
                     f"rollout.weights_folder={self.path.parent}: the weights cannot be written ({error}): free space there, or set another folder"
                 )
-        return self.world.from_main(hand_over)
+        return self.world.from_main(snapshot)
 
     def _make_room(self, folder: Path, num_bytes: int) -> None:
         parent = self.path.parent
@@ -123,7 +123,7 @@ class WeightsFolder:
         )
 
     def _write_model(
-        self, model: nn.Module, hand_over: HandOver, dtype: torch.dtype, with_checksums: bool
+        self, model: nn.Module, snapshot: Snapshot, dtype: torch.dtype, with_checksums: bool
     ) -> str | None:
         """Returns the main rank's error. All tensors are gathered also after an error, because other ranks take part in that.
 
@@ -141,22 +141,22 @@ class WeightsFolder:
                         checksums.add(name, tensors[name])
             if self.world.is_main and error is None:
                 error = _reason_of(
-                    lambda path=hand_over.folder / file, held=tensors: save_file(held, path, metadata={"format": "pt"})
+                    lambda path=snapshot.folder / file, held=tensors: save_file(held, path, metadata={"format": "pt"})
                 )
             index |= dict.fromkeys(tensors, file)
         if self.world.is_main and error is None:
             text = json.dumps({"metadata": {}, "weight_map": index})
             error = _reason_of(
-                lambda: (hand_over.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+                lambda: (snapshot.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
             )
         if with_checksums:
-            hand_over.checksums.update(checksums.result())
+            snapshot.checksums.update(checksums.result())
         return error
 
-    def keep_only(self, hand_over: HandOver) -> None:
+    def keep_only(self, snapshot: Snapshot) -> None:
         """Delete all weights but these. The main rank calls it."""
         for folder in self.path.glob(f"{PREFIX}*"):
-            if folder != hand_over.folder:
+            if folder != snapshot.folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager

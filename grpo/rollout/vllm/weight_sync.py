@@ -1,4 +1,4 @@
-"""Hands the weights to the servers, verifies them there, and hands them over again to a server that has lost them."""
+"""Weight sync: loads the policy's weights into the servers, verifies them there, and restores them in a server that has lost them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from grpo.rollout.vllm.check import Facts, check_server, check_settings, check_t
 from grpo.rollout.vllm.client import MAX_REQUESTS, NotAnswered, Server, ServerError
 from grpo.rollout.vllm.gpu_transfer import make_transfer
 from grpo.rollout.vllm.verify import check_checksums, check_probe, own_logprobs
-from grpo.rollout.vllm.weights import DTYPES, PREFIX, HandOver, WeightsFolder
+from grpo.rollout.vllm.weights import DTYPES, PREFIX, Snapshot, WeightsFolder
 
 CHECKSUM_BYTES = 2 * 10**9
-"""Weights above this size are compared by checksums in the first hand-overs only: hashing 2 GB takes seconds on both sides."""
-FIRST_HAND_OVERS = 2
+"""Weights above this size are compared by checksums in the first syncs only: hashing 2 GB takes seconds on both sides."""
+FIRST_SYNCS = 2
 LOADING = "loading "
 """Before the version of weights that are not verified yet."""
 RETRY_SECONDS = 0.5
@@ -33,18 +33,19 @@ class CannotLoad(ServerError):
 
 
 class Servers:
-    """The servers of a run and the weights they have. Its methods below ``give`` may be called from several threads."""
+    """The servers of a run and the weights they have. Its methods below :meth:`sync` may be called from several threads."""
 
     def __init__(
         self,
         servers: Sequence[Server],
         policy: Policy,
+        *,
         root: nn.Module,
         folder: WeightsFolder,
         probe_ids: Sequence[int],
         world: World,
         warn: Callable[[str], None],
-        weight_transfer: str = "file",
+        weight_transfer: str,
     ):
         """``root``: see :class:`grpo.rollout.vllm.engine.VLLMEngine`; ``weight_transfer``: see ``rollout.weight_transfer``."""
         # An adapter is small, and vLLM takes adapters from files alone.
@@ -55,67 +56,68 @@ class Servers:
         self.own = self.all[rank :: world.size] if n > world.size else [self.all[rank % n]]
         """The servers that this rank samples from."""
         self.facts: dict[Server, Facts] = {}
-        self._handed: HandOver | None = None
+        self._snapshot: Snapshot | None = None
         self._expected: list[float] = []
-        """Log-probs of the probe under the weights that were handed over."""
+        """Log-probs of the probe under the snapshot."""
         self._versions: dict[Server, str] = {}
         """The version of the weights that each server has, as far as this rank knows."""
-        self._num_given = 0
+        self._num_syncs = 0
         self._lock = threading.Lock()
 
     def check(self, sampling: Any) -> None:
         """Check the servers that this rank uses; all ranks call it. ``sampling`` as in :func:`check_settings`."""
         with self.world.fail_together():
-            for server in dict.fromkeys([*self._given_by_this_rank, *self.own]):
+            for server in dict.fromkeys([*self._synced_by_this_rank, *self.own]):
                 self._check(server)
                 check_settings(server, self.facts[server], sampling)
 
-    def give(self) -> None:
-        """Write the policy's weights, and hand them to every server; all ranks call it.
+    def sync(self) -> None:
+        """Take a snapshot of the policy's weights and load it into every server; all ranks call it.
 
         Raises:
             ValueError: on all ranks, if the weights cannot be written or a server does not compute with them.
         """
         size = sum(p.numel() * p.element_size() for _, p in self.policy.trained.named_parameters())
-        with_checksums = size < CHECKSUM_BYTES or self._num_given < FIRST_HAND_OVERS
+        with_checksums = size < CHECKSUM_BYTES or self._num_syncs < FIRST_SYNCS
         # Under FSDP the forward pass is a collective.
         with nullcontext() if is_sharded(self.root) else self.world.fail_together():
             self._expected = own_logprobs(self.policy, self.root, self.probe_ids)
-        former = self._handed
+        former = self._snapshot
         if self.transfer is None:
-            self._handed = self.folder.write(self.policy, with_checksums=with_checksums)
+            self._snapshot = self.folder.write(self.policy, with_checksums=with_checksums)
         else:
-            self._handed = self._sent()
-        self._versions = dict.fromkeys(self.all, f"{self._handed.name}.0")
+            self._snapshot = self._sent()
+        self._versions = dict.fromkeys(self.all, f"{self._snapshot.name}.0")
         with self.world.fail_together():
-            for server in self._given_by_this_rank:
-                self._give(server, self._versions[server])
+            for server in self._synced_by_this_rank:
+                self._load_and_verify(server, self._versions[server])
                 if former is not None and former.adapter:
                     self._unload(server, former.name)
-        self._num_given += 1
+        self._num_syncs += 1
         if self.world.is_main:
-            self.folder.keep_only(self._handed)
+            self.folder.keep_only(self._snapshot)
 
-    def _sent(self) -> HandOver:
+    def _sent(self) -> Snapshot:
         """Send the policy's weights through the GPU. All ranks gather them, the main rank sends; a ServerError is raised on all."""
         tensors, error = list(saved_tensors(self.policy.model)), None
-        handed = self.folder.named(adapter=False)
+        snapshot = self.folder.new_snapshot(adapter=False)
         weights = gathered_on_main(tensors, self.world, self.policy.device)
         if self.world.is_main:
             layout = {name: tensor.shape for name, tensor in tensors}
             try:
-                self.transfer.send(weights, layout, DTYPES[self.policy.precision], f"{LOADING}{handed.name}.0")
+                self.transfer.send(weights, layout, DTYPES[self.policy.precision], f"{LOADING}{snapshot.name}.0")
             except ServerError as caught:
                 error = caught
-        for _ in weights:  # of which all ranks gather all
+        for _ in weights:  # every rank takes part in every gather, also after an error
             pass
         with self.world.fail_together():
             if error is not None:
                 raise error
-        return handed
+        return snapshot
 
     @property
-    def _given_by_this_rank(self) -> list[Server]:
+    def _synced_by_this_rank(self) -> list[Server]:
+        """The servers that this rank loads weights into."""
         return self.all[self.world.rank :: self.world.size]
 
     def most_requests(self, server: Server, longest_prompt: int) -> int:
@@ -132,25 +134,25 @@ class Servers:
             )
         return min(fitting, MAX_REQUESTS)
 
-    def version(self, server: Server) -> str:
+    def expected_version(self, server: Server) -> str:
         """The version that completions of this server must have."""
         return self._versions[server]
 
     def model_name(self, server: Server) -> str:
         """The name to sample under: that of the adapter, if there is one."""
-        return self._handed.name if self._handed.adapter else server.model
+        return self._snapshot.name if self._snapshot.adapter else server.model
 
     def has_version(self, server: Server, version: str) -> bool:
         """True if the server still has the weights of that version; waits until it answers.
 
         An adapter is known by its name, which every request gives and which no other adapter gets.
         """
-        return self._handed.adapter or server.weight_version() == version
+        return self._snapshot.adapter or server.weight_version() == version
 
-    def give_again(self, server: Server, version: str) -> None:
-        """Hand the same weights to a server that has no longer those of ``version``, unless another thread or rank has done it.
+    def restore(self, server: Server, version: str) -> None:
+        """Load the snapshot again into a server that no longer has ``version``, unless another thread or rank has done it.
 
-        The weights get another version then: a completion that was requested in between has neither the one nor the other.
+        The weights get another version then, so that a completion requested before is recognised as stale.
         """
         with self._lock, self.folder.lock():
             if self._versions[server] != version:
@@ -164,8 +166,8 @@ class Servers:
             if found is None:
                 self.warn(f"{server} {self._loss(server)}: it gets the weights of this step again")
                 self._check(server)
-                found = f"{self._handed.name}.{uuid.uuid4().hex[:8]}"
-                self._give(server, found)
+                found = f"{self._snapshot.name}.{uuid.uuid4().hex[:8]}"
+                self._load_and_verify(server, found)
             self._versions[server] = found
 
     def _check(self, server: Server) -> None:
@@ -176,58 +178,71 @@ class Servers:
 
     def _loss(self, server: Server) -> str:
         """The way in which a server lost its weights."""
-        if not self._handed.adapter and server.weight_version().removeprefix(LOADING).startswith(PREFIX):
+        if not self._snapshot.adapter and server.weight_version().removeprefix(LOADING).startswith(PREFIX):
             return "has the weights of another run (give each run a server of its own)"
         return "was started again"
 
     def _version_found(self, server: Server) -> str | None:
-        """The server's version if its weights are those of the last hand-over."""
-        if self._handed.adapter:
-            is_there = any(model["id"] == self._handed.name for model in server.models())
+        """The server's version if its weights are those of the snapshot."""
+        if self._snapshot.adapter:
+            is_there = any(model["id"] == self._snapshot.name for model in server.models())
             return self._versions[server] if is_there else None
         found = server.weight_version()
-        return found if found.rpartition(".")[0] == self._handed.name else None
+        return found if found.rpartition(".")[0] == self._snapshot.name else None
 
-    def _give(self, server: Server, version: str) -> None:
-        """Hand over and verify; once more from the start if the server is started again meanwhile."""
-        started = time.monotonic()
+    def _load_and_verify(self, server: Server, version: str) -> None:
+        """Load the snapshot into the server and verify it; from the start if the server is started again meanwhile.
+
+        The server's version tells how far it is: :data:`LOADING` and the version, the version alone when the weights are verified, and
+        neither after a restart.
+        """
+        deadline = time.monotonic() + server.timeout_s
         while True:
-            error = None
             try:
-                if self._handed.adapter:
-                    self._load_adapter(server)
-                elif self.transfer is None:
-                    self._reload(server, version)
+                self._load(server, version)
                 self._verify(server)
-            except ServerError as caught:
-                error = caught
-            if isinstance(error, CannotLoad):
-                raise error
-            if self._is_loaded(server, version):
-                if error is not None:
-                    raise error
-                if not self._handed.adapter:
-                    server.set_weight_version(version)
-                return
-            if time.monotonic() - started > server.timeout_s:
-                raise error or server.silence()
+                if self._is_loaded(server, version):
+                    self._finish(server, version)
+                    return
+                problem = server.no_answer_error()
+            except CannotLoad:
+                raise
+            except NotAnswered as error:
+                problem = error
+            except ServerError as error:
+                if self._is_loaded(server, version):
+                    raise
+                problem = error
+            if self.transfer is not None or time.monotonic() > deadline:
+                raise problem
             time.sleep(RETRY_SECONDS)
             self._check(server)
 
+    def _load(self, server: Server, version: str) -> None:
+        if self._snapshot.adapter:
+            self._load_adapter(server)
+        elif self.transfer is None:  # which has sent the weights to all servers at once
+            self._reload(server, version)
+
+    def _finish(self, server: Server, version: str) -> None:
+        if not self._snapshot.adapter:
+            # Sent once: a repeated request could reach a server that was started again.
+            server.set_weight_version(version, retry=False)
+
     def _is_loaded(self, server: Server, version: str) -> bool:
         """True if the server has not been started again since the weights were loaded."""
-        if self._handed.adapter:
+        if self._snapshot.adapter:
             return self._version_found(server) is not None
         return server.weight_version() == LOADING + version
 
     def _reload(self, server: Server, version: str) -> None:
         server.set_weight_version(LOADING + version)
         try:
-            server.reload(str(self._handed.folder))
+            server.reload(str(self._snapshot.folder))
         except NotAnswered as error:
             if error.status is not None and "EngineCore" not in str(error):
                 raise CannotLoad(
-                    f"{error}: {server} could not load {self._handed.folder}: set rollout.weights_folder to a folder that the server sees too, "
+                    f"{error}: {server} could not load {self._snapshot.folder}: set rollout.weights_folder to a folder that the server sees too, "
                     "and start the server again"
                 ) from None
             raise
@@ -237,7 +252,7 @@ class Servers:
         """vLLM's prefix cache tells adapters apart by name, so it need not be emptied."""
         if self._version_found(server) is None:
             try:
-                server.load_adapter(self._handed.name, str(self._handed.folder))
+                server.load_adapter(self._snapshot.name, str(self._snapshot.folder))
             except ServerError as error:
                 raise CannotLoad(
                     f"{error}: set rollout.weights_folder to a folder that the server sees too, or lora.target_modules to layers that vLLM adapts"
@@ -248,7 +263,7 @@ class Servers:
             server.unload_adapter(name)
 
     def _verify(self, server: Server) -> None:
-        handed, adapter = self._handed, self._handed.name if self._handed.adapter else None
+        adapter = self._snapshot.name if self._snapshot.adapter else None
         check_probe(server, self.probe_ids, self._expected, self.policy.precision, adapter)
-        if handed.checksums:
-            check_checksums(server, handed.checksums, self.facts[server].tensor_parallel)
+        if self._snapshot.checksums:
+            check_checksums(server, self._snapshot.checksums, self.facts[server].tensor_parallel)
