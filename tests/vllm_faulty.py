@@ -42,7 +42,7 @@ class FaultyServer:
         self.forget()
         self.bodies: list[dict] = []
         """Of all requests for completions that were answered or refused by :attr:`on_completion`."""
-        self.num_reloads = 0
+        self.num_reloads = self.num_adapters_refused = 0
         self.applies_weights = True
         self.on_completion: Callable[[int], None] = lambda number: None
         """Called with the number of the request, from 0, before each completion; may raise :class:`NoAnswer` or change this server."""
@@ -171,6 +171,11 @@ class FaultyServer:
             },
             "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": lora is not None},
         }
+
+    def load_lora_adapter(self, body):
+        """Refuse, as vLLM refuses an adapter of layers that it does not adapt."""
+        self.num_adapters_refused += 1
+        return 500, {"error": {"message": "no such layer"}}
 
     def weight_info(self, body):
         return {"weight_version": self.weight_version}

@@ -147,7 +147,7 @@ def _evaluate_model(
         policy,
         path=path,
         root=policy.model,
-        longest=longest + eval_sampling(config).max_completion_length,
+        uses=[(longest, eval_sampling(config))],
         probe_ids=problems[0].prompt_ids if problems else (),
         folder=output.parent,
         warn=partial(print, flush=True),

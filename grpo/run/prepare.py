@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -169,7 +168,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         policy,
         path=path,
         root=models.scorer,
-        longest=max(_longest(train.problems, config.rollout), _longest(eval_problems, eval_sampling(config))),
+        uses=_uses(config, train.problems, eval_problems),
         probe_ids=train.problems[0].prompt_ids,
         folder=config.output_dir,
         warn=partial(print_from_rank, world, reporter),
@@ -244,9 +243,12 @@ def _tokenized(
     return tokenizer, train, evaluation
 
 
-def _longest(problems: Sequence[Problem], sampling: SamplingParams | RolloutConfig) -> int:
-    """Most tokens of a prompt and its completion."""
-    return max((len(problem.prompt_ids) for problem in problems), default=0) + sampling.max_completion_length
+def _uses(
+    config: Config, train: list[Problem], evaluation: list[Problem]
+) -> list[tuple[int, SamplingParams | RolloutConfig]]:
+    """The longest prompt of the rollouts and of the evaluations, if there are any, with their settings."""
+    kinds = (train, config.rollout), (evaluation, eval_sampling(config))
+    return [(max(len(p.prompt_ids) for p in problems), sampling) for problems, sampling in kinds if problems]
 
 
 def print_from_rank(world: World, reporter: Reporter, text: str) -> None:

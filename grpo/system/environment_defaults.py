@@ -16,8 +16,8 @@ def set_environment_defaults() -> None:
     20 short steps of a model of 7M parameters under bf16 (``benchmarks/memory.py``).
 
     CUDA: segments of fixed size would fragment, so let the allocator grow its segments. CUDA graphs keep pools of their own either way.
-    Known to fail with such segments: collectives inside of CUDA graphs (pytorch/pytorch#158029) and sharing CUDA tensors between
-    processes; neither is done here. torch 2.11 and later read ``PYTORCH_ALLOC_CONF`` (2.9 did not, pytorch/pytorch#183387);
+    Known to fail with such segments: collectives inside of CUDA graphs (pytorch/pytorch#158029), which are not used here, and sharing CUDA
+    tensors between processes, so ``rollout.weight_transfer=ipc`` refuses them. torch 2.11 and later read ``PYTORCH_ALLOC_CONF`` (2.9 did not, pytorch/pytorch#183387);
     ``PYTORCH_CUDA_ALLOC_CONF``, its older name, still wins over it.
     """
     for name in CACHE_NAMES:

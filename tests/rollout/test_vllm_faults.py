@@ -15,6 +15,7 @@ from vllm_faulty import FaultyServer, NoAnswer, never_answer
 from grpo.batch import Problem
 from grpo.config import RolloutConfig, RuntimeConfig
 from grpo.distributed import start_world
+from grpo.model import add_adapter
 from grpo.rollout import SamplingParams
 from grpo.rollout.vllm import ServerError, VLLMEngine
 from grpo.rollout.vllm.requests import SENDER
@@ -43,12 +44,14 @@ def build(random_model, world, tmp_path):
     """Builds an engine for one server; its messages are in ``engine.lines``."""
     engines = []
 
-    def make(server, policy=None, **options) -> VLLMEngine:
+    def make(server, policy=None, uses=None, **options) -> VLLMEngine:
         lines = []
         policy = policy or load(random_model)
         address = server if isinstance(server, str) else server.address
         rollout = RolloutConfig(**dict(engine="vllm", weights_folder=str(tmp_path), server_timeout_s=10) | options)
-        engine = VLLMEngine(policy, [address], world=world, rollout=rollout, probe_ids=range(3, 15), warn=lines.append)
+        engine = VLLMEngine(
+            policy, [address], world=world, rollout=rollout, probe_ids=range(3, 15), uses=uses, warn=lines.append
+        )
         engine.lines = lines
         engines.append(engine)
         return engine
@@ -196,6 +199,25 @@ def test_logprobs_before_the_temperature_are_refused(server, build):
             engine.generate(PROBLEMS, SamplingParams(4, 253), address=ADDRESS)
 
 
+def test_prompts_and_evaluations_to_come_are_checked_at_the_start(server, build):
+    build(server, uses=[(244, SAMPLED)])
+    with pytest.raises(ServerError, match="a prompt of 245 with a completion of 12 has 257: start it with"):
+        build(server, uses=[(4, SAMPLED), (245, SAMPLED)])
+    with pytest.raises(ServerError, match=r"temperature=0\.6: start it with --logprobs-mode processed_logprobs"):
+        build(server, uses=[(4, SAMPLED), (4, SamplingParams(4, 12, temperature=0.6))])
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_embedding(server, build, random_model):
+    """vLLM takes the ids of its tokenizer too, here one behind the embedding."""
+    policy = load(random_model)
+    policy.tokenizer.add_tokens([f"<more-{i}>" for i in range(server.vocabulary + 1 - len(policy.tokenizer))])
+    assert max(policy.tokenizer.get_vocab().values()) == server.vocabulary
+    server.vocabulary += 1
+    build(server, policy)
+    with pytest.raises(ServerError, match="has a model of more tokens than the policy's"):
+        build(server)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -207,6 +229,7 @@ def test_logprobs_before_the_temperature_are_refused(server, build):
         (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, None), "tokens without a finite log-prob"),
         (lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, float("nan")), "tokens without a finite log-prob"),
         (lambda answer: answer["choices"][0]["token_ids"].__setitem__(0, 10**6), "returned token ids outside of the vocabulary"),
+        (lambda answer: answer["choices"][0].update(token_ids=[5], finish_reason="length", logprobs={"token_logprobs": [-1.0]}), "after 1 tokens where 12"),
         (lambda answer: answer["choices"][0].update(token_ids=[5] * 13, logprobs={"token_logprobs": [-1.0] * 13}), "returned 13 tokens where 12"),
     ],
 )  # fmt: skip
@@ -247,6 +270,57 @@ def test_a_server_that_is_started_again_while_it_samples_gets_the_weights_again(
     own = engine.policy.model.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in server.model.state_dict().items())
     assert f"{server.address} was started again: it gets the weights of this step again" in engine.lines
+
+
+def test_a_server_that_is_started_again_before_it_gets_the_version_gets_the_weights_again(server, build):
+    """The version is set last: a server that has just been started must not get it without the weights."""
+    policy = load(server.folder)
+    engine, restarts = build(server, policy), []
+
+    def restart_once(route):
+        if route == "/update_weight_version" and server.num_reloads == 1 and not restarts:
+            restarts.append(route)
+            server.restart()
+            raise NoAnswer
+        return 200
+
+    train(policy)
+    server.status = restart_once
+    with engine.weights():
+        assert restarts and server.num_reloads == 2 and not server.weight_version.startswith("loading ")
+        for name, tensor in policy.model.state_dict().items():
+            assert torch.equal(server.model.state_dict()[name], tensor)
+
+
+def test_a_server_that_stalls_while_it_gets_the_weights(server, build):
+    """After the time limit no other request follows, which would wait as long again."""
+    engine, routes = build(server, server_timeout_s=0.5), []
+
+    def stall(route):
+        routes.append(route)
+        never_answer()
+
+    server.status = stall
+    with pytest.raises(ServerError, match=r"has not answered for 0\.5 s"), engine.weights():
+        pass
+    assert set(routes) == {"/update_weight_version"}
+
+
+def test_an_adapter_that_the_server_refuses_ends_the_run_at_once(server, build):
+    server.changes["max_lora_rank"] = 8
+    policy = load(server.folder)
+    add_adapter(policy, {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}, base=str(server.folder))
+    with (
+        pytest.raises(ServerError, match=r"no such layer: set rollout.weights_folder to"),
+        build(server, policy).weights(),
+    ):
+        pass
+    assert server.num_adapters_refused == 1
+    server.changes["max_lora_rank"] = 1
+    with pytest.raises(
+        ServerError, match="of rank 1 at most, the policy's has rank 4: start it with --enable-lora --max-lora-rank 8"
+    ):
+        build(server, policy)
 
 
 def test_a_server_that_was_started_again_between_two_rollouts(server, build, expected):
@@ -414,8 +488,9 @@ def test_a_weights_folder_that_cannot_be_written(server, random_model, world, tm
 
 def test_the_folder_of_a_killed_run_is_deleted_and_that_of_a_living_one_is_not(tmp_path, world):
     living = WeightsFolder(str(tmp_path), world)
-    other = tmp_path / "grpo-notes"
+    other = tmp_path / "grpo-othermachine-7-abc"  # where locks are not seen from here
     other.mkdir()
+    (other / "owner").touch()
     pid = os.fork()
     if pid == 0:
         WeightsFolder(str(tmp_path), world)
@@ -423,7 +498,7 @@ def test_the_folder_of_a_killed_run_is_deleted_and_that_of_a_living_one_is_not(t
     os.waitpid(pid, 0)
     assert len(list(tmp_path.iterdir())) == 3
     second = WeightsFolder(str(tmp_path), world)
-    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, second.path.name, "grpo-notes"}
+    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, second.path.name, other.name}
     living.close()
     second.close()
     assert list(tmp_path.iterdir()) == [other]
@@ -447,7 +522,7 @@ def test_few_enough_prompts_are_in_flight_on_a_cpu_server_that_computes_them_in_
         engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)
         assert most <= 2
         server.changes["max_num_batched_tokens"] = 3
-        engine.servers.check(RolloutConfig(engine="vllm"))
+        engine.servers.check([(4, SAMPLED)])
         with pytest.raises(
             ServerError,
             match=r"would compute a prompt of 4 tokens in parts, .* start it with --no-enable-chunked-prefill",

@@ -10,16 +10,20 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import load
 
 from grpo.config import make_config
 from grpo.distributed import World
 from grpo.rollout import build_engine
+from grpo.rollout.build import check_transfer
 from grpo.rollout.vllm import Server, ServerError
 from grpo.rollout.vllm.keeper import KeptLog
 from grpo.rollout.vllm.process import StartedServers, command_words, last_error, server_environment, shown
+from grpo.system.environment_defaults import ALLOCATOR_NAMES
 
 SERVER = """
 import http.server, json, os, subprocess, sys
@@ -176,6 +180,7 @@ def test_a_server_that_cannot_start_is_one_line(command, tmp_path):
     assert "--port 99999 is not a port" in refusal(f"{command} --port 99999")
     message = refusal(f"{command} --sick", timeout_s=1)
     assert message.endswith(f"does not answer after 1 s (log: {log}): see its log, or raise rollout.server_timeout_s")
+    assert "several servers cannot have one port (8123)" in refusal(f"{command} --port 8123", num=2)
     servers = start(command, tmp_path)
     taken = servers.addresses[0].rpartition(":")[2]
     assert f"port {taken} cannot be used (Address already in use)" in refusal(f"{command} --port {taken}")
@@ -226,7 +231,7 @@ def test_servers_are_started_on_one_machine_alone(random_model, tmp_path):
     policy = load(random_model)
     world = World(rank=0, size=1, local_rank=0, device=policy.device, num_machines=2)
     names = dict(
-        path=str(random_model), root=policy.model, longest=9, probe_ids=(), folder=tmp_path, warn=print, builtin={}
+        path=str(random_model), root=policy.model, uses=(), probe_ids=(), folder=tmp_path, warn=print, builtin={}
     )
     with pytest.raises(ValueError, match=r"rollout\.server=start starts servers on one machine, and this run has 2"):
         build_engine(make_config({"rollout.engine": "vllm"}), world, policy, **names)
@@ -234,3 +239,16 @@ def test_servers_are_started_on_one_machine_alone(random_model, tmp_path):
     with pytest.raises(ValueError, match="vllm-of-nobody is not found: install vLLM"):
         build_engine(missing, replace(world, num_machines=1), policy, **names)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_a_server_cannot_map_is_refused(random_model, monkeypatch):
+    """Without a GPU here, the policy only claims to be on one."""
+    config = make_config({"rollout.engine": "vllm", "rollout.weight_transfer": "ipc"})
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    policy = SimpleNamespace(device=torch.device("cuda"), adapter=None)
+    for name in ALLOCATOR_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    check_transfer(config, world, policy)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(ValueError, match=r"weight_transfer=ipc .* set PYTORCH_ALLOC_CONF=expandable_segments:False"):
+        check_transfer(config, world, policy)

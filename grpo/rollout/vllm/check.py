@@ -94,7 +94,7 @@ def check_server(server: Server, policy: Policy, lora_rank: int | None) -> Facts
         ) from None
     server.model = model["id"]
     _check_shape(server, policy, Path(model.get("root") or ""))
-    _check_vocabulary(server, policy)
+    _check_vocabulary(server, policy, checks_ids=not config.get("skip_tokenizer_init"))
     return facts
 
 
@@ -158,10 +158,11 @@ def _check_shape(server: Server, policy: Policy, root: Path) -> None:
             )
 
 
-def _check_vocabulary(server: Server, policy: Policy) -> None:
-    """The server must know the policy's last token id, and none behind it."""
+def _check_vocabulary(server: Server, policy: Policy, checks_ids: bool) -> None:
+    """The server must know the last id of the policy's embedding, and none behind it and the tokenizer: vLLM takes every id that either has."""
     rows = policy.model.get_input_embeddings().weight.shape[0]
-    for id, is_known in ((rows - 1, True), (rows, False)):
+    behind = max(rows, max(policy.tokenizer.get_vocab().values(), default=0) + 1)
+    for id, is_known in ((rows - 1, True), *([(behind, False)] if checks_ids else [])):
         body = {"model": server.model, "prompt": [id], "max_tokens": 1, "temperature": 0.0}
         try:
             server.request("POST", "/v1/completions", body)
@@ -175,6 +176,16 @@ def _check_vocabulary(server: Server, policy: Policy) -> None:
             raise ServerError(
                 f"{server} has a model of {size} tokens than the policy's {rows}: start it with the model that is trained"
             )
+
+
+def check_context(server: Server, facts: Facts, longest_prompt: int, longest_completion: int) -> None:
+    """ServerError unless the server takes so many tokens."""
+    needed = longest_prompt + longest_completion
+    if needed > facts.max_model_len:
+        raise ServerError(
+            f"{server} takes {facts.max_model_len} tokens, and a prompt of {longest_prompt} with a completion of {longest_completion} has {needed}: "
+            f"start it with --max-model-len {needed}"
+        )
 
 
 def check_settings(server: Server, facts: Facts, sampling: Any) -> None:

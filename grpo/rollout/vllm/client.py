@@ -16,7 +16,7 @@ from grpo.rollout.vllm.keeper import KeptLog
 from grpo.system import first_line
 
 MAX_REQUESTS = 512
-"""Most requests in flight from one rank to one server."""
+"""Most requests in flight from one rank, each with a connection of its own (a process may have 1,024 files open on many systems)."""
 CONNECT_SECONDS = 10.0
 MAX_PAUSE_SECONDS = 2.0
 """Longest wait between two attempts."""
@@ -34,6 +34,10 @@ class NotAnswered(ServerError):
     def __init__(self, message: str, status: int | None):
         super().__init__(message)
         self.status = status
+
+
+class Unreachable(ServerError):
+    """No answer for the server's ``timeout_s``, however often it was asked."""
 
 
 class UnknownModel(ServerError):
@@ -157,7 +161,8 @@ class Server:
         self.request("POST", "/collective_rpc", body, retry=False)
 
     def load_adapter(self, name: str, folder: str) -> None:
-        self.request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        """Sent once: vLLM answers 500 to adapters that it cannot load."""
+        self.request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, retry=False)
 
     def unload_adapter(self, name: str) -> None:
         self.request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
@@ -195,12 +200,12 @@ class Server:
         """True if the trainer started the server, and does not start it again."""
         return self.log is not None and self.log.has_ended()
 
-    def no_answer_error(self) -> ServerError:
+    def no_answer_error(self) -> Unreachable:
         """The error of a server that no longer answers."""
         if self.has_ended():
-            return ServerError(f"{self} has ended too often and is not started again: see {self.log.path}")
+            return Unreachable(f"{self} has ended too often and is not started again: see {self.log.path}")
         reason = f" ({self.last_error})" if self.last_error else ""
-        return ServerError(
+        return Unreachable(
             f"{self} has not answered for {self.timeout_s:g} s{reason}: look at the server's log, start it again, or raise "
             "rollout.server_timeout_s"
         )
@@ -217,13 +222,13 @@ class Server:
         """The JSON that a route answers.
 
         Args:
-            bounded: wait ``timeout_s`` for the answer. False: as long as the connection stands.
+            bounded: wait ``timeout_s`` for the answer, over all attempts. False: as long as the connection stands.
             retry: send the request again after failures.
         """
-        limits = {"connect_s": min(CONNECT_SECONDS, self.timeout_s), "read_s": self.timeout_s if bounded else None}
         started, wait = time.monotonic(), 0.1
         while True:
-            status = None
+            status, left = None, max(started + self.timeout_s - time.monotonic(), 0.1)
+            limits = {"connect_s": min(CONNECT_SECONDS, left), "read_s": left if bounded else None}
             try:
                 answer = self._connections.request(method, self.address + route, body, **limits)
                 if answer.status < 500:
@@ -235,11 +240,12 @@ class Server:
                 self.last_error = f"{method} {route}: {reason_of(error)}"
             if not retry:
                 raise NotAnswered(f"{self}: {self.last_error}", status)
-            if time.monotonic() - started > self.timeout_s or self.has_ended():
+            left = started + self.timeout_s - time.monotonic()
+            if left <= 0 or self.has_ended():
                 raise self.no_answer_error()
             if wait > 1.0 and time.monotonic() - self.answered_at > 5.0:
                 self._warn_once()
-            time.sleep(wait)
+            time.sleep(min(wait, left))
             wait = min(2 * wait, MAX_PAUSE_SECONDS)
 
     _warned_at = -math.inf

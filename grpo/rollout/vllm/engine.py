@@ -18,7 +18,6 @@ from grpo.model import Policy
 from grpo.rollout.decode_loop import Prompts
 from grpo.rollout.draw import SamplingParams
 from grpo.rollout.stops import Stops
-from grpo.rollout.vllm.check import check_settings
 from grpo.rollout.vllm.client import Sampled, Server, ServerError
 from grpo.rollout.vllm.keeper import KeptLog
 from grpo.rollout.vllm.requests import Request, complete_all
@@ -43,6 +42,7 @@ class VLLMEngine:
         rollout: RolloutConfig,
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
+        uses: Sequence[tuple[int, Any]] | None = None,
         logs: Sequence[KeptLog] = (),
         warn: Callable[[str], None] = print,
     ):
@@ -54,6 +54,8 @@ class VLLMEngine:
             rollout: the section of the configuration.
             root: under FSDP the sharded module that holds the model; None: ``policy.model``.
             probe_ids: a prompt; its first tokens check that a server computes with the weights it was given.
+            uses: for each kind of sampling to come, the longest prompt and its :class:`SamplingParams`; None: those of ``rollout``, after any
+                prompt.
             logs: of servers that the trainer has started, in the order of ``servers``; on this machine.
             warn: called with a line of text if a server does not answer or has lost its weights.
 
@@ -80,7 +82,7 @@ class VLLMEngine:
             weight_transfer=rollout.weight_transfer,
         )
         try:
-            self.servers.check(rollout)
+            self.servers.check([(0, rollout)] if uses is None else uses)
         except BaseException:
             self.close()
             raise
@@ -118,8 +120,9 @@ class VLLMEngine:
         """
         G, stops = sampling.num_generations, Stops(self.policy.tokenizer, sampling.stop)
         own = self.servers.own
+        longest = max((len(problem.prompt_ids) for problem in problems), default=0)
         for server in own:
-            self._check_fits(server, problems, sampling)
+            self.servers.check_use(server, longest, sampling)
         with nullcontext() if self._has_weights else self.weights():
             requests = [
                 Request(own[p % len(own)], self._body(problem, g, sampling, stops, address))
@@ -156,18 +159,6 @@ class VLLMEngine:
         versions = sorted({facts.version for facts in self.servers.facts.values()})
         return f"vLLM {', '.join(versions)} at {', '.join(server.address for server in self.servers.all)}"
 
-    def _check_fits(self, server: Server, problems: Sequence[Problem], sampling: SamplingParams) -> None:
-        """ServerError unless the server's context and its log-probs fit the settings."""
-        facts = self.servers.facts[server]
-        check_settings(server, facts, sampling)
-        longest = max((len(problem.prompt_ids) for problem in problems), default=0)
-        if longest + sampling.max_completion_length > facts.max_model_len:
-            needed = longest + sampling.max_completion_length
-            raise ServerError(
-                f"{server} takes {facts.max_model_len} tokens, and a prompt of {longest} with a completion of "
-                f"{sampling.max_completion_length} has {needed}: start it with --max-model-len {needed}"
-            )
-
     def _body(self, problem: Problem, g: int, sampling: SamplingParams, stops: Stops, address) -> dict[str, Any]:
         """Of the request for completion ``g``. Every value is given: the server would take the others from ``generation_config.json``."""
         body = {
@@ -203,6 +194,11 @@ class VLLMEngine:
         if not all(isinstance(id, int) and 0 <= id < self.vocabulary for id in ids):
             raise ServerError(
                 f"{server} returned token ids outside of the vocabulary of {self.vocabulary}: start it with the model that is trained"
+            )
+        if answer.finish_reason == "length" and len(ids) < sampling.max_completion_length:
+            raise ServerError(
+                f"{server} ended a completion after {len(ids)} tokens where {sampling.max_completion_length} were asked for: start it without "
+                "max_new_tokens in --generation-config and --override-generation-config"
             )
         end = stops.first_end(ids, 0) if stops.strings else None
         return answer if end is None else Sampled(ids[:end], answer.logprobs[:end], "stop")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -54,7 +55,6 @@ class NCCLTransfer:
     def __init__(self, servers: Sequence[Server], device: torch.device):
         self.servers, self.device = servers, device
         self._communicator: Any = None
-        self._threads = ThreadPoolExecutor(len(servers) + 1, thread_name_prefix="vllm-weights")
 
     def send(self, weights: NamedTensors, layout: dict[str, torch.Size], dtype: torch.dtype, version: str) -> None:
         if self._communicator is None:
@@ -62,7 +62,7 @@ class NCCLTransfer:
         update = {"update_info": description(layout, dtype)}
         with updating(self.servers, version):
             # A server answers when it has received all weights.
-            answers = [self._threads.submit(post, server, "/update_weights", update) for server in self.servers]
+            answers = [in_thread(post, server, "/update_weights", update) for server in self.servers]
             for _, weight in weights:
                 sent = weight.detach().to(self.device, dtype).contiguous()
                 nccl.broadcast([sent], root=0, comms=[self._communicator])
@@ -82,8 +82,8 @@ class NCCLTransfer:
                 "packed": False,
             }
             body = {"init_info": init_info}
-            answers.append(self._threads.submit(post, server, "/init_weight_transfer_engine", body))
-        joined = self._threads.submit(self._joined, size, unique_id)
+            answers.append(in_thread(post, server, "/init_weight_transfer_engine", body))
+        joined = in_thread(self._joined, size, unique_id)
         self._wait(joined.done, answers)
         communicator = joined.result()
         nccl.all_reduce([torch.ones(1, device=self.device)], comms=[communicator])
@@ -182,6 +182,20 @@ def updating(servers: Sequence[Server], version: str) -> Iterator[None]:
         post(server, "/finish_weight_update", {"weight_version": version})
         post(server, "/resume")
         server.reset_prefix_cache()
+
+
+def in_thread(function: Callable, *arguments: Any) -> Future:
+    """Call a function in a thread that does not hold up the end of the process: a collective whose other ranks are gone never returns."""
+    future: Future = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 def post(server: Server, route: str, body: dict[str, Any] | None = None) -> Any:

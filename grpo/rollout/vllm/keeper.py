@@ -69,7 +69,7 @@ class KeptLog(NamedTuple):
             with open(self.path, "rb") as file:
                 file.seek(max(self.path.stat().st_size - LAST_BYTES, 0))
                 return LAST_LINE.format(self.keeper) in file.read().decode(errors="replace")
-        except FileNotFoundError:
+        except OSError:  # no such file, or too many open ones
             return False
 
 

@@ -127,6 +127,10 @@ class StartedServers:
                 "program, /path/bin/vllm serve {model}"
             )
         host = given.get("--host", "127.0.0.1")
+        if "--port" in given and self._servers:
+            raise ConfigError(
+                f"rollout.vllm_command: several servers cannot have one port ({given['--port']}): leave --port out, then free ones are taken"
+            )
         port = _port(given.get("--port"), "" if host in ("0.0.0.0", "::") else host)
         # Only this machine may reach the routes that change weights.
         options = {"--host": host, "--port": port, **options, "--disable-uvicorn-access-log": ""}
@@ -216,11 +220,13 @@ def _wait(server: _Started, deadline: float, timeout_s: float) -> None:
     Raises:
         ConfigError: if it has ended, or the deadline has passed.
     """
-    while not _is_healthy(server):
+    while True:
         if server.keeper.poll() is not None:
             raise ConfigError(
                 f"vLLM ended while it started: {last_error(server.log, server.log_start)} (log: {server.log})"
             )
+        if _is_healthy(server):
+            return
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"vLLM at http://{server.host}:{server.port} does not answer after {timeout_s:g} s (log: {server.log}): see its log, or "

@@ -49,12 +49,14 @@ def complete_all(
         for _ in range(min(own.qsize(), servers.most_requests(server, _longest_prompt(requests)))):
             threading.Thread(target=_work, args=(own, done, servers, cancelled), name=SENDER, daemon=True).start()
     try:
-        num_missing = len(requests)
+        num_missing, checked_at = len(requests), time.monotonic()
         while num_missing:
+            if time.monotonic() - checked_at > WAIT_SECONDS:
+                _check_silence(requests, answers)
+                checked_at = time.monotonic()
             try:
                 index, answer, stale = done.get(timeout=WAIT_SECONDS)
             except queue.Empty:
-                _check_silence(requests, answers)
                 continue
             if isinstance(answer, BaseException):
                 raise answer

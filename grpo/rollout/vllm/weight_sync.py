@@ -14,8 +14,8 @@ from torch import nn
 from grpo.distributed import World, gathered_on_main, is_sharded
 from grpo.model import Policy
 from grpo.model.saving import saved_tensors
-from grpo.rollout.vllm.check import Facts, check_server, check_settings, check_transfer
-from grpo.rollout.vllm.client import MAX_REQUESTS, NotAnswered, Server, ServerError
+from grpo.rollout.vllm.check import Facts, check_context, check_server, check_settings, check_transfer
+from grpo.rollout.vllm.client import MAX_REQUESTS, NotAnswered, Server, ServerError, Unreachable
 from grpo.rollout.vllm.gpu_transfer import make_transfer
 from grpo.rollout.vllm.verify import check_checksums, check_probe, own_logprobs
 from grpo.rollout.vllm.weights import DTYPES, PREFIX, Snapshot, WeightsFolder
@@ -64,12 +64,18 @@ class Servers:
         self._num_syncs = 0
         self._lock = threading.Lock()
 
-    def check(self, sampling: Any) -> None:
-        """Check the servers that this rank uses; all ranks call it. ``sampling`` as in :func:`check_settings`."""
+    def check(self, uses: Sequence[tuple[int, Any]]) -> None:
+        """Check the servers that this rank uses; all ranks call it. ``uses``: see :class:`grpo.rollout.vllm.engine.VLLMEngine`."""
         with self.world.fail_together():
             for server in dict.fromkeys([*self._synced_by_this_rank, *self.own]):
                 self._check(server)
-                check_settings(server, self.facts[server], sampling)
+                for longest_prompt, sampling in uses:
+                    self.check_use(server, longest_prompt, sampling)
+
+    def check_use(self, server: Server, longest_prompt: int, sampling: Any) -> None:
+        """ServerError unless the server's context and its log-probs fit the settings."""
+        check_settings(server, self.facts[server], sampling)
+        check_context(server, self.facts[server], longest_prompt, sampling.max_completion_length)
 
     def sync(self) -> None:
         """Take a snapshot of the policy's weights and load it into every server; all ranks call it.
@@ -123,8 +129,9 @@ class Servers:
     def most_requests(self, server: Server, longest_prompt: int) -> int:
         """Most requests that this rank may have in flight to the server; ServerError if not even one prompt fits."""
         limit = self.facts[server].tokens_per_step
+        most = MAX_REQUESTS // len(self.own)
         if limit is None:
-            return MAX_REQUESTS
+            return most
         num_ranks = max(-(-self.world.size // len(self.all)), 1)
         fitting = limit // longest_prompt // num_ranks
         if fitting == 0:
@@ -132,7 +139,7 @@ class Servers:
                 f"{server} would compute a prompt of {longest_prompt} tokens in parts, which fails on the CPU when requests have seeds: start it "
                 "with --no-enable-chunked-prefill"
             )
-        return min(fitting, MAX_REQUESTS)
+        return min(fitting, most)
 
     def expected_version(self, server: Server) -> str:
         """The version that completions of this server must have."""
@@ -205,7 +212,7 @@ class Servers:
                     self._finish(server, version)
                     return
                 problem = server.no_answer_error()
-            except CannotLoad:
+            except (CannotLoad, Unreachable):
                 raise
             except NotAnswered as error:
                 problem = error
@@ -254,6 +261,8 @@ class Servers:
             try:
                 server.load_adapter(self._snapshot.name, str(self._snapshot.folder))
             except ServerError as error:
+                if isinstance(error, NotAnswered) and error.status is None:  # the connection has ended
+                    raise
                 raise CannotLoad(
                     f"{error}: set rollout.weights_folder to a folder that the server sees too, or lora.target_modules to layers that vLLM adapts"
                 ) from None

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -54,7 +56,7 @@ class WeightsFolder:
         self.path: Path = world.from_main(path)
 
     def _create(self, parent: Path) -> Path:
-        token = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        token = f"{host_name()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         hidden, path = parent / f".{PREFIX}{token}", parent / f"{PREFIX}{token}"
         try:
             remove_abandoned(parent)
@@ -187,9 +189,17 @@ def _reason_of(write) -> str | None:
     return None
 
 
+def host_name() -> str:
+    """This machine's name, as a part of file names."""
+    return re.sub(r"[^\w.]", "_", socket.gethostname())
+
+
 def remove_abandoned(parent: Path) -> None:
-    """Delete the folders of runs that have ended without deleting them: those whose owner file nobody holds locked."""
-    for folder in parent.glob(f"{PREFIX}*-*"):
+    """Delete the folders of runs of this machine that have ended without deleting them: those whose owner file nobody holds locked.
+
+    Some network file systems keep locks on each machine, where those of the others are not seen.
+    """
+    for folder in parent.glob(f"{PREFIX}{host_name()}-*"):
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             handle = os.open(folder / OWNER, os.O_RDWR | os.O_CLOEXEC)
             try:
