@@ -191,7 +191,7 @@ RULES: dict[str, Rule] = {
     ),
     "rollout time": _above(
         MAX_ROLLOUT_SHARE, "time/rollout", MANY,
-        "{:.0%} of the time goes to sampling: raise rollout.tokens_in_flight if it is set, lower "
+        "{:.0%} of the time goes to sampling: raise rollout.tokens_in_flight if it is set (built-in engine), lower "
         "rollout.max_completion_length, or make more updates from each rollout (algorithm.num_minibatches=2)",
     ),
     "reward time": _above(
