@@ -27,6 +27,11 @@ class NoAnswer(Exception):
     """The connection ends without an answer."""
 
 
+class HTTPServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512  # connections that wait to be accepted: behind more, a client waits a second
+
+
 class FaultyServer:
     """In this process, on a port of its own."""
 
@@ -81,8 +86,7 @@ class FaultyServer:
             def log_message(self, *args):
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._http.daemon_threads = True
+        self._http = HTTPServer(("127.0.0.1", self.port), Handler)
         self._http.handle_error = lambda *args: None
         self.port = self._http.server_port
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()

@@ -135,6 +135,8 @@ def checked_command(value: str) -> str:
         raise ValueError(f"{value!r} cannot be cut into words: {error}") from None
     if unknown := sorted(set(re.findall(r"\{\w*\}", value)) - {"{model}", "{index}"}):
         raise ValueError(f"{', '.join(unknown)} is not known: there are {{model}} and {{index}}")
+    if any(re.match("--api-key|VLLM_API_KEY=", word) for word in words):
+        raise ValueError("set VLLM_API_KEY in the environment instead: the trainer sends it too, and no file shows it")
     if not any("{model}" in word for word in words[1:]):
         raise ValueError("it needs {model} where the model's folder goes, as in: vllm serve {model}")
     return value

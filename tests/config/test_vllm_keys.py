@@ -22,6 +22,8 @@ VLLM = {"rollout.engine": "vllm"}
         ({"rollout.server": "http://a:1", "rollout.num_servers": 2}, "rollout.num_servers=2 is for server=start"),
         ({"rollout.vllm_command": "vllm serve {name}"}, "{name} is not known: there are {model} and {index}"),
         ({"rollout.vllm_command": "vllm serve MODEL"}, "it needs {model}"),
+        ({"rollout.vllm_command": "vllm serve {model} --api-key k"}, "set VLLM_API_KEY in the environment instead"),
+        ({"rollout.vllm_command": "env VLLM_API_KEY=k vllm serve {model}"}, "set VLLM_API_KEY in the environment"),
         ({"rollout.vllm_command": "vllm 'serve {model}"}, "cannot be cut into words"),
         (VLLM | {"rollout.keep_sampling_mask": True}, "rollout.keep_sampling_mask=true needs"),
         ({"rollout.server_timeout_s": 0}, "rollout.server_timeout_s"),

@@ -1,7 +1,9 @@
 """The vLLM engine against a server with faults: each is an error of one line, or the run goes on and loses nothing."""
 
+import contextlib
 import itertools
 import os
+import random
 import resource
 import signal
 import threading
@@ -17,7 +19,8 @@ from grpo.config import RolloutConfig, RuntimeConfig
 from grpo.distributed import start_world
 from grpo.model import add_adapter
 from grpo.rollout import SamplingParams
-from grpo.rollout.vllm import ServerError, VLLMEngine
+from grpo.rollout.vllm import Server, ServerError, VLLMEngine
+from grpo.rollout.vllm.client import Cancelled, NotAnswered
 from grpo.rollout.vllm.requests import SENDER
 from grpo.rollout.vllm.weights import WeightsFolder
 from grpo.seeding import derive_seed
@@ -394,6 +397,31 @@ def test_a_signal_interrupts_a_rollout(server, build):
     while any(thread.name == SENDER for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_cut_ends_requests_at_whatever_point_they_are(server):
+    """A request may be about to connect, or wait for its answer."""
+    server.on_completion = lambda number: never_answer()
+    body, generator = (
+        {"model": str(server.folder), "prompt": [3], "max_tokens": 4, "return_token_ids": True},
+        random.Random(0),
+    )
+
+    def ask(to: Server, cancelled: threading.Event) -> None:
+        with contextlib.suppress(NotAnswered, Cancelled):
+            to.complete(body, cancelled)
+
+    for _ in range(10):
+        to, cancelled = Server(server.address, 60), threading.Event()
+        threads = [threading.Thread(target=ask, args=(to, cancelled), daemon=True) for _ in range(60)]
+        for thread in threads:
+            thread.start()
+        time.sleep(generator.uniform(0, 0.05))
+        cancelled.set()
+        to.cut()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
 
 
 def test_errors_500_are_asked_again(server, build, expected):

@@ -90,7 +90,7 @@ class Server:
         """
         if cancelled.is_set():
             raise Cancelled
-        answer = self.request("POST", "/v1/completions", body, bounded=False, retry=False)
+        answer = self.request("POST", "/v1/completions", body, bounded=False, retry=False, cancelled=cancelled)
         sampled = self._sampled(answer, with_logprobs="logprobs" in body)
         if sampled.finish_reason not in ("stop", "length"):
             raise NotAnswered(f"{self} ended a completion with {sampled.finish_reason}", None)
@@ -218,19 +218,21 @@ class Server:
         *,
         bounded: bool = True,
         retry: bool = True,
+        cancelled: threading.Event | None = None,
     ) -> Any:
         """The JSON that a route answers.
 
         Args:
             bounded: wait ``timeout_s`` for the answer, over all attempts. False: as long as the connection stands.
             retry: send the request again after failures.
+            cancelled: with :meth:`cut`, see :meth:`grpo.rollout.vllm.connections.Connections.request`.
         """
         started, wait = time.monotonic(), 0.1
         while True:
             status, left = None, max(started + self.timeout_s - time.monotonic(), 0.1)
             limits = {"connect_s": min(CONNECT_SECONDS, left), "read_s": left if bounded else None}
             try:
-                answer = self._connections.request(method, self.address + route, body, **limits)
+                answer = self._connections.request(method, self.address + route, body, **limits, cancelled=cancelled)
                 if answer.status < 500:
                     self.answered_at, self.last_error = time.monotonic(), ""
                     return self._content(answer, route)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -30,16 +31,29 @@ class Connections:
         self._pool = urllib3.PoolManager(
             num_pools=1, maxsize=most, retries=False, headers=headers, socket_options=options
         )
-        self._lock = threading.Lock()
+        self._lock, self._caller = threading.Lock(), threading.local()
         self._opened: weakref.WeakSet[HTTPConnection] = weakref.WeakSet()
         """urllib3 itself only knows the connections that no request uses."""
         kinds = self._pool.pool_classes_by_scheme
         self._pool.pool_classes_by_scheme = {name: self._remembering(kind) for name, kind in kinds.items()}
 
     def request(
-        self, method: str, url: str, body: dict[str, Any] | None, *, connect_s: float, read_s: float | None
+        self,
+        method: str,
+        url: str,
+        body: dict[str, Any] | None,
+        *,
+        connect_s: float,
+        read_s: float | None,
+        cancelled: threading.Event | None = None,
     ) -> urllib3.BaseHTTPResponse:
-        """One request with a JSON body. Raises urllib3's ``HTTPError`` or ``OSError``. ``read_s``: longest wait for the answer; None: no limit."""
+        """One request with a JSON body. Raises urllib3's ``HTTPError`` or ``OSError``.
+
+        Args:
+            read_s: longest wait for the answer; None: no limit.
+            cancelled: if it is set before :meth:`cut` is called, the request ends then, also if it is only about to connect.
+        """
+        self._caller.cancelled = cancelled
         timeout = urllib3.Timeout(connect=connect_s, read=read_s)
         return self._pool.request(method, url, json=body, timeout=timeout, retries=False)
 
@@ -52,13 +66,16 @@ class Connections:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _remembering(self, kind: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
-        opened, lock = self._opened, self._lock
+        opened, lock, caller = self._opened, self._lock, self._caller
 
         class Connection(kind.ConnectionCls):
             def connect(self) -> None:
                 super().connect()
                 with lock:
                     opened.add(self)
+                if caller.cancelled is not None and caller.cancelled.is_set():  # too late for a cut
+                    self.close()
+                    raise ConnectionAbortedError(errno.ECONNABORTED, "cancelled")
 
         return type(kind.__name__, (kind,), {"ConnectionCls": Connection})
 

@@ -104,7 +104,7 @@ class Servers:
             self.folder.keep_only(self._snapshot)
 
     def _sent(self) -> Snapshot:
-        """Send the policy's weights through the GPU. All ranks gather them, the main rank sends; a ServerError is raised on all."""
+        """Send the policy's weights through the GPU. All ranks gather them, the main rank sends; its error is raised on all."""
         tensors, error = list(saved_tensors(self.policy.model)), None
         snapshot = self.folder.new_snapshot(adapter=False)
         weights = gathered_on_main(tensors, self.world, self.policy.device)
@@ -112,7 +112,7 @@ class Servers:
             layout = {name: tensor.shape for name, tensor in tensors}
             try:
                 self.transfer.send(weights, layout, DTYPES[self.policy.precision], f"{LOADING}{snapshot.name}.0")
-            except ServerError as caught:
+            except Exception as caught:
                 error = caught
         for _ in weights:  # every rank takes part in every gather, also after an error
             pass
