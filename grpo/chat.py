@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from grpo.batch import Group
-from grpo.config import KEYS_EPILOG, Config, config_of_models
+from grpo.config import KEYS_EPILOG, Config, config_of_models, engine_overrides
 from grpo.data.problems import Rows, make_problems, system_prompt_and_instructions
 from grpo.distributed import World, set_cpu_threads
 from grpo.model import load_policy, load_tokenizer, resolve_model
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 def _config_from(options: argparse.Namespace, overrides: list[str]) -> Config:
     # Without a run: an empty system prompt, or the model would get the instructions of the default task.
     plain = {"data": {"system_prompt": ""}}
-    overrides = [f"rollout.engine={options.engine}", *overrides]
+    overrides = [*engine_overrides(options.engine), *overrides]
     config, saved = config_of_models([options.model], options.config, overrides, without_run=plain)
     options.is_plain = saved is None and options.config is None
     options.has_rewards = not options.is_plain or options.column or any(o.startswith("reward") for o in overrides)

@@ -5,11 +5,11 @@ from grpo.config.arguments import ConfigError, load_config, make_config, mask_co
 from grpo.config.config import Config, check_world_size
 from grpo.config.evaluation import EvalConfig
 from grpo.config.help import KEYS_EPILOG, help_text, keys_of
-from grpo.config.rollout import SERVER_KEYS, RolloutConfig
+from grpo.config.rollout import SERVER_KEYS, RolloutConfig, engine_overrides
 from grpo.config.saved import config_of_models
 from grpo.config.schema import DataConfig, OptimConfig, RuntimeConfig
 
 __all__ = [
     "KEYS_EPILOG", "PRESETS", "SERVER_KEYS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "OptimConfig", "RolloutConfig", "RuntimeConfig",
-    "check_world_size", "config_of_models", "help_text", "keys_of", "load_config", "make_config", "mask_command_line", "masked_argument",
+    "check_world_size", "config_of_models", "engine_overrides", "help_text", "keys_of", "load_config", "make_config", "mask_command_line", "masked_argument",
 ]  # fmt: skip

@@ -105,6 +105,11 @@ class RolloutConfig(Section):
         return [(key, o) for key, o, is_ignored in ignored if is_ignored and getattr(self, key) != keys[key].default]
 
 
+def engine_overrides(engine: str) -> list[str]:
+    """``section.key=value`` for an evaluation or a chat: the engine, and with vLLM a server of its own, not those of the model's run."""
+    return [f"rollout.engine={engine}", "rollout.server=start", "rollout.num_servers=1", "rollout.weight_transfer=file"]
+
+
 def checked_addresses(value: Any) -> str | list[str]:
     """Addresses of servers, without a slash at the end; ValueError for what is none."""
     given = value if isinstance(value, list | tuple) else [value]

@@ -28,7 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo.batch import Problem
-from grpo.config import KEYS_EPILOG, Config, EvalConfig, config_of_models
+from grpo.config import KEYS_EPILOG, Config, EvalConfig, config_of_models, engine_overrides
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, check_eval_context, eval_sampling, evaluate
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     options, rest = _parser().parse_known_args(argv)
     models, world = options.model or [], None
     try:
-        config, saved = config_of_models(models, options.config, [f"rollout.engine={options.engine}", *rest])
+        config, saved = config_of_models(models, options.config, [*engine_overrides(options.engine), *rest])
         world = start_world(config.runtime)
         if saved and world.is_main:
             print(f"config    {saved.source}, of the run; --config FILE or section.key=value changes it", flush=True)

@@ -40,11 +40,11 @@ def build_engine(
         policy: under FSDP its model is sharded.
         path: folder or Hub id of the model; of an adapter's folder, servers start with its model.
         root: the module that holds the policy's model, under FSDP the sharded one.
-        uses: for each kind of sampling to come, the longest prompt and its settings; empty: not known yet.
+        uses: for each kind of sampling to come, the tokens of its longest prompt and its settings; empty: not known yet.
         probe_ids: a prompt, for the check of the weights that a server has got.
         folder: gets the logs of servers.
         warn: called with lines for the console.
-        builtin: further arguments of :class:`BuiltinEngine`. With ``policy`` among them it samples from that one, as it must under FSDP.
+        builtin: further arguments of :class:`BuiltinEngine`; a ``policy`` among them replaces the other one, under FSDP by the copy that samples.
 
     Raises:
         ValueError: on all ranks, if a server cannot be started, or is not fit for this run.
@@ -53,7 +53,7 @@ def build_engine(
         return BuiltinEngine(**{"policy": policy} | builtin, warn=warn)
     import_extra("urllib3", "vllm", "rollout.engine=vllm")
     with world.fail_together():
-        check_transfer(config, world, policy)
+        check_weight_transfer(config, world, policy)
     from grpo.rollout.vllm import VLLMEngine
 
     with contextlib.ExitStack() as on_failure:
@@ -70,7 +70,7 @@ def build_engine(
         return engine
 
 
-def check_transfer(config: Config, world: World, policy: Policy) -> None:
+def check_weight_transfer(config: Config, world: World, policy: Policy) -> None:
     """ConfigError unless the policy lies where ``rollout.weight_transfer`` can send it from."""
     r = config.rollout
     if r.weight_transfer == "file" or policy.adapter is not None:
@@ -92,7 +92,15 @@ def check_transfer(config: Config, world: World, policy: Policy) -> None:
         )
 
 
-def _started_servers(config: Config, world: World, policy: Policy, path: str, uses, folder: str | Path, show):
+def _started_servers(
+    config: Config,
+    world: World,
+    policy: Policy,
+    path: str,
+    uses: Sequence[tuple[int, Any]],
+    folder: str | Path,
+    warn: Callable,
+):
     """Servers on this machine (:class:`grpo.rollout.vllm.process.StartedServers`)."""
     from grpo.rollout.vllm.check import DTYPE_NAMES
     from grpo.rollout.vllm.process import StartedServers
@@ -115,5 +123,5 @@ def _started_servers(config: Config, world: World, policy: Policy, path: str, us
         weight_transfer=r.weight_transfer,
         folder=folder,
         timeout_s=r.server_timeout_s,
-        show=show,
+        show=warn,
     )

@@ -35,8 +35,8 @@ class Engine(Protocol):
 
         Args:
             problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part of its seeds.
-            address: ``(seed, purpose, step)``. Completion g of a problem is a function of
-                ``derive_seed(seed, purpose, step, problem.index, g)`` and of the weights.
+            address: ``(seed, purpose, step)``. The random seed of completion g of a problem is
+                ``derive_seed(seed, purpose, step, problem.index, g)``. With the built-in engine it and the weights determine the completion.
             on_tokens: called with the number of tokens drawn since the last call, for progress bars.
         """
 

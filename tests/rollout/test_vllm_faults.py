@@ -135,6 +135,7 @@ def test_a_server_that_is_not_there(build, server):
     [
         ({"dtype": "torch.bfloat16"}, "computes in bfloat16, and runtime.precision=fp32: start it with --dtype float32, or set runtime.precision"),
         ({"quantization": "fp8"}, "quantizes its weights (fp8): start it without --quantization"),
+        ({"logprobs_mode": "raw_logits"}, "returns raw_logits in place of log-probs: start it with --logprobs-mode processed_logprobs"),
         ({"vllm_version": "0.31.2"}, "runs vLLM 0.31.2: install vLLM 0.32 or later there"),
         ({"dev_mode": False}, "has no route /server_info: start it with VLLM_SERVER_DEV_MODE=1 in its environment"),
         ({"vocabulary": 20}, "has a model of fewer tokens than the policy's {V}: start it with the model that is trained"),
@@ -431,10 +432,9 @@ def test_errors_500_are_asked_again(server, build, expected):
         with lock:
             return 500 if next(count) % 8 == 3 else 200
 
-    server.status = some_fail
+    # collective_rpc is asked once: after a failed reload vLLM does not work any more.
+    server.status = lambda route: 200 if route == "/collective_rpc" else some_fail(route)
     with engine.weights():
-        # collective_rpc is asked once: after a failed reload vLLM does not work any more
-        server.status = lambda route: 200 if route == "/collective_rpc" else some_fail(route)
         assert ids_of(engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)) == expected
     server.status = lambda route: 500 if route == "/v1/completions" else 200
     engine = build_with_short_timeout(build, server)

@@ -19,7 +19,7 @@ from conftest import load
 from grpo.config import make_config
 from grpo.distributed import World
 from grpo.rollout import build_engine
-from grpo.rollout.build import check_transfer
+from grpo.rollout.build import check_weight_transfer
 from grpo.rollout.vllm import Server, ServerError
 from grpo.rollout.vllm.keeper import KeptLog
 from grpo.rollout.vllm.process import StartedServers, command_words, last_error, server_environment, shown
@@ -248,7 +248,7 @@ def test_memory_that_a_server_cannot_map_is_refused(random_model, monkeypatch):
     policy = SimpleNamespace(device=torch.device("cuda"), adapter=None)
     for name in ALLOCATOR_NAMES:
         monkeypatch.delenv(name, raising=False)
-    check_transfer(config, world, policy)
+    check_weight_transfer(config, world, policy)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     with pytest.raises(ValueError, match=r"weight_transfer=ipc .* set PYTORCH_ALLOC_CONF=expandable_segments:False"):
-        check_transfer(config, world, policy)
+        check_weight_transfer(config, world, policy)

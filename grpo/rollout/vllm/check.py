@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.model import Policy
-from grpo.rollout.vllm.client import Server, ServerError
+from grpo.rollout.vllm.client import OLDEST, OLDEST_NAME, Server, ServerError
 
-OLDEST = (0, 32)
-"""The oldest version of vLLM that was tested."""
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """vLLM's names of the values of ``runtime.precision``."""
 SHAPE = (
@@ -60,17 +58,17 @@ def check_server(server: Server, policy: Policy, lora_rank: int | None) -> Facts
     try:
         version = server.version()
     except ServerError as error:
-        if "status 404" not in str(error):
+        if error.status != 404:
             raise
         raise ServerError(f"{server} has no route /version: is it a vLLM server?") from None
     found = re.match(r"(\d+)\.(\d+)", version)
     if found and tuple(map(int, found.groups())) < OLDEST:
-        raise ServerError(f"{server} runs vLLM {version}: install vLLM {OLDEST[0]}.{OLDEST[1]} or later there")
+        raise ServerError(f"{server} runs vLLM {version}: install vLLM {OLDEST_NAME} or later there")
     model = server.models()[0]
     try:
         info = server.info()
     except ServerError as error:
-        if "status 404" not in str(error):
+        if error.status != 404:
             raise
         raise ServerError(
             f"{server} has no route /server_info: start it with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -81,17 +79,19 @@ def check_server(server: Server, policy: Policy, lora_rank: int | None) -> Facts
         facts = Facts(
             version,
             int(model.get("max_model_len") or config["max_model_len"]),
-            config["logprobs_mode"].startswith("processed"),
+            config["logprobs_mode"] == "processed_logprobs",
             int(parallel["tensor_parallel_size"]),
             (settings.get("weight_transfer_config") or {}).get("backend"),
             _tokens_per_step(settings),
         )
+        if not config["logprobs_mode"].endswith("logprobs"):
+            raise ServerError(
+                f"{server} returns {config['logprobs_mode']} in place of log-probs: start it with --logprobs-mode processed_logprobs"
+            )
         _check_precision(server, policy, config)
         _check_lora(server, lora, info["vllm_env"], lora_rank)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ServerError(
-            f"{server} answers /server_info without {error}: vLLM {OLDEST[0]}.{OLDEST[1]} was tested"
-        ) from None
+        raise ServerError(f"{server} answers /server_info without {error}: vLLM {OLDEST_NAME} was tested") from None
     server.model = model["id"]
     _check_shape(server, policy, Path(model.get("root") or ""))
     _check_vocabulary(server, policy, checks_ids=not config.get("skip_tokenizer_init"))
@@ -168,7 +168,7 @@ def _check_vocabulary(server: Server, policy: Policy, checks_ids: bool) -> None:
             server.request("POST", "/v1/completions", body)
             known = True
         except ServerError as error:
-            if "vocabulary" not in str(error):
+            if "vocabulary" not in str(error):  # "Token id 128 is out of vocabulary"
                 raise
             known = False
         if known != is_known:

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 from urllib3.exceptions import HTTPError
 
-from grpo.rollout.vllm.connections import Connections, reason_of
+from grpo.rollout.vllm.connections import Connections, message_of, reason_of
 from grpo.rollout.vllm.keeper import KeptLog
-from grpo.system import first_line
 
+OLDEST = (0, 32)
+"""The oldest version of vLLM that was tested."""
+OLDEST_NAME = ".".join(map(str, OLDEST))
+IS_IT_VLLM = f"is it vLLM {OLDEST_NAME} or later?"
 MAX_REQUESTS = 512
 """Most requests in flight from one rank, each with a connection of its own (a process may have 1,024 files open on many systems)."""
 CONNECT_SECONDS = 10.0
@@ -27,13 +30,14 @@ RESET_SECONDS = 60.0
 class ServerError(ValueError):
     """A server that does not work; one line with its address and what to do."""
 
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+        """Of the server's answer; None: there was none, or it has another fault."""
+
 
 class NotAnswered(ServerError):
     """One request was not answered, or with a 5xx status, and may be sent again."""
-
-    def __init__(self, message: str, status: int | None):
-        super().__init__(message)
-        self.status = status
 
 
 class Unreachable(ServerError):
@@ -93,19 +97,19 @@ class Server:
         answer = self.request("POST", "/v1/completions", body, bounded=False, retry=False, cancelled=cancelled)
         sampled = self._sampled(answer, with_logprobs="logprobs" in body)
         if sampled.finish_reason not in ("stop", "length"):
-            raise NotAnswered(f"{self} ended a completion with {sampled.finish_reason}", None)
+            raise NotAnswered(f"{self} ended a completion with {sampled.finish_reason}")
         return sampled
 
     def _sampled(self, answer: Any, *, with_logprobs: bool) -> Sampled:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or len(choices) != 1:
             found = len(choices) if isinstance(choices, list) else "no"
-            raise ServerError(f"{self} returned {found} completions where 1 was asked for: is it vLLM 0.32 or later?")
+            raise ServerError(f"{self} returned {found} completions where 1 was asked for: {IS_IT_VLLM}")
         choice = choices[0]
         ids, reason = choice.get("token_ids"), choice.get("finish_reason")
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         if not ids or not isinstance(ids, list):
-            raise ServerError(f"{self} returned a completion without token ids: is it vLLM 0.32 or later?")
+            raise ServerError(f"{self} returned a completion without token ids: {IS_IT_VLLM}")
         if not with_logprobs:
             return Sampled(ids, [], reason)
         is_complete = len(logprobs) == len(ids) and all(
@@ -114,7 +118,7 @@ class Server:
         if not is_complete:
             raise ServerError(
                 f"{self} returned {len(ids)} tokens without a finite log-prob for each ({len(logprobs)} values): its model computes NaN, or "
-                "it is not vLLM 0.32 or later"
+                f"it is older than vLLM {OLDEST_NAME}"
             )
         return Sampled(ids, logprobs, reason)
 
@@ -127,7 +131,7 @@ class Server:
             found = answer["choices"][0]["prompt_logprobs"][1:]
             return [float(at[str(id)]["logprob"]) for at, id in zip(found, ids[1:], strict=True)]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise ServerError(f"{self} returned no log-probs of a prompt: is it vLLM 0.32 or later?") from None
+            raise ServerError(f"{self} returned no log-probs of a prompt: {IS_IT_VLLM}") from None
 
     # What the server is
 
@@ -237,7 +241,7 @@ class Server:
                     self.answered_at, self.last_error = time.monotonic(), ""
                     return self._content(answer, route)
                 status = answer.status
-                self.last_error = f"{method} {route}: status {status}, {_message(answer.data)}"
+                self.last_error = f"{method} {route}: status {status}, {message_of(answer.data)}"
             except (HTTPError, OSError) as error:
                 self.last_error = f"{method} {route}: {reason_of(error)}"
             if not retry:
@@ -267,7 +271,8 @@ class Server:
             )
         if answer.status >= 400:
             kind = UnknownModel if answer.status == 404 and route == "/v1/completions" else ServerError
-            raise kind(f"{self} refuses {route.partition('?')[0]} (status {answer.status}): {_message(answer.data)}")
+            problem = f"{self} refuses {route.partition('?')[0]} (status {answer.status}): {message_of(answer.data)}"
+            raise kind(problem, answer.status)
         if not answer.data or "lora_adapter" in route:  # whose answer is a sentence
             return None
         try:
@@ -280,17 +285,5 @@ class Server:
 
     def _item(self, answer: Any, key: str, route: str) -> Any:
         if not isinstance(answer, dict) or key not in answer:
-            raise ServerError(f"{self} answers {route} without {key}: is it vLLM 0.32 or later?")
+            raise ServerError(f"{self} answers {route} without {key}: {IS_IT_VLLM}")
         return answer[key]
-
-
-def _message(data: bytes) -> str:
-    """The server's own message, in one line."""
-    text = data.decode(errors="replace").strip()
-    try:
-        found = json.loads(text)
-        error = found.get("error", found.get("detail", found))
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
-        pass
-    return first_line(ValueError(text))[:300]

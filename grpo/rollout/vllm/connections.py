@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import threading
@@ -90,3 +91,15 @@ def reason_of(error: BaseException) -> str:
             inner.__cause__ or inner.__context__ or next((a for a in inner.args if isinstance(a, BaseException)), None)
         )
     return first_line(error)
+
+
+def message_of(data: bytes) -> str:
+    """The server's own message in the body of an answer, in one line."""
+    text = data.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+        error = found.get("error", found.get("detail", found))
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        pass
+    return first_line(ValueError(text))[:300]

@@ -54,8 +54,8 @@ class VLLMEngine:
             rollout: the section of the configuration.
             root: under FSDP the sharded module that holds the model; None: ``policy.model``.
             probe_ids: a prompt; its first tokens check that a server computes with the weights it was given.
-            uses: for each kind of sampling to come, the longest prompt and its :class:`SamplingParams`; None: those of ``rollout``, after any
-                prompt.
+            uses: for each kind of sampling to come, the tokens of its longest prompt and its :class:`SamplingParams`, which the servers must
+                allow; None: ``rollout``, after a prompt of any length.
             logs: of servers that the trainer has started, in the order of ``servers``; on this machine.
             warn: called with a line of text if a server does not answer or has lost its weights.
 

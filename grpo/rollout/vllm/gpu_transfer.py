@@ -58,7 +58,7 @@ class NCCLTransfer:
 
     def send(self, weights: NamedTensors, layout: dict[str, torch.Size], dtype: torch.dtype, version: str) -> None:
         if self._communicator is None:
-            self._communicator = self._connected()
+            self._communicator = self._connect()
         update = {"update_info": description(layout, dtype)}
         with updating(self.servers, version):
             # A server answers when it has received all weights.
@@ -70,7 +70,7 @@ class NCCLTransfer:
             for answer in answers:
                 answer.result()
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         """The communicator. Every worker joins while its server answers, and begins with a sum over one element."""
         sizes = [server.request("GET", "/get_world_size")["world_size"] for server in self.servers]
         size, unique_id, answers = 1 + sum(sizes), nccl.unique_id(), []
@@ -83,7 +83,7 @@ class NCCLTransfer:
             }
             body = {"init_info": init_info}
             answers.append(in_thread(post, server, "/init_weight_transfer_engine", body))
-        joined = in_thread(self._joined, size, unique_id)
+        joined = in_thread(self._join, size, unique_id)
         self._wait(joined.done, answers)
         communicator = joined.result()
         nccl.all_reduce([torch.ones(1, device=self.device)], comms=[communicator])
@@ -92,7 +92,7 @@ class NCCLTransfer:
             answer.result()
         return communicator
 
-    def _joined(self, size: int, unique_id: bytes) -> Any:
+    def _join(self, size: int, unique_id: bytes) -> Any:
         """In a thread: it returns when all workers have joined."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -174,14 +174,19 @@ def in_parts(weights: NamedTensors, dtype: torch.dtype, most_bytes: int) -> Iter
 @contextmanager
 def updating(servers: Sequence[Server], version: str) -> Iterator[None]:
     """Inside the block the servers sample nothing and wait for weights; afterwards they have this version, and no cached prefixes."""
-    for server in servers:
-        post(server, "/pause?mode=wait")
-        post(server, "/start_weight_update")
-    yield
-    for server in servers:
-        post(server, "/finish_weight_update", {"weight_version": version})
-        post(server, "/resume")
-        server.reset_prefix_cache()
+    try:
+        for server in servers:
+            post(server, "/pause?mode=wait")
+            post(server, "/start_weight_update")
+        yield
+        for server in servers:
+            post(server, "/finish_weight_update", {"weight_version": version})
+            post(server, "/resume")
+            server.reset_prefix_cache()
+    except ServerError as error:
+        raise ServerError(
+            f"{error}: servers that you started are paused in the middle of an update, start them again"
+        ) from None
 
 
 def in_thread(function: Callable, *arguments: Any) -> Future:

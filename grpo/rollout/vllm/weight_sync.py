@@ -33,7 +33,10 @@ class CannotLoad(ServerError):
 
 
 class Servers:
-    """The servers of a run and the weights they have. Its methods below :meth:`sync` may be called from several threads."""
+    """The servers of a run and the weights they have.
+
+    :meth:`check` and :meth:`sync` are called by all ranks together, the other methods by each rank, also in several threads.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,9 @@ class Servers:
         Raises:
             ValueError: on all ranks, if the weights cannot be written or a server does not compute with them.
         """
-        size = sum(p.numel() * p.element_size() for _, p in self.policy.trained.named_parameters())
+        size = (
+            sum(p.numel() for _, p in self.policy.trained.named_parameters()) * DTYPES[self.policy.precision].itemsize
+        )
         with_checksums = size < CHECKSUM_BYTES or self._num_syncs < FIRST_SYNCS
         # Under FSDP the forward pass is a collective.
         with nullcontext() if is_sharded(self.root) else self.world.fail_together():
@@ -92,7 +97,7 @@ class Servers:
         if self.transfer is None:
             self._snapshot = self.folder.write(self.policy, with_checksums=with_checksums)
         else:
-            self._snapshot = self._sent()
+            self._snapshot = self._send()
         self._versions = dict.fromkeys(self.all, f"{self._snapshot.name}.0")
         with self.world.fail_together():
             for server in self._synced_by_this_rank:
@@ -103,7 +108,7 @@ class Servers:
         if self.world.is_main:
             self.folder.keep_only(self._snapshot)
 
-    def _sent(self) -> Snapshot:
+    def _send(self) -> Snapshot:
         """Send the policy's weights through the GPU. All ranks gather them, the main rank sends; its error is raised on all."""
         tensors, error = list(saved_tensors(self.policy.model)), None
         snapshot = self.folder.new_snapshot(adapter=False)
@@ -161,7 +166,8 @@ class Servers:
 
         The weights get another version then, so that a completion requested before is recognised as stale.
         """
-        with self._lock, self.folder.lock():
+        # Without files there is nothing that two ranks could load at the same time, and the folder may be on another machine.
+        with self._lock, nullcontext() if self.transfer is not None else self.folder.lock():
             if self._versions[server] != version:
                 return
             found = self._version_found(server)
@@ -211,7 +217,9 @@ class Servers:
                 if self._is_loaded(server, version):
                     self._finish(server, version)
                     return
-                problem = server.no_answer_error()
+                problem = ServerError(
+                    f"{server} lost the weights while they were loaded: if another run uses it, give each run a server of its own"
+                )
             except (CannotLoad, Unreachable):
                 raise
             except NotAnswered as error:
@@ -247,6 +255,7 @@ class Servers:
         try:
             server.reload(str(self._snapshot.folder))
         except NotAnswered as error:
+            # "EngineCore encountered an issue": the process ends, and a started one comes back.
             if error.status is not None and "EngineCore" not in str(error):
                 raise CannotLoad(
                     f"{error}: {server} could not load {self._snapshot.folder}: set rollout.weights_folder to a folder that the server sees too, "
