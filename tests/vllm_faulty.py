@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import random
+import select
 import socket
 import threading
 import time
@@ -54,7 +55,7 @@ class FaultyServer:
         self.change_answer: Callable[[dict], None] = lambda answer: None
         self.status: Callable[[str], int] = lambda route: 200
         """Route -> the status it is answered with."""
-        self._lock = threading.Lock()
+        self._lock, self._current = threading.Lock(), threading.local()
         self._http: ThreadingHTTPServer | None = None
         self.port = 0
         self.start()
@@ -98,6 +99,10 @@ class FaultyServer:
             http.shutdown()
             http.server_close()
 
+    def wait_for_client(self, seconds: float) -> None:
+        """In :attr:`on_completion`: return when the client of this request has ended its connection."""
+        assert select.select([self._current.connection], [], [], seconds)[0]
+
     def restart(self, seconds: float = 0.2) -> None:
         """Die, and come back later with the weights of a start."""
         self.stop()
@@ -105,7 +110,7 @@ class FaultyServer:
         threading.Timer(seconds, self.start).start()
 
     def handle(self, request: BaseHTTPRequestHandler, body: Any) -> None:
-        is_answered = True
+        is_answered, self._current.connection = True, request.connection
         try:
             route = request.path.partition("?")[0]
             status = self.status(route)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from grpo.distributed import Interrupted, OtherRankFailed
 from grpo.run.saver import how_to_continue
 from grpo.run.state import Run
-from grpo.system import first_line
+from grpo.system import UserError, first_line
 
 
 def run_to_completion(run: Run, train: Callable[[Run], None]) -> int:
@@ -100,8 +100,10 @@ def _rescue(run: Run, failure: BaseException, print_error: bool = True) -> str |
     if not print_error:
         return note
     if not isinstance(failure, OtherRankFailed):
-        traceback.print_exception(failure)
-        error = f"{type(failure).__name__}: {first_line(failure)}"
+        error = first_line(failure)
+        if not isinstance(failure, UserError):
+            traceback.print_exception(failure)
+            error = f"{type(failure).__name__}: {error}"
         print(f"error: [rank {rank}] in phase {phase!r}: {error}", file=sys.stderr)
     elif not run.world.is_main:
         note = None  # the rank that failed says it

@@ -13,6 +13,10 @@ from types import ModuleType
 from typing import BinaryIO
 
 
+class UserError(ValueError):
+    """An error that the user can mend. Its message is one line that says how; a run shows it without a traceback."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type's name if it has none; a line that ends in a colon is joined with the next."""
     lines = (str(error).strip() or type(error).__name__).splitlines()

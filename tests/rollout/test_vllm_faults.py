@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from grpo.rollout.vllm import Server, ServerError, VLLMEngine
 from grpo.rollout.vllm.client import Cancelled, NotAnswered
 from grpo.rollout.vllm.requests import SENDER
 from grpo.rollout.vllm.weights import WeightsFolder
+from grpo.run.ending import _rescue
 from grpo.seeding import derive_seed
 
 PROBLEMS = [Problem(index, "", (5 + index, 6, 7, 8)) for index in (3, 4, 9)]
@@ -336,6 +338,52 @@ def test_a_server_that_was_started_again_between_two_rollouts(server, build, exp
         assert ids_of(engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"dtype": "torch.bfloat16"},
+            "computes in bfloat16, and runtime.precision=fp32: start it with --dtype float32",
+        ),
+        ({"logprobs_mode": "raw_logprobs"}, "returns log-probs before temperature and filters, and temperature=0.7"),
+    ],
+)
+def test_a_server_that_was_started_again_with_other_options_is_refused(server, build, changes, message):
+    server.changes["logprobs_mode"] = "processed_logprobs"
+    engine = build(server, temperature=0.7)
+    with engine.weights():
+        pass
+    server.restart()
+    server.changes |= changes
+    with pytest.raises(ServerError, match=message), engine.weights():
+        pass
+
+
+def test_a_server_whose_engine_has_died_ends_when_its_connections_do(server, build, expected):
+    """It listens no longer, and waits for its clients, which wait for it; without them it ends, and is started again."""
+    engine, dead, ended = build(server), threading.Event(), threading.Event()
+
+    def die_at_the_fifth(number):
+        if number == 4:
+            server.stop()
+            server.forget()
+            dead.set()
+        if dead.is_set() and not ended.is_set():
+            server.wait_for_client(60)
+            ended.set()
+            raise NoAnswer
+
+    def start_again():
+        ended.wait(60)
+        server.start()
+
+    server.on_completion = die_at_the_fifth
+    threading.Thread(target=start_again, daemon=True).start()
+    with engine.weights():
+        assert ids_of(engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)) == expected
+    assert ended.is_set()
+
+
 def test_completions_of_other_weights_are_counted_and_sampled_again(server, build, expected):
     engine = build(server)
 
@@ -499,7 +547,7 @@ def test_a_full_weights_folder(server, build):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(
-        ValueError, match=r"GB free, and the weights take 1000000000.00 GB \(twice, while new ones replace old ones\)"
+        ValueError, match=r"B free, and the weights take 1000000000\.0 GB \(twice, while new ones replace old ones\)"
     ):
         engine.folder._make_room(engine.folder.path / "grpo-big", 10**18)
     with engine.weights():
@@ -512,6 +560,33 @@ def test_a_weights_folder_that_cannot_be_written(server, random_model, world, tm
         ValueError, match=r"missing cannot be written \(No such file or directory\): set it to another folder"
     ):
         VLLMEngine(load(random_model), [server.address], world=world, rollout=rollout)
+
+
+def test_servers_get_whole_paths(tmp_path, world, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = WeightsFolder("here", world)
+    assert folder.path.parent == tmp_path / "here"
+    folder.close()
+
+
+def test_an_error_of_a_server_in_a_run_is_one_line(capsys):
+    run = SimpleNamespace(
+        world=SimpleNamespace(rank=0, phase="rollout", is_main=True),
+        signals=SimpleNamespace(announce_failure=lambda text: None),
+        saver=SimpleNamespace(rescue=lambda: "saved checkpoint-3"),
+    )
+    for error, shown in (
+        (ServerError("http://a:1 is old: install 0.32"), "http://a:1 is old: install 0.32"),
+        (KeyError("x"), "KeyError: 'x'"),
+    ):
+        try:
+            raise error
+        except (ServerError, KeyError) as failure:
+            _rescue(run, failure)
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[-2:] == [f"error: [rank 0] in phase 'rollout': {shown}", "note: saved checkpoint-3"]
+        assert (len(lines) == 2) == isinstance(error, ServerError)
 
 
 def test_the_folder_of_a_killed_run_is_deleted_and_that_of_a_living_one_is_not(tmp_path, world):

@@ -128,10 +128,11 @@ def test_a_server_that_dies_is_started_again_on_its_port_three_times(command, tm
         wait_for(lambda: "does not start its server again" in (tmp_path / "vllm-0.log").read_text())
         assert state(address) is None and not any(map(exists, seen))
         (log,) = servers.logs
-        assert log.has_ended() and not KeptLog(log.path, os.getpid()).has_ended(), "another keeper's server goes on"
+        assert log.end() and not KeptLog(log.path, os.getpid()).end(), "another keeper's server goes on"
         server = Server(address, 600, log=log)
         with pytest.raises(
-            ServerError, match=rf"^{address} has ended too often and is not started again: see .*vllm-0\.log$"
+            ServerError,
+            match=rf"^{address} has ended too often and is not started again: see .*vllm-0\.log, and start the run again$",
         ):
             server.weight_version()
     finally:
@@ -162,6 +163,11 @@ def test_a_server_ends_with_its_keeper(command, tmp_path):
     pid, child, *_ = state(servers.addresses[0])
     os.kill(servers._servers[0].keeper.pid, signal.SIGKILL)
     wait_for(lambda: not exists(pid))
+    server = Server(servers.addresses[0], 600, log=servers.logs[0])
+    with pytest.raises(
+        ServerError, match=r"has lost the process that starts it again \(keeper\.py\): see .*vllm-0\.log"
+    ):
+        server.weight_version()
     os.kill(child, signal.SIGKILL)  # vLLM ends its own processes
     servers.close()
 
@@ -174,7 +180,8 @@ def test_a_server_that_cannot_start_is_one_line(command, tmp_path):
 
     log = tmp_path / "vllm-0.log"
     assert (
-        refusal(f"{command} --fail") == f"vLLM ended while it started: ValueError: no memory for the cache (log: {log})"
+        refusal(f"{command} --fail")
+        == f"vLLM ended while it started (exit code 3): ValueError: no memory for the cache (log: {log})"
     )
     assert "python-of-nobody is not found" in refusal("python-of-nobody serve {model}")
     assert "--port 99999 is not a port" in refusal(f"{command} --port 99999")

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from urllib3.exceptions import HTTPError
 
-from grpo.rollout.vllm.connections import Connections, message_of, reason_of
+from grpo.rollout.vllm.connections import Connections, message_of, reason_of, refuses
 from grpo.rollout.vllm.keeper import KeptLog
+from grpo.system import UserError
 
 OLDEST = (0, 32)
 """The oldest version of vLLM that was tested."""
@@ -27,7 +28,7 @@ RESET_SECONDS = 60.0
 """Longest wait for the requests that hold the prefix cache."""
 
 
-class ServerError(ValueError):
+class ServerError(UserError):
     """A server that does not work; one line with its address and what to do."""
 
     def __init__(self, message: str, status: int | None = None):
@@ -192,6 +193,11 @@ class Server:
         """End all requests in flight: the server stops computing them, and :meth:`complete` raises :class:`NotAnswered`."""
         self._connections.cut()
 
+    def cut_if_refusing(self) -> None:
+        """:meth:`cut` if the server takes no new connections: it is ending, and may wait for those that it has."""
+        if refuses(self.address):
+            self.cut()
+
     def reset_silence(self) -> None:
         """Count the server's silence from now on."""
         self.answered_at = time.monotonic()
@@ -202,12 +208,12 @@ class Server:
 
     def has_ended(self) -> bool:
         """True if the trainer started the server, and does not start it again."""
-        return self.log is not None and self.log.has_ended()
+        return self.log is not None and self.log.end() is not None
 
     def no_answer_error(self) -> Unreachable:
         """The error of a server that no longer answers."""
-        if self.has_ended():
-            return Unreachable(f"{self} has ended too often and is not started again: see {self.log.path}")
+        if self.log is not None and (end := self.log.end()):
+            return Unreachable(f"{self} {end}: see {self.log.path}, and start the run again")
         reason = f" ({self.last_error})" if self.last_error else ""
         return Unreachable(
             f"{self} has not answered for {self.timeout_s:g} s{reason}: look at the server's log, start it again, or raise "

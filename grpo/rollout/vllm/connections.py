@@ -10,6 +10,7 @@ import socket
 import threading
 import weakref
 from typing import Any
+from urllib.parse import urlsplit
 
 import urllib3
 from urllib3 import HTTPConnectionPool
@@ -79,6 +80,18 @@ class Connections:
                     raise ConnectionAbortedError(errno.ECONNABORTED, "cancelled")
 
         return type(kind.__name__, (kind,), {"ConnectionCls": Connection})
+
+
+def refuses(address: str) -> bool:
+    """True if nothing listens at the address."""
+    parts = urlsplit(address)
+    try:
+        socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), 1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def reason_of(error: BaseException) -> str:

@@ -63,14 +63,23 @@ class KeptLog(NamedTuple):
     keeper: int
     """Process id."""
 
-    def has_ended(self) -> bool:
-        """True if the server has ended and its keeper does not start it again."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(max(self.path.stat().st_size - LAST_BYTES, 0))
-                return LAST_LINE.format(self.keeper) in file.read().decode(errors="replace")
-        except OSError:  # no such file, or too many open ones
-            return False
+    def end(self) -> str | None:
+        """The reason, behind the server's name, why its keeper does not start it again; None: it does."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:  # no such file, or too many open ones
+            file.seek(max(self.path.stat().st_size - LAST_BYTES, 0))
+            if LAST_LINE.format(self.keeper) in file.read().decode(errors="replace"):
+                return "has ended too often and is not started again"
+        return None if is_running(self.keeper) else "has lost the process that starts it again (keeper.py)"
+
+
+def is_running(pid: int) -> bool:
+    """False if a process has ended, also if its parent has not noticed yet. On Linux; elsewhere True."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return not Path("/proc/self").exists()
+    except OSError:
+        return True
 
 
 def run_once(command: list[str], log: TextIO, trainer: int) -> int:

@@ -223,7 +223,8 @@ def _wait(server: _Started, deadline: float, timeout_s: float) -> None:
     while True:
         if server.keeper.poll() is not None:
             raise ConfigError(
-                f"vLLM ended while it started: {last_error(server.log, server.log_start)} (log: {server.log})"
+                f"vLLM ended while it started (exit code {server.keeper.returncode}): {last_error(server.log, server.log_start)} (log: "
+                f"{server.log})"
             )
         if _is_healthy(server):
             return

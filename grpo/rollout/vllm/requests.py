@@ -16,6 +16,8 @@ WAIT_SECONDS = 0.2
 """Time after which the waiting thread looks at signals and at the servers' silence again."""
 SENDER = "vllm-request"
 """Name of the threads that send requests."""
+SILENT_SECONDS = 2.0
+"""Silence after which it is tested whether a server still listens."""
 RETRY_SECONDS = 0.5
 """Time before a request that was not answered is sent again."""
 
@@ -91,8 +93,13 @@ def _work(waiting: queue.SimpleQueue, done: queue.SimpleQueue, servers: Servers,
 
 
 def _check_silence(requests: Sequence[Request], answers: Sequence[Sampled | None]) -> None:
-    """ServerError if a server with open requests has not answered anything for its ``timeout_s``, or is not started again."""
+    """ServerError if a server with open requests has not answered anything for its ``timeout_s``, or is not started again.
+
+    vLLM whose engine has died listens no longer, but does not end while clients wait: then the requests are cut, and sent again.
+    """
     for server in {request.server for request, answer in zip(requests, answers, strict=True) if answer is None}:
+        if server.silent_s() > SILENT_SECONDS:
+            server.cut_if_refusing()
         if server.silent_s() > server.timeout_s or server.has_ended():
             raise server.no_answer_error()
 

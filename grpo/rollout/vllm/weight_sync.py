@@ -59,6 +59,7 @@ class Servers:
         self.own = self.all[rank :: world.size] if n > world.size else [self.all[rank % n]]
         """The servers that this rank samples from."""
         self.facts: dict[Server, Facts] = {}
+        self._uses: Sequence[tuple[int, Any]] = ()
         self._snapshot: Snapshot | None = None
         self._expected: list[float] = []
         """Log-probs of the probe under the snapshot."""
@@ -69,11 +70,10 @@ class Servers:
 
     def check(self, uses: Sequence[tuple[int, Any]]) -> None:
         """Check the servers that this rank uses; all ranks call it. ``uses``: see :class:`grpo.rollout.vllm.engine.VLLMEngine`."""
+        self._uses = uses
         with self.world.fail_together():
-            for server in dict.fromkeys([*self._synced_by_this_rank, *self.own]):
+            for server in self._used_by_this_rank:
                 self._check(server)
-                for longest_prompt, sampling in uses:
-                    self.check_use(server, longest_prompt, sampling)
 
     def check_use(self, server: Server, longest_prompt: int, sampling: Any) -> None:
         """ServerError unless the server's context and its log-probs fit the settings."""
@@ -94,6 +94,12 @@ class Servers:
         with nullcontext() if is_sharded(self.root) else self.world.fail_together():
             self._expected = own_logprobs(self.policy, self.root, self.probe_ids)
         former = self._snapshot
+        with self.world.fail_together():
+            for server in self._used_by_this_rank:
+                if (
+                    former is not None and self._version_found(server) is None
+                ):  # it may have been started again with other options
+                    self._check(server)
         if self.transfer is None:
             self._snapshot = self.folder.write(self.policy, with_checksums=with_checksums)
         else:
@@ -125,6 +131,10 @@ class Servers:
             if error is not None:
                 raise error
         return snapshot
+
+    @property
+    def _used_by_this_rank(self) -> list[Server]:
+        return list(dict.fromkeys([*self._synced_by_this_rank, *self.own]))
 
     @property
     def _synced_by_this_rank(self) -> list[Server]:
@@ -188,6 +198,8 @@ class Servers:
         self.facts[server] = check_server(server, self.policy, adapter.config["r"] if adapter else None)
         if self.transfer is not None:
             check_transfer(server, self.facts[server], self.transfer.name)
+        for longest_prompt, sampling in self._uses:
+            self.check_use(server, longest_prompt, sampling)
 
     def _loss(self, server: Server) -> str:
         """The way in which a server lost its weights."""

@@ -22,7 +22,7 @@ from grpo.distributed import World, gathered_on_main
 from grpo.model import Policy
 from grpo.model.saving import file_parts, saved_tensors
 from grpo.rollout.vllm.verify import CHECKED, Checksums
-from grpo.system import first_line
+from grpo.system import UserError, first_line
 
 PREFIX = "grpo-"
 OWNER, LOCK = "owner", "lock"
@@ -52,7 +52,7 @@ class WeightsFolder:
         path = None
         with world.fail_together():
             if world.is_main:
-                path = self._create(Path(parent))
+                path = self._create(Path(parent).absolute())  # the servers have another working directory
         self.path: Path = world.from_main(path)
 
     def _create(self, parent: Path) -> Path:
@@ -67,7 +67,7 @@ class WeightsFolder:
                 fcntl.flock(self._handle, fcntl.LOCK_EX)
             hidden.rename(path)
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"rollout.weights_folder={parent} cannot be written ({error.strerror}): set it to another folder"
             ) from None
         return path
@@ -98,7 +98,7 @@ class WeightsFolder:
         with self.world.fail_together():
             if error is not None:
                 shutil.rmtree(snapshot.folder, ignore_errors=True)
-                raise ValueError(
+                raise UserError(
                     f"rollout.weights_folder={self.path.parent}: the weights cannot be written ({error}): free space there, or set another folder"
                 )
         return self.world.from_main(snapshot)
@@ -108,13 +108,13 @@ class WeightsFolder:
         try:
             free = shutil.disk_usage(self.path).free
             if free < num_bytes:
-                raise ValueError(
-                    f"rollout.weights_folder={parent} has {free / 1e9:.2f} GB free, and the weights take {num_bytes / 1e9:.2f} GB (twice, while new "
+                raise UserError(
+                    f"rollout.weights_folder={parent} has {size_of(free)} free, and the weights take {size_of(num_bytes)} (twice, while new "
                     "ones replace old ones): free space there, or set another folder"
                 )
             folder.mkdir()
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"rollout.weights_folder={parent} cannot be written ({error.strerror}): set it to another folder"
             ) from None
 
@@ -187,6 +187,11 @@ def _reason_of(write) -> str | None:
     except Exception as error:
         return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     return None
+
+
+def size_of(num_bytes: int) -> str:
+    """``3.1 GB``, ``28.0 MB``."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def host_name() -> str:
