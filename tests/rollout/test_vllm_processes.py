@@ -26,7 +26,7 @@ from grpo.rollout.vllm.process import StartedServers, command_words, last_error,
 from grpo.system.environment_defaults import ALLOCATOR_NAMES
 
 SERVER = """
-import http.server, json, os, subprocess, sys
+import http.server, json, os, signal, subprocess, sys, threading
 options = dict(zip(sys.argv[1:], sys.argv[2:]))
 if "--fail" in sys.argv:
     print("Traceback (most recent call last):\\n(EngineCore pid=7) ValueError: no memory for the cache")
@@ -41,7 +41,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps([os.getpid(), child.pid, sys.argv, {n: os.environ.get(n) for n in names}]).encode())
     def log_message(self, *_):
         pass
-http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+server = http.server.HTTPServer((options["--host"], int(options["--port"])), Handler)
+signal.signal(signal.SIGUSR2, lambda *_: threading.Thread(target=server.shutdown).start())
+server.serve_forever()
+server.server_close()
+while True:  # as vLLM's front end sometimes does when its engine has died
+    signal.pause()
 """
 
 
@@ -135,6 +140,19 @@ def test_a_server_that_dies_is_started_again_on_its_port_three_times(command, tm
             match=rf"^{address} has ended too often and is not started again: see .*vllm-0\.log, and start the run again$",
         ):
             server.weight_version()
+    finally:
+        servers.close()
+
+
+def test_a_server_that_listens_no_longer_is_ended_and_started_again(command, tmp_path):
+    servers = start(command, tmp_path)
+    (address,) = servers.addresses
+    try:
+        pid, child, *_ = state(address)
+        os.kill(pid, signal.SIGUSR2)
+        wait_for(lambda: (found := state(address)) and found[0] != pid)
+        assert not exists(pid) and not exists(child)
+        assert "the server listens no longer and is ended" in (tmp_path / "vllm-0.log").read_text()
     finally:
         servers.close()
 

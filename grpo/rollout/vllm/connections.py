@@ -16,6 +16,7 @@ import urllib3
 from urllib3 import HTTPConnectionPool
 from urllib3.connection import HTTPConnection
 
+from grpo.rollout.vllm.keeper import is_refused
 from grpo.system import first_line
 
 KEEPALIVE = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in
@@ -83,15 +84,9 @@ class Connections:
 
 
 def refuses(address: str) -> bool:
-    """True if nothing listens at the address."""
+    """True if nothing listens at ``http://host:port``."""
     parts = urlsplit(address)
-    try:
-        socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), 1.0).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
-    return False
+    return is_refused((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)))
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,7 +1,8 @@
-"""Keeps one server running while the trainer lives: ``python keeper.py TRAINER_PID LOG COMMAND ...``, standard library only.
+"""Keeps one server running while the trainer lives: ``python keeper.py TRAINER_PID LOG HOST PORT COMMAND ...``, standard library only.
 
 The command gets a process group of its own. Once the trainer has said by SIGUSR1 that the server answers, it is started again when it
-dies, at most ``MAX_RESTARTS`` times in a row; before that, its end is the keeper's end. When the trainer has gone, also by ``kill -9``, or
+dies, at most ``MAX_RESTARTS`` times in a row; before that, its end is the keeper's end. A server that listens no longer counts as dead: after
+the death of its engine, vLLM's front end may wait for requests that never end. When the trainer has gone, also by ``kill -9``, or
 on SIGTERM, the whole group is ended.
 """
 
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +22,10 @@ from typing import NamedTuple, TextIO
 MAX_RESTARTS = 3
 STEADY_S = 600.0
 """A server that has run so many seconds counts as well again: restarts are counted from 0."""
-POLL_S = 0.2
+POLL_S, TRY_S = 0.2, 1.0
+"""Seconds between two looks at the processes, and at the server's port."""
+DEAF_S = 5.0
+"""Seconds without a listening port, after it has listened, after which a server is ended."""
 TERM_S, ALONE_S, KILL_S = 10.0, 2.0, 10.0
 """Seconds that a process group has after SIGTERM, after SIGKILL of its first process, and after SIGKILL of all."""
 LAST_LINE = "grpo: keeper {} does not start its server again\n"
@@ -35,9 +40,9 @@ class Ended(Exception):
 
 def main(argv: list[str]) -> int:
     """Returns 0 on SIGTERM or after the trainer, else the exit code of the server."""
-    trainer, log, *command = argv
-    has_answered = []
-    signal.signal(signal.SIGUSR1, lambda *_: has_answered.append(True))
+    trainer, log, host, port, *command = argv
+    answered_at: list[float] = []
+    signal.signal(signal.SIGUSR1, lambda *_: answered_at.append(time.monotonic()))
     signal.signal(signal.SIGTERM, _raise_ended)
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: processes that the server leaves behind become children of the keeper
     restarts = 0
@@ -45,9 +50,9 @@ def main(argv: list[str]) -> int:
         try:
             while True:
                 started = time.monotonic()
-                code = run_once(command, file, int(trainer))
+                code = run_once(command, file, int(trainer), (host, int(port)), answered_at)
                 restarts = 1 if time.monotonic() - started > STEADY_S else restarts + 1
-                if not has_answered or restarts > MAX_RESTARTS:
+                if not answered_at or restarts > MAX_RESTARTS:
                     print(f"grpo: the server ended ({code})", file=file)
                     file.write(LAST_LINE.format(os.getpid()))
                     return code if code > 0 else 1
@@ -82,8 +87,8 @@ def is_running(pid: int) -> bool:
         return True
 
 
-def run_once(command: list[str], log: TextIO, trainer: int) -> int:
-    """Start the command, wait for its end, end what is left of its process group; returns its exit code.
+def run_once(command: list[str], log: TextIO, trainer: int, address: tuple[str, int], answered_at: list[float]) -> int:
+    """Start the command, wait until it ends or listens no longer, end what is left of its process group; returns its exit code.
 
     Raises:
         Ended: if the trainer has gone or SIGTERM has come. The process group has ended then too.
@@ -91,9 +96,17 @@ def run_once(command: list[str], log: TextIO, trainer: int) -> int:
     streams = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     server = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=_end_with_keeper)
     try:
+        listened_at, tried_at, num_answered = None, 0.0, len(answered_at)
         while server.poll() is None:
             if os.getppid() != trainer:
                 raise Ended
+            if (now := time.monotonic()) - tried_at > TRY_S:
+                tried_at = now
+                if not is_refused(address) or (listened_at is None and len(answered_at) > num_answered):
+                    listened_at = now
+                elif listened_at is not None and now - listened_at > DEAF_S:
+                    print("grpo: the server listens no longer and is ended", file=log)
+                    return 1
             time.sleep(POLL_S)
         return server.returncode
     finally:
@@ -101,6 +114,17 @@ def run_once(command: list[str], log: TextIO, trainer: int) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         end_group(server.pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def is_refused(address: tuple[str, int]) -> bool:
+    """True if nothing listens at the address."""
+    try:
+        socket.create_connection(address, 1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # a server that is too busy to accept the connection listens
+        pass
+    return False
 
 
 def end_group(group: int) -> None:

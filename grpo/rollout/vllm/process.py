@@ -140,7 +140,7 @@ class StartedServers:
         with open(log, "a", encoding="utf-8") as file:
             print(f"grpo: {time.strftime('%Y-%m-%d %H:%M:%S')} {shown(words)}", file=file)
         host = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host
-        arguments = [str(os.getpid()), str(log.absolute()), program, *words[1:]]
+        arguments = [str(os.getpid()), str(log.absolute()), host, str(port), program, *words[1:]]
         # A session of its own: Ctrl-C in the terminal is for the trainer, which still needs the server.
         keeper = subprocess.Popen(
             [sys.executable, "-I", str(KEEPER), *arguments],
