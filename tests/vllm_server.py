@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo.rollout.vllm.keeper import end_group
 from grpo.system import end_with_parent
 
 START_SECONDS = 600
@@ -93,6 +94,12 @@ class VLLMServer:
                 time.sleep(0.2)
             else:
                 return self
+
+    def stop(self) -> None:
+        """End it in a way that leaves nothing in shared memory."""
+        if self.process is not None:
+            end_group(self.process.pid)
+            self.process = None
 
     def kill(self) -> None:
         """kill -9 of the server and its workers."""

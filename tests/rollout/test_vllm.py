@@ -48,7 +48,7 @@ def servers(model, tmp_path_factory):
         yield found
     finally:
         for server in found.values():
-            server.kill()
+            server.stop()
 
 
 @pytest.fixture
