@@ -72,6 +72,9 @@ class NoTokenizer:
     def batch_decode(self, rows, **_):
         return [""] * len(rows)
 
+    def get_vocab(self):
+        return {}
+
 
 def load(a, device) -> Policy:
     if a.model and getattr(a, "vocabulary", None):

@@ -19,6 +19,9 @@ class ForcedLengths(VLLMEngine):
         length = int(self.lengths_UG[problem.index, g])
         return super()._body(problem, g, sampling, stops, address) | {"max_tokens": length, "stop_token_ids": []}
 
+    def _checked(self, server, answer, sampling, stops):
+        return super()._checked(server, answer._replace(finish_reason="stop"), sampling, stops)
+
 
 class Served:
     """A server; a call samples once, with the weights of the last :meth:`sync`."""
