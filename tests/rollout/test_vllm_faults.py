@@ -300,14 +300,14 @@ def test_a_server_that_is_started_again_before_it_gets_the_version_gets_the_weig
 
 def test_a_server_that_stalls_while_it_gets_the_weights(server, build):
     """After the time limit no other request follows, which would wait as long again."""
-    engine, routes = build(server, server_timeout_s=0.5), []
+    engine, routes = build(server, server_timeout_s=2), []
 
     def stall(route):
         routes.append(route)
         never_answer()
 
     server.status = stall
-    with pytest.raises(ServerError, match=r"has not answered for 0\.5 s"), engine.weights():
+    with pytest.raises(ServerError, match="has not answered for 2 s"), engine.weights():
         pass
     assert set(routes) == {"/update_weight_version"}
 
@@ -361,7 +361,7 @@ def test_a_server_that_was_started_again_with_other_options_is_refused(server, b
 
 def test_a_server_whose_engine_has_died_ends_when_its_connections_do(server, build, expected):
     """It listens no longer, and waits for its clients, which wait for it; without them it ends, and is started again."""
-    engine, dead, ended = build(server), threading.Event(), threading.Event()
+    engine, dead, ended = build(server, server_timeout_s=60), threading.Event(), threading.Event()
 
     def die_at_the_fifth(number):
         if number == 4:
