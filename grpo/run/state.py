@@ -30,6 +30,7 @@ from grpo.run.adapters import AdapterReference
 from grpo.run.lock import Lock
 from grpo.run.saver import Progress, Saver
 from grpo.run.signals import Signals
+from grpo.system import UserError
 from grpo.telemetry.reporter import Reporter
 
 
@@ -194,7 +195,7 @@ class Run:
 
 
 def check_not_negative(values_BF: torch.Tensor, names: Sequence[str], weights: Sequence[float], *, step: int) -> None:
-    """ValueError, which names the step and the values of each reward function, if the reward of a completion is negative (MaxRL).
+    """UserError, which names the step and the values of each reward function, if the reward of a completion is negative (MaxRL).
 
     Args:
         values_BF: ``[B, F]`` the value of each function for each completion; NaN: it could not score it.
@@ -204,7 +205,7 @@ def check_not_negative(values_BF: torch.Tensor, names: Sequence[str], weights: S
         return
     lowest = int(rewards_B.argmin())
     parts = [f"{n} {v:g} x {w:g}" for n, v, w in zip(names, values_BF[lowest].tolist(), weights, strict=True)]
-    raise ValueError(
+    raise UserError(
         f"step {step}: algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, and a completion "
         f"got {rewards_B[lowest]:g} ({', '.join(parts)}): change the rewards or their weights, or take algorithm.scale=group"
     )

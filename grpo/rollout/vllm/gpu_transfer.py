@@ -196,7 +196,7 @@ def in_thread(function: Callable, *arguments: Any) -> Future:
     def call() -> None:
         try:
             future.set_result(function(*arguments))
-        except BaseException as error:
+        except BaseException as error:  # raised where the result is asked for
             future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()

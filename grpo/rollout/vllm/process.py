@@ -159,7 +159,7 @@ def command_words(command: str, model_path: str, index: int) -> list[str]:
 
 
 def shown(words: list[str]) -> str:
-    """The words as one text, without secrets: the values of ``--api-key VALUE``, ``--api-key=VALUE``, ``VLLM_API_KEY=VALUE``."""
+    """The words as one text, with secrets masked as :func:`grpo.system.masking.masked` finds them, in ``NAME=VALUE`` and ``--name VALUE`` too."""
     found = []
     for before, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")

@@ -88,7 +88,7 @@ def _work(waiting: queue.SimpleQueue, done: queue.SimpleQueue, servers: Servers,
             done.put((index, *_complete(request, servers, cancelled)))
         except Cancelled:
             return
-        except BaseException as error:
+        except BaseException as error:  # the thread that waits for the answer raises it
             done.put((index, error, 0))
 
 

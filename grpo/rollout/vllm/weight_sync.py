@@ -123,7 +123,7 @@ class Servers:
             layout = {name: tensor.shape for name, tensor in tensors}
             try:
                 self.transfer.send(weights, layout, DTYPES[self.policy.precision], f"{LOADING}{snapshot.name}.0")
-            except Exception as caught:
+            except Exception as caught:  # of any type: the other ranks are gathering
                 error = caught
         for _ in weights:  # every rank takes part in every gather, also after an error
             pass

@@ -184,7 +184,7 @@ def _reason_of(write) -> str | None:
     """Call ``write``; the reason if it fails. safetensors reports a full disk in an exception of its own."""
     try:
         write()
-    except Exception as error:
+    except Exception as error:  # SafetensorError, OSError
         return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
     return None
 
