@@ -233,14 +233,13 @@ def save_during_captures(bench: Bench) -> Found:
     sum(p.sum() for p in model.parameters()).backward()
     optimizer.step()
     optimizer.zero_grad()
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    parts = dict(model=model, tokenizer=captured.policy.tokenizer, optimizer=optimizer, schedule=schedule)
+    trained = checkpoint.Trained(captured.policy, optimizer, {})
     before = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-    tensors, ends = checkpoint.Tensors.of(model, optimizer, schedule).on_host(), {}
+    tensors, ends = trained.on_host(), {}
 
     def save():
         try:
-            ends["folder"] = checkpoint.save_checkpoint(bench.scratch / "saved", 1, tensors=tensors, **parts)
+            ends["folder"] = checkpoint.save_checkpoint(bench.scratch / "saved", 1, trained=trained, tensors=tensors)
         except Exception as error:
             ends["error"] = error
 
@@ -255,7 +254,7 @@ def save_during_captures(bench: Bench) -> Found:
     with patch.object(CUDAGraphRunner, "_captured", counted):
         groups = captured.generate(sampling)
     change_weights(model)
-    different = [name for name, value in before.items() if not torch.equal(tensors.model[name].cpu(), value)]
+    different = [name for name, value in before.items() if not torch.equal(tensors[0][name].cpu(), value)]
     expect(not different, f"{len(different)} weights of the copy on the host changed with the model")
     thread.join()
     expect("error" not in ends, f"the save failed: {ends.get('error')}")

@@ -73,6 +73,12 @@ def _check_lora(config: Config) -> None:
         raise ValueError(
             f"lora.dropout={config.lora.dropout:g} has no effect with model.disable_dropout=true: set lora.dropout=0, or disable_dropout=false"
         )
+    contradictory = sorted(config.lora.model_fields_set - {"dropout", "base_precision"})
+    if model.adapter is not None and contradictory:
+        raise ValueError(
+            f"lora.{contradictory[0]} and model.adapter={model.adapter} contradict each other: the adapter has its own rank, alpha and "
+            f"layers, so leave lora.{contradictory[0]} out"
+        )
     if config.checkpoint.merge and not config.uses_lora:
         raise ValueError("checkpoint.merge=true needs LoRA (lora.rank): without it every checkpoint is a whole model")
     if config.uses_lora and a.ref_sync_steps and model.reference is not None:
@@ -89,11 +95,6 @@ def _check_lora(config: Config) -> None:
 def _check_fsdp(config: Config) -> None:
     runtime = config.runtime
     if runtime.parallel == "fsdp":
-        if config.uses_lora:
-            raise ValueError(
-                "LoRA does not work with runtime.parallel=fsdp: use ddp, where each GPU holds the frozen model in 2 bytes a parameter, or "
-                "lora.rank=0"
-            )
         if config.checkpoint.background:
             raise ValueError(
                 "checkpoint.background=true copies the whole state to rank 0, which no rank holds under runtime.parallel=fsdp: use "

@@ -152,6 +152,8 @@ class RewardConfig(Section):
 
 
 class OptimConfig(Section):
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw; adamw8bit: torchao's, whose two averages take 2 bytes a parameter in place of 8 (pip install -e ".[adamw8bit]")."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)

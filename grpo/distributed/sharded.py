@@ -1,19 +1,28 @@
 """Fully sharded data parallelism (FSDP2): every rank holds a share of each weight, gradient and Adam average.
 
-Each decoder layer is gathered while it computes. What is not in a layer (embedding, last norm, head) is the root group: it is gathered
-from the start of a forward pass to the end of its backward pass. Weights, gradients and their reduction are in fp32, and bf16 is
-autocast's, as under DDP.
+Each decoder layer is gathered while it computes. What is not in a layer (embedding, last norm, head) is the root group:
+it is gathered from the start of a forward pass to the end of its backward pass. Weights, gradients and their reduction
+are in fp32, and bf16 is autocast's, as under DDP.
+
+Checkpoints have a file of each rank (``torch.distributed.checkpoint``), which any other number of ranks can read.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as whole_states
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -23,6 +32,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.types import Device
 
 from grpo.distributed.world import World
 
@@ -35,11 +45,11 @@ class Sharding:
     num_shards: int
     """Ranks that share one copy of a model."""
     to_host: bool = False
-    """Shards, gradients and Adam's averages lie in host memory (FSDP2's CPU offload); a layer goes to the GPU when it computes."""
+    """Weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU when it computes."""
 
     @classmethod
     def of(cls, world: World, shard_size: int | None, *, to_host: bool = False) -> Sharding:
-        """Over all ranks, or with ``shard_size`` over so many neighbouring ranks, whose copies are replicated (HSDP)."""
+        """Over all ranks, or with ``shard_size`` over so many neighbouring ranks, and replicated (HSDP)."""
         num_shards, kind = shard_size or world.size, world.device.type
         if num_shards == world.size:
             return cls(init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",)), num_shards, to_host)
@@ -51,10 +61,19 @@ class Sharding:
         fully_shard(module, mesh=self.mesh, reshard_after_forward=True, offload_policy=self._offload())
 
     def root(self, module: nn.Module) -> None:
-        """Divide what is left of a module whose layers are divided. Its forward pass gathers it; :func:`give_back` divides it again."""
+        """Divide what is left of a module whose layers are divided; :func:`give_back` divides it again."""
         module.compute_inside = lambda compute: compute()
         fully_shard(module, mesh=self.mesh, reshard_after_forward=False, offload_policy=self._offload())
         register_fsdp_forward_method(module, "compute_inside")
+
+    def fill(self, root: nn.Module, device: torch.device, weights: dict[str, torch.Tensor]) -> None:
+        """Fill parameters that were on the meta device with rank 0's ``weights``; buffers keep their values."""
+        buffers = {module: dict(module._buffers) for module in root.modules()}
+        root.to_empty(device="cpu" if self.to_host else device)
+        for module, kept in buffers.items():
+            module._buffers.update({name: None if b is None else b.to(device) for name, b in kept.items()})
+        options = whole_states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        whole_states.set_model_state_dict(root, weights, options=options)
 
     def _offload(self) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.to_host else OffloadPolicy()
@@ -65,7 +84,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def compute_inside(root: nn.Module, compute: Callable[[], Any]) -> Any:
-    """``compute()`` as a part of the root's forward pass, so that any of its modules can be called. All ranks must compute the same."""
+    """``compute()`` inside the root's forward pass, where any of its modules can be called, by all ranks alike."""
     if not is_sharded(root):
         return compute()
     try:
@@ -76,7 +95,7 @@ def compute_inside(root: nn.Module, compute: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside the block a divided layer or root group has its whole weights (not those of layers below it); plain modules have them always."""
+    """Inside the block a layer or root group has its own weights whole; plain modules have them always."""
     if not is_sharded(module):
         yield
         return
@@ -111,3 +130,89 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
 def local_bytes(module: nn.Module) -> int:
     """Bytes of the weights on this rank."""
     return sum(share(p).numel() * p.element_size() for p in module.parameters())
+
+
+def gathered_on_main(
+    tensors: Iterable[tuple[str, torch.Tensor]], world: World, device: Device = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``(name, whole tensor)`` one at a time, empty on the other ranks. All ranks iterate to the end."""
+    for name, tensor in tensors:
+        with world.collective():
+            found = whole(tensor.detach())
+        yield name, found.to(device) if world.is_main else found.new_empty(0, device=device)
+
+
+def whole_trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of what is trained, and of buffers, in rank 0's host memory; empty on the other ranks.
+
+    All ranks call it together. A tied weight stays one tensor under several names.
+    """
+    options = dict(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    found = whole_states.get_model_state_dict(model, options=whole_states.StateDictOptions(**options))
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in found:
+            found[name] = found[first.setdefault(parameter, name)]
+    return found
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's live tensors by ``<parameter>/<state>``; they are made if there are none yet."""
+    state = whole_states.get_optimizer_state_dict(model, optimizer)["state"]
+    return {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, world: World | None) -> None:
+    """Write the tensors into ``folder``; all ranks call it together, or with ``world=None`` this process alone.
+
+    OSError, on all ranks, if one of them cannot write.
+    """
+    try:
+        with warnings.catch_warnings(), world.collective() if world else contextlib.nullcontext():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=world is None)
+    except CheckpointException as error:  # a BaseException
+        rank, (first, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank}: {first}") from None
+
+
+def saved_names(folder: Path) -> set[str]:
+    """The names under which :func:`save_tensors` has written tensors."""
+    return set(_Reader(folder).read_metadata().state_dict_metadata)
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fill the tensors, in place, from what :func:`save_tensors` has written: each rank reads its own shares.
+
+    ValueError if the files do not hold them, or hold something else than tensors.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=_Reader(folder), no_dist=True)
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise ValueError(f"{folder}: {first}") from None
+
+
+_ALLOWED = re.compile(
+    r"pathlib(\._local)?\.PosixPath|torch\.(Size|float\d+|bfloat16|int64|uint8|serialization\._get_layout)"
+    r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|metadata\.(?!Bytes)\w+)"
+)
+"""What the pickled description of tensors may name. PyTorch unpickles anything, also entries of bytes."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if not _ALLOWED.fullmatch(f"{module}.{name}"):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads tensors and runs no code: PyTorch's own reader unpickles whatever the description holds."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        with open(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            _MetadataUnpickler(file).load()
+        return super().read_metadata(*args, **kwargs)

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 
 class FP32Head(nn.Linear):
-    """Hidden states to logits in fp32, with the parameters of another linear layer. bf16 rounds a logit of 20 by up to 0.06."""
+    """Hidden states to logits in fp32, with another layer's parameters. bf16 rounds a logit of 20 by up to 0.06."""
 
     computes_in = torch.float32
     """Read by ``grpo.logprobs``, which computes the head itself, in chunks."""
@@ -23,12 +23,8 @@ class FP32Head(nn.Linear):
 
 
 def use_fp32_head(model: PreTrainedModel) -> None:
-    """Replace the model's head by an :class:`FP32Head` of the same parameters: their names in checkpoints and their tying stay.
-
-    ValueError if the head is not a plain ``nn.Linear``.
-    """
+    """Replace the model's head, a plain ``nn.Linear`` or ValueError, by an :class:`FP32Head` of the same parameters."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        kind = type(head).__name__
-        raise ValueError(f"model.fp32_head=true needs a head that is a plain nn.Linear, and it is {kind}")
+        raise ValueError(f"model.fp32_head=true needs a head that is a plain nn.Linear, not {type(head).__name__}")
     model.set_output_embeddings(FP32Head(head))

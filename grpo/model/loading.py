@@ -1,78 +1,78 @@
-"""From a model's name to a policy: find the model, load tokenizer and weights, and check that a run can work with them."""
+"""Hugging Face folders: from a model's name to a checked policy, and back to a folder; digests of files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from grpo.batch import Problem
-from grpo.hub import hub_answers
+from grpo.hub import commit_of, hub_answers
 from grpo.model.fp32_head import use_fp32_head
-from grpo.model.lora import base_of, is_adapter, read_adapter
+from grpo.model.lora import TRAINED, base_of, is_adapter, load_peft, read_adapter, store_frozen_in_bf16
 from grpo.model.policy import Policy, context_limit
 from grpo.model.randomness import turn_randomness_off
-from grpo.system import first_line
+from grpo.system import first_line, open_regular, sync
 from grpo.tasks.tiny import build_tiny_model
 
+BLOCK, BLOCKS = 2**20, 64
+"""Of a file of more than ``BLOCKS`` blocks of ``BLOCK`` bytes, so many are read: first, last and evenly spread ones."""
+WEIGHTS = (".safetensors", ".bin")
+MODEL_FILES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt", *WEIGHTS)
 transformers_logging.disable_progress_bar()  # every rank would show one per weight file
 
 
-REFERENCE = "model.reference"
-"""The key that names another reference model, for messages."""
+NAME, REFERENCE = "model.name_or_path", "model.reference"
+"""The keys that name the model and another reference, for messages."""
 
 
 def resolve_model(
-    name_or_path: str,
-    dataset: str,
-    *,
-    trust_remote_code: bool = False,
-    setting: str = "model.name_or_path",
-    adapters: bool = False,
+    name_or_path: str, dataset: str, *, trust_remote_code: bool = False, setting: str = NAME, adapters: bool = False
 ) -> str:
-    """The folder or Hub id to load from. For ``builtin:tiny``: the cached folder of the tiny model, which is built if it is missing.
+    """The folder or Hub id to load from; for ``builtin:tiny`` the tiny model's, which is built if it is missing.
 
-    ValueError, which begins with ``setting``, if the folder or Hub id holds no model that transformers can load, or if it is the folder of a
+    ValueError, which begins with ``setting``, if transformers can load no model from it, or if it is the folder of a
     LoRA adapter and ``adapters`` is False.
     """
     if name_or_path == "builtin:tiny":
         return _build_tiny_model(dataset)
-    name_or_path = os.path.expanduser(name_or_path)
-    given = f"{setting}={name_or_path}"
-    if name_or_path.startswith("builtin:"):
-        raise ValueError(f"{given}: the only built-in model is builtin:tiny")
-    if is_adapter(name_or_path):
-        base = base_of(name_or_path, setting)
+    path = os.path.expanduser(name_or_path)
+    given = f"{setting}={path}"
+    if is_adapter(path):
+        base = base_of(path, setting)
         if not adapters:
-            merge = "python -m grpo.merge makes it a whole model"
-            train = f"model.adapter={name_or_path} with model.name_or_path={base} continues it, " * (
-                setting != REFERENCE
-            )
-            raise ValueError(f"{given} is a LoRA adapter of {base}: {train}{merge}")
+            train = f"model.adapter={path} with model.name_or_path={base} continues it, " * (setting != REFERENCE)
+            raise ValueError(f"{given} is a LoRA adapter of {base}: {train}python -m grpo.merge makes it a whole model")
         resolve_model(base, dataset, trust_remote_code=trust_remote_code, setting=f"{given}: its model")
-        return name_or_path
-    if os.path.isdir(name_or_path) and not os.path.exists(os.path.join(name_or_path, "config.json")):
-        inside = ", ".join(sorted(os.listdir(name_or_path))[:5]) or "nothing"
-        raise ValueError(f"{given} is not a model folder: it has no config.json (it has {inside})")
-    if os.path.isfile(name_or_path):
-        raise ValueError(f"{given} is a file: give the folder that holds config.json")
-    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
-    if looks_local and not os.path.exists(name_or_path):
-        raise ValueError(f"{given} does not exist")
-    is_offline = not os.path.exists(name_or_path) and not hub_answers()
+        return path
+    is_local = os.path.exists(path)
+    if not is_local and (path.startswith((".", "/", "builtin:")) or path.count("/") > 1):
+        raise ValueError(f"{given}: no such folder (the only built-in model is builtin:tiny)")
+    is_offline = not is_local and not hub_answers()
     try:
-        AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises errors of many types for a broken folder
         reason = f"cannot be loaded: {first_line(error)}"
         if is_offline:
             reason = "is no local folder, the Hub cannot be reached, and its cache has no copy of that name"
         raise ValueError(f"{given} {reason}") from None
-    return name_or_path
+    return path
 
 
 def _build_tiny_model(dataset: str) -> str:
@@ -95,23 +95,19 @@ def check_context(
     key: str = "rollout.max_completion_length",
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise a ValueError, before weights are loaded, if a prompt and a completion of ``max_length`` tokens exceed the model's context.
+    """ValueError if the longest prompt and a completion of ``max_length`` tokens exceed the model's context.
 
-    The message names ``key``, the setting that ``max_length`` comes from.
+    It comes before weights are loaded, and names ``key``, the setting that ``max_length`` comes from.
     """
-    config = AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code)
-    context, what = context_limit(config)
+    context, what = context_limit(AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code))
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
         fits = f"at most {context - longest}" if context > longest else f"data.max_prompt_length below {context}"
-        raise ValueError(
-            f"{key}={max_length} + the longest prompt of {longest} tokens exceed {what} of {context}: use {fits}"
-        )
+        exceed = f"the longest prompt of {longest} tokens exceed {what} of {context}"
+        raise ValueError(f"{key}={max_length} + {exceed}: use {fits}")
 
 
-def load_tokenizer(
-    path: str, *, trust_remote_code: bool = False, setting: str = "model.name_or_path"
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False, setting: str = NAME) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or Hub id; ValueError, which begins with ``setting``, if there is none.
 
     An adapter folder without one has that of its model.
@@ -139,16 +135,15 @@ def check_reference(
 ) -> None:
     """ValueError, before weights are loaded, unless ``model.reference`` can score the policy's completions.
 
-    It needs the same tokens with the same ids, as a KL compares the log-probs of token ids, and a context for prompt and completion.
+    It needs the same tokens with the same ids, and a context for prompt and completion.
     """
     own = tokenizer.get_vocab()
     other = load_tokenizer(path, trust_remote_code=trust_remote_code, setting=REFERENCE).get_vocab()
-    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-    if differing:
+    if differing := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
         token = differing[0]
         raise ValueError(
-            f"{REFERENCE}={path} has another vocabulary than the model that is trained ({len(other)} tokens and {len(own)}, "
-            f"{len(differing)} differ; {token!r} is {other.get(token)} and {own.get(token)}): take a reference with the same tokenizer"
+            f"{REFERENCE}={path} has another vocabulary than the model that is trained ({len(differing)} differ: "
+            f"{token!r} is {other.get(token)} and {own.get(token)}): take a reference with the same tokenizer"
         )
     try:
         check_context(path, problems, max_length, trust_remote_code=trust_remote_code)
@@ -168,44 +163,21 @@ def load_policy(
     fp32_head: bool = False,
     trust_remote_code: bool = False,
     base_precision: str = "bf16",
-    setting: str = "model.name_or_path",
+    setting: str = NAME,
 ) -> Policy:
-    """Load a model with fp32 master weights, whatever dtype the checkpoint has: updates at a learning rate of 1e-6 round away in bf16.
+    """Load a model with fp32 master weights: updates at a learning rate of 1e-6 round away in bf16.
 
-    The folder of a LoRA adapter gives its model with the adapter in it; ``base_precision`` is then that of ``lora.base_precision``.
+    The folder of a LoRA adapter gives its model with the adapter in it, frozen weights in ``base_precision``.
 
-    ValueError, which begins with ``setting``, if the weights do not load or are incomplete, if tokenizer and model do not fit each other, or
-    if neither names an EOS token. ValueError also if ``fp32_head`` is asked for and the model's head cannot be computed in fp32.
+    ValueError, which begins with ``setting``, if weights do not load, are incomplete or not finite, if tokenizer and
+    model do not fit each other, if neither names an EOS token, or if the head cannot be computed in fp32.
     """
     options = dict(attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
     base = base_of(path, setting)
     model = load_weights(base, setting, dtype=torch.float32, **options)
-    settings = dict(gradient_checkpointing=gradient_checkpointing, fp32_head=fp32_head)
-    policy = make_policy(path, model, tokenizer, device=device, precision=precision, setting=setting, **settings)
-    model.to(device)
-    check_finite(base, model, setting)
-    if disable_dropout:
-        turn_randomness_off(policy)
-    if base != path:
-        read_adapter(policy, path, setting=setting, base=base, base_precision=base_precision)
-    return policy
-
-
-def make_policy(
-    path: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    device: torch.device,
-    precision: str,
-    gradient_checkpointing: bool,
-    fp32_head: bool,
-    setting: str,
-) -> Policy:
-    """The policy of a model whose weights may still be on the meta device or on the CPU; the errors of :func:`load_policy` about the two."""
     if device.type == "cuda":
-        # PyTorch prefers cuDNN's attention on Hopper since 2.11. cuDNN makes a new plan for every shape, and shapes hardly repeat here;
-        # with a mask its gradients can be NaN (pytorch/pytorch#196678).
+        # PyTorch prefers cuDNN's attention on Hopper since 2.11. cuDNN makes a new plan for every shape, and shapes
+        # hardly repeat here; with a mask its gradients can be NaN (pytorch/pytorch#196678).
         torch.backends.cuda.enable_cudnn_sdp(False)
     if fp32_head and precision == "bf16":  # in fp32 every head computes in fp32, and nn.Linear is faster in rollouts
         use_fp32_head(model)
@@ -213,61 +185,154 @@ def make_policy(
         # Renamed in transformers 5.23, where the old name still works and warns.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    eos_ids = end_tokens(model, tokenizer)
-    problem, vocabulary = None, model.get_input_embeddings().weight.shape[0]
+    eos_ids, vocabulary = end_tokens(model, tokenizer), model.get_input_embeddings().weight.shape[0]
     if not eos_ids:
-        problem = "neither tokenizer nor config names an EOS token, so no completion can end"
-    elif len(tokenizer) > vocabulary:
-        problem = f"the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows"
-    if problem:
-        raise ValueError(f"{setting}={path}: {problem}")
+        raise ValueError(f"{setting}={path}: neither tokenizer nor config names an EOS token, so no completion can end")
+    if len(tokenizer) > vocabulary:
+        rows = f"the tokenizer has {len(tokenizer)} tokens, the embedding only {vocabulary} rows"
+        raise ValueError(f"{setting}={path}: {rows}")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
-    return Policy(model, tokenizer, eos_ids, pad_id, device, precision)
+    policy = Policy(model.to(device), tokenizer, eos_ids, pad_id, device, precision)
+    check_finite(base, model, setting)
+    if disable_dropout:
+        turn_randomness_off(policy)
+    if base != path:
+        check_base(path, base, setting)
+        read_adapter(policy, path, setting=setting, base=base)
+        if base_precision == "bf16":
+            store_frozen_in_bf16(policy)
+    return policy
+
+
+def check_base(adapter: str, base: str, setting: str) -> None:
+    """ValueError if the weights of an adapter's model are not those that a run of this project trained it with."""
+    file = Path(adapter, "trainer", "state.json")
+    state = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    if state is None:
+        return
+    name = state["config"]["model"]["name_or_path"]
+    found = model_digests(name, base, with_weights=True)
+    for file, digest_then in state["content"].items():
+        if file.endswith((*WEIGHTS, name)) and found.get(file, digest_then) != digest_then:
+            raise ValueError(
+                f"{setting}={adapter}: {file} has changed since this adapter was trained on it: put the old file "
+                f"back, or delete {adapter}/trainer to use the adapter with the new one"
+            )
 
 
 def load_weights(path: str, setting: str, **options: Any) -> PreTrainedModel:
-    """The model; ValueError if weights are missing or have other shapes. transformers would initialise these at random and continue."""
+    """The model; ValueError if weights are missing or misshapen, which transformers would draw at random."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)  # it prints a table of the errors raised below
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, ignore_mismatched_sizes=True, output_loading_info=True, **options
-        )
+        options |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(path, **options)
     except Exception as error:  # as in resolve_model; SafetensorError and others have no common base
+        reason = f"cannot be loaded: {first_line(error)}"
         if "scaled_dot_product_attention" in str(error):
-            kind = f"{str(error).split()[0]} has no attention of the name sdpa"
-            raise ValueError(f"{setting}={path}: {kind}: set model.attn_implementation=eager") from None
-        raise ValueError(f"{setting}={path} cannot be loaded: {first_line(error)}") from None
+            reason = f"{str(error).split()[0]} has no attention of the name sdpa: set model.attn_implementation=eager"
+        raise ValueError(f"{setting}={path}: {reason}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
-    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
-    if mismatched:
-        name, found, expected = mismatched[0]
-        problem = f"{len(mismatched)} weights are not of the shape that config.json asks for, such as {name}"
-        raise ValueError(f"{setting}={path}: {problem}: {list(found)}, expected {list(expected)}")
-    if missing:
+    if report["mismatched_keys"]:
+        name, found, expected = sorted(report["mismatched_keys"])[0]
+        shapes = f"{name} is {list(found)} in the file and {list(expected)} by config.json"
+        raise ValueError(f"{setting}={path}: weights are not of the shape that config.json asks for: {shapes}")
+    if missing := sorted(report["missing_keys"]):
         problem = f"the file lacks {len(missing)} weights that config.json asks for, such as {missing[0]}"
         raise ValueError(f"{setting}={path}: {problem}")
     return model
 
 
-def check_finite(
-    path: str, model: torch.nn.Module, setting: str = "model.name_or_path", *, recurse: bool = True
-) -> None:
+def check_finite(path: str, model: torch.nn.Module, setting: str = NAME) -> None:
     """ValueError if a weight is NaN or infinite. Buffers may hold infinities, as causal masks do."""
     # aminmax takes a tenth of the time of isfinite() on CPU, and is NaN where a value is.
-    extremes = {name: torch.stack(p.aminmax()) for name, p in model.named_parameters(recurse=recurse) if p.numel()}
+    extremes = {name: torch.stack(p.aminmax()) for name, p in model.named_parameters() if p.numel()}
     bad = [name for name, pair in extremes.items() if not pair.isfinite().all()]
-    bad += [name for name, buffer in model.named_buffers(recurse=recurse) if buffer.isnan().any()]
+    bad += [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
     if bad:
         names = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
         raise ValueError(f"{setting}={path}: its weights contain NaN or infinity: {names}; take another checkpoint")
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every EOS id that tokenizer, config or generation config name. Nothing else is read from ``generation_config.json``."""
+    """Every EOS id that tokenizer, config or generation config name; nothing else is read from the last."""
     ids = set()
     for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
+
+
+def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write a model, or the adapter in peft's model, with the given weights and without a tokenizer."""
+    if not isinstance(model, PreTrainedModel):
+        model.save_pretrained(folder, state_dict=weights, selected_adapters=[TRAINED], save_embedding_layers=False)
+        return
+    # transformers refuses to save a generation config with inconsistent values (a temperature without do_sample), which
+    # no run uses: the original is written without that check.
+    original = getattr(model, "generation_config", None)
+    model.generation_config = None if original is None else GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.generation_config = original
+    if original is not None:
+        original.to_json_file(str(folder / "generation_config.json"))
+
+
+def write_merged(adapter: str | Path, output: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Write the whole model of an adapter folder, its weights added up in fp32 by peft, and its tokenizer.
+
+    The model's own weights are read from its files: those that a run has in memory may be rounded to bf16. ``output``
+    appears when it is complete and on disk.
+
+    Raises:
+        ValueError: if ``output`` exists, or if adapter or model cannot be loaded, do not fit, or the model has changed.
+        OSError: if it cannot be written.
+    """
+    adapter, output, options = str(adapter), Path(output), dict(trust_remote_code=trust_remote_code)
+    if output.exists():
+        raise ValueError(f"{output} exists: delete it, or choose another folder with --output")
+    base, setting = base_of(adapter, "adapter"), f"adapter={adapter}: its model"
+    model = load_weights(resolve_model(base, "", setting=setting, **options), setting, dtype=torch.float32, **options)
+    check_base(adapter, base, "adapter")
+    try:
+        model = load_peft().PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"adapter={adapter} does not fit its model: {first_line(error)}") from None
+    partial = output.with_name(f".partial-{output.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save_weights(model, model.state_dict(), partial)
+        load_tokenizer(adapter, setting="adapter", **options).save_pretrained(partial)
+        for path in [*partial.iterdir(), partial]:
+            sync(path)
+        os.rename(partial, output)
+        sync(output.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def digest(path: str | Path) -> str:
+    """SHA-256 of a file's size and content; above 64 MiB of 64 blocks of 1 MiB, which takes little time."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        found = hashlib.sha256(str(size).encode())
+        if size <= BLOCK * BLOCKS:
+            found.update(file.read())
+        else:
+            for number in range(BLOCKS):
+                file.seek((size - BLOCK) * number // (BLOCKS - 1))
+                found.update(file.read(BLOCK))
+    return found.hexdigest()
+
+
+def model_digests(name: str, path: str, *, with_weights: bool) -> dict[str, str]:
+    """``name/<file>`` -> digest for each file of a folder; for a model of the Hub ``name`` -> its cached commit."""
+    if not os.path.isdir(path):
+        commit = commit_of(path)
+        return {name: commit} if commit else {}
+    suffixes = [suffix for suffix in MODEL_FILES if with_weights or suffix not in WEIGHTS]
+    return {f"{name}/{file.name}": digest(file) for file in sorted(Path(path).iterdir()) if file.suffix in suffixes}

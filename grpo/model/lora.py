@@ -1,51 +1,32 @@
-"""LoRA: adapters, which peft puts into a model in place, their files, and the plain weights that they stand for.
+"""LoRA: peft makes, loads, switches and writes adapters. Here is what peft lacks: the plain weight of an adapted layer.
 
-The model keeps its class. Each adapted linear layer becomes peft's ``lora.Linear``, which computes ``base(x) + scale * B(A(x))``.
-``A`` is ``[rank, in]`` and ``B`` is ``[out, rank]``.
+peft puts its layers into the model in place, and ``policy.adapter`` is peft's own object around that model. An adapted
+linear layer computes ``base(x) + scale * B(A(x))``; ``A`` is ``[rank, in]`` and ``B`` is ``[out, rank]``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from grpo.model.policy import Policy, cast_frozen_to_bf16
-from grpo.model.targets import check_targets
-from grpo.system import first_line, import_extra, open_regular
+from grpo.system import first_line, import_extra
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
 TRAINED, REFERENCE_ADAPTER = "default", "reference"
 """Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL is measured from."""
-PREFIX = "base_model.model."
-"""The part of a name in files that peft writes before the name of a layer."""
-UNSUPPORTED = (
-    "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices",
-    "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config",
-    "kasa_config",
-)  # fmt: skip
-"""Settings of peft under which an adapter is more, or other, than one ``scale * B @ A`` for each layer."""
-
-FITS = {
-    "r": lambda value: type(value) is int and value > 0,
-    "lora_alpha": lambda value: type(value) in (int, float),
-    "target_modules": lambda value: isinstance(value, str | list) and bool(value),
-    "base_model_name_or_path": lambda value: isinstance(value, str | None),
-}
-"""Settings of peft that are read here, and the values that they may have."""
+EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Ends of names that peft takes for experts and routers, in a mixture, also where they are dense layers beside these."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -53,210 +34,192 @@ def is_adapter(path: str | Path) -> bool:
     return os.path.isfile(os.path.join(path, CONFIG_FILE))
 
 
-def read_adapter_config(folder: str | Path, setting: str) -> dict[str, Any]:
-    """The content of ``adapter_config.json``; ValueError, which begins with ``setting``, if it cannot be read or is no plain LoRA."""
-    given = f"{setting}={folder}"
-    try:
-        with open_regular(Path(folder, CONFIG_FILE)) as file:
-            values = json.load(file)
-        kind = values["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{given}: {CONFIG_FILE} cannot be read ({type(error).__name__}: {first_line(error)})"
-        ) from None
-    used = [name for name in UNSUPPORTED if values.get(name)] + ["bias"] * (values.get("bias") not in (None, "none"))
-    wrong = [f"its {name} is {values.get(name)!r}" for name, fits in FITS.items() if not fits(values.get(name))]
-    if kind != "LORA" or used or wrong:
-        reason = f"its peft_type is {kind}" if kind != "LORA" else f"it uses {', '.join(used)}" if used else wrong[0]
-        raise ValueError(f"{given} is not an adapter that can be read here ({reason}): plain LoRA works")
-    return values
-
-
-def base_of(path: str, setting: str = "model.name_or_path") -> str:
-    """The model that an adapter folder belongs to, as its configuration names it; any other path is returned as it is."""
-    if not is_adapter(path):
-        return path
-    base = read_adapter_config(path, setting).get("base_model_name_or_path")
-    if not base:
-        raise ValueError(f"{setting}={path}: {CONFIG_FILE} does not name its model (base_model_name_or_path)")
-    return base
-
-
-def scale_of(config: Mapping[str, Any]) -> float:
-    """The factor of ``B @ A``."""
-    return config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
-
-
-def read_adapter_weights(folder: str | Path, setting: str) -> dict[str, torch.Tensor]:
-    """``{layer}.lora_A.weight`` and ``.lora_B.weight`` in fp32, by the names of peft's files without their prefix."""
-    try:
-        found = load_file(Path(folder, WEIGHTS_FILE))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{setting}={folder}: {WEIGHTS_FILE} cannot be read ({first_line(error)})") from None
-    bad = [name for name, tensor in found.items() if not torch.isfinite(tensor).all()]
-    if bad:
-        raise ValueError(f"{setting}={folder}: {bad[0]} contains NaN or infinity; take another checkpoint")
-    return {name.removeprefix(PREFIX): tensor.float() for name, tensor in found.items()}
-
-
-@dataclass
-class Adapter:
-    """One adapter of a model: its matrices, which are read and written under the names that peft gives them.
-
-    It holds the layers themselves: while a rollout has other modules in their places in the model, the matrices are found all the same.
-    """
-
-    layers: dict[str, nn.Module]
-    """peft's layers by their names in the bare model."""
-    config: dict[str, Any]
-    """The content of ``adapter_config.json``."""
-    name: str = TRAINED
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for layer_name, layer in self.layers.items():
-            yield f"{layer_name}.lora_A.weight", layer.lora_A[self.name].weight
-            yield f"{layer_name}.lora_B.weight", layer.lora_B[self.name].weight
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach() for name, parameter in self.named_parameters()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy the values of another adapter of the same shape; ValueError if its layers or shapes are others."""
-        own = self.state_dict()
-        if differing := sorted(own.keys() ^ state.keys()):
-            raise ValueError(f"the adapters are on other layers, {differing[0]} is on one side only")
-        for name, tensor in own.items():
-            if tensor.shape != state[name].shape:
-                raise ValueError(f"{name} has shape {list(state[name].shape)}, expected {list(tensor.shape)}")
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
-
-    def read(self, folder: str | Path, setting: str) -> None:
-        """Take the values of an adapter folder; ValueError, which begins with ``setting``, if they do not fit."""
-        weights = read_adapter_weights(folder, setting)
-        try:
-            self.load_state_dict(weights)
-        except ValueError as error:
-            raise ValueError(f"{setting}={folder} does not fit the model: {error}") from None
-
-    def save_pretrained(self, folder: str | Path, *, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write the two files that peft reads, with the given values or the current ones."""
-        Path(folder, CONFIG_FILE).write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        weights = {PREFIX + name: tensor.contiguous() for name, tensor in (state_dict or self.state_dict()).items()}
-        save_file(weights, Path(folder, WEIGHTS_FILE), metadata={"format": "pt"})
-
-    def frozen_copy(self) -> Adapter:
-        """A second adapter of the same layers with the same values, which nothing trains; see :meth:`reference`."""
-        for layer in self.layers.values():
-            for matrices in (layer.lora_A, layer.lora_B):
-                matrix = matrices[self.name]
-                copied = nn.Linear(matrix.in_features, matrix.out_features, bias=False, device="meta")
-                copied.weight = nn.Parameter(matrix.weight.detach().clone(), requires_grad=False)
-                matrices[REFERENCE_ADAPTER] = copied
-            layer.lora_dropout[REFERENCE_ADAPTER] = nn.Identity()
-            layer.scaling[REFERENCE_ADAPTER] = layer.scaling[self.name]
-        return Adapter(self.layers, self.config, REFERENCE_ADAPTER)
-
-    @contextlib.contextmanager
-    def switched_to(self, other: Adapter | None) -> Iterator[None]:
-        """Inside the block the model computes with another adapter, or with none. No weight changes, nor which weights are trained."""
-        # peft's own switches also set requires_grad, which DDP must not see change.
-        try:
-            for layer in self.layers.values():
-                layer._disable_adapters, layer._active_adapter = other is None, other.name if other else self.name
-            yield
-        finally:
-            for layer in self.layers.values():
-                layer._disable_adapters, layer._active_adapter = False, self.name
-
-
 def load_peft() -> ModuleType:
     """The package peft; ValueError, with the command that installs it, if it is missing."""
     return import_extra("peft", extra="lora", needed_by="LoRA")
 
 
-def add_adapter(
-    policy: Policy,
-    settings: Mapping[str, Any],
-    *,
-    base: str,
-    seed: int = 0,
-    base_precision: str = "bf16",
-    asked: str | None = None,
-) -> Adapter:
-    """Put an adapter into the policy's model, freeze everything else, and store the frozen weights in ``base_precision`` if that keeps
-    the bits of the logits. ``policy.adapter`` holds it afterwards.
+def read_adapter_config(folder: str | Path, setting: str) -> Any:
+    """peft's ``LoraConfig`` of a folder; ValueError, which begins with ``setting``, if there is none."""
+    peft = load_peft()
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        assert isinstance(config, peft.LoraConfig), f"its peft_type is {config.peft_type}"
+    except Exception as error:  # of any type: the file may hold anything
+        raise ValueError(f"{setting}={folder} is no LoRA adapter that peft can read: {first_line(error)}") from None
+    return config
+
+
+def base_of(path: str, setting: str = "model.name_or_path") -> str:
+    """The model that an adapter folder names as its own; any other path as it is."""
+    base = read_adapter_config(path, setting).base_model_name_or_path if is_adapter(path) else path
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"{setting}={path}: {CONFIG_FILE} does not name its model (base_model_name_or_path)")
+    return base
+
+
+def add_adapter(policy: Policy, settings: Mapping[str, Any], *, base: str, seed: int = 0) -> None:
+    """Put a new adapter into the policy's model as ``policy.adapter``, and freeze everything else.
 
     Args:
         settings: of peft's ``LoraConfig``.
         base: the folder or Hub id of the model, for ``adapter_config.json``.
         seed: of the first matrices. No global random number is drawn.
-        asked: what an error begins with; None: ``lora.target_modules`` and its value.
 
     Raises:
-        ValueError: if peft is not installed, or if the settings name layers that the model does not have or that cannot be adapted.
+        ValueError: if peft is missing, or if ``target_modules`` names layers that are missing or not linear.
     """
-    peft, model = load_peft(), policy.model
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **settings)
-    if asked is None:
-        asked = f"lora.target_modules={settings['target_modules']}"
-        check_targets(model, settings["target_modules"], settings["r"])
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it transposes the weights of Conv1D layers
-        torch.default_generator.manual_seed(seed)
-        try:
-            peft.inject_adapter_in_model(config, model)
-        except ValueError as error:
-            raise ValueError(f"{asked}: {first_line(error)}") from None
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
-    for name, layer in layers.items():
-        is_head = layer is model.get_output_embeddings()
-        if is_head or not isinstance(layer.base_layer, (nn.Linear, Conv1D)):
-            kind = "the head" if is_head else type(layer.base_layer).__name__
-            raise ValueError(f"{asked}: {name} is {kind}, and only the linear layers before the head can have adapters")
+    targets, linear = settings["target_modules"], _linear_layers(policy.model)
+    asked = f"lora.target_modules={targets}"
+    # peft's own "all-linear" would adapt the experts and routers of a mixture too, which are no linear layers.
+    found = linear if targets == "all-linear" else targets
+    config = load_peft().LoraConfig(task_type="CAUSAL_LM", **{**settings, "target_modules": found})
+    _inject(policy, config, base, asked, seed)
+    adapted = policy.adapter.base_model.targeted_module_names
+    names = [] if isinstance(found, str) else found
+    if absent := [t for t in names if not any(f".{n}".endswith(f".{t}") for n in adapted)]:  # peft notices if all are
+        choice = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ValueError(f"{asked}: no layer has the name {absent[0]}; use all-linear or a list of {choice}")
+
+
+def read_adapter(policy: Policy, folder: str, *, setting: str, base: str, dropout: float = 0.0) -> None:
+    """Load the adapter of a folder into the policy's model as ``policy.adapter``, with another dropout.
+
+    ValueError, which begins with ``setting``, unless the model then computes with ``W + scale * B @ A``, and ``W`` are
+    the weights that it has without the adapter: what the sampler and the reference of the KL compute with.
+    """
+    config = read_adapter_config(folder, setting)
+    asked = f"{setting}={folder}, an adapter of {config.base_model_name_or_path}"
+    config.lora_dropout, config.inference_mode = dropout, False
+    with policy.inference():
+        before = _logits(policy)
+        _inject(policy, config, base, asked, seed=0)
+        read_values(policy, folder, asked)
+        with policy.adapter.disable_adapter():
+            is_base_unchanged = torch.equal(_logits(policy), before)
+        if not is_base_unchanged or not policy.computes_equally(lambda: _adapted_and_summed_logits(policy)):
+            raise ValueError(
+                f"{asked}: it does more than add scale * B @ A to weights of its model (PiSSA and OLoRA change these, "
+                "for example): plain LoRA works, and python -m grpo.merge makes a whole model of any other"
+            )
+
+
+def read_values(policy: Policy, folder: str | Path, asked: str) -> None:
+    """Give the trained adapter the values of a folder; ValueError, which begins with ``asked``, if they do not fit."""
+    try:
+        with _quiet(seed=0):
+            found = policy.adapter.load_adapter(
+                str(folder), TRAINED, is_trainable=True, torch_device=str(policy.device)
+            )
+    except Exception as error:  # of any type: the file may hold anything
+        raise ValueError(f"{asked}, cannot be loaded: {first_line(error)}") from None
+    if wrong := [*found.missing_keys, *found.unexpected_keys]:
+        raise ValueError(f"{asked}, does not fit the model: {wrong[0]} is on one side only")
+    if bad := [name for name, p in adapter_parameters(policy.model).items() if not torch.isfinite(p).all()]:
+        raise ValueError(f"{asked}: {bad[0]} contains NaN or infinity; take another checkpoint")
+
+
+def _inject(policy: Policy, config: Any, base: str, asked: str, seed: int) -> None:
+    """Let peft put its layers in; ValueError if anything but the matrices of linear layers would be trained."""
+    peft, model, plain = load_peft(), policy.model, set()
+    model.disable_input_require_grads()  # peft asks for them anew, and both are needless for checkpointing as done here
+    try:
+        with _quiet(seed):
+            policy.adapter = peft.get_peft_model(model, config)
+    except Exception as error:  # of many types, also those of regular expressions
+        raise ValueError(f"{asked}: {first_line(error)}") from None
+    config.base_model_name_or_path = base
+    if isinstance(config.target_modules, set):  # whose order differs from process to process
+        config.target_modules = sorted(config.target_modules)
+    model.disable_input_require_grads()
+    for layer in [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]:
         # The input stays in bf16 under autocast: peft would cast it to fp32, and autocast would cast it back.
         layer.cast_input_dtype_enabled = False
-    model.requires_grad_(False)
-    written = config.to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
-    written |= {"peft_type": "LORA", "target_modules": _short_names(model, layers)}
-    written = {name: sorted(value) if isinstance(value, set) else value for name, value in written.items()}
-    policy.adapter = Adapter(layers, written)
-    for _, parameter in policy.adapter.named_parameters():
-        parameter.requires_grad_(True)
-    if base_precision == "bf16":
-        with policy.inference():
-            is_cast = cast_frozen_to_bf16(model, policy)
-        if is_cast:
-            use_half_linears(model)
-    return policy.adapter
+        is_linear = isinstance(layer.get_base_layer(), nn.Linear | Conv1D) and not layer.lora_variant
+        if is_linear and layer is not model.get_output_embeddings():
+            plain |= {layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight}
+    if other := [name for name, p in model.named_parameters() if p.requires_grad and p not in plain]:
+        raise ValueError(f"{asked}: {other[0]} would be trained, and only linear layers before the head can be adapted")
 
 
-def read_adapter(
-    policy: Policy, folder: str, *, setting: str, base: str, base_precision: str, dropout: float = 0.0
-) -> Adapter:
-    """:func:`add_adapter` with the settings, but for the dropout, and the values of a folder."""
-    found = read_adapter_config(folder, setting)
-    names = ("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules")
-    names += ("layers_to_transform", "layers_pattern", "fan_in_fan_out")
-    settings = {name: found[name] for name in names if found.get(name) is not None}
-    asked = f"{setting}={folder}, an adapter of {found.get('base_model_name_or_path')}"
-    options = dict(base=base, base_precision=base_precision, asked=asked)
-    adapter = add_adapter(policy, settings | {"lora_dropout": dropout}, **options)
-    adapter.read(folder, setting)
-    return adapter
+def adapter_parameters(model: nn.Module, name: str = TRAINED) -> dict[str, nn.Parameter]:
+    """The matrices of one adapter by their names in the model."""
+    return {
+        n: p for n, p in model.named_parameters() if n.endswith((f".lora_A.{name}.weight", f".lora_B.{name}.weight"))
+    }
 
 
-def _short_names(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
-    """The ends of the layers' names where all layers that end so are adapted (``q_proj``), else the whole names."""
+def add_reference_adapter(policy: Policy) -> None:
+    """Add a frozen copy of the adapter, for :func:`reference_adapter`."""
+    with _quiet(seed=0):
+        policy.adapter.add_adapter(REFERENCE_ADAPTER, policy.adapter.peft_config[TRAINED])
+        policy.adapter.set_adapter(TRAINED)
+    copy_to_reference_adapter(policy.model)
+
+
+@torch.no_grad()
+def copy_to_reference_adapter(model: nn.Module) -> None:
+    """Give the frozen adapter the values of the trained one."""
+    pairs = zip(adapter_parameters(model, REFERENCE_ADAPTER).values(), adapter_parameters(model).values(), strict=True)
+    for frozen, trained in pairs:
+        frozen.copy_(trained)
+
+
+@contextlib.contextmanager
+def reference_adapter(policy: Policy) -> Iterator[None]:
+    """Inside the block, without gradient, the model computes with the frozen adapter; if it has none, with none."""
+    if REFERENCE_ADAPTER not in policy.adapter.peft_config:
+        with policy.adapter.disable_adapter():
+            yield
+        return
+    try:
+        policy.adapter.set_adapter(REFERENCE_ADAPTER, inference_mode=True)
+        yield
+    finally:
+        policy.adapter.set_adapter(TRAINED)
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """All linear layers but the head: the ends of their names, or where these mean other modules too, the whole names."""
+    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    layers = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    if any(parameter.dim() == 3 for parameter in model.parameters()):  # the experts of a mixture
+        layers = [name for name in layers if name.rpartition(".")[2] not in EXPERTS]
     ends = {name.rpartition(".")[2] for name in layers}
-    inside = tuple(f"{name}." for name in layers)
-    same_end = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
-    return sorted(ends if {n for n in same_end if not n.startswith(inside)} == layers.keys() else layers)
+    is_plain = {name for name in modules if name.rpartition(".")[2] in ends} == set(layers)
+    return sorted(ends if is_plain else layers)
+
+
+@contextlib.contextmanager
+def _quiet(seed: int) -> Iterator[None]:
+    """Inside the block peft warns of nothing, and draws random numbers from this seed."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _logits(policy: Policy) -> torch.Tensor:
+    """``[1, 16, V]`` of fixed tokens."""
+    ids_BS = torch.arange(16, device=policy.device)[None, :] % policy.model.get_input_embeddings().weight.shape[0]
+    return policy.model(input_ids=ids_BS, use_cache=False).logits
+
+
+def _adapted_and_summed_logits(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits as peft computes them, and with the weight of each adapted layer added up."""
+    adapted = _logits(policy)
+    layers = [layer for layer in policy.model.modules() if adapted_base(layer)]
+    for layer in layers:
+        layer.forward = lambda x, layer=layer: F.linear(x, effective_weight(layer), layer.bias)
+    try:
+        return adapted, _logits(policy)
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 class HalfLinear(nn.Linear):
-    """A frozen linear layer with weights in bf16. Without autocast it computes in the dtype of its input, as checks in fp32 need it."""
+    """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for checks in fp32."""
 
     def __init__(self, layer: nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
@@ -269,23 +232,26 @@ class HalfLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-def use_half_linears(model: nn.Module) -> None:
-    """Replace each plain linear layer inside, whose weights are in bf16, by a :class:`HalfLinear` with its parameters."""
-    children = [(parent, *named) for parent in model.modules() for named in parent.named_children()]
+def store_frozen_in_bf16(policy: Policy) -> None:
+    """Store the frozen weights of linear layers in bf16, unless that changes the logits."""
+    with policy.inference():
+        if not cast_frozen_to_bf16(policy.model, policy):
+            return
+    children = [(parent, *named) for parent in policy.model.modules() for named in parent.named_children()]
     for parent, name, child in children:
         if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
             setattr(parent, name, HalfLinear(child))
 
 
 def adapted_base(layer: nn.Module) -> nn.Linear | None:
-    """The frozen linear layer inside of one that has an adapter; None for every other module, and where the base is no ``nn.Linear``."""
+    """The frozen ``nn.Linear`` inside of a layer that has an adapter; None for every other module."""
     base = getattr(layer, "base_layer", None)
     return base if hasattr(layer, "lora_A") and isinstance(base, nn.Linear) else None
 
 
 @torch.no_grad()
 def effective_weight(layer: nn.Module) -> torch.Tensor:
-    """``[out, in]`` the weight that a linear layer computes with. With an adapter ``W + scale * B @ A``, added up in fp32; without, ``W``."""
+    """``[out, in]`` the weight of a linear layer; with an adapter ``W + scale * B @ A``, added up in fp32."""
     base = adapted_base(layer)
     if base is None:
         return layer.weight.detach()

@@ -1,4 +1,4 @@
-"""Dropout and other randomness of training mode, switched off (``model.disable_dropout``): tokens are then scored by the policy that sampled them."""
+"""Dropout and other randomness of training, switched off: scoring then sees the policy that sampled."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import nn
 from grpo.model.policy import Policy
 
 NAMES = ("drop", "jitter", "noise")
-"""Parts of the names of numbers that set how random training mode is: ``attention_dropout``, ``resid_pdrop``, ``layerdrop``, ..."""
+"""Parts of the names of numbers that set how random training mode is: ``attention_dropout``, ``resid_pdrop``, ..."""
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Set every number that is named after randomness to 0: in modules, and in configurations, which some models read in every pass."""
+    """Set every number named after randomness to 0, in modules and in configurations, which some models read."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     for holder in [*model.modules(), *configs]:
         for name, value in list(vars(holder).items()):
@@ -26,7 +26,8 @@ def turn_dropout_off(model: nn.Module) -> None:
 def turn_randomness_off(policy: Policy) -> None:
     """:func:`turn_dropout_off`, and a check on a short batch that training mode now computes what sampling computes.
 
-    ValueError if two passes in training mode, with different seeds, are not the pass in evaluation mode. No global random number is drawn.
+    ValueError if two passes in training mode, with different seeds, are not the pass in evaluation mode. No global
+    random number is drawn.
     """
     # The evaluation pass comes first: a number that also counts in evaluation must not be set to 0 unnoticed.
     model, was_training = policy.model, policy.model.training
@@ -49,6 +50,6 @@ def turn_randomness_off(policy: Policy) -> None:
     model.train(was_training)
     if not is_off:
         raise ValueError(
-            f"model.disable_dropout=true cannot switch off all that is random in the training mode of {type(model).__name__}: "
-            "take another model, or set model.disable_dropout=false (sampling and scoring then differ: see sampling/logprob_difference)"
+            f"model.disable_dropout=true leaves randomness in the training mode of {type(model).__name__}: "
+            "take another model, or model.disable_dropout=false (scoring then differs: sampling/logprob_difference)"
         )

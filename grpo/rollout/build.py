@@ -119,7 +119,7 @@ def _started_servers(
         num=r.num_servers,
         dtype=DTYPE_NAMES[policy.precision],
         max_model_len=longest and max(longest, 2 * FEWEST + 1),
-        lora_rank=policy.adapter.config["r"] if policy.adapter is not None else None,
+        lora_rank=policy.adapter.peft_config["default"].r if policy.adapter is not None else None,
         weight_transfer=r.weight_transfer,
         folder=folder,
         timeout_s=r.server_timeout_s,

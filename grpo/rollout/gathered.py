@@ -76,8 +76,9 @@ class GatheredWeights:
             mine._parameters.update(theirs._parameters)
         copies = copies_of([mine for mine, _ in part.pairs], precision, kept) if fast_decode else {}
         cloned: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
+        copied = {inner for mine in copies for inner in mine.modules()}  # of an adapted layer also base and matrices
         for mine, _ in part.pairs:
-            if mine in copies:
+            if mine in copied:
                 _drop(mine)
                 continue
             for name, weight in mine._parameters.items():

@@ -1,35 +1,45 @@
 """Checkpoints on disk: saved atomically, verified, listed, restored.
 
-A checkpoint is a Hugging Face folder (``from_pretrained`` loads it) with ``trainer/`` beside the weights. The position in the data
-and all randomness follow from (seed, step), so neither is stored.
+A checkpoint is a Hugging Face folder (``from_pretrained`` loads it), or a peft folder, with ``trainer/`` beside the
+weights: ``state.json``, and the tensors of the optimizer and of a moving reference in the format of
+``torch.distributed.checkpoint``. It is the same for DDP and FSDP, and any number of ranks continues it. The position in
+the data, the learning rate and all randomness follow from (seed, step).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from grpo.model import save_weights
-from grpo.run.sharded.states import read_optimizer_states, read_reference
-from grpo.system import open_regular, sync
+from grpo.distributed import (
+    World,
+    is_sharded,
+    load_tensors,
+    optimizer_tensors,
+    save_tensors,
+    saved_names,
+    share,
+    whole_trained_weights,
+)
+from grpo.model import Policy, save_weights
+from grpo.system import UserError, first_line, open_regular, sync
 
-MANIFEST = "manifest.json"
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""Exceptions of reading a JSON file that may contain anything."""
+MANIFEST, STATES = "manifest.json", "states"
+"""The file of digests; and the folder in ``trainer/`` with the tensors, a file of each rank under FSDP."""
 _NAME = re.compile(r"checkpoint-(\d+)")
+FULL_BYTES = 2**24
+"""A disk with less space left than this is called full in messages."""
 
 
 class BrokenCheckpoint(ValueError):
@@ -37,137 +47,134 @@ class BrokenCheckpoint(ValueError):
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """The tensors that change with every update: state dicts that share the live tensors, or copies of them."""
+class Trained:
+    """All tensors that change with every update."""
 
-    model: dict[str, torch.Tensor]
-    optimizer: dict[str, Any]
-    schedule: dict[str, Any]
-    reference: dict[str, torch.Tensor] | None = None
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    reference: dict[str, torch.Tensor]
+    """The weights of a reference that changes during training, by name; else empty."""
 
-    @classmethod
-    def of(cls, model: nn.Module, optimizer: Any, schedule: Any, reference: nn.Module | None = None) -> Tensors:
-        reference_state = None if reference is None else reference.state_dict()
-        return cls(model.state_dict(), optimizer.state_dict(), schedule.state_dict(), reference_state)
+    @property
+    def is_sharded(self) -> bool:
+        return any(map(is_sharded, self.policy.model.modules()))
 
-    def on_host(self) -> Tensors:
-        """A copy in host memory, which training does not change; tied weights stay tied."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The state dict to write; under FSDP gathered in rank 0's host memory, by all ranks together."""
+        model = self.policy.trained
+        if self.is_sharded:
+            return whole_trained_weights(model)
+        frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors and the reference's, under FSDP this rank's shares."""
+        names = {parameter: name for name, parameter in self.policy.model.named_parameters()}
+        found = {f"reference/{name}": tensor.detach() for name, tensor in self.reference.items()}
+        for parameter, values in self.optimizer.state.items():
+            found |= {f"optimizer/{names[parameter]}/{key}": value for key, value in values.items()}
+        return found
+
+    def on_host(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Copies of :meth:`weights` and :meth:`states`, which training does not change; tied weights stay tied."""
         copies: dict[tuple, torch.Tensor] = {}
+        weights = {}
+        for name, tensor in self.weights().items():
+            key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            if key not in copies:
+                copies[key] = tensor.detach().to("cpu", copy=True)
+            weights[name] = copies[key]
+        return weights, {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.states().items()}
 
-        def copy(thing: Any) -> Any:
-            if isinstance(thing, torch.Tensor):
-                key = (thing.data_ptr(), thing.shape, thing.stride(), thing.dtype)
-                if key not in copies or not thing.numel():
-                    copies[key] = thing.detach().to("cpu", copy=True)
-                return copies[key]
-            if isinstance(thing, dict):
-                return type(thing)((name, copy(item)) for name, item in thing.items())
-            return type(thing)(map(copy, thing)) if isinstance(thing, (list, tuple)) else thing
-
-        return Tensors(copy(self.model), copy(self.optimizer), copy(self.schedule), copy(self.reference))
+    def check_finite(self, step: int) -> None:
+        """ValueError if a weight that is trained is NaN or infinite: no run can continue from it."""
+        for name, parameter in self.policy.model.named_parameters():
+            if parameter.requires_grad and not torch.isfinite(share(parameter)).all():
+                problem = f"{name} holds values that are not finite: no checkpoint is saved at step {step}"
+                raise ValueError(f"{problem}; lower optim.learning_rate")
 
 
 def save_checkpoint(
     output_dir: str | Path,
     step: int,
     *,
-    model: nn.Module,
-    tokenizer: Any,
-    optimizer: Any,
-    schedule: Any,
-    reference: nn.Module | None = None,
+    trained: Trained,
+    world: World | None = None,
     state: dict[str, Any] | None = None,
     keep: int = 2,
     best_step: int | None = None,
-    tensors: Tensors | None = None,
-    merge: Callable[[Path, Path], None] | None = None,
+    tensors: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None,
 ) -> Path:
-    """Write ``checkpoint-<step>/``, then delete all but the ``keep`` newest checkpoints up to this step; returns the folder.
+    """Write ``checkpoint-<step>/``, delete all but the ``keep`` newest up to this step; returns the folder.
 
-    The files go into a hidden folder first and are synced to disk, the manifest is written last, and then the folder is renamed: a
-    checkpoint with its final name is complete, whenever the process is killed.
+    The files go into a hidden folder first and are synced to disk, the manifest is written last, and then the folder is
+    renamed: a checkpoint with its final name is complete, whenever the process is killed.
 
     Args:
-        model: the model, or the adapter that is trained in its place.
-        reference: only if it changes during training (``ref_sync_steps``); otherwise it is the starting model.
+        world: all ranks call it together (FSDP), and raise errors together; None: this process alone.
         state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
         best_step: the checkpoint of this step is kept whatever its age.
-        tensors: a copy made earlier, written instead of the current tensors of ``model``, ``optimizer``, ...
-        merge: writes the whole model of an adapter folder, the first argument, into another folder (``checkpoint.merge``).
+        tensors: what :meth:`Trained.on_host` gave at the step, if it was called then.
 
     Raises:
-        OSError: if the disk is full or cannot be written.
-        ValueError: if a weight is NaN or infinite: no run can continue from it. Nothing is written or deleted.
+        UserError: if the disk is full or cannot be written.
+        ValueError: if a weight is NaN or infinite. Nothing is written or deleted.
     """
-    tensors = tensors or Tensors.of(model, optimizer, schedule, reference)
-    for name, _ in model.named_parameters():
-        if not torch.isfinite(tensors.model[name]).all():
-            problem = f"{name} holds values that are not finite: no checkpoint is saved at step {step}"
-            raise ValueError(f"{problem}; lower optim.learning_rate")
-    partial = begin(partial_folder(output_dir, step))
-    try:
-        save_weights(model, tensors.model, partial)
-        tokenizer.save_pretrained(partial)
-        if merge is not None:
-            merge(partial, partial / "merged")
-        save_trained({"optimizer": tensors.optimizer, "schedule": tensors.schedule}, partial)
-        if tensors.reference is not None:
-            torch.save(tensors.reference, partial / "trainer" / "reference.pt")
-    except (SafetensorError, RuntimeError) as error:  # these libraries report a full disk in this way
-        raise OSError(f"{type(error).__name__}: {error}") from error
-    return publish(partial, Path(output_dir), step, state=state, keep=keep, best_step=best_step)
-
-
-def partial_folder(output_dir: str | Path, step: int) -> Path:
-    """The hidden folder that a checkpoint is written into."""
-    return Path(output_dir) / f".partial-checkpoint-{step}"
-
-
-def begin(partial: Path) -> Path:
-    """Create the hidden folder, empty, with ``trainer/``; OSError if that fails."""
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "trainer").mkdir(parents=True)
-    return partial
-
-
-def save_trained(states: dict[str, Any], partial: Path) -> None:
-    """Write ``optimizer.pt``: the state dicts of optimizer and schedule."""
-    torch.save(_plain(states), partial / "trainer" / "optimizer.pt")
-
-
-def publish(
-    partial: Path, output_dir: Path, step: int, *, state: dict[str, Any] | None, keep: int, best_step: int | None
-) -> Path:
-    """Complete the hidden folder by state and manifest, give it its final name, delete old checkpoints; see :func:`save_checkpoint`."""
-    final, trainer = output_dir / f"checkpoint-{step}", partial / "trainer"
-    (trainer / "state.json").write_text(json.dumps({"step": step, **(state or {})}, indent=1), encoding="utf-8")
-    files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
-    for name in files:
-        sync(partial / name)
-    (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
-    sync(partial / MANIFEST)
-    for folder in sorted({(partial / name).parent for name in files}, reverse=True):
-        sync(folder)
-    replaced = output_dir / f".replaced-{final.name}"
-    if final.exists():
-        os.rename(final, replaced)
-    os.rename(partial, final)
-    sync(output_dir)
-    shutil.rmtree(replaced, ignore_errors=True)
-    # Checkpoints of later steps are broken or belong to a run that was continued from an earlier step; they do not count towards `keep`.
-    for old_step, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
-        if old_step != best_step:
-            shutil.rmtree(old, ignore_errors=True)
+    output_dir, is_main = Path(output_dir), world is None or world.is_main
+    partial, final = output_dir / f".partial-checkpoint-{step}", output_dir / f"checkpoint-{step}"
+    together = contextlib.nullcontext if world is None else world.fail_together
+    if tensors is None:
+        with together():
+            trained.check_finite(step)
+    weights, states = tensors or (trained.weights(), trained.states())
+    with together(), _disk_errors(output_dir, step):
+        if is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "trainer").mkdir(parents=True)
+            save_weights(trained.policy.trained, weights, partial)
+            trained.policy.tokenizer.save_pretrained(partial)
+    with _disk_errors(output_dir, step):
+        save_tensors(states, partial / "trainer" / STATES, world)
+    with together(), _disk_errors(output_dir, step):
+        if is_main:  # the manifest lists the files of all ranks
+            _publish(partial, final, {"step": step, **(state or {})})
+            # Checkpoints of later steps are broken, or of a run that was continued from before: they do not count.
+            for old_step, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
+                if old_step != best_step:
+                    shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def dry_run_save(output_dir: str | Path, **arguments: Any) -> None:
-    """Save a checkpoint before the first step, verify it, delete it; raises what the save raises."""
-    rehearsal = Path(output_dir) / ".rehearsal"
+@contextlib.contextmanager
+def _disk_errors(output_dir: Path, step: int) -> Iterator[None]:
+    """Turn a save's errors, which each library words in its own way, into one line, also on a full disk."""
     try:
-        verify(save_checkpoint(rehearsal, 0, **arguments))
-    finally:
-        shutil.rmtree(rehearsal, ignore_errors=True)
+        yield
+    except Exception as error:
+        existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+        full = "the disk is full: " * (shutil.disk_usage(existing).free < FULL_BYTES)
+        reason = f"{full}{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"checkpoint at step {step} could not be saved in {output_dir}: {reason}") from error
+
+
+def _publish(partial: Path, final: Path, state: dict[str, Any]) -> None:
+    """Complete the hidden folder by state and manifest, and give it its final name."""
+    state_file = partial / "trainer" / "state.json"
+    state_file.write_text(json.dumps(state, indent=1), encoding="utf-8")
+    files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
+    for name in files:
+        os.chmod(partial / name, state_file.stat().st_mode & 0o777)  # safetensors' files are for their owner alone
+        sync(partial / name)
+    (partial / MANIFEST).write_text(json.dumps({"step": state["step"], "files": files}, indent=1), encoding="utf-8")
+    sync(partial / MANIFEST)
+    for folder in sorted({(partial / name).parent for name in files}, reverse=True):
+        sync(folder)
+    replaced = final.with_name(f".replaced-{final.name}")
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(partial, final)
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
@@ -177,7 +184,7 @@ def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
 
 
 def recover(output_dir: str | Path) -> None:
-    """Delete unfinished checkpoints. Restore a checkpoint if the process was killed while replacing it by a new one of the same step."""
+    """Delete unfinished checkpoints; restore one that was about to be replaced by another of its step."""
     for unfinished in [*Path(output_dir).glob(".partial-checkpoint-*"), *Path(output_dir).glob(".rehearsal")]:
         shutil.rmtree(unfinished, ignore_errors=True)
     for replaced in Path(output_dir).glob(".replaced-checkpoint-*"):
@@ -201,78 +208,43 @@ def find_newest_valid(output_dir: str | Path) -> tuple[Path | None, list[str]]:
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest, which is returned; BrokenCheckpoint names the first that differs."""
-    folder = Path(folder)
+    """Compare a checkpoint with its manifest, which is returned; BrokenCheckpoint names the first difference."""
+    folder, name = Path(folder), MANIFEST
     try:
         with open_regular(folder / MANIFEST) as file:
             manifest = json.load(file)
-        expected = {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
-    except DAMAGE as error:
-        raise BrokenCheckpoint(f"{folder}: no readable {MANIFEST} ({type(error).__name__}: {error})") from None
-    for name, (size, sha256) in expected.items():
-        try:
-            found = _digest(folder / name)
-        except OSError as error:
-            raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from None
-        if (found["bytes"], found["sha256"]) != (size, sha256):
-            raise BrokenCheckpoint(f"{folder}: {name} is not what was saved ({found['bytes']} bytes, {size} expected)")
+        for name, facts in manifest["files"].items():
+            if (found := _digest(folder / name)) != facts:
+                problem = f"{name} is not what was saved ({found['bytes']} bytes, {facts['bytes']} expected)"
+                raise BrokenCheckpoint(f"{folder}: {problem}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # it may hold anything
+        if isinstance(error, BrokenCheckpoint):
+            raise
+        raise BrokenCheckpoint(f"{folder}: {name} cannot be read ({type(error).__name__}: {error})") from None
     return manifest
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """The ``state`` given to :func:`save_checkpoint`, with ``step``; BrokenCheckpoint if it is missing or damaged."""
-    try:
-        with open_regular(Path(folder) / "trainer" / "state.json") as file:
-            state = json.load(file)
-        if isinstance(state["step"], int) and isinstance(state.get("config", {}), dict):
-            return state
-        reason = "it is not the state of a run"
-    except DAMAGE as error:
-        reason = f"{type(error).__name__}: {error}"
-    raise BrokenCheckpoint(f"{folder}: trainer/state.json cannot be continued from ({reason})")
+    """The ``state`` given to :func:`save_checkpoint`, with ``step``, of a checkpoint that was verified."""
+    return json.loads(Path(folder, "trainer", "state.json").read_text(encoding="utf-8"))
 
 
 def restore(
-    folder: str | Path,
-    *,
-    model: nn.Module,
-    optimizer: Any,
-    schedule: Any,
-    reference: nn.Module | None = None,
-    device: torch.device,
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, reference: dict[str, torch.Tensor]
 ) -> None:
-    """Load optimizer, schedule and a reference that changes during training; ``from_pretrained(folder)`` loads the model."""
-    trainer = Path(folder) / "trainer"
-    saved = torch.load(trainer / "optimizer.pt", map_location="cpu", weights_only=True)
-    # Whether AdamW is fused follows from this run's device, not from that of the checkpoint. load_state_dict moves the averages to the
-    # device of their weights, and there the update counters too if AdamW is fused; else they stay on the host.
-    for group, own in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, strict=False):
-        group["fused"] = own.get("fused")
-    saved["optimizer"]["state"] = read_optimizer_states(trainer, saved["optimizer"]["state"], model, optimizer)
-    optimizer.load_state_dict(saved["optimizer"])
-    if schedule is not None:
-        schedule.load_state_dict(saved["schedule"])
-    if reference is not None:
-        read_reference(trainer, reference, device)
+    """Load the optimizer's state and a reference that changes during training; each rank reads its own shares.
 
-
-def save_config(model: nn.Module, folder: Path) -> None:
-    """Write what a model folder has beside the weights: configurations, and the code of models that bring their own."""
-    name, _ = next(iter(model.named_parameters()))
-    with tempfile.TemporaryDirectory() as spare:  # transformers writes no configuration without weights
-        save_weights(model, {name: torch.zeros(1)}, Path(spare))
-        for path in Path(spare).iterdir():
-            if path.suffix != ".safetensors":
-                shutil.copy(path, folder)
-
-
-def _plain(thing: Any) -> Any:
-    """The same values in fresh containers, with equal strings as one object, so that the pickle's bytes depend on the values alone."""
-    if isinstance(thing, dict):
-        return {_plain(name): _plain(item) for name, item in thing.items()}
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(map(_plain, thing))
-    return sys.intern(thing) if type(thing) is str else thing
+    A state that the checkpoint lacks stays as it is. ``load_policy(folder)`` loads the model.
+    """
+    saved = saved_names(folder / "trainer" / STATES)
+    wanted = {f"reference/{name}": tensor.detach() for name, tensor in reference.items()}
+    if any(name.startswith("optimizer/") for name in saved):
+        wanted |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
+        for name, parameter in model.named_parameters():
+            if f"optimizer/{name}/step" not in saved:  # of an expert that no token was sent to, for example
+                optimizer.state.pop(parameter, None)
+    if wanted := {name: tensor for name, tensor in wanted.items() if name in saved}:
+        load_tensors(wanted, folder / "trainer" / STATES)
 
 
 def _digest(path: Path) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""The models of a run: policy, reference, scorers, optimizer and learning-rate schedule, as they are at the step where the run starts."""
+"""The models of a run, its optimizer and learning-rate schedule, as they are at the step where it starts."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -13,16 +16,25 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.config import Config, ConfigError
-from grpo.distributed import World
+from grpo.distributed import Sharding, World, compute_inside, gathered, give_back
 from grpo.logprobs import CompletionScorer
-from grpo.model import REFERENCE, Adapter, Policy, cast_frozen_to_bf16, load_policy, make_reference
+from grpo.model import (
+    REFERENCE,
+    Policy,
+    cast_frozen_to_bf16,
+    decoder_layers,
+    load_policy,
+    lora,
+    make_reference,
+    turn_randomness_off,
+)
 from grpo.rollout import check_sampling
 from grpo.rollout.gathered import GatheredWeights
+from grpo.rollout.llama_decoder import matches_model
 from grpo.run import checkpoint
-from grpo.run.adapters import AdapterReference, make_adapter
-from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer
+from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer, move_schedule
 from grpo.run.resume import StartPoint
-from grpo.run.sharded.load import ShardedLoader
+from grpo.seeding import derive_seed
 from grpo.system import first_line
 
 
@@ -32,81 +44,47 @@ class Models:
 
     policy: Policy
     scorer: CompletionScorer
-    ref_scorer: CompletionScorer | None
+    ref_scorer: CompletionScorer | AdapterReference | None
     optimizer: torch.optim.Optimizer
     lr_schedule: LRScheduler
     why_padded: str | None
     """The reason why scoring computes the prompt once per completion; None: it computes each prompt once per group."""
-    moving_reference: nn.Module | Adapter | None
-    """The reference model, or its adapter, if it changes during training (``ref_sync_steps``), so that checkpoints must hold it."""
+    moving_reference: dict[str, torch.Tensor]
+    """The reference's weights by name, for checkpoints, if they change during training (``ref_sync_steps``)."""
     sampler: Policy
     """The policy that the built-in engine samples with: under FSDP its model is this rank's own."""
     gathered: GatheredWeights | None
     """Fills the sampler's model under FSDP; None: the sampler is the policy, or vLLM samples."""
     is_llama: bool | None
     """See :class:`grpo.rollout.BuiltinEngine`."""
-    changed_rate: tuple[float, float] | None
-    """The learning rates of the next update by the checkpoint's and by the new settings, where accepted changes make them differ."""
+
+
+class AdapterReference:
+    """Log-probs under the reference: the policy's own model with its adapter switched off, or with a frozen adapter.
+
+    It is called as a :class:`CompletionScorer`, between updates and without gradient.
+    """
+
+    def __init__(self, policy: Policy, scorer: CompletionScorer):
+        """``scorer``: the policy's, which FSDP may have sharded."""
+        self.policy, self.scorer, self.model = policy, scorer, policy.model
+
+    @property
+    def packed(self) -> bool:
+        return self.scorer.packed
+
+    def __call__(self, *inputs, **named) -> tuple[torch.Tensor, torch.Tensor]:
+        was_training = self.model.training
+        self.model.eval()  # a frozen adapter has no dropout
+        try:
+            with torch.no_grad(), lora.reference_adapter(self.policy):
+                return self.scorer(*inputs, **named)
+        finally:
+            give_back(self.scorer)
+            self.model.train(was_training)
 
 
 def build_models(
-    config: Config,
-    device: torch.device,
-    path: str,
-    tokenizer: Any,
-    max_steps: int,
-    start: StartPoint,
-    reference_path: str | None = None,
-) -> Models:
-    """Load or restore everything that holds weights.
-
-    Args:
-        path: the folder or Hub id that ``model.name_or_path`` stands for.
-        reference_path: the one that ``model.reference`` stands for; None: the reference is the model that training starts from.
-
-    Raises:
-        ValueError: if a model cannot be loaded, if policy and reference do not fit each other, or the checkpoint's optimizer state does not
-            fit.
-    """
-    algorithm, temperature = config.algorithm, config.rollout.temperature
-    options = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
-    options |= {"device": device, "precision": config.runtime.precision}
-    ref_scorer = frozen_adapter = None
-    if config.uses_lora:
-        policy = load_policy(path, tokenizer, **options)
-        frozen_adapter = make_adapter(config, policy, path, start.checkpoint)
-    else:
-        policy = load_policy(str(start.checkpoint or path), tokenizer, **options)
-    if algorithm.beta > 0:
-        # Without model.reference it is the model that training began with, also when the policy continues from a checkpoint.
-        if reference_path is not None:
-            anchor = load_policy(reference_path, tokenizer, **options, setting=REFERENCE).model
-            _check_reference(reference_path, anchor, policy.model, moves=algorithm.ref_sync_steps > 0)
-            ref_scorer = CompletionScorer(make_reference(anchor), temperature)
-        elif policy.adapter is not None:
-            ref_scorer = AdapterReference(policy, temperature, frozen_adapter)
-        else:
-            anchor = load_policy(path, tokenizer, **options).model if start.checkpoint else policy.model
-            ref_scorer = CompletionScorer(make_reference(anchor), temperature)
-    moving_reference = frozen_adapter or ref_scorer.model if ref_scorer and algorithm.ref_sync_steps else None
-    trained = _trained(config, policy.model, max_steps, start, moving_reference, device)
-    policy.model.train()
-    scorer = CompletionScorer(policy.model, temperature)
-    why_padded = enable_packing(config, scorer)
-    check_sampling(policy)
-    if ref_scorer is not None:
-        if scorer.packed:
-            ref_scorer.pack_groups()
-        ref_scorer.plain_head  # noqa: B018  computed now, while its weights are fp32
-        has_own_weights = ref_scorer.model is not policy.model
-        if has_own_weights and moving_reference is None:  # a reference that moves needs its fp32 weights
-            cast_frozen_to_bf16(ref_scorer.model, policy)
-    sampling = dict(sampler=policy, gathered=None, is_llama=None)
-    models = dict(policy=policy, scorer=scorer, ref_scorer=ref_scorer, moving_reference=moving_reference)
-    return Models(**models, **trained, **sampling, why_padded=why_padded)
-
-
-def build_sharded_models(
     config: Config,
     world: World,
     path: str,
@@ -115,95 +93,180 @@ def build_sharded_models(
     start: StartPoint,
     reference_path: str | None = None,
 ) -> Models:
-    """As :func:`build_models`, divided over the ranks (``runtime.parallel=fsdp``). All ranks call it together."""
-    algorithm, loader = config.algorithm, ShardedLoader(config, world, tokenizer)
-    loaded = loader.policy(str(start.checkpoint or path), partial(enable_packing, config))
-    policy, ref_scorer, moves = loaded.policy, None, algorithm.ref_sync_steps > 0
-    if algorithm.beta > 0:
-        setting = "model.name_or_path" if reference_path is None else REFERENCE
-        ref_scorer = loader.reference(reference_path or path, setting, packed=loaded.scorer.packed, moves=moves)
-        if reference_path is not None:
-            _check_reference(reference_path, ref_scorer.model, policy.model, moves=moves)
-    moving_reference = ref_scorer.model if ref_scorer and moves else None
-    with world.fail_together():  # each rank reads its own shares of the states
-        trained = _trained(config, policy.model, max_steps, start, moving_reference, world.device)
-    sampling = dict(sampler=loaded.sampler, gathered=loaded.gathered, is_llama=loaded.is_llama)
-    models = dict(policy=policy, scorer=loaded.scorer, ref_scorer=ref_scorer, moving_reference=moving_reference)
-    return Models(**models, **trained, **sampling, why_padded=loaded.why_padded)
+    """Load or restore everything that holds weights. All ranks call it together.
+
+    Args:
+        path: the folder or Hub id that ``model.name_or_path`` stands for.
+        reference_path: what ``model.reference`` stands for; None: the reference is the model that training starts from.
+
+    Raises:
+        ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and checkpoint do not fit.
+    """
+    algorithm, temperature, moves = config.algorithm, config.rollout.temperature, config.algorithm.ref_sync_steps > 0
+    is_sharded = config.runtime.parallel == "fsdp" and not world.is_alone
+    options = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
+    options |= {"device": world.device, "precision": config.runtime.precision}
+    if is_sharded:  # rank 0 loads on the CPU; what the kernels of the device compute is checked afterwards
+        options |= {"device": torch.device("cpu"), "disable_dropout": False}
+
+    def load_trained() -> Policy:
+        if not config.uses_lora:
+            return load_policy(str(start.checkpoint or path), tokenizer, **options)
+        policy = load_policy(path, tokenizer, **options)
+        _make_adapter(config, policy, path, start.checkpoint)
+        if config.lora.base_precision == "bf16":
+            lora.store_frozen_in_bf16(policy)
+        return policy
+
+    def load_reference() -> Policy:
+        # Without model.reference it is the model that training began with, also for a policy from a checkpoint.
+        setting = REFERENCE if reference_path else "model.name_or_path"
+        reference = load_policy(reference_path or path, tokenizer, **options, setting=setting)
+        reference.model.requires_grad_(False)
+        if is_sharded and not moves:
+            lora.store_frozen_in_bf16(reference)
+        return reference
+
+    own, ref_scorer, is_llama, gathers = None, None, None, None
+    with contextlib.nullcontext() if is_sharded else world.fail_together():  # which may hold no collective
+        if is_sharded:
+            policy, scorer, own = _load_sharded(config, world, tokenizer, load_trained)
+        else:
+            policy = load_trained()
+            scorer = CompletionScorer(policy.model, temperature)
+        if algorithm.beta > 0 and config.uses_lora and reference_path is None:
+            ref_scorer = AdapterReference(policy, scorer)
+        elif algorithm.beta > 0 and is_sharded:
+            ref_scorer = _load_sharded(config, world, tokenizer, load_reference)[1]
+        elif algorithm.beta > 0:
+            is_start = reference_path is None and start.checkpoint is None
+            ref_scorer = CompletionScorer(
+                make_reference(policy.model if is_start else load_reference().model), temperature
+            )
+    with world.fail_together():  # under FSDP each rank reads its own shares of the states
+        moving_reference = _moving_reference(config, ref_scorer, policy)
+        optimizer, lr_schedule = _optimizer(config, policy.model, max_steps, start, moving_reference)
+    policy.model.train()
+
+    def check() -> str | None:
+        nonlocal is_llama
+        if is_sharded and config.model.disable_dropout:
+            turn_randomness_off(policy)
+        why_padded = enable_packing(config, scorer)
+        check_sampling(policy)
+        if is_sharded:
+            with policy.inference():
+                is_llama = config.runtime.fast_decode and matches_model(policy.model, gathered)
+        return why_padded
+
+    def prepare_reference() -> None:
+        if is_sharded and config.model.disable_dropout:
+            turn_randomness_off(replace(policy, model=ref_scorer.model))
+        if scorer.packed:
+            ref_scorer.pack_groups()
+        ref_scorer.plain_head  # noqa: B018  computed now, while its weights are fp32
+        if not is_sharded and not moves:  # a reference that moves needs its fp32 weights
+            cast_frozen_to_bf16(ref_scorer.model, policy)
+
+    with contextlib.nullcontext() if is_sharded else world.fail_together():
+        why_padded = compute_inside(scorer, check)
+        if isinstance(ref_scorer, CompletionScorer):
+            compute_inside(ref_scorer, prepare_reference)
+    sampler = policy
+    if own is not None and config.rollout.engine != "vllm":
+        own.set_attn_implementation(policy.model.config._attn_implementation)
+        sampler, gathers = replace(policy, model=own), GatheredWeights(scorer, policy.model, own, world)
+    trained = dict(policy=policy, scorer=scorer, optimizer=optimizer, lr_schedule=lr_schedule, why_padded=why_padded)
+    reference = dict(ref_scorer=ref_scorer, moving_reference=moving_reference)
+    return Models(**trained, **reference, sampler=sampler, gathered=gathers, is_llama=is_llama)
 
 
-def _trained(
-    config: Config,
-    model: nn.Module,
-    max_steps: int,
-    start: StartPoint,
-    moving_reference: nn.Module | Adapter | None,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Optimizer, schedule and :attr:`Models.changed_rate`, as they are at the step where the run starts; the reference is restored too."""
+def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None) -> None:
+    """Put the run's adapter, with the values of the start or of the checkpoint, into the model at ``path``.
+
+    A frozen adapter, if the reference needs one, gets those of the start.
+    """
+    settings, start, algorithm = config.lora, config.model.adapter, config.algorithm
+    base = os.path.abspath(path) if os.path.isdir(path) else path
+    is_reference = algorithm.beta > 0 and config.model.reference is None
+    needs_frozen = is_reference and (start is not None or algorithm.ref_sync_steps > 0)
+    if start is not None:
+        lora.read_adapter(policy, start, setting="model.adapter", base=base, dropout=settings.dropout)
+    else:
+        options = dict(r=settings.rank, lora_alpha=settings.alpha or 2 * settings.rank, lora_dropout=settings.dropout)
+        options |= dict(use_rslora=settings.rslora, init_lora_weights=settings.init)
+        options |= dict(target_modules=settings.target_modules)
+        lora.add_adapter(policy, options, base=base, seed=derive_seed(config.seed, "lora"))
+    if needs_frozen:
+        lora.add_reference_adapter(policy)
+    if folder is not None:
+        lora.read_values(policy, folder, f"checkpoint {folder}")
+
+
+def _load_sharded(
+    config: Config, world: World, tokenizer: Any, load: Callable[[], Policy]
+) -> tuple[Policy, CompletionScorer, nn.Module]:
+    """The policy that ``load`` returns on rank 0's CPU, sharded; its scorer, the root group; and empty modules.
+
+    All ranks call it together, and errors of ``load`` are raised on all.
+    """
+    whole = empty = None
+    with world.fail_together():
+        if world.is_main:
+            whole = load()
+            empty = replace(whole.without_weights(), tokenizer=None)
+    # The modules are sent, not built again: ties, buffers and adapters are those of the model that rank 0 has loaded.
+    policy = replace(world.from_main(empty), device=world.device, tokenizer=tokenizer)
+    scorer = CompletionScorer(policy.model, config.rollout.temperature)
+    own = copy.deepcopy(policy.model).requires_grad_(False)
+    for module in own.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(world.device)
+    sharding = Sharding.of(world, config.runtime.shard_size, to_host=config.runtime.offload == "all")
+    for layer in decoder_layers(policy.model):
+        sharding.layer(layer)
+    sharding.root(scorer)
+    weights = {} if whole is None else {f"model.{name}": tensor for name, tensor in whole.model.state_dict().items()}
+    sharding.fill(scorer, world.device, weights)
+    return policy, scorer, own
+
+
+def _moving_reference(config: Config, ref_scorer: Any, policy: Policy) -> dict[str, torch.Tensor]:
+    """See :class:`Models`; ConfigError if it could not move towards the policy."""
+    if ref_scorer is None or not config.algorithm.ref_sync_steps:
+        return {}
+    if isinstance(ref_scorer, AdapterReference):
+        return lora.adapter_parameters(policy.model, lora.REFERENCE_ADAPTER)
+    shapes, expected = ([p.shape for p in m.parameters()] for m in (ref_scorer.model, policy.model))
+    if shapes != expected:
+        raise ConfigError(
+            f"algorithm.ref_sync_steps moves the reference towards the policy, and {REFERENCE} has weights of other "
+            "shapes: set ref_sync_steps=0, or take a reference of the policy's size"
+        )
+    return dict(ref_scorer.model.named_parameters())
+
+
+def _optimizer(
+    config: Config, model: nn.Module, max_steps: int, start: StartPoint, moving_reference: dict[str, torch.Tensor]
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Optimizer and schedule as they are at the step where the run starts; a moving reference is restored too."""
     algorithm, optim = config.algorithm, config.optim
-    optimizer = make_optimizer(model, **optim.model_dump(include={"learning_rate", "betas", "weight_decay"}))
+    optimizer = make_optimizer(model, **optim.model_dump(include={"name", "learning_rate", "betas", "weight_decay"}))
     schedule_options = optim.model_dump(include={"warmup_steps", "min_lr"})
     num_updates = max_steps * algorithm.updates_per_step
     lr_schedule = make_lr_schedule(optimizer, name=optim.lr_scheduler_type, num_updates=num_updates, **schedule_options)
-    changed_rate = None
     if start.checkpoint:
-        changed_rate = _restore(
-            start, algorithm.updates_per_step, model, optimizer, lr_schedule, moving_reference, device
-        )
+        if any(key in (REFERENCE, "model.adapter") for key, _, _ in start.changes):
+            moving_reference = {}  # the saved one is the old reference, moved
+        try:
+            checkpoint.restore(start.checkpoint, model, optimizer, moving_reference)
+        except (UnpicklingError, RuntimeError, ValueError, KeyError) as error:  # a checkpoint that another program made
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(f"{start.checkpoint} cannot be continued from ({reason})") from None
+        move_schedule(lr_schedule, start.state["step"] * algorithm.updates_per_step)
     if config.runtime.offload == "optimizer":
         keep_states_on_host(optimizer)
-    return dict(optimizer=optimizer, lr_schedule=lr_schedule, changed_rate=changed_rate)
-
-
-def _check_reference(path: str, reference: nn.Module, model: nn.Module, *, moves: bool) -> None:
-    """ValueError unless the reference knows every token id that the policy can sample and, if it moves, has the policy's weights by shape."""
-    rows, needed = (m.get_input_embeddings().weight.shape[0] for m in (reference, model))
-    if rows < needed:
-        raise ConfigError(
-            f"{REFERENCE}={path} has an embedding of {rows} rows, the model that is trained one of {needed}"
-        )
-    shapes, expected = ([parameter.shape for parameter in m.parameters()] for m in (reference, model))
-    if moves and shapes != expected:
-        raise ConfigError(
-            f"algorithm.ref_sync_steps moves the reference towards the policy, and {REFERENCE}={path} has weights of other shapes: set "
-            "ref_sync_steps=0, or take a reference of the policy's size"
-        )
-
-
-def _restore(
-    start: StartPoint,
-    updates_per_step: int,
-    model: nn.Module,
-    optimizer: Any,
-    schedule: Any,
-    reference: Any,
-    device: torch.device,
-) -> tuple[float, float] | None:
-    """Restore optimizer, schedule and reference; where settings changed, Adam's averages alone, with the new settings.
-
-    Returns :attr:`Models.changed_rate`.
-    """
-    folder, is_same = start.checkpoint, not start.changes
-    settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-    # The saved one is the old reference, moved.
-    if any(key in (REFERENCE, "model.adapter") for key, _, _ in start.changes):
-        reference = None
-    restored = dict(model=model, optimizer=optimizer, schedule=schedule if is_same else None, reference=reference)
-    try:
-        checkpoint.restore(folder, device=device, **restored)
-    except (UnpicklingError, RuntimeError, ValueError, KeyError) as error:  # a checkpoint that another program made
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"{folder} cannot be continued from ({reason})") from None
-    if is_same:
-        return None
-    old_rate = optimizer.param_groups[0]["lr"]
-    done = start.state["step"] * updates_per_step
-    schedule.last_epoch, schedule._step_count = done, done + 1
-    schedule._last_lr = [b * factor(done) for b, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    for group, own, lr in zip(optimizer.param_groups, settings, schedule._last_lr, strict=True):
-        group.update(own | {"lr": lr})
-    return None if schedule._last_lr[0] == old_rate else (old_rate, schedule._last_lr[0])
+    return optimizer, lr_schedule
 
 
 def enable_packing(config: Config, scorer: CompletionScorer) -> str | None:
@@ -216,7 +279,7 @@ def enable_packing(config: Config, scorer: CompletionScorer) -> str | None:
 
 
 def any_forward(policy: Policy) -> Callable[[nn.Module], torch.Tensor]:
-    """A forward pass of a scorer over one token, which uses every parameter of the policy (for ``wrap_data_parallel``)."""
+    """One token's forward pass, which uses every parameter of the policy (for ``wrap_data_parallel``)."""
     ids_BS = torch.tensor([[policy.pad_id, policy.pad_id]], device=policy.device)
     mask_BT = torch.ones(1, 1, dtype=torch.bool, device=policy.device)
     lengths_B = torch.ones(1, dtype=torch.long, device=policy.device)

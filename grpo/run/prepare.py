@@ -9,6 +9,7 @@ import contextlib
 import math
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,19 +22,17 @@ from grpo.evaluation import metric_names
 from grpo.evaluation.collect import check_eval_context, eval_sampling
 from grpo.evaluation.grading import check_reward_names
 from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer, num_parameters, resolve_model
+from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
 from grpo.rollout import SamplingParams, build_engine, split_stop
-from grpo.run.adapters import check_adapter
-from grpo.run.content import content_digests
+from grpo.run.checkpoint import Trained
 from grpo.run.given import Given
-from grpo.run.lock import Lock
 from grpo.run.memory import memory_line
-from grpo.run.models import any_forward, build_models, build_sharded_models
-from grpo.run.output_folder import start_output
-from grpo.run.resume import find_checkpoint, print_differences, read_start_point
+from grpo.run.models import any_forward, build_models
+from grpo.run.output_folder import Lock, check_shared, start_output
+from grpo.run.resume import content_digests, find_checkpoint, print_differences, read_start_point
 from grpo.run.saver import Progress, Saver, versions
-from grpo.run.sharded.saver import ShardedSaver
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
@@ -62,7 +61,10 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     check_world_size(config, world.size, num_machines=world.num_machines)
     with world.fail_together():
         check_tensorboard(config)
-        check_adapter(config)
+        if config.uses_lora:
+            load_peft()
+        if config.model.adapter is not None:
+            read_adapter_config(config.model.adapter, "model.adapter")
 
     lock, found = Lock(), None
     on_failure.callback(lock.release)
@@ -128,15 +130,10 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
             print(f"already complete: {where}; nothing to do", flush=True)
         return None
 
-    building = (path, tokenizer, max_steps, start, reference)
-    if config.runtime.parallel == "fsdp" and not world.is_alone:
-        models = build_sharded_models(config, world, *building)
-    else:
-        with world.fail_together():
-            models = build_models(config, world.device, *building)
+    models = build_models(config, world, path, tokenizer, max_steps, start, reference)
     policy = models.policy
-    if world.is_main and models.changed_rate:
-        old, new = models.changed_rate
+    old, new = start.state.get("learning_rate"), float(models.optimizer.param_groups[0]["lr"])
+    if world.is_main and start.changes and old != new:
         print(
             f"note: the learning rate of the next step becomes {new:.3g} (with the checkpoint's settings: {old:.3g})",
             flush=True,
@@ -150,6 +147,10 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         if world.is_main:
             start_output(config, checkpoint, lock)
             record_start(config.output_dir, here)
+    holder = world.from_main(lock.holder)
+    with world.fail_together():
+        if is_sharded(models.scorer):
+            check_shared(Path(config.output_dir), holder)
     reporter = Reporter(
         config,
         is_main=world.is_main,
@@ -176,14 +177,12 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     )
     on_failure.callback(engine.close)
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
-    optimizer, lr_schedule = models.optimizer, models.lr_schedule
-    parts = dict(model=policy.trained, tokenizer=tokenizer, optimizer=optimizer, schedule=lr_schedule)
-    parts["reference"] = models.moving_reference
     facts = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
-    saver = (ShardedSaver if is_sharded(scorer) else Saver)(config, world, parts, reporter, progress, max_steps, facts)
+    trained = Trained(policy, models.optimizer, models.moving_reference)
+    saver = Saver(config, world, trained, reporter, progress, max_steps, facts)
     if not config.debug:
         saver.dry_run()
-    signals = Signals(world, saver.rescue_while_busy, ends_process=ends_process)
+    signals = Signals(world, ends_process=ends_process)
     on_failure.callback(signals.close)
     run = Run(
         config=config,
@@ -193,8 +192,8 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         scorer=scorer,
         bare_scorer=models.scorer,
         ref_scorer=models.ref_scorer,
-        optimizer=optimizer,
-        lr_schedule=lr_schedule,
+        optimizer=models.optimizer,
+        lr_schedule=models.lr_schedule,
         problems=problems,
         eval_problems=eval_problems,
         rewards=rewards,

@@ -6,8 +6,7 @@ read it twice a second, and all vote before anything is done. The kernel reports
 (``set_wakeup_fd``), also while the main thread waits inside a collective; so a second signal always ends the process.
 
 A rank that fails sets the shared flag too. With gloo the others get an error in their next collective. With NCCL they get none, and their
-main threads wait in it: then another thread ends the process after ``FAILED_SECONDS``; on the main rank it saves the last complete step
-first.
+main threads wait in it: then another thread ends the process after ``FAILED_SECONDS``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -29,9 +27,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 3.0
 """Ctrl-C reaches a rank twice, from the terminal and from torchrun: signals this close together count as one."""
 WARN_AFTER_SECONDS = 10.0
-"""A rank that is still running this long after a stop signal prints its phase; the main rank saves (torchrun kills it after 30 s)."""
+"""A rank that is still running this long after a stop signal prints its phase (torchrun kills it after 30 s)."""
 FAILED_SECONDS = 3.0
-"""A rank that is still running this long after another one has failed ends; the main rank saves first."""
+"""A rank that is still running this long after another one has failed ends."""
 POLL_SECONDS = 0.5
 
 
@@ -44,12 +42,9 @@ def ignore_save_signal() -> None:
 class Signals:
     """Signal handlers, installed from construction until :meth:`close`. Outside the main thread nothing is installed."""
 
-    def __init__(self, world: World, rescue: Callable[[], str | None], *, ends_process: bool = True):
-        """``rescue`` saves what can be saved while the main thread is busy, and returns a note for the user.
-
-        Unless ``ends_process``, a second stop signal raises KeyboardInterrupt in the main thread instead of ending the process.
-        """
-        self.world, self.save_requested, self._rescue, self._ends_process = world, False, rescue, ends_process
+    def __init__(self, world: World, *, ends_process: bool = True):
+        """Unless ``ends_process``, a second stop signal raises KeyboardInterrupt in the main thread instead of ending the process."""
+        self.world, self.save_requested, self._ends_process = world, False, ends_process
         self._first_stop: float | None = None
         self._first_handled: float | None = None
         self._first_failure: float | None = None
@@ -157,32 +152,20 @@ class Signals:
             signal.pthread_kill(threading.main_thread().ident, int(number))
 
     def _notice_delay(self) -> None:
-        """Let this rank end if another one has failed, or say that it takes long to stop; in both cases the main rank saves first."""
+        """End this rank if another one has failed, or say that it takes long to stop."""
         if self._is_late or self._is_ending:
             return
         now = time.monotonic()
         if self._first_failure is not None and now - self._first_failure > FAILED_SECONDS:
             self._is_late = True
             self._print(f"{self._failure}; this rank was in phase {self.world.phase!r}, and ends")
-            self._start_rescue(then_end=True)
+            for thread in threading.enumerate():
+                if thread.name.startswith("checkpoint"):  # it writes a step that was complete earlier
+                    thread.join()
+            self.world.exit_now(1)
         elif self._first_stop is not None and now - self._first_stop > WARN_AFTER_SECONDS:
             self._is_late = True
             self._print(f"was asked to stop {WARN_AFTER_SECONDS:g} s ago and is still in phase {self.world.phase!r}")
-            self._start_rescue(then_end=False)
-
-    def _start_rescue(self, *, then_end: bool) -> None:
-        def run() -> None:
-            try:
-                note = self._rescue()
-            except Exception as error:  # the device may be unable to return the weights
-                note = f"the state could not be saved: {type(error).__name__}: {error}"
-            if note:
-                self._print(f"note: {note}")
-            if then_end and not self._is_ending:
-                self.world.exit_now(1)
-
-        # A thread of its own, since this one must hear a second signal.
-        threading.Thread(target=run, daemon=True, name="rescue").start()
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):

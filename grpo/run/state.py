@@ -22,12 +22,12 @@ from grpo.evaluation.grading import Grader
 from grpo.logprobs import CompletionScorer
 from grpo.loss import entropy_threshold
 from grpo.model import Policy, sync_reference
+from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups, with_logged
 from grpo.rewards.logged import TrainerState
 from grpo.rollout import Engine, SamplingParams, sampling_weights
-from grpo.run.adapters import AdapterReference
-from grpo.run.lock import Lock
+from grpo.run.output_folder import Lock
 from grpo.run.saver import Progress, Saver
 from grpo.run.signals import Signals
 from grpo.system import UserError
@@ -154,8 +154,8 @@ class Run:
 
     def sync_reference(self) -> None:
         """Move the reference towards the policy, by the share ``algorithm.ref_sync_alpha``."""
-        if isinstance(self.ref_scorer, AdapterReference):
-            self.ref_scorer.follow_policy()
+        if self.ref_scorer.model is self.policy.model:
+            copy_to_reference_adapter(self.policy.model)
         else:
             sync_reference(self.ref_scorer.model, self.policy.model, self.config.algorithm.ref_sync_alpha)
 
@@ -218,4 +218,5 @@ def _spare(batch: Batch) -> Batch:
     uncounted = dict(
         advantages_B=torch.zeros_like(row.advantages_B), computed_B=torch.ones_like(row.group_B, dtype=bool)
     )
+    uncounted["row_B"] = row.row_B[:0]  # of no place in the batch: its log-probs are not kept as old ones
     return replace(row, loss_mask_BT=nothing, **uncounted)

@@ -75,11 +75,11 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
 
 def lora_line(run: Run) -> str:
     """Rank, alpha and size of the adapters, and the precision of the frozen weights."""
-    adapter = run.policy.adapter.config
+    adapter = run.policy.adapter.peft_config["default"]
     trained, frozen = num_parameters(run.policy.model, trained=True) / 1e6, "/".join(sorted(_frozen_dtypes(run)))
     start = f", from {run.config.model.adapter}" if run.config.model.adapter else ""
     return (
-        f"lora      LoRA adapters of rank {adapter['r']}, alpha {adapter['lora_alpha']}, {trained:.2f}M parameters in fp32{start}; "
+        f"lora      LoRA adapters of rank {adapter.r}, alpha {adapter.lora_alpha}, {trained:.2f}M parameters in fp32{start}; "
         f"all other weights are frozen, in {frozen}"
     )
 

@@ -12,13 +12,12 @@ from typing import Any
 from torch import nn
 
 from grpo.distributed import World, gathered_on_main, is_sharded
-from grpo.model import Policy
-from grpo.model.saving import saved_tensors
+from grpo.model import Policy, num_parameters
 from grpo.rollout.vllm.check import Facts, check_context, check_server, check_settings, check_transfer
 from grpo.rollout.vllm.client import MAX_REQUESTS, NotAnswered, Server, ServerError, Unreachable
 from grpo.rollout.vllm.gpu_transfer import make_transfer
 from grpo.rollout.vllm.verify import check_checksums, check_probe, own_logprobs
-from grpo.rollout.vllm.weights import DTYPES, PREFIX, Snapshot, WeightsFolder
+from grpo.rollout.vllm.weights import DTYPES, PREFIX, Snapshot, WeightsFolder, saved_tensors
 
 CHECKSUM_BYTES = 2 * 10**9
 """Weights above this size are compared by checksums in the first syncs only: hashing 2 GB takes seconds on both sides."""
@@ -86,9 +85,7 @@ class Servers:
         Raises:
             ValueError: on all ranks, if the weights cannot be written or a server does not compute with them.
         """
-        size = (
-            sum(p.numel() for _, p in self.policy.trained.named_parameters()) * DTYPES[self.policy.precision].itemsize
-        )
+        size = num_parameters(self.policy.model, trained=True) * DTYPES[self.policy.precision].itemsize
         with_checksums = size < CHECKSUM_BYTES or self._num_syncs < FIRST_SYNCS
         # Under FSDP the forward pass is a collective.
         with nullcontext() if is_sharded(self.root) else self.world.fail_together():
@@ -195,7 +192,7 @@ class Servers:
 
     def _check(self, server: Server) -> None:
         adapter = self.policy.adapter
-        self.facts[server] = check_server(server, self.policy, adapter.config["r"] if adapter else None)
+        self.facts[server] = check_server(server, self.policy, adapter.peft_config["default"].r if adapter else None)
         if self.transfer is not None:
             check_transfer(server, self.facts[server], self.transfer.name)
         for longest_prompt, sampling in self._uses:

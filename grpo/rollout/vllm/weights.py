@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from grpo.distributed import World, gathered_on_main
-from grpo.model import Policy
-from grpo.model.saving import file_parts, saved_tensors
+from grpo.model import Policy, save_weights
 from grpo.rollout.vllm.verify import CHECKED, Checksums
 from grpo.system import UserError, first_line
 
@@ -28,6 +27,8 @@ PREFIX = "grpo-"
 OWNER, LOCK = "owner", "lock"
 """Files of a run's folder: the first is locked as long as the run lives, the second while a rank restores the weights of a server."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MAX_FILE_BYTES = 5 * 10**9
+"""Largest file of weights, as in the folders that transformers writes; a single larger tensor has a file of its own."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,13 @@ class WeightsFolder:
         """
         snapshot = self.new_snapshot(adapter=policy.adapter is not None)
         found = policy.adapter.named_parameters() if snapshot.adapter else saved_tensors(policy.model, tied=True)
-        tensors = list(found)
+        tensors = [(name, t) for name, t in found if t.requires_grad or not snapshot.adapter]
         dtype = torch.float32 if snapshot.adapter else DTYPES[policy.precision]
         with self.world.fail_together():
             if self.world.is_main:
                 self._make_room(snapshot.folder, sum(t.numel() for _, t in tensors) * dtype.itemsize)
         if snapshot.adapter:
-            error = self._write_adapter(policy, snapshot.folder)
+            error = self._write_adapter(policy, tensors, snapshot.folder)
         else:
             is_known = getattr(policy.model.config, "model_type", None) in CHECKED
             error = self._write_model(policy.model, snapshot, dtype, with_checksums and is_known)
@@ -118,11 +119,11 @@ class WeightsFolder:
                 f"rollout.weights_folder={parent} cannot be written ({error.strerror}): set it to another folder"
             ) from None
 
-    def _write_adapter(self, policy: Policy, folder: Path) -> str | None:
-        state = dict(gathered_on_main(policy.adapter.named_parameters(), self.world))
-        return (
-            _reason_of(lambda: policy.adapter.save_pretrained(folder, state_dict=state)) if self.world.is_main else None
-        )
+    def _write_adapter(self, policy: Policy, tensors: list, folder: Path) -> str | None:
+        state = dict(gathered_on_main(tensors, self.world))
+        if not self.world.is_main:
+            return None
+        return _reason_of(lambda: save_weights(policy.adapter, state, folder))
 
     def _write_model(
         self, model: nn.Module, snapshot: Snapshot, dtype: torch.dtype, with_checksums: bool
@@ -212,3 +213,25 @@ def remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
+
+
+def saved_tensors(model: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, a tied one once, or with ``tied`` under each of its names, and the buffers that a model folder has."""
+    yield from model.named_parameters(remove_duplicate=not tied)
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def file_parts(
+    model: nn.Module, max_bytes: int = MAX_FILE_BYTES, *, tied: bool = False
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The tensors of each file of a model folder; ``tied`` as in :func:`saved_tensors`."""
+    part, size = [], 0
+    for name, tensor in saved_tensors(model, tied=tied):
+        num_bytes = tensor.numel() * tensor.element_size()
+        if part and size + num_bytes > max_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += num_bytes
+    yield part

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import nn
 
-from grpo.distributed import local_bytes
+from grpo.distributed import local_bytes, share
 from grpo.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
 from grpo.model import decoder_layers, num_parameters
 from grpo.rollout import SamplingParams
@@ -54,6 +53,7 @@ def estimate(
     tokens_per_microbatch: int,
     keeps_copies: bool = False,
     num_trained: int | None = None,
+    average_bytes: float | None = None,
     frozen_bytes: float = 0.0,
     num_shards: int = 1,
     gathered_bytes: float = 0.0,
@@ -68,7 +68,8 @@ def estimate(
         tokens_per_microbatch: most prompt and completion tokens in one forward and backward pass.
         keeps_copies: CUDA graphs keep the copied weights between rollouts.
         num_trained: parameters that are trained, with LoRA those of the adapters; None: all.
-        frozen_bytes: of the other parameters.
+        average_bytes: of Adam's two averages, over all shards; None: fp32.
+        frozen_bytes: of the other parameters, on this rank.
         num_shards: ranks that share the states (FSDP).
         gathered_bytes: whole weights and gradients in an update under FSDP.
         samples_here: False where servers sample, which have the KV cache.
@@ -86,7 +87,8 @@ def estimate(
         tokens_per_microbatch * model_config.vocab_size, LOGITS_PER_CHUNK if on_cpu else LOGITS_PER_CHUNK_ON_CUDA
     )
     return Memory(
-        states=16.0 * num_trained / num_shards + frozen_bytes,
+        states=(8.0 * num_trained + (8.0 * num_trained if average_bytes is None else average_bytes)) / num_shards
+        + frozen_bytes,
         reference=reference_bytes,
         cache=(2.0 * layers * kv_width * cache_element * tokens_in_flight + weight_copy * num_parameters)
         * samples_here,
@@ -145,7 +147,8 @@ def memory_of(run: Run, longest_prompt: int) -> Memory:
         precision=config.runtime.precision,
         reference_bytes=local_bytes(run.ref_scorer.model) if has_reference else 0.0,
         num_trained=num_parameters(model, trained=True),
-        frozen_bytes=_bytes(p for p in model.parameters() if not p.requires_grad),
+        average_bytes=_average_bytes(model) if config.optim.name == "adamw8bit" else None,
+        frozen_bytes=sum(share(p).numel() * p.element_size() for p in model.parameters() if not p.requires_grad),
         gradient_checkpointing=config.model.gradient_checkpointing,
         on_cpu=run.world.device.type == "cpu",
         tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
@@ -156,8 +159,11 @@ def memory_of(run: Run, longest_prompt: int) -> Memory:
     )
 
 
-def _bytes(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+def _average_bytes(model: nn.Module) -> float:
+    """Of the two averages with 8 bits: a byte a parameter and four a block of 256; embeddings have fp32."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    num_in_fp32 = sum(p.numel() for p in embeddings if p.requires_grad)
+    return 8.0 * num_in_fp32 + 2 * (1 + 4 / 256) * (num_parameters(model, trained=True) - num_in_fp32)
 
 
 def _divided(run: Run) -> dict[str, float]:
@@ -167,7 +173,11 @@ def _divided(run: Run) -> dict[str, float]:
     model, weights = run.policy.model, num_parameters(run.policy.model)
     layers = decoder_layers(model)
     root = weights - sum(map(num_parameters, layers))
-    gathered = root + 2 * max(map(num_parameters, layers)) + weights * (not run.config.optim.reduce_each_microbatch)
+    gathered = (
+        root
+        + 2 * max(map(num_parameters, layers))
+        + num_parameters(model, trained=True) * (not run.config.optim.reduce_each_microbatch)
+    )
     return dict(num_shards=run.config.runtime.shard_size or run.world.size, gathered_bytes=4.0 * gathered)
 
 

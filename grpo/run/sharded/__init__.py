@@ -1,1 +1,0 @@
-"""Runs whose models are divided over the ranks (``runtime.parallel=fsdp``): loading, checkpoints."""
