@@ -18,7 +18,6 @@ from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.static_batch import StaticCache
 from grpo.rollout.weights import FusedLinear
 from grpo.run import checkpoint
-from grpo.run import models as models_module
 from grpo.run.memory import largest_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -89,19 +88,19 @@ def wrong_kernel():
 
 def shared_save():
     """A save in the background writes tensors that training changes."""
-    checkpoint.Tensors.on_host = lambda self: self
+    checkpoint.Trained.on_host = lambda self: (self.weights(), self.states())
 
 
 def forgets_averages():
     """A continued run begins with new averages in its optimizer."""
     restore = checkpoint.restore
 
-    def forgetful(folder, *, optimizer, **more):
-        restore(folder, optimizer=optimizer, **more)
+    def forgetful(folder, model, optimizer, reference):
+        restore(folder, model, optimizer, reference)
         for state in optimizer.state.values():
             state["exp_avg"].zero_()
 
-    models_module.checkpoint.restore = forgetful
+    checkpoint.restore = forgetful
 
 
 def short_rehearsal():

@@ -21,10 +21,9 @@ def main(file: str, arguments: list[str]) -> None:
     config = load_config(arguments)
     world = start_world(config.runtime)
     run = prepare(config, world)
-    model, names = run.policy.model, {p: name for name, p in run.policy.model.named_parameters()}
+    model = run.policy.model
     weights = {name: tensor.clone() for name, tensor in gathered_on_main(model.named_parameters(), world)}
-    divided = ((f"{names[p]}/{key}", t) for p, state in run.optimizer.state.items() for key, t in state.items())
-    states = {name: tensor.clone() for name, tensor in gathered_on_main(divided, world)}
+    states = {name: tensor.clone() for name, tensor in gathered_on_main(run.saver.trained.states().items(), world)}
 
     with gradient_sync(run.scorer, enabled=True):
         any_forward(run.policy)(run.scorer).backward()

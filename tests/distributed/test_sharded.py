@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, environment_of_runs, load, run_forked, save_random_model, small_run
-from outputs import lines, weights
+from conftest import ROOT, environment_of_runs, run_forked, save_random_model, small_run
+from outputs import lines, states, weights
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from grpo.run.memory.per_gpu import STATES, Shape
-from grpo.run.optimizer import make_optimizer
-from grpo.run.sharded.states import read_optimizer_states
+from grpo.telemetry.samples import read_samples
 
 STEPS = 20
 FAULTY, FACTS = ROOT / "tests" / "faults" / "faulty.py", ROOT / "tests" / "distributed" / "sharded_facts.py"
@@ -59,22 +59,10 @@ def ids(run: Path, steps: range) -> list:
     ]
 
 
-def difference(one: Path, other: Path) -> float:
-    first, second = weights(one), weights(other)
+def difference(one: Path, other: Path, file: str = "model.safetensors") -> float:
+    first, second = load_file(one / file), load_file(other / file)
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
-
-
-def states(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Adam's state in a checkpoint, as whole tensors by name of the weight."""
-    model = load(checkpoint).model
-    optimizer = make_optimizer(model, learning_rate=1.0, betas=(0.9, 0.999), weight_decay=0.1)
-    trainer = checkpoint / "trainer"
-    saved = torch.load(trainer / "optimizer.pt", weights_only=True)["optimizer"]["state"]
-    names = {p: name for name, p in model.named_parameters()}
-    parameters = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    found = read_optimizer_states(trainer, saved, model, optimizer)
-    return {f"{parameters[number]}/{key}": tensor for number, state in found.items() for key, tensor in state.items()}
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -134,7 +122,7 @@ def test_other_numbers_of_ranks_continue_it(folder, divided_run):
     assert ids(one, range(4, 6)) == ids(divided_run, range(4, 6))
     assert ids(three, range(6, 8)) == ids(divided_run, range(6, 8))
 
-    for start in (divided_run / "checkpoint-4", one / "checkpoint-6"):  # divided by 2, and whole
+    for start in (divided_run / "checkpoint-4", one / "checkpoint-6"):  # written by two ranks, and by one
         file = folder / "facts.pt"
         options = arguments(folder, "facts", *changes, "optim.max_steps=8", f"checkpoint.resume={start}")
         done = run_forked(FACTS, [str(file), *options], ranks=3, timeout=120, env=environment_of_runs())
@@ -169,3 +157,59 @@ def test_the_reference_in_bf16_begins_as_the_policy(tmp_path):
     options += ["algorithm.num_iterations=1", "optim.max_steps=2", "eval.before_training=false"]
     kl = [line["kl"] for line in lines(train(tmp_path, "bf16", *options, ranks=2)) if "kl" in line]
     assert kl[0] == 0 and kl[1] > 0
+
+
+def test_a_run_goes_from_ddp_to_fsdp_and_back(folder, whole_run):
+    """Two ranks under DDP, three under FSDP, and one: the same run to rounding."""
+    changes = ["checkpoint.accept_changes=true", f"checkpoint.resume={whole_run / 'checkpoint-2'}"]
+    fsdp = train(folder, "to-fsdp", *changes, "optim.max_steps=4", ranks=3)
+    changes[1:] = [f"checkpoint.resume={fsdp / 'checkpoint-4'}", "runtime.parallel=ddp"]
+    ddp = train(folder, "to-ddp", *changes, "optim.max_steps=6", ranks=1)
+    assert difference(ddp / "checkpoint-6", whole_run / "checkpoint-6") <= 1e-5
+    assert ids(fsdp, range(2, 4)) + ids(ddp, range(4, 6)) == ids(whole_run, range(2, 6))
+
+
+def test_lora_is_that_of_ddp_and_continues_with_the_same_bits(folder):
+    """Its reference is a frozen adapter, which moves."""
+    options = ["lora.rank=4", "algorithm.ref_sync_alpha=1", "checkpoint.save_steps=3", "optim.max_steps=6"]
+    ddp = train(folder, "lora-ddp", *options, "runtime.parallel=ddp", ranks=2)
+    fsdp = train(folder, "lora-fsdp", *options, ranks=2)
+    assert difference(ddp / "checkpoint-6", fsdp / "checkpoint-6", "adapter_model.safetensors") <= 1e-6
+    assert ids(ddp, range(6)) == ids(fsdp, range(6))
+    assert any(line.get("kl") for line in lines(fsdp))
+    continued = train(folder, "lora-continued", *options, f"checkpoint.resume={fsdp / 'checkpoint-3'}", ranks=2)
+    assert difference(continued / "checkpoint-6", fsdp / "checkpoint-6", "adapter_model.safetensors") == 0
+    assert_equal(states(continued / "checkpoint-6"), states(fsdp / "checkpoint-6"))
+    assert lines(continued) == lines(fsdp)[-3:]
+
+
+def test_lora_on_a_model_in_bf16_begins_at_its_reference(tmp_path):
+    """The model without the adapter, whose frozen weights are stored in bf16."""
+    save_random_model(tmp_path / "model")
+    options = ["lora.rank=4", "runtime.precision=bf16", "algorithm.ref_sync_steps=0", "algorithm.ref_sync_alpha=1"]
+    options += ["algorithm.num_iterations=1", "optim.learning_rate=1e-2", "optim.max_steps=3"]
+    done = run_forked(
+        ROOT / "train_grpo.py", arguments(tmp_path, "run", *options), ranks=2, timeout=300, env=environment_of_runs()
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "all other weights are frozen, in bf16" in done.stdout
+    kl = [line["kl"] for line in lines(tmp_path / "run") if "kl" in line]
+    assert kl[0] == 0 and kl[1] > 0
+
+
+REWARD_OF_SOME = """
+def of_some(prompts, completions, **columns):
+    return [float(len(text)) if "3" in prompt else 0.0 for prompt, text in zip(prompts, completions)]
+"""
+
+
+def test_rows_that_fill_up_a_rank_leave_no_trace(folder, tmp_path):
+    """A rank with fewer micro-batches repeats its shortest row, which may be one that is not computed."""
+    (tmp_path / "some.py").write_text(REWARD_OF_SOME)
+    options = [f"reward.functions=['{tmp_path}/some.py:of_some']", "algorithm.beta=0", "algorithm.ref_sync_steps=0"]
+    options += ["algorithm.dynamic_sampling=false", "logging.log_completions=1000", "optim.max_steps=6"]
+    options += ["optim.tokens_per_microbatch=60"]
+    run = train(folder, "filled-up", *options, ranks=2)
+    records = [record for file in (run / "completions").iterdir() for record in read_samples(file)]
+    assert 0 < sum(record["advantage"] == 0 for record in records) < len(records)
+    assert all(logprob < 0 for record in records for logprob in record["logprobs"])

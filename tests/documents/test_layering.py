@@ -34,7 +34,7 @@ ALONE = {
 """Rooms that may import only these, fewer than the order allows."""
 
 MAX_ROOMS = 24
-MAX_LINES = 300
+MAX_LINES = 400
 
 
 def room_of(path):

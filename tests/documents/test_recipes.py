@@ -337,7 +337,8 @@ def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(line.get(name, 0)) for line in lines[1:] for name in ("loss", "grad_norm", "reward", "kl"))
-    assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
+    adapter = "adapter_" * config_of(name).uses_lora
+    assert (tmp_path / "run" / "checkpoint-2" / f"{adapter}model.safetensors").exists()
     return lines
 
 

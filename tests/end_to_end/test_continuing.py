@@ -1,6 +1,5 @@
 """What a continued run takes from its checkpoint, and what it does not: other settings, other folders, restarts by torchrun."""
 
-import hashlib
 import json
 import os
 import re
@@ -9,10 +8,10 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
-from outputs import lines, weights
+from outputs import lines, states, weights
 from safetensors.torch import save_file
 
-from grpo.run.content import digest
+from grpo.model import digest
 from grpo.run.resume import StartPoint, print_differences
 from train_grpo import main
 
@@ -30,10 +29,6 @@ def run(random_model, tmp_path, capfd):
     return train
 
 
-def settings_of(folder, step):
-    return torch.load(folder / f"checkpoint-{step}" / "trainer" / "optimizer.pt", weights_only=True)
-
-
 @pytest.mark.slow
 def test_accepted_changes_of_the_optimizer_are_the_ones_used(run, tmp_path):
     """Moments stay, all else is the new configuration's: also where in the schedule the run is."""
@@ -47,11 +42,8 @@ def test_accepted_changes_of_the_optimizer_are_the_ones_used(run, tmp_path):
     run("run", *changed, "checkpoint.accept_changes=true")
     # 12 updates in all, the 6 of the first three steps behind it; a step reports the mean of its two.
     assert [line["learning_rate"] for line in lines(tmp_path / "run")[4:]] == pytest.approx([2.75e-3, 1.75e-3, 0.75e-3])
-    saved = settings_of(tmp_path / "run", 6)
-    assert [group["weight_decay"] for group in saved["optimizer"]["param_groups"]] == [0.1, 0.0]
-    assert all(tuple(group["betas"]) == (0.8, 0.95) for group in saved["optimizer"]["param_groups"])
-    assert {int(state["step"]) for state in saved["optimizer"]["state"].values()} == {3 + 6}
-    assert saved["schedule"]["last_epoch"] == 12
+    steps = {name: int(t) for name, t in states(tmp_path / "run" / "checkpoint-6").items() if name.endswith("/step")}
+    assert set(steps.values()) == {3 + 6}
 
 
 @pytest.mark.slow
@@ -82,9 +74,9 @@ def test_a_named_checkpoint_is_resumed_from_once(run, tmp_path):
         assert f"resuming  {tmp_path}/{folder}/checkpoint-3 at step 3" in run(folder, *again)
         assert lines(tmp_path / folder) == expected[-2 if folder == "branch" else 0 :]
         assert "already complete" in run(folder, *again)
-    other = ["optim.max_steps=5", f"checkpoint.resume={tmp_path}/run/checkpoint-2", "checkpoint.accept_changes=true"]
-    printed = run("branch", *other)
-    assert "checkpoint-2 at step 2" in printed, "under other settings it is another branch"
+    longer = ["optim.max_steps=5", f"checkpoint.resume={tmp_path}/run/checkpoint-2", "checkpoint.accept_changes=true"]
+    printed = run("branch", *longer)
+    assert f"resuming  {tmp_path}/branch/checkpoint-4 at step 4" in printed
     assert "note: checkpoint.accept_changes accepts optim.max_steps: 4 -> 5\n" in printed
     assert "learning rate" not in printed, "which is constant"
 
@@ -132,14 +124,13 @@ def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
 
 def test_another_number_of_threads_is_noted(capfd):
     """One thread adds numbers in another order than two."""
-    saved = {"world_size": 1, "threads_per_rank": 2}
+    saved = {"world_size": 1, "threads_per_rank": 2, "versions": {}}
     print_differences(StartPoint(state=saved), world_size=1, threads=1, versions={})
     assert capfd.readouterr().out == (
         "note: the checkpoint was computed with 2 CPU thread(s) per rank, this run has 1: results can differ in rounding; "
         "runtime.threads_per_rank=2 keeps the bits\n"
     )
-    for state in (saved, {}):  # a checkpoint of an earlier version does not say
-        print_differences(StartPoint(state=state), world_size=1, threads=2, versions={})
+    print_differences(StartPoint(state=saved), world_size=1, threads=2, versions={})
     assert capfd.readouterr().out == ""
 
 
@@ -228,23 +219,6 @@ def test_another_reward_file_or_model_in_the_same_place_is_refused(run, tmp_path
     assert f"note: checkpoint.accept_changes accepts content of {model}/model.safetensors: " in run(
         "run", *same, "checkpoint.accept_changes=true"
     )
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_version_continues(run, tmp_path):
-    """It has no digests of files, no number of threads, and not all keys of today."""
-    run("run", "optim.max_steps=2")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    folder = tmp_path / "run" / "checkpoint-1"
-    state = json.loads((folder / "trainer" / "state.json").read_text())
-    del state["content"], state["threads_per_rank"], state["config"]["data"]["conversational"]
-    text = json.dumps(state)
-    (folder / "trainer" / "state.json").write_text(text)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    manifest["files"]["trainer/state.json"] = {"bytes": len(text), "sha256": digest}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "checkpoint-1 at step 1" in run("run", "optim.max_steps=2")
 
 
 def test_of_a_large_file_blocks_are_read(tmp_path):

@@ -107,7 +107,8 @@ def main(output: str, model: str, *cuts: str) -> None:
                 "optim": config.optim.model_copy(update={"tokens_per_microbatch": int(tokens)}),
             }
         )
-        run.bare_scorer.packed = run.ref_scorer.packed = packed == "packed"
+        for scorer in (run.bare_scorer, getattr(run.ref_scorer, "scorer", run.ref_scorer)):  # with LoRA one for both
+            scorer.packed = packed == "packed"
         run.policy.model.load_state_dict(before)
         results[cut] = two_updates(replace(run, config=changed, ref_scorer=run.ref_scorer if beta else None))
     if world.is_main:

@@ -7,7 +7,7 @@ GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.p
 | rollout, score, eval | before the completions of a step are sampled / are scored / an evaluation samples |
 | forward, backward | in the update: after the first forward / when the gradient reaches the embedding, at the end of a backward |
 | write | before anything of a checkpoint is on disk |
-| states | before a rank writes its share of the optimizer's states (``runtime.parallel=fsdp``) |
+| states | before a rank writes the optimizer's tensors of a checkpoint (under FSDP each rank its share) |
 | save | when the weights of a checkpoint are on disk and the manifest is not |
 | prune | when a checkpoint is in place and older ones are still there |
 | line | before a step's line goes to metrics.jsonl |
@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import grpo.run.checkpoint
-import grpo.run.sharded.saver
 import grpo.run.state
 import grpo.telemetry.reporter
 import train_grpo
@@ -105,7 +104,7 @@ BuiltinEngine.generate = generate
 before(grpo.run.state, "score_groups", "score")
 
 before(grpo.run.checkpoint, "save_weights", "write")
-before(grpo.run.sharded.saver, "save_states", "states")
+before(grpo.run.checkpoint, "save_tensors", "states")
 original_sync = grpo.run.checkpoint.sync
 
 

@@ -1,6 +1,7 @@
 """Start runs, hurt them, and compare what they leave; used by the tests here and by ``soak.py``."""
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 from conftest import ROOT, environment_of_runs, small_run
-from outputs import lines
+from outputs import lines, states
 from processes import Forked
 
 from grpo.telemetry.samples import read_samples
@@ -142,10 +143,20 @@ def tiny(model: Path, output: Path, *more: str, steps: int = 6, problems: int = 
 
 
 def bits(output: Path, step: int) -> dict[str, str]:
-    """SHA-256 of the weights, the optimizer with the schedule, and the reference if it moves."""
-    files = json.loads((output / f"checkpoint-{step}" / "manifest.json").read_text())["files"]
-    names = ("model.safetensors", "adapter_model.safetensors", "trainer/optimizer.pt", "trainer/reference.pt")
-    return {name: files[name]["sha256"] for name in names if name in files}
+    """SHA-256 of the file of weights, and of all tensors of the optimizer and of a reference that moves."""
+    folder, tensors = output / f"checkpoint-{step}", hashlib.sha256()
+    for name, tensor in sorted(states(folder).items()):
+        tensors.update(name.encode() + tensor.numpy().tobytes())
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    return files | {"states": tensors.hexdigest()}
+
+
+def mend_manifest(folder: Path) -> None:
+    """Make the manifest of a checkpoint that was changed true again."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path != folder / "manifest.json"]
+    data = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    files = {name: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()} for name, text in data.items()}
+    (folder / "manifest.json").write_text(json.dumps({"files": files}))
 
 
 def assert_same_run(one: Path, other: Path, steps: int) -> None:

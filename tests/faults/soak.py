@@ -62,18 +62,20 @@ def newest(output: Path) -> Path | None:
 def tear(folder: Path, rng: random.Random) -> str:
     """Damage a checkpoint in a way in which disks and people do."""
     how = rng.choice(["cut", "bit", "manifest", "half"])
+    weights, states, manifest = folder / "model.safetensors", folder / "trainer" / "states", folder / "manifest.json"
+    share = rng.choice(sorted(states.glob("*.distcp")))
     if how == "cut":
-        path = rng.choice([folder / "model.safetensors", folder / "trainer" / "optimizer.pt", folder / "manifest.json"])
+        path = rng.choice([weights, share, states / ".metadata", manifest])
         os.truncate(path, rng.randrange(path.stat().st_size))
     elif how == "bit":
-        path = rng.choice([folder / "model.safetensors", folder / "trainer" / "optimizer.pt"])
+        path = rng.choice([weights, share])
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
     elif how == "manifest":
-        (folder / "manifest.json").unlink()
+        manifest.unlink()
     else:
-        (folder / "trainer" / "optimizer.pt").unlink()
+        share.unlink()
     return how
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from harness import Started, assert_same_run, bits, run, tiny
-from outputs import lines
+from outputs import lines, states
 
 STEPS = 6
 SAVES = ("checkpoint.save_steps=2", "algorithm.num_iterations=2")
@@ -28,7 +28,7 @@ def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
     printed = done.text()
     assert printed.count("FAULT kill") == 1 and "resuming " in printed
     assert_same_run(straight, output, STEPS)
-    assert not list(output.glob(".partial*")) and not (output / ".lock").exists()
+    assert not list(output.glob(".partial*"))
 
 
 @pytest.mark.slow
@@ -42,8 +42,9 @@ def test_a_lora_run_killed_in_a_save_continues_to_the_bit(tmp_path, random_model
     assert started.end() == -signal.SIGKILL
     assert "resuming " in run(output, tiny(random_model, output, *lora)).text()
     assert_same_run(whole, output, STEPS)
-    assert {"adapter_model.safetensors", "trainer/reference.pt"} <= bits(output, STEPS).keys()
-    assert not list(output.glob(".partial*")) and (output / f"checkpoint-{STEPS}" / "merged").is_dir()
+    last = output / f"checkpoint-{STEPS}"
+    assert (last / "adapter_model.safetensors").exists() and any(n.startswith("reference/") for n in states(last))
+    assert not list(output.glob(".partial*")) and (last / "merged").is_dir()
 
 
 @pytest.mark.slow
@@ -56,7 +57,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues(tmp_path, ran
     assert started.text().count("FAULT kill") == 1
     assert "resuming " in run(output, arguments, ranks=2).text()
     assert_same_run(straight, output, STEPS)
-    assert not list(output.glob(".partial*")) and not (output / ".lock").exists()
+    assert not list(output.glob(".partial*"))
 
 
 @pytest.mark.slow
@@ -70,9 +71,7 @@ def test_out_of_memory_on_one_rank(tmp_path, random_model, straight, place):
         ranks=2,
         fault=f"rank=1 step=3 place={place} do=oom once={tmp_path}/once",
     )
-    began = time.monotonic()
     assert started.end() == 1
-    assert time.monotonic() - began < 120
     printed = started.text()
     phase = {"rollout": "rollout", "forward": "update"}[place]
     assert f"error: [rank 1] in phase {phase!r}: RuntimeError: " in printed
@@ -92,9 +91,7 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     fault = f"rank=1 step=3 place={place} do=hang once={tmp_path}/once"
     started = Started(output, arguments, ranks=2, fault=fault)
     started.wait_for("FAULT")
-    hung = time.monotonic()
     assert started.end() == 1
-    assert 11 < time.monotonic() - hung < 12 + 30 + 45, "the limit, then torchrun's patience with the rank that hangs"
     printed = started.text()
     if place == "rollout":  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
         assert "[rank 1] stopped in phase 'rollout'" in printed
@@ -109,39 +106,32 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
 
 @pytest.mark.slow
 def test_a_rank_fails_and_the_others_wait_for_it_in_a_collective(tmp_path, random_model, straight):
-    """As with NCCL, where no error reaches them. Rank 0 saves the last complete step from another thread, long before torchrun kills it."""
+    """As with NCCL, where no error reaches them: they end, and the steps after the last checkpoint are lost."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, *SAVES)
     fault = f"rank=1 step=3 place=backward do=raise linger=25 once={tmp_path}/once"
     started = Started(output, arguments, ranks=2, fault=fault, torchrun=[])
-    started.wait_for("error: [rank 1] in phase 'update': RuntimeError: a fault was asked for")
-    failed = time.monotonic()
-    started.wait_for("[rank 0] note: saved checkpoint-3: the same command continues from there")
-    assert time.monotonic() - failed < 20 and 1 in started.ranks(), "rank 1 is still connected"
+    started.wait_for("[rank 0] rank 1 has failed in phase 'update'; this rank was in phase 'update', and ends")
+    assert 1 in started.ranks(), "rank 1 is still connected"
     assert started.end(patience=40) == 1
-    printed = started.text()
-    assert (
-        "note: rank 0 saves step 3, the last complete one, if it can; otherwise the steps after 2 are lost" in printed
-    )
-    assert "[rank 0] rank 1 has failed in phase 'update'; this rank was in phase 'update', and ends" in printed
-    assert "checkpoint-3 at step 3" in run(output, arguments, ranks=2).text()
+    assert "error: [rank 1] in phase 'update': RuntimeError: a fault was asked for" in started.text()
+    assert "checkpoint-2 at step 2" in run(output, arguments, ranks=2).text()
     assert_same_run(straight, output, STEPS)
 
 
 @pytest.mark.slow
 def test_a_stop_signal_while_a_rank_hangs(tmp_path, random_model, straight):
-    """Torchrun sends SIGTERM when a rank was killed; under NCCL the others cannot follow. Rank 0 saves before SIGKILL comes."""
+    """Torchrun sends SIGTERM when a rank was killed; under NCCL the others cannot follow, say so, and get SIGKILL."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, *SAVES)
     fault = f"rank=1 step=3 place=backward do=hang once={tmp_path}/once"
     started = Started(output, arguments, ranks=2, fault=fault)
     started.wait_for("FAULT")
     started.kill(signal.SIGTERM, 0)
-    started.wait_for("[rank 0] note: saved checkpoint-3: the same command continues from there", timeout=25)
+    started.wait_for("[rank 0] was asked to stop 10 s ago and is still in phase 'update'")
     started.kill(signal.SIGKILL)
     started.end()
-    assert "[rank 0] was asked to stop 10 s ago and is still in phase 'update'" in started.text()
-    run(output, arguments, ranks=2)
+    assert "checkpoint-2 at step 2" in run(output, arguments, ranks=2).text()
     assert_same_run(straight, output, STEPS)
 
 

@@ -1,8 +1,8 @@
 """One run at a time in an output folder; a run that was killed leaves no lock behind."""
 
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -10,10 +10,19 @@ import pytest
 from conftest import ROOT
 from harness import Started, run, tiny
 
-from grpo.run.lock import LOCK_FILE, Lock
+from grpo.config import ConfigError
+from grpo.run.output_folder import LOCK_FILE, Lock, check_shared
 from train_grpo import main
 
-HOLD = "import sys, time; from pathlib import Path; from grpo.run.lock import Lock; Lock().acquire(Path(sys.argv[1])) or print('held', flush=True); time.sleep(60)"
+HOLD = """
+import sys, time
+from pathlib import Path
+from grpo.run.output_folder import Lock
+lock = Lock()
+lock.acquire(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture
@@ -32,44 +41,33 @@ def test_a_second_run_is_refused_with_the_pid_of_the_first(tmp_path, holder):
         Lock().acquire(tmp_path)
 
 
-def test_a_killed_holder_leaves_no_lock(tmp_path, holder):
+def test_a_killed_holder_leaves_a_file_that_locks_nothing(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / LOCK_FILE).exists()
-    lock = Lock()
-    lock.acquire(tmp_path)
-    lock.release()
-    assert not (tmp_path / LOCK_FILE).exists()
-
-
-def test_a_deleted_lock_file_is_created_and_locked_again(tmp_path):
-    """The one before deletes it between our open and our lock: two would hold two files of one name."""
     first, second = Lock(), Lock()
     first.acquire(tmp_path)
-    (tmp_path / LOCK_FILE).unlink()
+    assert (tmp_path / LOCK_FILE).read_text().split() == [str(os.getpid()), socket.gethostname()]
+    first.release()
     second.acquire(tmp_path)
-    assert (tmp_path / LOCK_FILE).stat().st_ino != 0
-    first._handle, handle = None, first._handle  # as if it had been killed
-    del handle
-    with pytest.raises(ValueError, match="in use"):
-        Lock().acquire(tmp_path)
     second.release()
 
 
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (lambda path: path.symlink_to(path.parent / "other"), "cannot be opened (Too many levels of symbolic links)"),
-        (os.mkfifo, "is not a regular file"),
-        (os.mkdir, "cannot be opened (Is a directory)"),
-    ],
-)
-def test_a_lock_that_is_no_file_is_refused(tmp_path, make, problem):
-    (tmp_path / "other").write_text("of somebody else")
-    make(tmp_path / LOCK_FILE)
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/.lock {problem}: delete it")):
-        Lock().acquire(tmp_path)
-    assert (tmp_path / "other").read_text() == "of somebody else"
+def test_ranks_that_see_another_folder_of_that_name_are_told(tmp_path):
+    """Without a lock, or with that of a run on their own machine."""
+    main, own, lock = tmp_path / "main", tmp_path / "own", Lock()
+    for folder in (main, own):
+        folder.mkdir()
+    lock.acquire(main)
+    check_shared(main, lock.holder)
+    for text in (None, "1\nanother\n"):
+        if text:
+            (own / LOCK_FILE).write_text(text)
+        with pytest.raises(
+            ConfigError, match=rf"output_dir={own} on {socket.gethostname()} is not .+ must share output_dir"
+        ):
+            check_shared(own, lock.holder)
+    lock.release()
 
 
 def test_a_run_on_a_locked_folder_gives_a_one_line_error(capsys, tmp_path, random_model, holder):

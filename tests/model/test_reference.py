@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from conftest import save_random_model, small_run
-from outputs import lines, weights
+from outputs import lines, states, weights
 from transformers import AutoModelForCausalLM
 
 from grpo.batch import Completion, Group, Problem, collate
@@ -48,7 +48,7 @@ def test_a_reference_that_does_not_fit_is_refused(random_model, other, tmp_path,
         assert main([*small_run(random_model, tmp_path / "run"), *SHORT, f"model.reference={reference}", *options]) == 2
         return capsys.readouterr().err
 
-    assert error(tmp_path / "none").startswith(f"error: model.reference={tmp_path}/none does not exist")
+    assert error(tmp_path / "none").startswith(f"error: model.reference={tmp_path}/none: no such folder")
     assert "ref_sync_steps moves the reference towards the policy" in error(other, "algorithm.ref_sync_steps=1")
     short = save_random_model(tmp_path / "short", max_position_embeddings=16)
     assert f"model.reference={short}: rollout.max_completion_length=12 + the longest prompt" in error(short)
@@ -91,4 +91,6 @@ def test_a_reference_of_the_same_shape_moves_with_the_policy(random_model, tmp_p
     assert main([*small_run(random_model, tmp_path / "run"), *arguments]) == 0
     first, second = (line["kl"] for line in lines(tmp_path / "run"))
     assert first > 0.01 and second == 0
-    assert (tmp_path / "run" / "checkpoint-2" / "trainer" / "reference.pt").exists()
+    saved, policy = states(tmp_path / "run" / "checkpoint-2"), weights(tmp_path / "run" / "checkpoint-2")
+    reference = {name.removeprefix("reference/"): t for name, t in saved.items() if name.startswith("reference/")}
+    assert reference.keys() == policy.keys() and all(torch.equal(t, policy[name]) for name, t in reference.items())

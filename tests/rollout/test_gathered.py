@@ -6,7 +6,8 @@ from conftest import load, save_random_model
 
 from grpo.batch import Problem
 from grpo.distributed import World
-from grpo.model import Policy, model_without_weights
+from grpo.model import Policy
+from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.gathered import GatheredWeights
 
@@ -14,14 +15,13 @@ CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=12)
 
 
-def engines(folder, precision: str, **options) -> tuple[Policy, BuiltinEngine, BuiltinEngine]:
+def engines(folder, precision: str, *, lora: bool = False, **options) -> tuple[Policy, BuiltinEngine, BuiltinEngine]:
     """The policy, an engine that samples from its model, and one whose model has weights in rollouts only."""
     policy = load(folder, packed=True, precision=precision)
-    own = model_without_weights(
-        str(folder), device=CPU, attn_implementation="sdpa", trust_remote_code=False, setting="model.name_or_path"
-    )
-    own.set_attn_implementation(policy.model.config._attn_implementation)
-    sampler = Policy(own, policy.tokenizer, policy.eos_ids, policy.pad_id, CPU, precision)
+    if lora:
+        add_adapter(policy, {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}, base="")
+    sampler = policy.without_weights()
+    own = sampler.model.requires_grad_(False)
     gathered = GatheredWeights(policy.model, policy.model, own, World(0, 1, 0, CPU))
     return (
         policy,
@@ -35,11 +35,13 @@ def completions(engine: BuiltinEngine):
     return [group.completions for group in engine.generate(problems, SAMPLING, address=(0, "test", 0))]
 
 
-@pytest.mark.parametrize(("tied", "precision"), [(False, "fp32"), (True, "bf16")])
-def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision):
+@pytest.mark.parametrize(
+    ("tied", "precision", "lora"), [(False, "fp32", False), (True, "bf16", False), (True, "bf16", True)]
+)
+def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision, lora):
     """Bit for bit, before and after an update, of which a block that began earlier knows nothing; no weight stays in memory."""
     save_random_model(tmp_path, tie_word_embeddings=tied)
-    policy, engine, gathering = engines(tmp_path, precision)
+    policy, engine, gathering = engines(tmp_path, precision, lora=lora)
     before = completions(engine)
     with gathering.weights():
         assert completions(gathering) == before
@@ -49,6 +51,7 @@ def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision):
         assert completions(gathering) == before
         own = gathering.policy.model
         assert not own.model.embed_tokens.weight.is_meta
+        assert all(p.is_meta for name, p in own.named_parameters() if "base_layer" in name or "lora_" in name)
     after = completions(engine)
     assert after != before
     assert completions(gathering) == after

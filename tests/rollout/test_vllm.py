@@ -12,7 +12,7 @@ from grpo.batch import Problem, collate
 from grpo.config import RolloutConfig, RuntimeConfig
 from grpo.distributed import start_world
 from grpo.logprobs import CompletionScorer
-from grpo.model import add_adapter
+from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.vllm import VLLMEngine
 
@@ -206,7 +206,7 @@ def test_logprobs_after_updates_in_bf16(build, model, problems):
 def test_an_adapter_is_synced_alone(build, model, problems):
     policy = load(model)
     settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-    add_adapter(policy, settings, base=str(model), base_precision="fp32")
+    add_adapter(policy, settings, base=str(model))
     engine = build("processed", policy)
     sizes = []
     for _ in range(2):
@@ -216,7 +216,9 @@ def test_an_adapter_is_synced_alone(build, model, problems):
         assert differences(policy, groups, 1.0).max() <= 1e-4
         files = [file for file in engine.folder.path.rglob("*") if file.is_file()]
         sizes.append({file.name: file.stat().st_size for file in files})
-    assert all(set(found) == {"owner", "adapter_config.json", "adapter_model.safetensors"} for found in sizes)
+    assert all(
+        set(found) == {"owner", "adapter_config.json", "adapter_model.safetensors", "README.md"} for found in sizes
+    )
     names = [entry["id"] for entry in engine.servers.own[0].models()]
     assert len(names) == 2 and names[1] == engine.servers.model_name(
         engine.servers.own[0]

@@ -18,7 +18,7 @@ from vllm_faulty import FaultyServer, NoAnswer, never_answer
 from grpo.batch import Problem
 from grpo.config import RolloutConfig, RuntimeConfig
 from grpo.distributed import start_world
-from grpo.model import add_adapter
+from grpo.model.lora import add_adapter
 from grpo.rollout import SamplingParams
 from grpo.rollout.vllm import Server, ServerError, VLLMEngine
 from grpo.rollout.vllm.client import Cancelled, NotAnswered

@@ -5,7 +5,8 @@ import torch
 from conftest import ROOT, load, save_random_model
 from transformers import AutoConfig
 
-from grpo.model import add_adapter, cast_frozen_to_bf16, make_reference, num_parameters
+from grpo.model import cast_frozen_to_bf16, make_reference, num_parameters
+from grpo.model.lora import adapter_parameters, add_adapter, store_frozen_in_bf16
 from grpo.rollout.weights import FusedLinear, copies_of
 from grpo.run.memory.per_gpu import STATES, Shape, ddp_bytes, lora_bytes, table
 from grpo.run.optimizer import make_optimizer
@@ -43,12 +44,13 @@ def test_the_bytes_of_ddp_are_those_of_a_real_model(tmp_path, tied, monkeypatch)
 def test_the_bytes_of_lora_are_those_of_a_real_model(tmp_path, tied):
     save_random_model(tmp_path, tie_word_embeddings=tied)
     shape, policy = Shape.of(AutoConfig.from_pretrained(tmp_path)), load(tmp_path, packed=True, precision="bf16")
-    adapter = add_adapter(policy, dict(r=4, lora_alpha=8, target_modules="all-linear"), base=str(tmp_path))
+    add_adapter(policy, dict(r=4, lora_alpha=8, target_modules="all-linear"), base=str(tmp_path))
+    store_frozen_in_bf16(policy)
     optimizer = make_optimizer(policy.model, learning_rate=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
     policy.model(input_ids=torch.arange(4)[None]).logits.sum().backward()
     optimizer.step()
     averages = (state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
-    gradients = [parameter.grad for _, parameter in adapter.named_parameters()]
+    gradients = [parameter.grad for parameter in adapter_parameters(policy.model).values()]
     held = [*policy.model.parameters(), *gradients, *averages]
     assert lora_bytes(shape, rank=4) == num_bytes(held) + shape.copies
 

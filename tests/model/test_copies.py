@@ -1,0 +1,106 @@
+"""Copies of a model: without weights, for other ranks, and in a folder."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from architectures import GPT2, SIZES
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from grpo.model import Policy, save_weights
+from grpo.model.lora import adapter_parameters, add_adapter
+
+NEOX = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
+CONFIGS = {
+    "llama, tied": LlamaConfig(**SIZES, **TIED),
+    "llama": LlamaConfig(**SIZES, **UNTIED),
+    "qwen2, tied": Qwen2Config(**SIZES, **TIED),
+    "qwen2": Qwen2Config(**SIZES, **UNTIED),
+    "gpt2, tied": GPT2Config(**GPT2, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0),
+    "gpt_neox": GPTNeoXConfig(**NEOX),
+    "gemma3, tied": Gemma3TextConfig(**SIZES, head_dim=8),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8),
+}
+
+
+def built(kind):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]))
+
+
+def named(model):
+    """Parameters under all of their names."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_copy_without_weights_is_the_model_once_it_has_them(kind, lora):
+    model = built(kind)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model.train(), None, (2,), 0, torch.device("cpu"), "fp32")
+    if lora:
+        options = dict(r=2, target_modules="all-linear", init_lora_weights=False)
+        add_adapter(policy, options, base="")
+    empty = policy.without_weights()
+    assert len(pickle.dumps(empty)) < 0.9 * len(pickle.dumps(policy))  # there is no weight in it
+    other = pickle.loads(pickle.dumps(empty))
+    theirs, parameters = named(other.model), named(model)
+    assert not any(p.is_meta for p in parameters.values()) and all(p.is_meta for p in theirs.values())
+    assert (kind.endswith("tied")) == any(
+        parameters[a] is parameters[b] for a in parameters for b in parameters if a < b
+    )
+    facts = [
+        [(n, p.shape, p.dtype, p.requires_grad, [m for m in found if found[m] is p]) for n, p in found.items()]
+        for found in (theirs, parameters)
+    ]
+    assert facts[0] == facts[1]
+    buffers = dict(other.model.named_buffers())
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+    if lora:
+        assert other.adapter.get_base_model() is other.model
+        assert adapter_parameters(other.model).keys() == adapter_parameters(model).keys()
+
+    other.model.load_state_dict(model.state_dict(), assign=True)
+    other.model.tie_weights()
+    results, ids = [], torch.arange(3, 23)[None]
+    for found in (model, other.model):
+        (*_, layer), calls = (m for m in found.modules() if hasattr(m, "gradient_checkpointing")), []
+        next(layer.children()).register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        logits = found(ids, use_cache=False).logits
+        logits.log_softmax(-1)[..., 0].sum().backward()
+        assert len(calls) == 2, "the backward pass computes a layer again"
+        results.append([logits, *(p.grad for p in named(found).values() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) > 4
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mixtral", "qwen3_moe", "qwen2, tied"])
+def test_a_folder_has_the_names_and_values_that_transformers_writes(kind, tmp_path):
+    """Of a model that was made, and of one that was loaded; experts are several weights in the file and one in memory."""
+    made = built(kind)
+    made.save_pretrained(tmp_path / "made")
+    for model in (made, AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)):
+        save_weights(model, model.state_dict(), tmp_path / "ours")
+        model.save_pretrained(tmp_path / "theirs")
+        ours, theirs, start = (load_file(tmp_path / n / "model.safetensors") for n in ("ours", "theirs", "made"))
+        assert ours.keys() == theirs.keys() == start.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).state_dict()
+        assert again.keys() == made.state_dict().keys()
+        assert all(torch.equal(tensor, again[name]) for name, tensor in made.state_dict().items())
