@@ -73,7 +73,9 @@ def _check_lora(config: Config) -> None:
         raise ValueError(
             f"lora.dropout={config.lora.dropout:g} has no effect with model.disable_dropout=true: set lora.dropout=0, or disable_dropout=false"
         )
-    contradictory = sorted(config.lora.model_fields_set - {"dropout", "base_precision"})
+    # By value: a configuration that a run has written sets every key.
+    own, defaults = config.lora.model_dump(exclude={"dropout", "base_precision"}), LoraConfig().model_dump()
+    contradictory = sorted(name for name, value in own.items() if value != defaults[name])
     if model.adapter is not None and contradictory:
         raise ValueError(
             f"lora.{contradictory[0]} and model.adapter={model.adapter} contradict each other: the adapter has its own rank, alpha and "

@@ -307,8 +307,10 @@ def write_merged(adapter: str | Path, output: str | Path, *, trust_remote_code: 
         partial.mkdir(parents=True)
         save_weights(model, model.state_dict(), partial)
         load_tokenizer(adapter, setting="adapter", **options).save_pretrained(partial)
-        for path in [*partial.iterdir(), partial]:
+        for path in partial.iterdir():
+            path.chmod((partial / "config.json").stat().st_mode & 0o777)  # safetensors' files are for their owner alone
             sync(path)
+        sync(partial)
         os.rename(partial, output)
         sync(output.parent)
     finally:

@@ -92,7 +92,7 @@ def test_a_copy_without_weights_is_the_model_once_it_has_them(kind, lora):
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "mixtral", "qwen3_moe", "qwen2, tied"])
 def test_a_folder_has_the_names_and_values_that_transformers_writes(kind, tmp_path):
-    """Of a model that was made, and of one that was loaded; experts are several weights in the file and one in memory."""
+    """Of a model that was made, and of a loaded one; experts are several weights in the file and one in memory."""
     made = built(kind)
     made.save_pretrained(tmp_path / "made")
     for model in (made, AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)):
