@@ -765,5 +765,5 @@ def test_what_a_run_from_an_adapter_writes_is_read_again(tmp_path):
     written = load_config(["--config=/dev/null", f"model.adapter={tmp_path}"]).for_writing()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
     assert load_config([f"--config={tmp_path}/config.yaml"]).for_writing() == written
-    with pytest.raises(ValueError, match="lora.rank and model.adapter="):
+    with pytest.raises(ValueError, match=r"lora\.rank and model\.adapter="):
         load_config(["--config=/dev/null", f"model.adapter={tmp_path}", "lora.rank=8"])
