@@ -22,6 +22,7 @@ from grpo.model import (
     REFERENCE,
     Policy,
     cast_frozen_to_bf16,
+    check_base,
     decoder_layers,
     load_policy,
     lora,
@@ -191,6 +192,8 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
     is_reference = algorithm.beta > 0 and config.model.reference is None
     needs_frozen = is_reference and (start is not None or algorithm.ref_sync_steps > 0)
     if start is not None:
+        if folder is None:  # a continued run has compared these files with its checkpoint's
+            check_base(start, path, "model.adapter")
         lora.read_adapter(policy, start, setting="model.adapter", base=base, dropout=settings.dropout)
     else:
         options = dict(r=settings.rank, lora_alpha=settings.alpha or 2 * settings.rank, lora_dropout=settings.dropout)

@@ -302,6 +302,8 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(tm
     for command in (merge, lambda words: evaluate(["--model", *words]), lambda words: chat(["--model", *words, *talk])):
         assert command([str(last)]) == 2
         assert f"{weights_file} has changed since this adapter was trained on it" in capsys.readouterr().err
+    assert main(arguments("third", start)) == 2
+    assert f"model.adapter={last}: {weights_file} has changed since" in capsys.readouterr().err
 
 
 def test_layers_that_do_not_exist_are_named(random_model):
