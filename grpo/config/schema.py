@@ -152,14 +152,14 @@ class RewardConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw; adamw8bit: torchao's, whose two averages take 2 bytes a parameter in place of 8 (pip install -e ".[adamw8bit]")."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two running averages."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, of matrices only."""
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw; adamw8bit: torchao's, whose two averages take 2 bytes a parameter in place of 8 (pip install -e ".[adamw8bit]")."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients of a larger norm are scaled down to this norm."""
     lr_scheduler_type: Literal[

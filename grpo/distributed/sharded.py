@@ -199,7 +199,7 @@ _ALLOWED = re.compile(
     r"pathlib(\._local)?\.PosixPath|torch\.(Size|float\d+|bfloat16|int64|uint8|serialization\._get_layout)"
     r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|metadata\.(?!Bytes)\w+)"
 )
-"""What the pickled description of tensors may name. PyTorch unpickles anything, also entries of bytes."""
+"""Names that the pickled description of tensors may hold. PyTorch unpickles anything, also entries of bytes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -26,7 +26,7 @@ CONFIG_FILE = "adapter_config.json"
 TRAINED, REFERENCE_ADAPTER = "default", "reference"
 """Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL is measured from."""
 EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Ends of names that peft takes for experts and routers, in a mixture, also where they are dense layers beside these."""
+"""Ends of names that peft takes for experts and routers, in a mixture, also where they name dense layers."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -139,7 +139,9 @@ def _inject(policy: Policy, config: Any, base: str, asked: str, seed: int) -> No
         if is_linear and layer is not model.get_output_embeddings():
             plain |= {layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight}
     if other := [name for name, p in model.named_parameters() if p.requires_grad and p not in plain]:
-        raise ValueError(f"{asked}: {other[0]} would be trained, and only linear layers before the head can be adapted")
+        raise ValueError(
+            f"{asked}: {other[0]} would be trained, and only plain LoRA of linear layers before the head can be"
+        )
 
 
 def adapter_parameters(model: nn.Module, name: str = TRAINED) -> dict[str, nn.Parameter]:
@@ -180,7 +182,7 @@ def reference_adapter(policy: Policy) -> Iterator[None]:
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """All linear layers but the head: the ends of their names, or where these mean other modules too, the whole names."""
+    """All linear layers but the head: the ends of their names, or the whole names where an end means others too."""
     head, modules = model.get_output_embeddings(), dict(model.named_modules())
     layers = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     if any(parameter.dim() == 3 for parameter in model.parameters()):  # the experts of a mixture

@@ -50,7 +50,7 @@ class Policy:
 
     def without_weights(self) -> Policy:
         """A copy whose parameters are on the meta device: the same modules, ties, adapters and buffers."""
-        self.model.disable_input_require_grads()  # a hook of gradient checkpointing, needless here, that no pickle takes
+        self.model.disable_input_require_grads()  # a hook that no pickle takes, and that checkpointing here needs not
         parameters = self.model.parameters()
         empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in parameters}
         return copy.deepcopy(self, empty)

@@ -234,7 +234,8 @@ def restore(
 ) -> None:
     """Load the optimizer's state and a reference that changes during training; each rank reads its own shares.
 
-    A state that the checkpoint lacks stays as it is. ``load_policy(folder)`` loads the model.
+    A state that the checkpoint lacks stays as it is; ValueError if it has one of a weight that the model lacks.
+    ``load_policy(folder)`` loads the model.
     """
     saved = saved_names(folder / "trainer" / STATES)
     wanted = {f"reference/{name}": tensor.detach() for name, tensor in reference.items()}
@@ -243,6 +244,8 @@ def restore(
         for name, parameter in model.named_parameters():
             if f"optimizer/{name}/step" not in saved:  # of an expert that no token was sent to, for example
                 optimizer.state.pop(parameter, None)
+    if strange := sorted(name for name in saved - wanted.keys() if name.startswith("optimizer/")):
+        raise ValueError(f"its {strange[0]} is of no weight that the model trains")
     if wanted := {name: tensor for name, tensor in wanted.items() if name in saved}:
         load_tensors(wanted, folder / "trainer" / STATES)
 

@@ -263,7 +263,12 @@ def _optimizer(
             moving_reference = {}  # the saved one is the old reference, moved
         try:
             checkpoint.restore(start.checkpoint, model, optimizer, moving_reference)
-        except (UnpicklingError, RuntimeError, ValueError, KeyError) as error:  # a checkpoint that another program made
+        except (
+            OSError,
+            UnpicklingError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # another program, or an older version, made it
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(f"{start.checkpoint} cannot be continued from ({reason})") from None
         move_schedule(lr_schedule, start.state["step"] * algorithm.updates_per_step)

@@ -43,7 +43,7 @@ class Progress:
     unwritten_line: dict[str, Any] | None = None
     """Metrics of the last step while ``metrics.jsonl`` lacks them, because the step's evaluation comes first."""
     tokens_per_microbatch: int | None = None
-    """What a dry run chose because the default of ``optim.tokens_per_microbatch`` does not fit in memory; else None."""
+    """A dry run's choice where the default of ``optim.tokens_per_microbatch`` does not fit in memory; else None."""
     tokens_in_flight: int | None = None
     """The same for ``rollout.tokens_in_flight``."""
     mid_update: bool = False
@@ -93,7 +93,7 @@ class Saver:
     progress: Progress
     max_steps: int
     facts: dict[str, Any]
-    """What a continued run is compared with (fingerprint of the data, digests of files, origin), for JSON."""
+    """Facts for JSON that a continued run is compared with: fingerprint of the data, digests of files, origin."""
     saved_step: int = field(init=False)
     """The step of the newest save that was begun, or of the start; the same on all ranks."""
     written_step: int = field(init=False)
@@ -126,13 +126,14 @@ class Saver:
 
         def begin() -> None:
             self._finish_pending()
-            self.reporter.sync()
             if self.config.checkpoint.background and step < self.max_steps:
                 self._write_in_thread(step)
             else:
                 self._write(step)
 
         with self.world.timed("save", {}):
+            with self.world.fail_together():
+                self.reporter.sync()
             self._on_writing_ranks(begin)
         self.saved_step = step
 

@@ -407,7 +407,7 @@ def test_a_value_of_the_wrong_kind_is_one_line_too(argv):
 
 @pytest.mark.parametrize("argv", [["optim=3"], ["optim=[1]"], ["optim="], ["optim=3", "optim.learning_rate=1e-3"]])
 def test_a_value_for_a_whole_section_names_a_key_of_it(argv):
-    assert mistakes(argv) == ["optim is a section: write optim.name=..."]
+    assert mistakes(argv) == ["optim is a section: write optim.learning_rate=..."]
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):

@@ -315,7 +315,7 @@ def test_layers_that_do_not_exist_are_named(random_model):
         ("model[.]nowhere", "Target modules model.* not found"),
         ("q_proj(", "missing \\), unterminated subpattern"),
         (["self_attn"], "Target module .*Attention"),
-        (["lm_head"], "lm_head.* would be trained, and only linear layers before the head"),
+        (["lm_head"], "lm_head.* would be trained, and only plain LoRA of linear layers before the head"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"lora.target_modules={targets}: ") + ".*" + says):
             add_adapter(load(random_model), SETTINGS | {"target_modules": targets}, base="")

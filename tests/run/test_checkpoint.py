@@ -97,6 +97,14 @@ def test_a_weight_that_no_update_has_reached_continues_as_such(random_model, tmp
     assert_equal(things.weights(), fresh.weights())
 
 
+def test_a_state_of_a_weight_that_the_model_lacks_is_refused(random_model, tmp_path):
+    """As when a version of transformers names its modules otherwise: the averages must not be lost without a word."""
+    things = trained(random_model)
+    save_tensors(things.states() | {"optimizer/gone/step": torch.ones(())}, tmp_path / "trainer" / "states", None)
+    with pytest.raises(ValueError, match="optimizer/gone/step is of no weight"):
+        restore(tmp_path, things.policy.model, things.optimizer, {})
+
+
 def test_tensors_are_read_by_name(tmp_path):
     save_tensors({"a": torch.arange(3.0), "b": torch.ones(2)}, tmp_path, None)
     found = {"a": torch.zeros(3)}
