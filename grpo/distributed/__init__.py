@@ -6,7 +6,6 @@ Everything works the same under torchrun on GPUs (NCCL), under torchrun on the C
 from grpo.distributed.launch import available_cores, launch_environment, set_cpu_threads, start_world
 from grpo.distributed.parallel import gradient_sync, wrap_data_parallel
 from grpo.distributed.sharded import (
-    Sharding,
     abandon_pass,
     compute_inside,
     gathered,
@@ -18,6 +17,7 @@ from grpo.distributed.sharded import (
     optimizer_tensors,
     save_tensors,
     saved_names,
+    shard,
     share,
     whole,
     whole_trained_weights,
@@ -28,7 +28,6 @@ from grpo.distributed.world import Interrupted, OtherRankFailed, World
 __all__ = [
     "Interrupted",
     "OtherRankFailed",
-    "Sharding",
     "SharedFlag",
     "World",
     "abandon_pass",
@@ -47,6 +46,7 @@ __all__ = [
     "save_tensors",
     "saved_names",
     "set_cpu_threads",
+    "shard",
     "share",
     "start_world",
     "whole",

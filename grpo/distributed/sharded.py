@@ -14,7 +14,6 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as whole_states
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -37,46 +36,39 @@ from torch.types import Device
 from grpo.distributed.world import World
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """The division of a run's models over its ranks."""
+def shard(
+    root: nn.Module,
+    layers: Iterable[nn.Module],
+    weights: dict[str, torch.Tensor],
+    world: World,
+    *,
+    shard_size: int | None = None,
+    to_host: bool = False,
+) -> None:
+    """Divide a module whose parameters are on the meta device, in place, and fill it with rank 0's ``weights``.
 
-    mesh: DeviceMesh
-    num_shards: int
-    """Ranks that share one copy of a model."""
-    to_host: bool = False
-    """Weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU when it computes."""
-
-    @classmethod
-    def of(cls, world: World, shard_size: int | None, *, to_host: bool = False) -> Sharding:
-        """Over all ranks, or with ``shard_size`` over so many neighbouring ranks, and replicated (HSDP)."""
-        num_shards, kind = shard_size or world.size, world.device.type
-        if num_shards == world.size:
-            return cls(init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",)), num_shards, to_host)
-        shape, names = (world.size // num_shards, num_shards), ("replicate", "shard")
-        return cls(init_device_mesh(kind, shape, mesh_dim_names=names), num_shards, to_host)
-
-    def layer(self, module: nn.Module) -> None:
-        """Divide a decoder layer, in place. Its weights are given back after each forward pass."""
-        fully_shard(module, mesh=self.mesh, reshard_after_forward=True, offload_policy=self._offload())
-
-    def root(self, module: nn.Module) -> None:
-        """Divide what is left of a module whose layers are divided; :func:`give_back` divides it again."""
-        module.compute_inside = lambda compute: compute()
-        fully_shard(module, mesh=self.mesh, reshard_after_forward=False, offload_policy=self._offload())
-        register_fsdp_forward_method(module, "compute_inside")
-
-    def fill(self, root: nn.Module, device: torch.device, weights: dict[str, torch.Tensor]) -> None:
-        """Fill parameters that were on the meta device with rank 0's ``weights``; buffers keep their values."""
-        buffers = {module: dict(module._buffers) for module in root.modules()}
-        root.to_empty(device="cpu" if self.to_host else device)
-        for module, kept in buffers.items():
-            module._buffers.update({name: None if b is None else b.to(device) for name, b in kept.items()})
-        options = whole_states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        whole_states.set_model_state_dict(root, weights, options=options)
-
-    def _offload(self) -> OffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.to_host else OffloadPolicy()
+    Args:
+        layers: parts of ``root``, whose weights are given back after each forward pass; :func:`give_back` gives back
+            those of the rest.
+        shard_size: so many neighbouring ranks share one copy, which the others replicate (HSDP); None: all ranks.
+        to_host: weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU when it computes.
+    """
+    shape, names = (world.size,), ("shard",)
+    if shard_size is not None and shard_size < world.size:
+        shape, names = (world.size // shard_size, shard_size), ("replicate", "shard")
+    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if to_host else OffloadPolicy()
+    options = dict(mesh=init_device_mesh(world.device.type, shape, mesh_dim_names=names), offload_policy=policy)
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=True, **options)
+    root.compute_inside = lambda compute: compute()
+    fully_shard(root, reshard_after_forward=False, **options)
+    register_fsdp_forward_method(root, "compute_inside")
+    buffers = {module: dict(module._buffers) for module in root.modules()}
+    root.to_empty(device="cpu" if to_host else world.device)
+    for module, kept in buffers.items():
+        module._buffers.update({name: None if b is None else b.to(world.device) for name, b in kept.items()})
+    options = whole_states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    whole_states.set_model_state_dict(root, weights, options=options)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,7 +27,7 @@ from grpo.model.fp32_head import use_fp32_head
 from grpo.model.lora import TRAINED, base_of, is_adapter, load_peft, read_adapter, store_frozen_in_bf16
 from grpo.model.policy import Policy, context_limit
 from grpo.model.randomness import turn_randomness_off
-from grpo.system import first_line, open_regular, sync
+from grpo.system import first_line, open_regular, publish
 from grpo.tasks.tiny import build_tiny_model
 
 BLOCK, BLOCKS = 2**20, 64
@@ -51,7 +50,9 @@ def resolve_model(
     LoRA adapter and ``adapters`` is False.
     """
     if name_or_path == "builtin:tiny":
-        return _build_tiny_model(dataset)
+        return str(
+            build_tiny_model(dataset.removeprefix("builtin:") if dataset.startswith("builtin:") else "arithmetic")
+        )
     path = os.path.expanduser(name_or_path)
     given = f"{setting}={path}"
     if is_adapter(path):
@@ -61,30 +62,15 @@ def resolve_model(
             raise ValueError(f"{given} is a LoRA adapter of {base}: {train}python -m grpo.merge makes it a whole model")
         resolve_model(base, dataset, trust_remote_code=trust_remote_code, setting=f"{given}: its model")
         return path
-    is_local = os.path.exists(path)
-    if not is_local and (path.startswith((".", "/", "builtin:")) or path.count("/") > 1):
-        raise ValueError(f"{given}: no such folder (the only built-in model is builtin:tiny)")
-    is_offline = not is_local and not hub_answers()
+    if not os.path.exists(path):
+        if path.startswith((".", "/", "builtin:")) or path.count("/") > 1:
+            raise ValueError(f"{given}: no such folder (the only built-in model is builtin:tiny)")
+        hub_answers()  # without a network the Hub's client would retry for 23 seconds
     try:
         AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises errors of many types for a broken folder
-        reason = f"cannot be loaded: {first_line(error)}"
-        if is_offline:
-            reason = "is no local folder, the Hub cannot be reached, and its cache has no copy of that name"
-        raise ValueError(f"{given} {reason}") from None
+        raise ValueError(f"{given} cannot be loaded: {first_line(error)}") from None
     return path
-
-
-def _build_tiny_model(dataset: str) -> str:
-    task = dataset.removeprefix("builtin:") if dataset.startswith("builtin:") else "arithmetic"
-    with tqdm(desc="warm start", unit="step", disable=None, leave=False) as bar:
-
-        def show(done: int, total: int, loss: float) -> None:
-            bar.total = total
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            bar.update(1)
-
-        return str(build_tiny_model(task, seed=0, on_progress=show))
 
 
 def check_context(
@@ -145,10 +131,8 @@ def check_reference(
             f"{REFERENCE}={path} has another vocabulary than the model that is trained ({len(differing)} differ: "
             f"{token!r} is {other.get(token)} and {own.get(token)}): take a reference with the same tokenizer"
         )
-    try:
-        check_context(path, problems, max_length, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f"{REFERENCE}={path}: {error}") from None
+    key = f"{REFERENCE}={path}: rollout.max_completion_length"
+    check_context(path, problems, max_length, key=key, trust_remote_code=trust_remote_code)
 
 
 def load_policy(
@@ -228,19 +212,14 @@ def load_weights(path: str, setting: str, **options: Any) -> PreTrainedModel:
         options |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
         model, report = AutoModelForCausalLM.from_pretrained(path, **options)
     except Exception as error:  # as in resolve_model; SafetensorError and others have no common base
-        reason = f"cannot be loaded: {first_line(error)}"
-        if "scaled_dot_product_attention" in str(error):
-            reason = f"{str(error).split()[0]} has no attention of the name sdpa: set model.attn_implementation=eager"
-        raise ValueError(f"{setting}={path}: {reason}") from None
+        raise ValueError(f"{setting}={path}: cannot be loaded: {first_line(error)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
-    if report["mismatched_keys"]:
-        name, found, expected = sorted(report["mismatched_keys"])[0]
-        shapes = f"{name} is {list(found)} in the file and {list(expected)} by config.json"
-        raise ValueError(f"{setting}={path}: weights are not of the shape that config.json asks for: {shapes}")
-    if missing := sorted(report["missing_keys"]):
-        problem = f"the file lacks {len(missing)} weights that config.json asks for, such as {missing[0]}"
-        raise ValueError(f"{setting}={path}: {problem}")
+    wrong = dict.fromkeys(report["missing_keys"], "is missing")
+    wrong |= {name: f"is {list(found)}, not {list(asked)}" for name, found, asked in report["mismatched_keys"]}
+    if wrong:
+        name, problem = min(wrong.items())
+        raise ValueError(f"{setting}={path}: config.json asks for other weights than the files have: {name} {problem}")
     return model
 
 
@@ -307,12 +286,7 @@ def write_merged(adapter: str | Path, output: str | Path, *, trust_remote_code: 
         partial.mkdir(parents=True)
         save_weights(model, model.state_dict(), partial)
         load_tokenizer(adapter, setting="adapter", **options).save_pretrained(partial)
-        for path in partial.iterdir():
-            path.chmod((partial / "config.json").stat().st_mode & 0o777)  # safetensors' files are for their owner alone
-            sync(path)
-        sync(partial)
-        os.rename(partial, output)
-        sync(output.parent)
+        publish(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

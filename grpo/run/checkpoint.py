@@ -33,7 +33,7 @@ from grpo.distributed import (
     whole_trained_weights,
 )
 from grpo.model import Policy, save_weights
-from grpo.system import UserError, first_line, open_regular, sync
+from grpo.system import UserError, first_line, open_regular, publish
 
 MANIFEST, STATES = "manifest.json", "states"
 """The file of digests; and the folder in ``trainer/`` with the tensors, a file of each rank under FSDP."""
@@ -137,7 +137,7 @@ def save_checkpoint(
         save_tensors(states, partial / "trainer" / STATES, world)
     with together(), _disk_errors(output_dir, step):
         if is_main:  # the manifest lists the files of all ranks
-            _publish(partial, final, {"step": step, **(state or {})})
+            _complete(partial, final, {"step": step, **(state or {})})
             # Checkpoints of later steps are broken, or of a run that was continued from before: they do not count.
             for old_step, old in [(s, folder) for s, folder in list_checkpoints(output_dir) if s <= step][keep:]:
                 if old_step != best_step:
@@ -157,23 +157,15 @@ def _disk_errors(output_dir: Path, step: int) -> Iterator[None]:
         raise UserError(f"checkpoint at step {step} could not be saved in {output_dir}: {reason}") from error
 
 
-def _publish(partial: Path, final: Path, state: dict[str, Any]) -> None:
+def _complete(partial: Path, final: Path, state: dict[str, Any]) -> None:
     """Complete the hidden folder by state and manifest, and give it its final name."""
-    state_file = partial / "trainer" / "state.json"
-    state_file.write_text(json.dumps(state, indent=1), encoding="utf-8")
+    (partial / "trainer" / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     files = {str(path.relative_to(partial)): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
-    for name in files:
-        os.chmod(partial / name, state_file.stat().st_mode & 0o777)  # safetensors' files are for their owner alone
-        sync(partial / name)
     (partial / MANIFEST).write_text(json.dumps({"step": state["step"], "files": files}, indent=1), encoding="utf-8")
-    sync(partial / MANIFEST)
-    for folder in sorted({(partial / name).parent for name in files}, reverse=True):
-        sync(folder)
     replaced = final.with_name(f".replaced-{final.name}")
     if final.exists():
         os.rename(final, replaced)
-    os.rename(partial, final)
-    sync(final.parent)
+    publish(partial, final)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

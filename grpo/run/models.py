@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.config import Config, ConfigError
-from grpo.distributed import Sharding, World, compute_inside, gathered, give_back
+from grpo.distributed import World, compute_inside, gathered, give_back, shard
 from grpo.logprobs import CompletionScorer
 from grpo.model import (
     REFERENCE,
@@ -225,12 +225,9 @@ def _load_sharded(
     for module in own.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(world.device)
-    sharding = Sharding.of(world, config.runtime.shard_size, to_host=config.runtime.offload == "all")
-    for layer in decoder_layers(policy.model):
-        sharding.layer(layer)
-    sharding.root(scorer)
     weights = {} if whole is None else {f"model.{name}": tensor for name, tensor in whole.model.state_dict().items()}
-    sharding.fill(scorer, world.device, weights)
+    options = dict(shard_size=config.runtime.shard_size, to_host=config.runtime.offload == "all")
+    shard(scorer, decoder_layers(policy.model), weights, world, **options)
     return policy, scorer, own
 
 

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo.batch import Problem
 from grpo.config import Config, ConfigError, RolloutConfig, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
@@ -32,7 +30,7 @@ from grpo.run.memory import memory_line
 from grpo.run.models import any_forward, build_models
 from grpo.run.output_folder import Lock, check_shared, start_output
 from grpo.run.resume import content_digests, find_checkpoint, print_differences, read_start_point
-from grpo.run.saver import Progress, Saver, versions
+from grpo.run.saver import Progress, Saver, bits_depend_on
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
@@ -108,8 +106,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     progress = Progress.from_state(start.state)
     progress.forget_chosen(config)
     if checkpoint and world.is_main:
-        threads = torch.get_num_threads() if world.device.type == "cpu" else None
-        print_differences(start, world.size, threads, versions())
+        print_differences(start, bits_depend_on(world))
 
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)

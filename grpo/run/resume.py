@@ -118,28 +118,14 @@ def read_start_point(
     return StartPoint(folder, origin or state["origin"], state, differences)
 
 
-def print_differences(start: StartPoint, world_size: int, threads: int | None, versions: dict[str, str]) -> None:
-    """List the accepted changes, and differences that may change the last bits of the results.
-
-    ``threads`` is None on CUDA, where the number of CPU threads changes no bit.
-    """
-    state = start.state
+def print_differences(start: StartPoint, bits_depend_on: dict[str, Any]) -> None:
+    """Print the accepted changes, and what differs from the checkpoint's run and may change the last bits."""
     if start.changes:
         listed = "; ".join(f"{key}: {old} -> {new}" for key, old, new in start.changes)
         print(f"note: checkpoint.accept_changes accepts {listed}", flush=True)
-    if state["world_size"] != world_size:
-        sizes = f"the checkpoint is from {state['world_size']} rank(s), now there are {world_size}"
-        print(f"note: {sizes}: the same problems and completions, the same weights to rounding", flush=True)
-    before = state["threads_per_rank"]
-    if threads not in (None, before):
-        counts = f"the checkpoint was computed with {before} CPU thread(s) per rank, this run has {threads}"
-        print(
-            f"note: {counts}: results can differ in rounding; runtime.threads_per_rank={before} keeps the bits",
-            flush=True,
-        )
-    old = state["versions"]
-    if changed := [f"{name} {old[name]} -> {now}" for name, now in versions.items() if old[name] != now]:
-        print(f"warning: {', '.join(changed)} since the checkpoint: the bits of this run may differ", flush=True)
+    before = start.state["bits_depend_on"]
+    if changed := [f"{name} {before[name]} -> {now}" for name, now in bits_depend_on.items() if before[name] != now]:
+        print(f"note: since the checkpoint {', '.join(changed)}: results can differ by rounding", flush=True)
 
 
 def _differences(
@@ -149,12 +135,8 @@ def _differences(
     saved, now = masked(state["config"]), config.for_writing()
     pairs: list[tuple[str, Any, Any]] = [("data_fingerprint", state["data_fingerprint"], data_fingerprint)]
     for name in sorted(state["content"].keys() | content.keys()):
-        old, new = state["content"].get(name), content.get(name)
-        if old != new:
-            before = "missing" if old is None else "as it was"
-            pairs.append(
-                (f"content of {name}", before, "missing" if new is None else "new" if old is None else "changed")
-            )
+        old, new = (digests.get(name, "missing")[:12] for digests in (state["content"], content))
+        pairs.append((f"content of {name}", old, new))
     for key, name in CHOSEN.items():  # setting what the run chose itself is no change
         section, _, leaf = key.partition(".")
         if now[section][leaf] == state.get(name):

@@ -7,7 +7,7 @@ import math
 import platform
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,15 @@ class Progress:
         self.unwritten_line, self.mid_update = line, False
 
 
-def versions() -> dict[str, str]:
-    """The versions that the bits of a run depend on, beside its configuration."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+def bits_depend_on(world: World) -> dict[str, Any]:
+    """What the last bits of a run depend on, beside its configuration."""
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    threads = torch.get_num_threads() if world.device.type == "cpu" else None
+    return {"world_size": world.size, "runtime.threads_per_rank": threads, **versions}
 
 
 def how_to_continue(config: Config) -> str:
@@ -102,7 +108,7 @@ class Saver:
     def __post_init__(self) -> None:
         self.saved_step = self.written_step = self.progress.step
         self.is_collective = self.trained.is_sharded
-        self._pending: Future | None = None
+        self._pending: list[Future] = []
 
     def save_if_due(self, line: dict[str, Any]) -> None:
         """Save at the last step, every ``save_steps`` steps, or if ``line`` has the best evaluation so far."""
@@ -125,7 +131,8 @@ class Saver:
         step = self.progress.step
 
         def begin() -> None:
-            self._finish_pending()
+            for pending in self._pending:
+                pending.result()  # waits, and raises its error
             if self.config.checkpoint.background and step < self.max_steps:
                 self._write_in_thread(step)
             else:
@@ -168,7 +175,7 @@ class Saver:
         if not self.world.is_main:
             lost = f"otherwise the steps after {self.saved_step} are lost"
             return f"rank 0 saves step {step}, the last complete one, if it can; {lost}"
-        self._settle_pending()
+        wait(self._pending)
         reason = "under runtime.parallel=fsdp a save needs all ranks" if self.is_collective else None
         if self.progress.mid_update:
             reason = f"an update after step {step} has changed the weights"
@@ -188,7 +195,7 @@ class Saver:
 
     def _write_newest(self) -> bool:
         """Write the newest complete step, unless the disk has it: then False."""
-        self._settle_pending()
+        wait(self._pending)  # what could not be written in the background is tried again below
         step = self.progress.step
         if step <= self.written_step or self.config.debug:
             return False
@@ -199,21 +206,8 @@ class Saver:
         self.trained.check_finite(step)
         arguments = self._arguments() | {"tensors": self.trained.on_host()}
         executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = executor.submit(self._write, step, arguments)
+        self._pending = [executor.submit(self._write, step, arguments)]
         executor.shutdown(wait=False)  # the thread ends with the save
-
-    def _settle_pending(self) -> None:
-        """Wait for a save in the background at the end of a run, where what it could not write is tried again."""
-        try:
-            self._finish_pending()
-        except Exception as error:  # of any type
-            self.reporter.print(f"warning: {first_line(error)}; trying again")
-
-    def _finish_pending(self) -> None:
-        """Wait for a save in the background; raise its error."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
 
     def _write(self, step: int, arguments: dict[str, Any] | None = None) -> None:
         folder = checkpoint.save_checkpoint(self.config.output_dir, step, **(arguments or self._arguments()))
@@ -227,8 +221,8 @@ class Saver:
     def _arguments(self) -> dict[str, Any]:
         state = dataclasses.asdict(self.progress)
         del state["mid_update"]
-        state |= {"wandb_run_id": self.reporter.wandb_run_id, "world_size": self.world.size, "versions": versions()}
-        state |= {"threads_per_rank": torch.get_num_threads(), **self.facts, "config": self.config.for_writing()}
+        state |= {"wandb_run_id": self.reporter.wandb_run_id, "bits_depend_on": bits_depend_on(self.world)}
+        state |= {**self.facts, "config": self.config.for_writing()}
         state["learning_rate"] = float(self.trained.optimizer.param_groups[0]["lr"])
         best_step = self.progress.best and self.progress.best["step"]
         world = self.world if self.is_collective else None

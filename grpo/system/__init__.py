@@ -61,6 +61,17 @@ def sync(path: str | Path) -> None:
         os.close(handle)
 
 
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete folder its name, when all its files are on disk and as readable as the others."""
+    mode = max(path.stat().st_mode for path in partial.rglob("*") if path.is_file())
+    for path in [*partial.rglob("*"), partial]:
+        if path.is_file():
+            path.chmod(mode)  # safetensors' files are for their owner alone
+        sync(path)
+    os.rename(partial, final)
+    sync(final.parent)
+
+
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux; elsewhere nothing happens) to send this process a signal when the thread that started it ends."""
     if sys.platform.startswith("linux"):

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, pre_tokenizers
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from grpo.batch import IGNORE_INDEX, right_pad
@@ -86,7 +86,6 @@ def build_tiny_model(
     task: str = "arithmetic",
     seed: int = 0,
     cache_dir: Path | None = None,
-    on_progress: Callable[[int, int, float], None] | None = None,
     recipe: Recipe | None = None,
 ) -> Path:
     """Train the tiny model for a task, or return the folder of an earlier call from the cache.
@@ -95,7 +94,6 @@ def build_tiny_model(
         task: name of a built-in task; ``ValueError`` for another name.
         seed: seed of initial weights and demonstrations. The same seed, recipe, torch version and thread count give the same weights.
         cache_dir: parent of the model folders; by default ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``.
-        on_progress: called as ``on_progress(steps_done, steps, loss)`` after each step; the loss is in nats per response token.
         recipe: architecture and training, by default the task's entry of ``RECIPES``.
 
     Returns:
@@ -116,7 +114,7 @@ def build_tiny_model(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         tokenizer = build_tokenizer()
-        model = warm_start(task, seed, tokenizer, recipe, on_progress)
+        model = warm_start(task, seed, tokenizer, recipe)
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -137,7 +135,6 @@ def warm_start(
     seed: int,
     tokenizer: Qwen2Tokenizer,
     recipe: Recipe,
-    on_progress: Callable[[int, int, float], None] | None = None,
 ) -> Qwen2ForCausalLM:
     """Train a new model on demonstrations of training problems. The loss covers response tokens only."""
     task = load_task(task_name)
@@ -147,7 +144,7 @@ def warm_start(
     rates = dict(lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
     optimizer = torch.optim.AdamW(model.parameters(), **rates)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
-    for step in range(recipe.steps):
+    for step in tqdm(range(recipe.steps), "warm start", unit="step", disable=None, leave=False):
         ids_BS, labels_BS = _demonstrations(task, rng, tokenizer, recipe.batch_size, noisy=step >= recipe.clean_steps)
         # Padding is on the right, and causal attention looks left only, so no attention mask is needed.
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
@@ -157,8 +154,6 @@ def warm_start(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-        if on_progress is not None:
-            on_progress(step + 1, recipe.steps, loss.item())
     return model.eval()
 
 

@@ -86,7 +86,7 @@ def test_a_failed_save_in_the_background_is_tried_again_at_the_end(capsys, tmp_p
         run.progress.step, unlimited = 2, resource.RLIM_INFINITY
         full_after(1000)
         run.saver.save()
-        concurrent.futures.wait([run.saver._pending])
+        concurrent.futures.wait(run.saver._pending)
         full_after(unlimited)
         if end is not None:
             run.world.stop_signal = signal.SIGTERM
@@ -98,8 +98,6 @@ def test_a_failed_save_in_the_background_is_tried_again_at_the_end(capsys, tmp_p
         assert "note: saved checkpoint-2" in capsys.readouterr().err
     else:
         assert run_to_completion(run, train) == (143 if end else 0)
-        warning = f"warning: checkpoint at step 2 could not be saved in {tmp_path}/run: "
-        assert warning in capsys.readouterr().out
     assert find_newest_valid(tmp_path / "run") == (tmp_path / "run" / "checkpoint-2", [])
 
 
@@ -218,7 +216,7 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_began(monkeypatch, 
             for tensor in live.values():
                 tensor.add_(1.0)
         begin.set()
-        run.saver._pending.result()
+        run.saver._pending[0].result()
     finally:
         run.close()
     folder = tmp_path / "run" / "checkpoint-1"
@@ -306,5 +304,6 @@ def test_other_data_of_the_same_name_is_refused(capsys, tmp_path, random_model):
     assert inside(tmp_path / "run", random_model, *changed, "checkpoint.accept_changes=true") == 0
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer" / "state.json").read_text())
     assert state["data_fingerprint"] == new
-    assert set(state["versions"]) == {"python", "torch", "transformers"} and state["world_size"] == 1
-    assert state["threads_per_rank"] == 1
+    machine = state["bits_depend_on"]
+    assert machine.keys() == {"world_size", "runtime.threads_per_rank", "python", "torch", "transformers"}
+    assert (machine["world_size"], machine["runtime.threads_per_rank"]) == (1, 1)

