@@ -8,7 +8,7 @@ GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.p
 | forward, backward | in the update: after the first forward / when the gradient reaches the embedding, at the end of a backward |
 | write | before anything of a checkpoint is on disk |
 | states | before a rank writes the optimizer's tensors of a checkpoint (under FSDP each rank its share) |
-| save | when the weights of a checkpoint are on disk and the manifest is not |
+| save | when the files of a checkpoint are written and their folder has not its name yet |
 | prune | when a checkpoint is in place and older ones are still there |
 | line | before a step's line goes to metrics.jsonl |
 
@@ -32,6 +32,7 @@ import torch
 
 import grpo.run.checkpoint
 import grpo.run.state
+import grpo.system
 import grpo.telemetry.reporter
 import train_grpo
 from grpo.distributed import World
@@ -105,7 +106,7 @@ before(grpo.run.state, "score_groups", "score")
 
 before(grpo.run.checkpoint, "save_weights", "write")
 before(grpo.run.checkpoint, "save_tensors", "states")
-original_sync = grpo.run.checkpoint.sync
+original_sync = grpo.system.sync
 
 
 def sync(path):
@@ -137,7 +138,7 @@ def output_dir() -> str:
     return next((a.split("=", 1)[1] for a in sys.argv if a.startswith("output_dir=")), "")
 
 
-grpo.run.checkpoint.sync = sync
+grpo.system.sync = sync
 original_train = train_grpo.train
 
 
