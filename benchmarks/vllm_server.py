@@ -5,22 +5,21 @@ import time
 from contextlib import ExitStack
 
 from grpo.batch import Problem
-from grpo.config import RolloutConfig, RuntimeConfig
+from grpo.config import RuntimeConfig
 from grpo.distributed import start_world
 from grpo.model import Policy
 from grpo.rollout import SamplingParams
-from grpo.rollout.vllm import VLLMEngine
+from grpo.vllm.client import Server
+from grpo.vllm.engine import VLLMEngine
 
 
 class ForcedLengths(VLLMEngine):
     """Completion g of problem u ends at ``lengths_UG[u, g]`` and nowhere else."""
 
     def _body(self, problem, g, sampling, stops, address):
-        length = int(self.lengths_UG[problem.index, g])
-        return super()._body(problem, g, sampling, stops, address) | {"max_tokens": length, "stop_token_ids": []}
-
-    def _checked(self, server, answer, sampling, stops):
-        return super()._checked(server, answer._replace(finish_reason="stop"), sampling, stops)
+        body = super()._body(problem, g, sampling, stops, address)
+        length = {"max_tokens": int(self.lengths_UG[problem.index, g]), "stop_token_ids": []}
+        return body | {"sampling_params": body["sampling_params"] | length}
 
 
 class Served:
@@ -28,12 +27,12 @@ class Served:
 
     def __init__(self, address: str, policy: Policy, threads: int, weights_folder: str):
         world = start_world(RuntimeConfig(device=policy.device.type, threads_per_rank=threads))
-        rollout = RolloutConfig(engine="vllm", weights_folder=weights_folder)
-        self.engine = ForcedLengths(policy, [address], world=world, rollout=rollout)
+        options = dict(weights_folder=weights_folder, run="benchmark")
+        self.engine = ForcedLengths(policy, [Server(address, 600.0)], world=world, **options)
         self.inside, self.seconds = ExitStack(), []
 
     def sync(self) -> None:
-        """Load the current weights into the server, which also empties its prefix cache."""
+        """Load the current weights into the server."""
         self.inside.close()
         start = time.perf_counter()
         self.inside.enter_context(self.engine.weights())

@@ -12,10 +12,10 @@ Where the dataset's prompts are lists of messages and a reward reads messages, a
 import argparse
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from grpo.distributed import World, set_cpu_threads
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.groups import score_groups
-from grpo.rollout import Engine, SamplingParams, build_engine, check_sampling
+from grpo.rollout import Engine, SamplingParams, check_sampling
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader
 from grpo.telemetry.user_errors import print_user_error
+from grpo.vllm import build_engine
 
 
 def main(argv: list[str]) -> int:
@@ -104,7 +105,7 @@ def _engine_from(options: argparse.Namespace, config: Config) -> Engine:
         uses=(),
         probe_ids=(),
         folder=tempfile.mkdtemp(prefix="grpo-chat-") if starts_vllm else ".",
-        warn=partial(print, flush=True),
+        name=f"chat-{os.getpid()}",
         builtin={},
     )
 

@@ -29,7 +29,7 @@ ALIASES = {
     "vllm_server_base_url": "rollout.server",
     "vllm_server_host": "rollout.server",
     "vllm_server_port": "rollout.server",
-    "vllm_group_port": "rollout.weight_transfer",
+    "vllm_group_port": "rollout.weights_folder",
     "vllm_model_impl": "rollout.vllm_command",
     "vllm_server_timeout": "rollout.server_timeout_s",
     "temp": "rollout.temperature",

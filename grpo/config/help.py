@@ -123,6 +123,8 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
         return message  # it is about several keys, and names them
     if error["type"] == "missing":
         return f"{key} is missing"
+    if "is a secret" in message:
+        return f"{key}: {message}"
     shown = repr(masked({key.rpartition(".")[2]: error["input"]})[key.rpartition(".")[2]])
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return f"{key}={shown}: {message[:1].lower()}{message[1:]}"

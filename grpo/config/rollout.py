@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from grpo.config.schema import Folder, Section
+from grpo.system.masking import is_secret
 
-SERVER_KEYS = ("server", "num_servers", "vllm_command", "server_timeout_s", "weights_folder", "weight_transfer")
+SERVER_KEYS = ("server", "num_servers", "vllm_command", "server_timeout_s", "weights_folder")
 """Keys that are read with ``engine=vllm`` alone. They do not change the algorithm, so they may differ when a run continues."""
 
 
@@ -49,13 +50,10 @@ class RolloutConfig(Section):
     """With server=start: the command, to which port, precision and lengths are added; {model} is the model's folder, {index} the number of
     the server, from 0. vLLM may be in an environment of its own: /path/bin/vllm serve {model}."""
     server_timeout_s: float = Field(600.0, gt=0)
-    """With engine=vllm: seconds without an answer of a server, while it starts or samples, after which the run stops."""
+    """With engine=vllm: seconds that a server may take to start, or to answer one request (sample one completion, load the weights)."""
     weights_folder: Folder = "/dev/shm"
     """With engine=vllm: folder through which the servers get the weights; /dev/shm is memory. For servers on other machines: a folder
     that all machines see."""
-    weight_transfer: Literal["file", "nccl", "ipc"] = "file"
-    """With engine=vllm: how the servers get the weights. file: weights_folder; nccl: broadcast between GPUs; ipc: shared memory of the one
-    GPU that trainer and server use. nccl and ipc have not yet run on a GPU. LoRA adapters go by file."""
 
     @field_validator("stop")
     @classmethod
@@ -107,7 +105,7 @@ class RolloutConfig(Section):
 
 def engine_overrides(engine: str) -> list[str]:
     """``section.key=value`` for an evaluation or a chat: the engine, and with vLLM a server of its own, not those of the model's run."""
-    return [f"rollout.engine={engine}", "rollout.server=start", "rollout.num_servers=1", "rollout.weight_transfer=file"]
+    return [f"rollout.engine={engine}", "rollout.server=start", "rollout.num_servers=1"]
 
 
 def checked_addresses(value: Any) -> str | list[str]:
@@ -116,6 +114,8 @@ def checked_addresses(value: Any) -> str | list[str]:
     addresses = [address.rstrip("/") if isinstance(address, str) else address for address in given]
     if not addresses:
         raise ValueError("an empty list: name an address, http://host:8000, or start")
+    if any("@" in str(address) for address in addresses):
+        raise ValueError("a password in an address is a secret: set VLLM_API_KEY in the environment instead")
     for address in addresses:
         if not _is_address(address):
             raise ValueError(f"{address!r} is neither start nor an address: use start, or http://host:8000")
@@ -140,8 +140,12 @@ def checked_command(value: str) -> str:
         raise ValueError(f"{value!r} cannot be cut into words: {error}") from None
     if unknown := sorted(set(re.findall(r"\{\w*\}", value)) - {"{model}", "{index}"}):
         raise ValueError(f"{', '.join(unknown)} is not known: there are {{model}} and {{index}}")
-    if any(re.match("--api-key|VLLM_API_KEY=", word) for word in words):
-        raise ValueError("set VLLM_API_KEY in the environment instead: the trainer sends it too, and no file shows it")
+    pairs = [word.partition("=") for word in words]
+    secrets = [name for name, equals, value in pairs if name == "--api-key" or (equals and is_secret(name, value))]
+    if secrets:
+        raise ValueError(
+            f"{secrets[0]} is a secret: set it in the environment (VLLM_API_KEY), which the server gets too"
+        )
     if not any("{model}" in word for word in words[1:]):
         raise ValueError("it needs {model} where the model's folder goes, as in: vllm serve {model}")
     return value

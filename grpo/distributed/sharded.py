@@ -31,7 +31,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from torch.types import Device
 
 from grpo.distributed.world import World
 
@@ -124,21 +123,15 @@ def local_bytes(module: nn.Module) -> int:
     return sum(share(p).numel() * p.element_size() for p in module.parameters())
 
 
-def gathered_on_main(
-    tensors: Iterable[tuple[str, torch.Tensor]], world: World, device: Device = "cpu"
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """``(name, whole tensor)`` one at a time, empty on the other ranks. All ranks iterate to the end."""
-    for name, tensor in tensors:
-        with world.collective():
-            found = whole(tensor.detach())
-        yield name, found.to(device) if world.is_main else found.new_empty(0, device=device)
-
-
 def whole_trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of what is trained, and of buffers, in rank 0's host memory; empty on the other ranks.
+    """The state dict of what is trained, and of buffers; of a sharded model in rank 0's host memory.
 
-    All ranks call it together. A tied weight stays one tensor under several names.
+    Then all ranks call it together, and it is empty on the other ranks. A tied weight stays one tensor under several
+    names.
     """
+    if not any(map(is_sharded, model.modules())):
+        frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
     options = dict(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     found = whole_states.get_model_state_dict(model, options=whole_states.StateDictOptions(**options))
     first: dict[nn.Parameter, str] = {}

@@ -21,7 +21,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,14 @@ from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code_tests import check_rows
 from grpo.rewards.groups import messages_warning
-from grpo.rollout import Engine, build_engine, check_sampling, sampling_weights, split_stop
+from grpo.rollout import Engine, check_sampling, sampling_weights, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.intervals import LEVEL
 from grpo.telemetry.metrics_file import json_safe
 from grpo.telemetry.terminal import survive_lost_readers
 from grpo.telemetry.user_errors import exit_with_user_error
+from grpo.vllm import build_engine
 
 INTERVAL_METHOD = (
     "the unit is the problem; rates: Wilson's interval at the effective number of observations p(1-p)/se^2, se over problems; "
@@ -150,7 +150,7 @@ def _evaluate_model(
         uses=[(longest, eval_sampling(config))],
         probe_ids=problems[0].prompt_ids if problems else (),
         folder=output.parent,
-        warn=partial(print, flush=True),
+        name="evaluation",
         builtin=dict(fast_decode=config.runtime.fast_decode),
     )
     with contextlib.closing(engine):

@@ -9,7 +9,6 @@ from typing import Protocol
 from grpo.batch import Group, Problem
 from grpo.distributed import World
 from grpo.model import Policy
-from grpo.rollout.decode_loop import Prompts
 from grpo.rollout.draw import SamplingParams
 
 
@@ -39,19 +38,6 @@ class Engine(Protocol):
                 ``derive_seed(seed, purpose, step, problem.index, g)``. With the built-in engine it and the weights determine the completion.
             on_tokens: called with the number of tokens drawn since the last call, for progress bars.
         """
-
-    def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        """Allocate the most memory that sampling can take in this process."""
-
-    @property
-    def may_capture(self) -> bool:
-        """True if decode steps are captured in CUDA graphs, as far as the settings and the model's modules tell."""
-
-    def kept_bytes(self) -> int:
-        """Most device memory that the engine keeps between rollouts."""
-
-    def metrics(self) -> dict[str, float]:
-        """Counts since the last call, of this rank, to be summed over ranks: ``sampling/...``."""
 
     def close(self) -> None:
         """Release what the engine holds outside this process."""

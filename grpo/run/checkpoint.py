@@ -61,11 +61,7 @@ class Trained:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The state dict to write; under FSDP gathered in rank 0's host memory, by all ranks together."""
-        model = self.policy.trained
-        if self.is_sharded:
-            return whole_trained_weights(model)
-        frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+        return whole_trained_weights(self.policy.trained)
 
     def states(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors and the reference's, under FSDP this rank's shares."""

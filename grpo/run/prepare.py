@@ -23,7 +23,7 @@ from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
-from grpo.rollout import SamplingParams, build_engine, split_stop
+from grpo.rollout import SamplingParams, split_stop
 from grpo.run.checkpoint import Trained
 from grpo.run.given import Given
 from grpo.run.memory import memory_line
@@ -37,6 +37,7 @@ from grpo.run.summary import print_summary
 from grpo.telemetry.environment import environment, record_start
 from grpo.telemetry.reporter import Reporter
 from grpo.telemetry.tensorboard_logger import check_tensorboard
+from grpo.vllm import build_engine
 
 
 def prepare(config: Config, world: World, given: Given | None = None) -> Run | None:
@@ -160,6 +161,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     on_failure.callback(reporter.close)
     builtin = dict(policy=models.sampler, gathered=models.gathered, is_llama=models.is_llama)
     builtin |= config.runtime.model_dump(include={"fast_decode", "cuda_graphs"})
+    builtin["warn"] = partial(print_from_rank, world, reporter)
     engine = build_engine(
         config,
         world,
@@ -169,7 +171,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         uses=_uses(config, train.problems, eval_problems),
         probe_ids=train.problems[0].prompt_ids,
         folder=config.output_dir,
-        warn=partial(print_from_rank, world, reporter),
+        name="run",
         builtin=builtin,
     )
     on_failure.callback(engine.close)

@@ -26,7 +26,7 @@ from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.groups import score_groups, with_logged
 from grpo.rewards.logged import TrainerState
-from grpo.rollout import Engine, SamplingParams, sampling_weights
+from grpo.rollout import BuiltinEngine, Engine, SamplingParams, sampling_weights
 from grpo.run.output_folder import Lock
 from grpo.run.saver import Progress, Saver
 from grpo.run.signals import Signals
@@ -65,6 +65,11 @@ class Run:
     def packed(self) -> bool:
         """True if scoring computes each prompt once per group instead of once per completion."""
         return self.bare_scorer.packed
+
+    @property
+    def may_capture(self) -> bool:
+        """True if decode steps are captured in CUDA graphs, as far as the settings and the model's modules tell."""
+        return isinstance(self.engine, BuiltinEngine) and self.engine.may_capture
 
     @property
     def sampling(self) -> SamplingParams:

@@ -17,7 +17,7 @@ def set_environment_defaults() -> None:
 
     CUDA: segments of fixed size would fragment, so let the allocator grow its segments. CUDA graphs keep pools of their own either way.
     Known to fail with such segments: collectives inside of CUDA graphs (pytorch/pytorch#158029), which are not used here, and sharing CUDA
-    tensors between processes, so ``rollout.weight_transfer=ipc`` refuses them. torch 2.11 and later read ``PYTORCH_ALLOC_CONF`` (2.9 did not, pytorch/pytorch#183387);
+    tensors between processes. torch 2.11 and later read ``PYTORCH_ALLOC_CONF`` (2.9 did not, pytorch/pytorch#183387);
     ``PYTORCH_CUDA_ALLOC_CONF``, its older name, still wins over it.
     """
     for name in CACHE_NAMES:

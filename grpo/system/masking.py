@@ -63,6 +63,11 @@ def _map(value: Any, function: Callable[[Any, bool], Any], is_secret: bool = Fal
     return function(value, bool(is_secret or is_header) and not is_reference)
 
 
+def is_secret(name: str, value: Any) -> bool:
+    """True for a value that :func:`masked` masks under this name."""
+    return masked({name: value})[name] == MASK
+
+
 def _names_a_secret(key: str, value: Any) -> bool:
     """True for ``api_key``, ``apiKey``, ``hf_token_2``, ``db_password``; not for ``max_tokens`` or ``stop_token``.
 

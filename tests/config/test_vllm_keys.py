@@ -1,5 +1,7 @@
 """The keys of ``rollout.engine=vllm``: what they accept, what follows from them, and which may change when a run continues."""
 
+import re
+
 import pytest
 
 from grpo.config import SERVER_KEYS, make_config
@@ -22,8 +24,13 @@ VLLM = {"rollout.engine": "vllm"}
         ({"rollout.server": "http://a:1", "rollout.num_servers": 2}, "rollout.num_servers=2 is for server=start"),
         ({"rollout.vllm_command": "vllm serve {name}"}, "{name} is not known: there are {model} and {index}"),
         ({"rollout.vllm_command": "vllm serve MODEL"}, "it needs {model}"),
-        ({"rollout.vllm_command": "vllm serve {model} --api-key k"}, "set VLLM_API_KEY in the environment instead"),
-        ({"rollout.vllm_command": "env VLLM_API_KEY=k vllm serve {model}"}, "set VLLM_API_KEY in the environment"),
+        (
+            {"rollout.vllm_command": "vllm serve {model} --api-key k"},
+            "--api-key is a secret: set it in the environment",
+        ),
+        ({"rollout.vllm_command": "env VLLM_API_KEY=k vllm serve {model}"}, "VLLM_API_KEY is a secret"),
+        ({"rollout.vllm_command": "env HF_TOKEN=hf_abc123def vllm serve {model}"}, "HF_TOKEN is a secret"),
+        ({"rollout.server": "http://me:pass@host:8000"}, "rollout.server: a password in an address is a secret"),
         ({"rollout.vllm_command": "vllm 'serve {model}"}, "cannot be cut into words"),
         (VLLM | {"rollout.keep_sampling_mask": True}, "rollout.keep_sampling_mask=true needs"),
         ({"rollout.server_timeout_s": 0}, "rollout.server_timeout_s"),
@@ -34,6 +41,7 @@ def test_a_wrong_value_is_one_line(values, message):
     with pytest.raises(ValueError) as caught:
         make_config(values)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not re.search("pass@|hf_abc|API_KEY=k|--api-key k", str(caught.value))
 
 
 def test_addresses():
@@ -87,7 +95,7 @@ def test_notes():
 def test_servers_may_change_between_runs_and_the_engine_may_not():
     moved = {
         **{"rollout.server": "http://a:1", "rollout.vllm_command": "v {model}", "rollout.server_timeout_s": 9},
-        **{"rollout.weights_folder": "/elsewhere", "rollout.weight_transfer": "nccl"},
+        **{"rollout.weights_folder": "/elsewhere"},
     }
     assert {key.removeprefix("rollout.") for key in moved} | {"num_servers"} == set(SERVER_KEYS)
     saved = {"config": make_config(VLLM).for_writing(), "data_fingerprint": "", "content": {}}

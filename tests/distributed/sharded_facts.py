@@ -11,7 +11,7 @@ import sys
 import torch
 
 from grpo.config import load_config
-from grpo.distributed import gathered_on_main, gradient_sync, share, start_world
+from grpo.distributed import gradient_sync, share, start_world, whole
 from grpo.model import num_parameters
 from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
@@ -22,8 +22,8 @@ def main(file: str, arguments: list[str]) -> None:
     world = start_world(config.runtime)
     run = prepare(config, world)
     model = run.policy.model
-    weights = {name: tensor.clone() for name, tensor in gathered_on_main(model.named_parameters(), world)}
-    states = {name: tensor.clone() for name, tensor in gathered_on_main(run.saver.trained.states().items(), world)}
+    weights = {name: whole(tensor.detach()).clone() for name, tensor in model.named_parameters()}
+    states = {name: whole(tensor.detach()).clone() for name, tensor in run.saver.trained.states().items()}
 
     with gradient_sync(run.scorer, enabled=True):
         any_forward(run.policy)(run.scorer).backward()

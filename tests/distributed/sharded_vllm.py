@@ -6,23 +6,23 @@ FILE gets ``weights``, whole tensors by name, and ``ids``, for each rank those o
 """
 
 import sys
-from functools import partial
 
 import torch
 
 from grpo.config import load_config
-from grpo.distributed import gathered_on_main, gradient_sync, start_world
-from grpo.rollout.vllm import VLLMEngine
+from grpo.distributed import gradient_sync, start_world, whole
 from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
+from grpo.vllm.client import Server
+from grpo.vllm.engine import VLLMEngine
 
 
 def main(file: str, address: str, arguments: list[str]) -> None:
     config = load_config(arguments)
     world = start_world(config.runtime)
     run = prepare(config, world)
-    build = partial(VLLMEngine, run.policy, [address], world=world, rollout=config.rollout, root=run.scorer)
-    engine = build(probe_ids=range(3, 20))
+    servers, folder = [Server(address, 60.0)], config.rollout.weights_folder
+    engine = VLLMEngine(run.policy, servers, world=world, weights_folder=folder, run=folder, root=run.scorer)
     ids = []
     for step in range(2):
         with gradient_sync(run.scorer, enabled=True):
@@ -31,7 +31,7 @@ def main(file: str, address: str, arguments: list[str]) -> None:
         with engine.weights(), world.fail_together():
             groups = engine.generate(run.problems.at(step), run.sampling, address=(0, "rollout", step))
         ids += [c.ids for group in groups for c in group.completions]
-    weights = {name: t.clone() for name, t in gathered_on_main(run.policy.model.named_parameters(), world)}
+    weights = {name: whole(t.detach()).clone() for name, t in run.policy.model.named_parameters()}
     facts = dict(weights=weights, ids=world.gather_objects(ids))
     if world.is_main:
         torch.save(facts, file)

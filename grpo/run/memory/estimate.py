@@ -153,7 +153,7 @@ def memory_of(run: Run, longest_prompt: int) -> Memory:
         on_cpu=run.world.device.type == "cpu",
         tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
         tokens_per_microbatch=min(run.tokens_per_microbatch, most),
-        keeps_copies=run.engine.may_capture,
+        keeps_copies=run.may_capture,
         samples_here=r.engine == "builtin",
         **_divided(run),
     )

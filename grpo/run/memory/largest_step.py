@@ -139,7 +139,7 @@ def _sample(run: Run, prompts: Sequence[tuple[int, ...]], sampling: SamplingPara
 
 def _graphs(run: Run, rows: int, longest_prompt: int, sampling: SamplingParams) -> tuple[int, int]:
     """Bytes of the buffers and of the pool of CUDA graphs that decode so many rows; zeros where nothing is captured."""
-    if not run.engine.may_capture:
+    if not run.may_capture:
         return 0, 0
     return graph_bytes(
         run.policy.model.config.get_text_config(),
@@ -153,7 +153,7 @@ def _graphs(run: Run, rows: int, longest_prompt: int, sampling: SamplingParams) 
 def _kept_by_graphs(run: Run, rows: int, longest_prompt: int) -> int:
     """Most bytes that CUDA graphs keep between rollouts, beside the copied weights, which are in memory since the sampling above."""
     buffers, pool = _graphs(run, rows, longest_prompt, run.sampling)
-    most = run.engine.kept_bytes()
+    most = run.engine.kept_bytes() if buffers else 0
     return min(buffers, most) + pool if most else 0
 
 

@@ -9,12 +9,13 @@ from conftest import load
 from vllm_server import VLLMServer
 
 from grpo.batch import Problem, collate
-from grpo.config import RolloutConfig, RuntimeConfig
+from grpo.config import RuntimeConfig
 from grpo.distributed import start_world
 from grpo.logprobs import CompletionScorer
 from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.rollout.vllm import VLLMEngine
+from grpo.vllm.client import Server, ServerError, session, wait_for
+from grpo.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.slow
 ADDRESS = (0, "rollout", 0)
@@ -37,13 +38,9 @@ def servers(model, tmp_path_factory):
     """Name -> server, which starts when a test first builds an engine for it."""
     logs = tmp_path_factory.mktemp("logs")
     found = {
-        "plain": VLLMServer(model, logs / "plain.log"),
-        "processed": VLLMServer(
-            model, logs / "processed.log", "--logprobs-mode", "processed_logprobs", "--enable-lora", "--max-lora-rank", "8",
-            "--no-enable-chunked-prefill",
-        ),
+        "fp32": VLLMServer(model, logs / "fp32.log", "--enable-lora", "--max-lora-rank", "8"),
         "bf16": VLLMServer(model, logs / "bf16.log", dtype="bfloat16"),
-    }  # fmt: skip
+    }
     try:
         yield found
     finally:
@@ -56,13 +53,13 @@ def build(servers, tmp_path):
     """Builds an engine for one of the servers."""
     engines, world = [], start_world(RuntimeConfig(device="cpu"))
 
-    def make(name, policy, **options) -> VLLMEngine:
-        if servers[name].process is None:
+    def make(name, policy, *uses) -> VLLMEngine:
+        if servers[name].started is None:
             servers[name].start()
-            servers[name].wait()
-        rollout = RolloutConfig(**dict(engine="vllm", weights_folder=str(tmp_path), server_timeout_s=300) | options)
-        probe_ids = tuple(range(100, 140))
-        engine = VLLMEngine(policy, [servers[name].address], world=world, rollout=rollout, probe_ids=probe_ids)
+        options = dict(weights_folder=str(tmp_path / "weights"), run=tmp_path, probe_ids=range(100, 140), uses=uses)
+        engine = VLLMEngine(
+            policy, [Server(servers[name].address, 300.0, servers[name].started.explain)], world=world, **options
+        )
         engines.append(engine)
         return engine
 
@@ -104,7 +101,12 @@ def differences(policy, groups, temperature) -> torch.Tensor:
 def logprobs_of(engine, group) -> torch.Tensor:
     """Log-probs of the tokens of a group's first completion by the server, as those of given tokens."""
     ids, n = group.problem.prompt_ids + group.completions[0].ids, len(group.problem.prompt_ids)
-    return torch.tensor(engine.servers.own[0].prompt_logprobs(ids)[n - 1 :])
+
+    async def ask() -> list[float]:
+        async with session() as http:
+            return await engine.servers[0].prompt_logprobs(http, ids, engine.servers[0].model)
+
+    return torch.tensor(wait_for(ask)[n - 1 :])
 
 
 def update(policy, problems, num_updates=3, learning_rate=1e-3) -> None:
@@ -120,7 +122,7 @@ def update(policy, problems, num_updates=3, learning_rate=1e-3) -> None:
 
 def test_greedy_completions_equal_the_builtin_engines(build, model, problems):
     policy = load(model)
-    engine, sampling = build("plain", policy), SamplingParams(1, 160, temperature=0.0)
+    engine, sampling = build("fp32", policy), SamplingParams(1, 160, temperature=0.0)
     with engine.weights():
         found = engine.generate(problems, sampling, address=ADDRESS)
     expected = BuiltinEngine(policy).generate(problems, sampling, address=ADDRESS)
@@ -130,7 +132,7 @@ def test_greedy_completions_equal_the_builtin_engines(build, model, problems):
 
 def test_stops_end_completions_where_the_builtin_engine_ends_them(build, model, problems):
     policy = load(model)
-    engine = build("plain", policy)
+    engine = build("fp32", policy)
     tokens = policy.tokenizer.convert_ids_to_tokens(range(2, 8))
     special = next((t for t in tokens if t in policy.tokenizer.all_special_tokens), policy.tokenizer.eos_token)
     for stop in ((" the",), ("\n", special), ("= ", "answer>")):
@@ -142,7 +144,7 @@ def test_stops_end_completions_where_the_builtin_engine_ends_them(build, model, 
 
 def test_the_same_seeds_give_the_same_completions(build, model, problems):
     policy = load(model)
-    engine = build("plain", policy)
+    engine = build("fp32", policy)
     sampling, found = SamplingParams(4, 40), []
     for address in (ADDRESS, ADDRESS, (0, "rollout", 1)):
         with engine.weights():
@@ -154,7 +156,7 @@ def test_the_same_seeds_give_the_same_completions(build, model, problems):
 
 def test_logprobs_at_a_temperature_are_the_scorers(build, model, problems):
     policy = load(model)
-    engine = build("processed", policy, temperature=0.7)
+    engine = build("fp32", policy)
     with engine.weights():
         groups = engine.generate(problems[:16], SamplingParams(4, 60, temperature=0.7), address=ADDRESS)
     assert differences(policy, groups, 0.7).max() <= 1e-4
@@ -163,7 +165,7 @@ def test_logprobs_at_a_temperature_are_the_scorers(build, model, problems):
 def test_first_tokens_have_the_frequencies_of_the_softmax(build, model, problems):
     """2,000 samples of one token: Pearson's chi-square over the tokens expected at least 8 times, and all others together."""
     policy, n = load(model), 2000
-    engine = build("processed", policy)
+    engine = build("fp32", policy)
     with engine.weights():
         (group,) = engine.generate(problems[:1], SamplingParams(n, 1), address=ADDRESS)
     with torch.no_grad():
@@ -180,7 +182,7 @@ def test_first_tokens_have_the_frequencies_of_the_softmax(build, model, problems
 
 def test_logprobs_after_updates_are_those_of_the_new_weights(build, model, problems):
     policy = load(model)
-    engine = build("plain", policy)
+    engine = build("fp32", policy)
     before = scores(policy, BuiltinEngine(policy).generate(problems[:4], SamplingParams(1, 30), address=ADDRESS), 1.0)
     update(policy, problems)
     with engine.weights():
@@ -204,45 +206,24 @@ def test_logprobs_after_updates_in_bf16(build, model, problems):
 
 
 def test_an_adapter_is_synced_alone(build, model, problems):
+    with build("fp32", load(model)).weights():  # tests before have given the server others
+        pass
     policy = load(model)
     settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     add_adapter(policy, settings, base=str(model))
-    engine = build("processed", policy)
+    engine = build("fp32", policy)
     sizes = []
     for _ in range(2):
         update(policy, problems)
         with engine.weights():
             groups = engine.generate(problems[:8], SamplingParams(4, 40), address=ADDRESS)
         assert differences(policy, groups, 1.0).max() <= 1e-4
-        files = [file for file in engine.folder.path.rglob("*") if file.is_file()]
-        sizes.append({file.name: file.stat().st_size for file in files})
-    assert all(
-        set(found) == {"owner", "adapter_config.json", "adapter_model.safetensors", "README.md"} for found in sizes
-    )
-    names = [entry["id"] for entry in engine.servers.own[0].models()]
-    assert len(names) == 2 and names[1] == engine.servers.model_name(
-        engine.servers.own[0]
-    )  # the former adapter is unloaded
+        sizes.append({file.name for file in engine.folder.path.rglob("*") if file.is_file()})
+    assert sizes == [{"adapter_config.json", "adapter_model.safetensors", "README.md"}] * 2
 
 
-def test_a_server_that_is_killed_and_started_again_loses_nothing(build, servers, model, problems):
-    policy, server = load(model), servers["plain"]
-    update(policy, problems)
-    engine, sampling = build("plain", policy), SamplingParams(4, 60)
-    with engine.weights():
-        expected = engine.generate(problems[:12], sampling, address=ADDRESS)
-    done = 0
-
-    def kill_once(num_tokens):
-        nonlocal done
-        done += 1
-        if done == 10:
-            server.kill()
-            server.start()  # it needs at least ten seconds
-
-    with engine.weights():
-        found = engine.generate(problems[:12], sampling, address=ADDRESS, on_tokens=kill_once)
-    assert [[c.ids for c in group.completions] for group in found] == [
-        [c.ids for c in group.completions] for group in expected
-    ]
-    assert differences(policy, found, 1.0).max() <= 1e-4
+def test_a_server_that_is_killed_while_it_samples_ends_the_run_in_one_line(build, servers, model, problems):
+    policy, server = load(model), servers["fp32"]
+    engine = build("fp32", policy)
+    with pytest.raises(ServerError, match=r"has ended \(exit code -9\): .* \(log: "), engine.weights():
+        engine.generate(problems, SamplingParams(4, 60), address=ADDRESS, on_tokens=lambda n: server.kill())

@@ -1,0 +1,226 @@
+"""The vLLM engine: each rollout gives the policy's weights to vLLM servers and samples from them over HTTP.
+
+One request per completion, with the seed of that completion, token ids in and token ids out. Their text is decoded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+from torch import nn
+
+from grpo.batch import Completion, Group, Problem
+from grpo.distributed import World, is_sharded, whole_trained_weights
+from grpo.model import Policy
+from grpo.rollout import SamplingParams, Stops
+from grpo.seeding import derive_seed
+from grpo.vllm.check import check_server, check_temperature
+from grpo.vllm.client import Sampled, Server, ServerError, session, wait_for
+from grpo.vllm.weights import Probe, WeightsFolder
+
+MAX_REQUESTS = 512
+"""Most requests in flight to one server, over all ranks, each with a connection of its own."""
+
+
+class VLLMEngine:
+    """Samples completions of problems from vLLM servers (:class:`grpo.rollout.interface.Engine`)."""
+
+    communicates = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        servers: Sequence[Server],
+        *,
+        world: World,
+        weights_folder: str,
+        run: str | Path,
+        root: nn.Module | None = None,
+        probe_ids: Sequence[int] = (),
+        uses: Sequence[tuple[int, SamplingParams]] = (),
+        on_close: Callable[[], None] = lambda: None,
+    ):
+        """All ranks build it together.
+
+        Args:
+            policy: its model, or its adapter, is what the servers get; under FSDP the sharded model.
+            servers: the same on all ranks, which share them.
+            weights_folder: ``rollout.weights_folder``.
+            run: the run's own folder.
+            root: under FSDP the sharded module that holds the model; None: ``policy.model``.
+            probe_ids: a prompt, for the proof of the weights.
+            uses: for each kind of sampling to come, the tokens of its longest prompt and its settings.
+            on_close: called by :meth:`close`: ends servers that were started for this engine.
+
+        Raises:
+            ServerError: on all ranks, if a server does not answer or cannot sample for this policy.
+        """
+        self.policy, self.servers, self.world, self.on_close = policy, list(servers), world, on_close
+        self.vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+        self.probe = Probe(policy, root or policy.model, probe_ids)
+        self.folder = WeightsFolder(weights_folder, run) if world.is_main else None
+        self.version: str | None = None
+        """Of the weights that the servers have, which no other weights get; None outside of :meth:`weights`."""
+        self._adapter: Path | None = None
+        """The files of the adapter that the servers have."""
+        with world.fail_together():
+            self.versions = wait_for(self._check, uses)
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Give the policy's weights to the servers, now, for all calls of :meth:`generate` inside the block.
+
+        All ranks enter it together. ServerError or UserError, on all ranks, if the weights cannot be written, or a
+        server does not load them.
+        """
+        if self.version is not None:
+            yield
+            return
+        # Under FSDP the forward pass and the gathering are collectives.
+        with nullcontext() if is_sharded(self.probe.root) else self.world.fail_together():
+            self.probe.update()
+            weights = whole_trained_weights(self.policy.trained)
+        version = f"grpo-{uuid.uuid4().hex}"
+        with self.world.fail_together():
+            if self.world.is_main:
+                wait_for(self._load, self.folder.write(self.policy, weights, version), version)
+        self.version = self.world.from_main(version)
+        try:
+            yield
+        finally:
+            self.version = None
+
+    def generate(
+        self,
+        problems: Sequence[Problem],
+        sampling: SamplingParams,
+        *,
+        address: tuple[int, str, int],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[Group]:
+        """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem is requested with the seed
+        ``derive_seed(*address, problem.index, g)``; ``on_tokens`` is called when a completion has arrived.
+
+        ServerError if a server does not answer in time, or does not return what was asked for.
+        """
+        check_temperature(sampling)
+        G, stops = sampling.num_generations, Stops(self.policy.tokenizer, sampling.stop)
+        bodies = [self._body(problem, g, sampling, stops, address) for problem in problems for g in range(G)]
+        with nullcontext() if self.version is not None else self.weights():
+            sampled = wait_for(self._sample_all, bodies, on_tokens or (lambda num_tokens: None)) if bodies else []
+        ends = [None if not stops.strings else stops.first_end(s.token_ids, 0) for s in sampled]
+        ids = [s.token_ids[:end] for s, end in zip(sampled, ends, strict=True)]
+        texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        completions = [
+            Completion(
+                tuple(row), text, end is not None or s.finish_reason == "stop", () if sampling.is_greedy else
+                tuple(token.logprob for token in s.logprobs.content[: len(row)]),
+            )
+            for row, text, end, s in zip(ids, texts, ends, sampled, strict=True)
+        ]  # fmt: skip
+        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
+
+    def close(self) -> None:
+        """Delete the weights, and end the servers if they were started for this engine."""
+        if self.folder is not None:
+            self.folder.clear()
+        self.on_close()
+
+    def __str__(self) -> str:
+        """``vLLM 0.32.0 at http://host:8000``."""
+        return f"vLLM {self.versions[0]} at {', '.join(server.address for server in self.servers)}"
+
+    async def _check(self, uses: Sequence[tuple[int, SamplingParams]]) -> list[str]:
+        async with session() as http:
+            return await asyncio.gather(*(check_server(server, http, self.policy, uses) for server in self.servers))
+
+    async def _load(self, folder: Path, version: str) -> None:
+        """Load the weights of a folder into all servers, and delete those of the version before."""
+        async with session() as http:
+            await asyncio.gather(*(self._load_into(server, http, folder, version) for server in self.servers))
+        self.folder.clear(keep=folder if self.policy.adapter else None)
+        self._adapter = folder if self.policy.adapter else None
+
+    async def _load_into(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
+        model = server.model
+        if self.policy.adapter is None:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await server.call(http, "POST", "/collective_rpc", body)
+        else:
+            model = version
+            await server.call(http, "POST", "/v1/load_lora_adapter", {"lora_name": model, "lora_path": str(folder)})
+            if self._adapter is not None:
+                await server.call(http, "POST", "/v1/unload_lora_adapter", {"lora_name": self._adapter.name})
+        await server.call(http, "POST", "/update_weight_version", {"new_version": version})
+        if problem := self.probe.compare(await server.prompt_logprobs(http, self.probe.ids, model)):
+            raise ServerError(f"{server} does not compute with the weights it was given: {problem}")
+
+    def _body(self, problem: Problem, g: int, sampling: SamplingParams, stops: Stops, address) -> dict[str, Any]:
+        """Of the request for completion ``g``."""
+        settings = {
+            "max_tokens": sampling.max_completion_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": stops.strings,
+            "stop_token_ids": [*self.policy.eos_ids, *stops.ids],
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": True,
+            "ignore_eos": True,  # the policy's own EOS ids are among the stop tokens
+            "seed": derive_seed(*address, problem.index, g),
+            "logprobs": 0,
+        }
+        return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}
+
+    async def _sample_all(self, bodies: Sequence[dict[str, Any]], on_tokens: Callable[[int], None]) -> list[Sampled]:
+        """The answers to all requests, in order; servers that are faster get more of them."""
+        answers: list[Sampled | None] = [None] * len(bodies)
+        waiting = iter(enumerate(bodies))
+
+        async def work(server: Server) -> None:
+            for index, body in waiting:
+                answers[index] = await self._sample(server, http, body)
+                on_tokens(len(answers[index].token_ids))
+
+        async with session() as http:
+            num_workers = min(max(MAX_REQUESTS // self.world.size, 1), len(bodies))
+            workers = [work(server) for _ in range(num_workers) for server in self.servers]
+            tasks = [asyncio.gather(*workers)]
+            tasks += [asyncio.ensure_future(server.stay_healthy(http)) for server in self.servers]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return answers
+
+    async def _sample(self, server: Server, http: httpx.AsyncClient, body: dict[str, Any]) -> Sampled:
+        """One completion; ServerError if it is not what was asked for, or of other weights."""
+        # A salt keeps what the prefix cache holds of other weights out of use.
+        names = {"model": self.version} if self.policy.adapter else {}
+        answer = await server.generate(http, body | names | {"cache_salt": self.version})
+        (sampled,), length = answer.choices, body["sampling_params"]["max_tokens"]
+        ids = sampled.token_ids
+        problem = None
+        if len(ids) > length or (len(ids) < length and sampled.finish_reason == "length"):
+            problem = f"ended a completion after {len(ids)} tokens where {length} were asked for: raise --max-model-len"
+        elif max(ids) >= self.vocabulary:
+            problem = (
+                f"returned token id {max(ids)}, and the vocabulary has {self.vocabulary}: start it with this model"
+            )
+        elif sampled.logprobs is None or [token.token_id for token in sampled.logprobs.content] != ids:
+            problem = "returned other tokens than it has computed log-probs of"
+        elif {weights.version for weights in sampled.weight_versions} != {self.version}:
+            problem = "has lost the weights of this step: it was started again, or another run uses it"
+        if problem is not None:
+            raise ServerError(f"{server} {problem}")
+        return sampled

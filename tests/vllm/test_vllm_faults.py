@@ -1,0 +1,262 @@
+"""The vLLM engine against a server with faults: each is an error of one line, and none is asked again and again."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from conftest import load
+from faulty_vllm import FaultyServer
+
+from grpo.batch import Problem
+from grpo.config import RuntimeConfig
+from grpo.distributed import start_world
+from grpo.rollout import SamplingParams
+from grpo.seeding import derive_seed
+from grpo.system import UserError
+from grpo.vllm.client import Server, ServerError
+from grpo.vllm.engine import VLLMEngine
+from grpo.vllm.weights import WeightsFolder
+
+PROBLEMS = [Problem(index, "", (5 + index, 6, 7, 8)) for index in (3, 4, 9)]
+ADDRESS = (0, "rollout", 2)
+SAMPLED = SamplingParams(num_generations=4, max_completion_length=12)
+
+
+@pytest.fixture
+def server(random_model):
+    started = FaultyServer(random_model)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def build(random_model, tmp_path):
+    engines, world = [], start_world(RuntimeConfig(device="cpu"))
+
+    def make(*servers, timeout_s=20.0, **options) -> VLLMEngine:
+        options = dict(weights_folder=str(tmp_path / "weights"), run=tmp_path, probe_ids=range(3, 15)) | options
+        addresses = [server if isinstance(server, str) else server.address for server in servers]
+        engine = VLLMEngine(
+            load(random_model), [Server(address, timeout_s) for address in addresses], world=world, **options
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+        assert not engine.folder.path.exists()
+
+
+def sample(engine) -> list:
+    with engine.weights():
+        return engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)
+
+
+def train(policy) -> None:
+    """Change every weight, as an update does."""
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.01)
+
+
+def test_requests_say_everything_and_two_servers_share_them(server, build, random_model, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    other, tokens = FaultyServer(random_model), []
+    engine = build(server, other)
+    with engine.weights():
+        groups = engine.generate(PROBLEMS, SAMPLED, address=ADDRESS, on_tokens=tokens.append)
+        version = engine.version
+    other.stop()
+    assert [group.problem for group in groups] == PROBLEMS and [len(group.completions) for group in groups] == [4, 4, 4]
+    completions = [completion for group in groups for completion in group.completions]
+    assert sum(tokens) == sum(len(c.ids) for c in completions)
+    assert all(c.finished == (c.ids[-1] in engine.policy.eos_ids) for c in completions)
+    assert {c.sampling_logprobs for c in completions} == {(-1.0,) * len(c.ids) for c in completions}
+    assert (len(server.bodies), len(other.bodies)) == (6, 6)
+    given = {"max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "ignore_eos": True}
+    given |= {"stop": [], "stop_token_ids": list(engine.policy.eos_ids)}
+    bodies = [*server.bodies, *other.bodies]
+    seeds = {body["sampling_params"]["seed"] for body in bodies}
+    assert seeds == {derive_seed(*ADDRESS, index, g) for index in (3, 4, 9) for g in range(4)}
+    assert all(given.items() <= body["sampling_params"].items() for body in bodies)
+    assert {body["cache_salt"] for body in bodies} == {version}
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer k"}
+
+
+def test_the_server_gets_the_weights_of_each_rollout(server, build):
+    engine = build(server)
+    for number in range(2):
+        train(engine.policy)
+        sample(engine)
+        own = engine.policy.model.state_dict()
+        assert all(torch.equal(tensor, own[name]) for name, tensor in server.model.state_dict().items())
+        assert server.num_loads == number + 1
+
+
+def test_a_missed_update_shows(server, build):
+    """Of a size that lies below the limit on the difference."""
+    engine = build(server)
+    sample(engine)
+    server.applies_weights = False
+    with torch.no_grad():
+        engine.policy.model.get_output_embeddings().weight.mul_(1 + 1e-4)
+    with pytest.raises(ServerError, match="log-probs of a text are those of earlier weights"):
+        sample(engine)
+    train(engine.policy)
+    with pytest.raises(ServerError, match="does not compute with the weights it was given: log-probs of a text differ"):
+        sample(engine)
+
+
+def change_settings(section, key, value):
+    return lambda server: server.settings[section].update({key: value})
+
+
+REFUSED = {
+    "computes in bfloat16": change_settings("model_config", "dtype", "torch.bfloat16"),
+    "quantizes its weights": change_settings("model_config", "quantization", "fp8"),
+    "--logprobs-mode processed_logprobs": change_settings("model_config", "logprobs_mode", "raw_logprobs"),
+    "--max-model-len 300": change_settings("model_config", "max_model_len", 299),
+    "--no-enable-chunked-prefill": change_settings("scheduler_config", "enable_chunked_prefill", True),
+    "install vLLM 0.32 or later": lambda server: setattr(server, "vllm_version", "0.31.9"),
+    "is no server that is known": lambda server: server.settings.pop("lora_config"),
+    r"refuses /server_info.* \(status 404\)": lambda server: setattr(
+        server, "status", lambda route: 404 if route == "/server_info" else 200
+    ),
+    "wants another API key": lambda server: setattr(server, "status", lambda route: 401),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_server_that_cannot_sample_for_the_policy(server, build, message):
+    REFUSED[message](server)
+    with pytest.raises(ServerError, match=message) as error:
+        build(server, uses=[(288, SAMPLED)] if "300" in message else [])
+    assert server.address in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_server_that_is_not_there(build):
+    with pytest.raises(ServerError, match="cannot be reached"):
+        build("http://127.0.0.1:9", timeout_s=5)
+
+
+def changed(**changes):
+    def change(answer):
+        answer["choices"][0].update(changes)
+        return answer
+
+    return change
+
+
+def logprobs(value):
+    def change(answer):
+        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = value
+        return answer
+
+    return change
+
+
+WRONG = {
+    "choices: List should have at least 1 item": lambda answer: {"choices": []},
+    "choices.0: Input should be": lambda answer: {"choices": [None]},
+    "finish_reason: Input should be 'stop' or 'length'": changed(finish_reason="abort"),
+    "token_ids: List should have at least 1 item": changed(token_ids=[]),
+    "token_ids.0: Input should be a valid integer": changed(token_ids=[True]),
+    "token_ids.0: Input should be greater than or equal to 0": changed(token_ids=[-1]),
+    "other tokens than it has computed log-probs of": changed(token_ids=[3]),
+    "logprob: Input should be less than or equal to": logprobs(0.1),
+    "logprob: Input should be a finite number": logprobs(float("nan")),
+    "logprob: Input should be a valid number": logprobs("-1"),
+    "tokens where 12 were asked for": changed(finish_reason="length"),
+    "has lost the weights of this step": changed(weight_versions=[{"version": "default"}]),
+    "Invalid JSON: recursion limit exceeded": lambda answer: b"[" * 100_000,
+    "Invalid JSON": lambda answer: b"<html>",
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_an_answer_that_is_no_completion(server, build, message):
+    engine, server.change_answer = build(server), WRONG[message]
+    with pytest.raises(ServerError, match=message) as error:
+        sample(engine)
+    assert server.address in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_request_that_fails_is_not_repeated(server, build, status):
+    engine, asked = build(server), []
+
+    def refuse(route):
+        asked.append(route)
+        return status if route == "/inference/v1/generate" and server.weight_version != "default" else 200
+
+    server.status = refuse
+    with pytest.raises(ServerError, match=rf"refuses /inference/v1/generate \(status {status}\): .*made to fail"):
+        sample(engine)
+    assert asked == ["/collective_rpc", "/update_weight_version", "/inference/v1/generate"]
+
+
+def test_a_server_that_dies_while_it_samples(server, build):
+    engine = build(server)
+
+    def die(answer):
+        if len(server.bodies) > 3:
+            raise ConnectionError
+        return answer
+
+    server.change_answer = die
+    with pytest.raises(ServerError, match="cannot be reached"):
+        sample(engine)
+
+
+def test_a_server_that_stalls(server, build):
+    engine, server.change_answer = build(server, timeout_s=1.0), lambda answer: time.sleep(30)
+    with pytest.raises(ServerError, match=r"did not answer .* within 1 s \(rollout.server_timeout_s\)"):
+        sample(engine)
+
+
+def test_a_server_whose_engine_has_died_and_that_does_not_answer(server, build, monkeypatch):
+    """vLLM's front end answers /health with 503 then, and may keep the requests for ever."""
+    monkeypatch.setattr("grpo.vllm.client.HEALTH_SECONDS", 0.2)
+    engine, server.change_answer = build(server), lambda answer: time.sleep(30)
+    server.status = lambda route: 503 if route == "/health" else 200
+    with pytest.raises(ServerError, match=r"refuses /health \(status 503\)"):
+        sample(engine)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_signal_interrupts_a_rollout(server, build):
+    engine, server.change_answer = build(server), lambda answer: time.sleep(30)
+
+    def interrupt(*_):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    try:
+        with pytest.raises(Interrupted):
+            sample(engine)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not [thread for thread in threading.enumerate() if "AnyIO" in thread.name or "portal" in thread.name]
+
+
+def test_a_weights_folder_that_cannot_be_written(build, server, tmp_path):
+    (tmp_path / "file").touch()
+    engine = build(server, weights_folder=str(tmp_path / "file"))
+    with pytest.raises(UserError, match=f"rollout.weights_folder={tmp_path}/file: the weights cannot be written"):
+        sample(engine)
+
+
+def test_what_a_killed_run_left_is_deleted_by_the_next_and_by_no_other(tmp_path):
+    left = WeightsFolder(str(tmp_path), "run").path / "grpo-1"
+    left.mkdir(parents=True)
+    WeightsFolder(str(tmp_path), "other")
+    assert left.exists()
+    WeightsFolder(str(tmp_path), "run")
+    assert list(tmp_path.iterdir()) == []
