@@ -254,16 +254,20 @@ def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iter
         yield micro, number == len(parts)
 
 
+KEYS_PER_TOKEN = 8
+"""A packed backward pass keeps the prompt's keys and values once a row, which is most of its memory for many short completions."""
+
+
 def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
     """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens. Only rows of ``computed_B``.
 
-    With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group. Otherwise rows are sorted by length, and
-    padding tokens count. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one micro-batch, because
+    With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group; its rows together attend to at most
+    :data:`KEYS_PER_TOKEN` times ``max_tokens`` prompt tokens. Otherwise rows are sorted by length, and padding tokens count. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one micro-batch, because
     every rank must run a backward pass for DDP to synchronise.
     """
     prompts, lengths, groups = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), batch.group_B.tolist()
     parts: list[list[int]] = [[]]
-    used = 0  # tokens of the last part
+    used = keys = 0  # tokens of the last part; prompt tokens that its rows attend to
     rows = range(len(batch)) if batch.computed_B is None else batch.computed_B.nonzero().flatten().tolist()
     for b in rows if packed else sorted(rows, key=lengths.__getitem__):
         part = parts[-1]
@@ -273,8 +277,9 @@ def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> l
             used += lengths[b] - prompts[b]
         else:
             used += lengths[b]
-        if part and used > max_tokens:
-            part, used = [], lengths[b]  # the prompt is computed again in the new part
+        keys += prompts[b]
+        if part and (used > max_tokens or (packed and keys > KEYS_PER_TOKEN * max_tokens)):
+            part, used, keys = [], lengths[b], prompts[b]  # the prompt is computed again in the new part
             parts.append(part)
         part.append(b)
     return [torch.tensor(rows) for rows in parts]

@@ -2,7 +2,7 @@
 
 from grpo.attention.forked import ForkedCache
 from grpo.attention.layout import few_sizes, pack, pack_prompts
-from grpo.attention.packed import enable_packing, forked_hidden, packed_hidden, packing_enabled
+from grpo.attention.packed import enable_packing, forked_hidden, packed_hidden, packing_enabled, window_of
 
 __all__ = [
     "ForkedCache",
@@ -13,4 +13,5 @@ __all__ = [
     "pack_prompts",
     "packed_hidden",
     "packing_enabled",
+    "window_of",
 ]

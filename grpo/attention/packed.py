@@ -139,15 +139,15 @@ def _forward(backbone: nn.Module, ids: torch.Tensor, positions: torch.Tensor, **
     return backbone(input_ids=ids, position_ids=positions, **options, **caches).last_hidden_state
 
 
-def window_of(config: PreTrainedConfig) -> str | None:
-    """The entry of a configuration that restricts attention to the nearest tokens, or None.
+def window_of(config: PreTrainedConfig) -> tuple[str, int] | None:
+    """The entry of a configuration that restricts attention to the nearest tokens, and its value; or None.
 
     Some models have their window in the mask alone, which packed attention replaces, and a probe shorter than the window cannot see it.
     """
     for name, value in vars(config).items():
         is_window = name.endswith(("window", "window_size")) or name == "attention_chunk_size"
         if is_window and type(value) is int and getattr(config, f"use_{name}", True):
-            return f"{name}={value}"
+            return name, value
     return None
 
 
@@ -170,7 +170,7 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
     if backbone is None:
         return "its head does more than a product with the last hidden state"
     if window := window_of(model.config.get_text_config()):
-        return f"its attention has a window ({window})"
+        return f"its attention has a window ({window[0]}={window[1]})"
     device, was_training = next(model.parameters()).device, model.training
     prompts, lengths, groups = [9, 9, 5, 5, 5], [4, 1, 3, 7, 2], [0, 0, 1, 1, 1]
     vocabulary, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)

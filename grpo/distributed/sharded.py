@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from grpo.distributed.world import World
+from grpo.system import UserError
 
 
 def shard(
@@ -104,7 +105,12 @@ def give_back(root: nn.Module) -> None:
 
 
 def abandon_pass(root: nn.Module) -> None:
-    """Make a divided module ready for another pass after one that an exception has ended."""
+    """Make a sharded module ready for another pass after one that an exception has ended; UserError if PyTorch cannot."""
+    if not hasattr(root, "reset_iter_state"):
+        problem = (
+            "memory ran out in a pass under runtime.parallel=fsdp, after which torch 2.11 cannot try a smaller one"
+        )
+        raise UserError(f"{problem}: lower optim.tokens_per_microbatch, or install a later torch")
     root.reset_iter_state()
 
 

@@ -192,7 +192,8 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy, 
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
     if config.runtime.packed:  # as in training: the same kernels, so the same tokens
         CompletionScorer(policy.model).pack_groups()
-    check_sampling(policy)
+    longest = max((len(problem.prompt_ids) for problem in problems), default=0)
+    check_sampling(policy, reach=longest + eval_sampling(config).max_completion_length)
     return policy, problems
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
+from grpo.model.policy import context_limit
 from grpo.rollout.pieces import Pieces
 from grpo.rollout.weights import CopiedLinear
 from grpo.system.precision import ieee_fp32
@@ -130,6 +131,8 @@ def matches_model(
 ) -> bool:
     """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two prompts, in fp32.
 
+    The rows of the second prompt continue at positions up to the model's context, because some models scale queries by position.
+
     ``gathered``: a block in which a layer of a divided model has its weights, which :class:`LlamaDecoder` reads without calling the layer.
     """
     backbone = model.base_model
@@ -137,7 +140,9 @@ def matches_model(
         return False
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
     ids = torch.randint(backbone.embed_tokens.num_embeddings, (18,), generator=generator).tolist()
-    prompts, rows = (ids[:9], ids[9:14]), torch.tensor([0, 1, 1], device=device)
+    limit = context_limit(model.config)[0] or 2**20
+    far = [2**power for power in range(3, 20) if 2**power < limit - 2]
+    prompts, rows = (ids[:9], ids[9:14]), torch.tensor([0, 1] + [1] * len(far), device=device)
     results = []
     decoder = LlamaDecoder(backbone)
     pairs = zip(backbone.layers, decoder.layers, strict=True)
@@ -147,10 +152,11 @@ def matches_model(
         with torch.autocast(device.type, enabled=False):
             packed_hidden(backbone, pack_prompts(prompts, device), cache)
             cache.fork(rows)
-            positions_R = torch.tensor([9, 5, 5], device=device)
-            for tokens in (ids[13:16], ids[15:18]):
+            positions_R = torch.tensor([9, 5, *far], device=device)
+            for token in (ids[13:], ids[15:]):
                 try:
-                    hidden = decode(torch.tensor(tokens, device=device), positions_R, cache)
+                    token_R = torch.tensor([token[row % 3] for row in range(len(rows))], device=device)
+                    hidden = decode(token_R, positions_R, cache)
                 except Exception:  # modules with Llama's names, but with another interface
                     return False
                 positions_R = positions_R + 1

@@ -154,7 +154,7 @@ def build_models(
         if is_sharded and config.model.disable_dropout:
             turn_randomness_off(policy)
         why_padded = enable_packing(config, scorer)
-        check_sampling(policy)
+        check_sampling(policy, reach=config.data.max_prompt_length + config.rollout.max_completion_length)
         if is_sharded:
             with policy.inference():
                 is_llama = config.runtime.fast_decode and matches_model(policy.model, gathered)

@@ -10,6 +10,7 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.model.randomness import turn_randomness_off
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
+from grpo.rollout.llama_decoder import matches_model
 from grpo.tasks.tiny import build_tokenizer
 
 STATES = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=2, pad_token_id=0)
@@ -98,6 +99,35 @@ def test_what_cannot_be_sampled_is_refused_by_name(name):
         check_sampling(policy)
     assert "\n" not in str(caught.value)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+MOSHI = dict(
+    vocab_size=V,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    ffn_dim=64,
+    head_dim=8,
+)
+
+
+def test_a_window_that_the_cache_has_and_the_forward_pass_has_not():
+    """Rows differ from the length of the window on."""
+    policy = policy_of("moshi", MOSHI | dict(sliding_window=20, eos_token_id=2, pad_token_id=0))
+    check_sampling(policy, reach=20)
+    with pytest.raises(ValueError, match=r"MoshiForCausalLM cannot be sampled.*other logits"):
+        check_sampling(policy, reach=21)
+
+
+def test_queries_that_are_scaled_by_position_decode_through_their_own_modules():
+    """Ministral 3: beyond 16 tokens, where the written-out decode step would differ."""
+    rope = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+    rope |= dict(llama_4_scaling_beta=0.5, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+    for scaling, matches in ((rope, False), (rope | dict(llama_4_scaling_beta=0.0), True)):
+        policy = policy_of("ministral3", SIZES | dict(head_dim=8, rope_parameters=scaling, max_position_embeddings=64))
+        assert CompletionScorer(policy.model).pack_groups() is None
+        assert matches_model(policy.model) is matches
 
 
 def test_a_state_that_padding_reaches_is_noticed():

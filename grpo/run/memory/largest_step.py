@@ -16,6 +16,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -162,17 +163,21 @@ def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -
     config, world, r = run.config, run.world, run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // world.size // config.algorithm.num_minibatches
-    completion = Completion(ids=(run.policy.pad_id,) * T, text="", finished=False, kept=_kept(run, T))
-    groups = [Group(problem, (completion,) * r.num_generations) for problem in longest_first[:P]]
-    batch = collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id)
+    batches = []
+    for length in (
+        {T, 1} if run.packed else {T}
+    ):  # keys and values of prompts take most memory where completions are short
+        completion = Completion(ids=(run.policy.pad_id,) * length, text="", finished=False, kept=_kept(run, length))
+        groups = [Group(problem, (completion,) * r.num_generations) for problem in longest_first[:P]]
+        batches.append(collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id))
     bound, graphs = run.tokens_per_microbatch, _kept_by_graphs(run, rows_at_once, L)
     while True:
-        parts = microbatch_rows(batch, bound, packed=run.packed)
-        micro = max((batch.select(rows) for rows in parts), key=lambda part: _tokens(part, run.packed))
-        tokens = _tokens(micro, run.packed)
-        if _fits(world, lambda micro=micro, parts=parts: _update(run, micro, graphs, is_one_of_several=len(parts) > 1)):
+        parts = [(b, microbatch_rows(b, bound, packed=run.packed)) for b in batches]
+        micros = [max(map(b.select, rows), key=lambda part: _tokens(part, run.packed)) for b, rows in parts]
+        tokens, several = max(_tokens(micro, run.packed) for micro in micros), any(len(rows) > 1 for _, rows in parts)
+        if all(_fits(world, partial(_update, run, micro, graphs, is_one_of_several=several)) for micro in micros):
             break
-        if len(micro) == 1:
+        if max(map(len, micros)) == 1:
             advice = "" if config.model.gradient_checkpointing else "set model.gradient_checkpointing=true, "
             raise ValueError(
                 f"{DOES_NOT_FIT}not even one completion of {T} tokens after a prompt of {L} can be trained on: "
@@ -243,8 +248,9 @@ def _update_divided(run: Run, micro: Batch, graphs: int, *, is_one_of_several: b
                 with run.policy.autocast():
                     logprobs_BT, _ = run.scorer(*inputs)
                 logprobs_BT.sum().backward()
-    except Exception:
-        abandon_pass(run.scorer)
+    except Exception as error:
+        if is_out_of_memory(error):
+            abandon_pass(run.scorer)
         raise
     finally:
         run.optimizer.zero_grad(set_to_none=True)
