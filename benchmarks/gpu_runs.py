@@ -211,7 +211,6 @@ def too_large_microbatch(bench: Bench) -> Found:
     bench.need_gpu()
 
     def with_little_memory(arguments: list[str]) -> int:
-        # A tenth of the device is set aside for graphs, whatever PyTorch may use.
         torch.cuda.set_per_process_memory_fraction(1e-4 if bench.is_small else 0.35)
         return without_saving(arguments)
 

@@ -13,7 +13,6 @@ Shapes: ``S`` slots (rows, then padding), ``R`` rows, ``T`` most tokens of a com
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
@@ -21,7 +20,6 @@ import torch
 from grpo.rollout.decode_loop import Decoded
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.llama_decoder import LlamaDecoder
-from grpo.rollout.pieces import Pieces
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.static_batch import Slots, State, StaticBuffers, StaticCache, padded_rows
 from grpo.rollout.stops import Stops
@@ -31,8 +29,6 @@ SYNC_EVERY = 8
 OWN_BUCKET = 256
 """The number of own tokens that a step attends to is rounded up to a multiple of this; each multiple is a shape."""
 MAX_GRAPHS = 256
-MAX_KEPT_SHARE = 0.1
-"""Buffers and graphs are freed after a rollout if the buffers take more than this share of device memory: the update may need it."""
 
 
 class CUDAGraphRunner:
@@ -41,9 +37,9 @@ class CUDAGraphRunner:
     The weights of ``decoder`` and ``head`` must keep their addresses. ``capture=False`` runs the same steps without graphs, on any device.
     """
 
-    def __init__(self, decoder: LlamaDecoder, head, eos_ids: tuple[int, ...], device, *, pieces=None, capture=True):
+    def __init__(self, decoder: LlamaDecoder, head, eos_ids: tuple[int, ...], device, *, capture=True):
         self.decoder, self.head, self.device, self.capture = decoder, head, device, capture
-        self.eos_ids, self.pieces = eos_ids, pieces or Pieces()
+        self.eos_ids = eos_ids
         self.verified: set[bool] = set()
         """The kinds of sampling (whether it is greedy) for which the graphs have agreed with the decode loop."""
         self._buffers = StaticBuffers(device, self._drop_graphs)
@@ -108,13 +104,6 @@ class CUDAGraphRunner:
         self._drop_graphs()
         self._buffers.flat.clear()
 
-    def release_if_large(self) -> None:
-        """After a rollout: free the buffers if the update may need their memory."""
-        if self.device.type != "cuda":
-            return
-        if self._buffers.nbytes > MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
-            self.release()
-
     def _drop_graphs(self) -> None:
         """Drop all graphs. They share one memory pool: a graph dropped alone could free memory that others use."""
         self._steps.clear()
@@ -130,7 +119,7 @@ class CUDAGraphRunner:
         if len(self._steps) >= MAX_GRAPHS:
             self._drop_graphs()
         state, next_1, eos_E = slots.state, slots.next_1, self._eos(stop_ids)
-        cache = StaticCache(slots, width, self.pieces)
+        cache = StaticCache(slots, width)
 
         def step() -> None:
             cache.set_position(next_1)
@@ -166,33 +155,14 @@ class CUDAGraphRunner:
                 tensor.copy_(value)
             self._warmup_stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # the graph's pool cannot take memory that the allocator keeps for others
-        with torch.cuda.stream(self._capture_stream):
-            # "thread_local": the threads of NCCL and of the checkpoint writer may call CUDA during the capture.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                step()
-            except BaseException:
-                with contextlib.suppress(Exception):  # the error of the step says more
-                    self._end_capture(graph)
-                raise
-            self._end_capture(graph)
-        return graph.replay
-
-    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture. If CUDA has invalidated the capture, PyTorch's ``capture_end`` raises before it has undone ``capture_begin``."""
+        # "thread_local": the threads of NCCL and of the checkpoint writer may call CUDA during the capture.
+        options = dict(pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local")
         try:
-            graph.capture_end()
-        except Exception:
-            number = torch.cuda.current_device()
-            # Else all later allocations would come from the graph's pool.
-            torch._C._cuda_endAllocateToPool(number, self._pool)
-            torch._C._cuda_releasePool(number, self._pool)
-            # Else the generator would expect to be captured, and dropout would raise. (A device that is emulated has no generator.)
-            for generator in torch.cuda.default_generators[number : number + 1]:
-                generator.graphsafe_set_state(generator.clone_state())
-            raise
+            with torch.cuda.graph(graph, **options):
+                step()
+        except Exception as error:
+            raise error.__context__ or error from None  # the error of the step says more than that of the capture's end
+        return graph.replay
 
 
 def _draw_into(state: State, next_1: torch.Tensor, logits_SV: torch.Tensor, sampling: SamplingParams, eos_E) -> None:

@@ -17,14 +17,12 @@ import torch
 from grpo.attention import packing_enabled
 from grpo.batch import Completion, Group, Problem
 from grpo.model import Policy
-from grpo.rollout import cuda_graphs
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, DecodeLoop, Prefill, Prompts
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.gathered import GatheredWeights
 from grpo.rollout.graph_check import ENOUGH, agrees_with_loop
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
-from grpo.rollout.pieces import pieces_for
 from grpo.rollout.prefill import prefill
 from grpo.rollout.stops import Stops
 from grpo.rollout.weights import Copies, copied_weights
@@ -59,6 +57,8 @@ class BuiltinEngine:
         self.gathered = gathered
         self.graphs: CUDAGraphRunner | None = None
         """Created in the first rollout with CUDA graphs."""
+        self.keeps_graphs = True
+        """False: the memory of CUDA graphs is freed after each rollout, because the largest update does not fit beside it."""
         self._is_llama = is_llama
         """True if :class:`LlamaDecoder` computes what the model computes; None: not tested yet."""
         self._wants_graphs = cuda_graphs and policy.device.type == "cuda"
@@ -122,12 +122,6 @@ class BuiltinEngine:
         packed = packing_enabled(policy.model)
         return on_gpu and self.cuda_graphs and self.fast_decode and packed and has_llama_layers(policy.backbone)
 
-    def kept_bytes(self) -> int:
-        """Most device memory that CUDA graphs may keep between rollouts; known after the first rollout or :meth:`dry_run`."""
-        if self.graphs is None:
-            return 0
-        return int(cuda_graphs.MAX_KEPT_SHARE * torch.cuda.get_device_properties(self.policy.device).total_memory)
-
     def metrics(self) -> dict[str, float]:
         """``sampling/ranks_without_graphs``, 1 if the last rollout was decoded without CUDA graphs; only where the settings ask for them."""
         if not self._wants_graphs:
@@ -174,13 +168,11 @@ class BuiltinEngine:
                 llama_decoder = LlamaDecoder(policy.backbone) if self._is_llama else None
                 if self._uses_graphs and self.graphs is None:
                     head = policy.model.get_output_embeddings()
-                    pieces = pieces_for(policy.device, self.warn)
-                    decoder = LlamaDecoder(policy.backbone, pieces)
-                    self.graphs = CUDAGraphRunner(decoder, head, policy.eos_ids, policy.device, pieces=pieces)
+                    self.graphs = CUDAGraphRunner(LlamaDecoder(policy.backbone), head, policy.eos_ids, policy.device)
                 yield partial(prefill, policy, llama_decoder)
         finally:
-            if self.graphs is not None:
-                self.graphs.release_if_large()
+            if self.graphs is not None and not self.keeps_graphs:
+                self.graphs.release()
 
     def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, address) -> torch.Tensor | None:
         """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None for greedy decoding."""

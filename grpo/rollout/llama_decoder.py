@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
 from grpo.model.policy import context_limit
-from grpo.rollout.pieces import Pieces
 from grpo.rollout.weights import CopiedLinear
 from grpo.system.precision import ieee_fp32
 
@@ -34,9 +33,8 @@ class LlamaDecoder:
     For a backbone that :func:`has_llama_layers`; from copied weights, if made inside of :func:`grpo.rollout.weights.copied_weights`.
     """
 
-    def __init__(self, backbone: nn.Module, pieces: Pieces | None = None):
-        self.backbone, self.pieces = backbone, pieces or Pieces()
-        self.layers = [_Layer(layer, self.pieces) for layer in backbone.layers]
+    def __init__(self, backbone: nn.Module):
+        self.backbone, self.layers = backbone, [_Layer(layer) for layer in backbone.layers]
 
     def __call__(self, token_R: torch.Tensor, positions_R: torch.Tensor, cache: ForkedCache) -> torch.Tensor:
         """``[R, hidden size]``; the tokens' keys and values go into ``cache``."""
@@ -50,13 +48,12 @@ class LlamaDecoder:
             change = None  # what the last MLP adds to x: added together with the next norm
             for number, layer in enumerate(self.layers):
                 x, change = layer(x, change, cos_R1D, sin_R1D, number, cache)
-            norm = self.backbone.norm
-            return self.pieces.add_norm(x, change, norm.weight, norm.variance_epsilon, None)[1]
+            return _rms_norm(x + change, self.backbone.norm)
 
 
 class _Layer:
-    def __init__(self, layer: nn.Module, pieces: Pieces):
-        attention, mlp, self.pieces = layer.self_attn, layer.mlp, pieces
+    def __init__(self, layer: nn.Module):
+        attention, mlp = layer.self_attn, layer.mlp
         self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.head_norms = tuple(getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         self.qkv = _product([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -68,20 +65,18 @@ class _Layer:
 
     def __call__(self, x, change, cos_R1D, sin_R1D, number: int, cache: ForkedCache):
         """``x`` behind the attention, and what the MLP adds to it."""
-        H, K, D, pieces = self.H, self.K, self.D, self.pieces
-        x, normed = pieces.add_norm(x, change, self.norms[0].weight, self.norms[0].variance_epsilon, _dtype(self.qkv))
-        heads = self.qkv(normed).view(len(x), H + 2 * K, D)
+        H, K, D = self.H, self.K, self.D
+        x = x if change is None else x + change
+        heads = self.qkv(_rms_norm(x, self.norms[0], _dtype(self.qkv))).view(len(x), H + 2 * K, D)
         q_and_k = heads[:, : H + K]
         if self.head_norms[0] is not None:
             q, k = q_and_k.split((H, K), dim=1)
             q_and_k = torch.cat([_rms_norm(q, self.head_norms[0]), _rms_norm(k, self.head_norms[1])], dim=1)
-        q_and_k = pieces.rotate(q_and_k, cos_R1D, sin_R1D, cache.dtype)
+        q_and_k = torch.addcmul(q_and_k * cos_R1D, q_and_k.roll(D // 2, dims=-1), sin_R1D).to(cache.dtype)
         q, k, v = q_and_k[:, :H, None], q_and_k[:, H:, None], heads[:, H + K :, None]
-        attended = cache.attend(number, q, k, v, self.scaling)
-        change = self.o(attended.view(len(x), H * D))
-        norm = self.norms[1]
-        x, normed = pieces.add_norm(x, change, norm.weight, norm.variance_epsilon, _dtype(self.gate_up))
-        return x, self.down(pieces.gated(self.activation, self.gate_up(normed)))
+        x = x + self.o(cache.attend(number, q, k, v, self.scaling).view(len(x), H * D))
+        gate, up = self.gate_up(_rms_norm(x, self.norms[1], _dtype(self.gate_up))).chunk(2, dim=-1)
+        return x, self.down(self.activation(gate) * up)
 
 
 def _dtype(product: Callable) -> torch.dtype | None:
@@ -96,8 +91,10 @@ def _product(layers: list[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
-def _rms_norm(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-    return torch.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.variance_epsilon)
+def _rms_norm(x: torch.Tensor, norm: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """In ``dtype``; None: as the norm computes it."""
+    normed = torch.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return normed if dtype is None else normed.to(dtype)
 
 
 def has_llama_layers(backbone: nn.Module) -> bool:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from grpo.attention import ForkedCache
 from grpo.rollout.decode_loop import Decoded
-from grpo.rollout.pieces import Pieces
 from grpo.rollout.stops import Stops
 
 PROMPT_BUCKET = 256
@@ -149,8 +148,7 @@ class Slots:
 class StaticCache(ForkedCache):
     """A :class:`ForkedCache` over the static buffers. Every step attends to ``width`` own tokens, of which later ones are masked."""
 
-    def __init__(self, slots: Slots, width: int, pieces: Pieces):
-        self.pieces = pieces
+    def __init__(self, slots: Slots, width: int):
         self.prompts, self.prompt_bias, self.dtype = dict(slots.prompts), slots.prompt_bias, slots.dtype
         self.own = {layer: tuple(buffer[:, :, :width] for buffer in pair) for layer, pair in slots.own.items()}
         self.grid, self.num_cells = (slots.U, slots.J), slots.U * slots.J + 1  # one more, for padding queries
@@ -165,7 +163,8 @@ class StaticCache(ForkedCache):
         self.bias = torch.cat([self.prompt_bias, bias_C.expand(len(self.prompt_bias), 1, 1, -1)], dim=-1)
 
     def _weights(self, from_prompt: torch.Tensor, from_own: torch.Tensor, scaling: float) -> torch.Tensor:
-        return self.pieces.weights(from_prompt, from_own, self.bias, scaling, self.dtype)
+        scores = torch.cat([from_prompt, from_own], dim=-1)
+        return torch.add(self.bias, scores, alpha=scaling).softmax(dim=-1).to(self.dtype)
 
     def begin_token(self) -> None:
         """Nothing to do: :meth:`set_position` counts on the device."""

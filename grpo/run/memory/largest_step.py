@@ -132,9 +132,8 @@ def _try_evaluation(run: Run) -> None:
 
 def _sample(run: Run, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
     _averages = _adam_averages(run)  # held while sampling
-    _pool = torch.empty(
-        _graphs(run, len(prompts), max(map(len, prompts)), sampling)[1], dtype=torch.uint8, device=run.world.device
-    )
+    _, pool = _graphs(run, len(prompts), max(map(len, prompts)), sampling)
+    _pool = torch.empty(pool, dtype=torch.uint8, device=run.world.device)
     run.engine.dry_run(prompts, sampling)
 
 
@@ -142,24 +141,15 @@ def _graphs(run: Run, rows: int, longest_prompt: int, sampling: SamplingParams) 
     """Bytes of the buffers and of the pool of CUDA graphs that decode so many rows; zeros where nothing is captured."""
     if not run.may_capture:
         return 0, 0
-    return graph_bytes(
-        run.policy.model.config.get_text_config(),
-        sampling,
-        rows,
-        longest_prompt,
-        bf16=run.policy.precision == "bf16",
-    )
-
-
-def _kept_by_graphs(run: Run, rows: int, longest_prompt: int) -> int:
-    """Most bytes that CUDA graphs keep between rollouts, beside the copied weights, which are in memory since the sampling above."""
-    buffers, pool = _graphs(run, rows, longest_prompt, run.sampling)
-    most = run.engine.kept_bytes() if buffers else 0
-    return min(buffers, most) + pool if most else 0
+    config, bf16 = run.policy.model.config.get_text_config(), run.policy.precision == "bf16"
+    return graph_bytes(config, sampling, rows, longest_prompt, bf16=bf16)
 
 
 def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -> int:
-    """Forward and backward of the heaviest micro-batch; returns its tokens. ``rows_at_once``: the completions of the largest wave."""
+    """Forward and backward of the heaviest micro-batches; returns the most tokens of one.
+
+    CUDA graphs keep their memory between rollouts if the update fits beside it. ``rows_at_once``: the completions of the largest wave.
+    """
     config, world, r = run.config, run.world, run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // world.size // config.algorithm.num_minibatches
@@ -170,12 +160,12 @@ def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -
         completion = Completion(ids=(run.policy.pad_id,) * length, text="", finished=False, kept=_kept(run, length))
         groups = [Group(problem, (completion,) * r.num_generations) for problem in longest_first[:P]]
         batches.append(collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id))
-    bound, graphs = run.tokens_per_microbatch, _kept_by_graphs(run, rows_at_once, L)
+    bound = run.tokens_per_microbatch
     while True:
         parts = [(b, microbatch_rows(b, bound, packed=run.packed)) for b in batches]
         micros = [max(map(b.select, rows), key=lambda part: _tokens(part, run.packed)) for b, rows in parts]
         tokens, several = max(_tokens(micro, run.packed) for micro in micros), any(len(rows) > 1 for _, rows in parts)
-        if all(_fits(world, partial(_update, run, micro, graphs, is_one_of_several=several)) for micro in micros):
+        if all(_fits(world, partial(_update, run, micro, is_one_of_several=several)) for micro in micros):
             break
         if max(map(len, micros)) == 1:
             advice = "" if config.model.gradient_checkpointing else "set model.gradient_checkpointing=true, "
@@ -186,6 +176,12 @@ def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -
         bound //= 2
         while bound >= tokens:  # such a bound would give the same micro-batch again
             bound //= 2
+    if run.may_capture:
+        graphs = sum(_graphs(run, rows_at_once, L, run.sampling))
+        update = partial(_update, run, graphs=graphs, is_one_of_several=several)
+        # Under FSDP torch 2.11 cannot go on after a pass that has run out of memory.
+        may_try = not run.is_sharded or hasattr(run.scorer, "reset_iter_state")
+        run.engine.keeps_graphs = may_try and all(_fits(world, partial(update, micro)) for micro in micros)
     if bound < run.tokens_per_microbatch:
         _choose(run, "optim.tokens_per_microbatch", run.tokens_per_microbatch, T, L, bound)
     return tokens
@@ -207,8 +203,8 @@ def _tokens(part: Batch, packed: bool) -> int:
     return sum(prompts.values()) + int(part.completion_mask_BT.sum())
 
 
-def _update(run: Run, micro: Batch, graphs: int, *, is_one_of_several: bool) -> None:
-    """Forward and backward, holding as much other memory as a real update does, of which CUDA graphs have ``graphs`` bytes.
+def _update(run: Run, micro: Batch, *, is_one_of_several: bool, graphs: int = 0) -> None:
+    """Forward and backward, holding as much other memory as a real update does, and ``graphs`` bytes.
 
     From the second micro-batch on (and always under DDP) gradients are added to buffers that exist, one parameter at a time. Otherwise all
     gradients are newly allocated.
@@ -218,8 +214,7 @@ def _update(run: Run, micro: Batch, graphs: int, *, is_one_of_several: bool) -> 
         _update_divided(run, micro, graphs, is_one_of_several=is_one_of_several)
         return
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
-    held = _adam_averages(run)
-    held.append(torch.empty(graphs, dtype=torch.uint8, device=world.device))
+    held = [*_adam_averages(run), torch.empty(graphs, dtype=torch.uint8, device=world.device)]
     buffers_exist = is_one_of_several or not world.is_alone
     if buffers_exist and world.is_alone:  # DDP's buckets are in memory already
         held += [torch.empty_like(p) for p in parameters]
