@@ -1,6 +1,9 @@
-"""Checks that everything works on this machine's GPU, then measures it: one command, meant to take less than ten minutes on an H200.
+"""Checks that everything works on this machine's GPU, then measures it, in three groups of at most nine minutes each.
 
-    python benchmarks/gpu.py                              every check, then every figure
+    python benchmarks/gpu.py --group first                kernels and the model's checks, then every figure
+    python benchmarks/gpu.py --group runs                 runs of the trainer: kill and continue, memory, NCCL
+    python benchmarks/gpu.py --group rest                 CUDA graphs
+    python benchmarks/gpu.py --seconds 3600               all of them
     python benchmarks/gpu.py --list                       their names, and the criterion of each check
     python benchmarks/gpu.py --only scoring --only sdpa   some of them; the results go to gpu_part.md and gpu_part.json
 
@@ -15,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import platform
 import signal
@@ -40,6 +42,9 @@ import gpu_runs
 import gpu_ranks  # noqa: F401
 import gpu_figures  # noqa: F401
 from gpu_common import CHECKS, FIGURES, ROOT, Bench, Entry, NotRun
+
+GROUPS = {"first": {"gpu_checks", "gpu_figures"}, "runs": {"gpu_runs", "gpu_ranks"}, "rest": {"gpu_graphs"}}
+"""The files of the checks and figures of each group."""
 
 
 def outcome(entry: Entry, bench: Bench) -> dict:
@@ -124,11 +129,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="this check or figure; may be given several times"
     )
+    parser.add_argument("--group", choices=GROUPS, help="these checks and figures")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--no-figures", action="store_true")
-    parser.add_argument("--seconds", type=float, default=540, help="no figure starts, or goes on, after this time")
+    parser.add_argument("--seconds", type=float, default=540, help="nothing starts, or goes on, after this time")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to try this command itself")
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of the model; `small` has two layers of width 64")
+    parser.add_argument("--scratch", help="folder that keeps the random model between calls; default: a new one")
     parser.add_argument("--output", default=str(ROOT / "benchmarks" / "results"), help="folder of the results")
     a = parser.parse_args(argv)
     if a.list:
@@ -145,16 +152,18 @@ def main(argv: list[str]) -> int:
         "checks": [],
         "figures": [],
     }
-    name = "gpu_part" if a.only else "gpu"
-    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+    name = "gpu_part" if a.only else f"gpu_{a.group}" if a.group else "gpu"
+    with contextlib.nullcontext(a.scratch) if a.scratch else tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+        Path(scratch).mkdir(parents=True, exist_ok=True)
         bench = Bench(torch.device(a.device, 0) if a.device == "cuda" else torch.device("cpu"), a.shape, Path(scratch))
         builder = gpu_runs.start_building(bench)
         for title, entries in (("checks", CHECKS), ("figures", [] if a.no_figures else FIGURES)):
             for entry in entries:
-                if a.only and entry.name not in a.only:
+                if (a.only and entry.name not in a.only) or (
+                    a.group and entry.function.__module__ not in GROUPS[a.group]
+                ):
                     continue
-                left = a.seconds - (time.monotonic() - started) if title == "figures" else math.inf
-                if left < 1:
+                if (left := a.seconds - (time.monotonic() - started)) < 1:
                     row = {"name": entry.name, "about": entry.about, "seconds": 0.0}
                     row |= {"result": "not run", "why": f"the {a.seconds:g} s of --seconds are used up"}
                 else:

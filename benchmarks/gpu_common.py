@@ -26,7 +26,7 @@ from rollout import SHAPES
 from grpo.attention import enable_packing
 from grpo.batch import Group, Problem, collate
 from grpo.logprobs import CompletionScorer
-from grpo.model import Policy
+from grpo.model import Policy, without_cudnn_attention
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.draw import filter_probs
 from grpo.tasks.tiny import CHAT_TEMPLATE, EOS, PAD, TURN, build_tokenizer
@@ -110,13 +110,15 @@ class Bench:
     @property
     def model_folder(self) -> Path:
         """A Hugging Face folder with the random model; written at first use."""
-        folder = self.scratch / "model"
+        folder = self.scratch / f"model-{self.shape}"
         if not folder.exists():
-            make_random_model(self, folder)
+            make_random_model(self, unfinished := folder.with_suffix(".unfinished"))
+            unfinished.rename(folder)
         return folder
 
     def policy(self, precision: str, *, packed: bool = True, eos_ids: tuple[int, ...] = (), device=None) -> Policy:
         """The random model; without ``eos_ids`` nothing ends a completion."""
+        without_cudnn_attention(device or self.device)
         model = AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32, attn_implementation="sdpa")
         model = model.to(device or self.device).eval()
         if packed:

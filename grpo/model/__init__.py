@@ -14,6 +14,7 @@ from grpo.model.loading import (
     model_digests,
     resolve_model,
     save_weights,
+    without_cudnn_attention,
     write_merged,
 )
 from grpo.model.lora import HalfLinear, adapted_base, base_of, effective_weight, is_adapter
@@ -31,4 +32,4 @@ __all__ = ["REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "cast
 __all__ += ["check_context", "check_finite", "check_reference", "decoder_layers", "digest", "effective_weight"]
 __all__ += ["end_tokens", "is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests"]
 __all__ += ["num_parameters", "resolve_model", "save_weights", "sync_reference", "turn_dropout_off"]
-__all__ += ["turn_randomness_off", "use_fp32_head", "write_merged"]
+__all__ += ["turn_randomness_off", "use_fp32_head", "without_cudnn_attention", "write_merged"]

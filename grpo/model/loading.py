@@ -159,10 +159,7 @@ def load_policy(
     options = dict(attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
     base = base_of(path, setting)
     model = load_weights(base, setting, dtype=torch.float32, **options)
-    if device.type == "cuda":
-        # PyTorch prefers cuDNN's attention on Hopper since 2.11. cuDNN makes a new plan for every shape, and shapes
-        # hardly repeat here; with a mask its gradients can be NaN (pytorch/pytorch#196678).
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    without_cudnn_attention(device)
     if fp32_head and precision == "bf16":  # in fp32 every head computes in fp32, and nn.Linear is faster in rollouts
         use_fp32_head(model)
     if gradient_checkpointing:
@@ -186,6 +183,16 @@ def load_policy(
         if base_precision == "bf16":
             store_frozen_in_bf16(policy)
     return policy
+
+
+def without_cudnn_attention(device: torch.device) -> None:
+    """Keep PyTorch from cuDNN's attention, which it prefers on Hopper since 2.11.
+
+    cuDNN makes a new plan for every shape, and shapes hardly repeat here; with a mask its gradients can be NaN
+    (pytorch/pytorch#196678).
+    """
+    if torch.device(device).type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def check_base(adapter: str, base: str, setting: str) -> None:

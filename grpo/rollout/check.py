@@ -1,4 +1,6 @@
-"""The check at start that a model's cached decode steps compute what its forward pass computes. The caches of some models do not."""
+"""The check at start that a model's cached decode steps compute what its forward pass computes. The caches of some
+models do not.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from grpo.system import first_line
 
 
 def check_sampling(policy: Policy, reach: int = 0) -> None:
-    """Decode a few fixed tokens as a rollout does, and compare their logits with those of each row alone, without cache and padding.
+    """Decode a few fixed tokens as a rollout does, and compare their logits with those of each row alone, without cache
+    and padding.
 
-    The prompts have uneven lengths, and rows leave on the way. If the model's attention has a window that a row of ``reach`` tokens exceeds,
-    a prompt of its length is decoded, too. ValueError, with the model's class, if the logits differ.
+    The prompts have uneven lengths, and rows leave on the way. If the model's attention has a window that a row of
+    ``reach`` tokens exceeds, a prompt of its length is decoded, too. ValueError, with the model's class, if the logits
+    differ.
     """
     name, window = type(policy.model).__name__, window_of(policy.model.config.get_text_config())
     lengths = [7, window[1]] if window is not None and window[1] < reach else [7]

@@ -1,12 +1,13 @@
 """Decode steps as CUDA graphs: captured once per shape, then replayed with one launch.
 
-Launching the hundreds of small kernels of a decode step takes longer than running them, and reading at every token which rows have ended
-makes the device wait for the host. Here all that a step reads and writes is in static buffers of a few padded shapes. The first step of a
-shape, sampling included, is captured; later ones replay it. Every ``SYNC_EVERY`` tokens the host moves the live rows to a smaller shape.
-The tokens are those of :mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured.
+Launching the hundreds of small kernels of a decode step takes longer than running them, and reading at every token
+which rows have ended makes the device wait for the host. Here all that a step reads and writes is in static buffers of
+a few padded shapes. The first step of a shape, sampling included, is captured; later ones replay it. Every
+``SYNC_EVERY`` tokens the host moves the live rows to a smaller shape. The tokens are those of
+:mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured.
 
-**No GPU has run this**, since none was available. Tests capture and replay the steps on an emulated CUDA device (``tests/cuda/``), and run
-them on the CPU without graphs.
+**No GPU has run this**, since none was available. Tests capture and replay the steps on an emulated CUDA device
+(``tests/cuda/``), and run them on the CPU without graphs.
 
 Shapes: ``S`` slots (rows, then padding), ``R`` rows, ``T`` most tokens of a completion, ``V`` vocabulary.
 """
@@ -34,7 +35,8 @@ MAX_GRAPHS = 256
 class CUDAGraphRunner:
     """The captured decode steps of one model, and the static buffers that they read and write.
 
-    The weights of ``decoder`` and ``head`` must keep their addresses. ``capture=False`` runs the same steps without graphs, on any device.
+    The weights of ``decoder`` and ``head`` must keep their addresses. ``capture=False`` runs the same steps without
+    graphs, on any device.
     """
 
     def __init__(self, decoder: LlamaDecoder, head, eos_ids: tuple[int, ...], device, *, capture=True):
@@ -44,16 +46,19 @@ class CUDAGraphRunner:
         """The kinds of sampling (whether it is greedy) for which the graphs have agreed with the decode loop."""
         self._buffers = StaticBuffers(device, self._drop_graphs)
         self._steps: dict[tuple, tuple[Callable[[], None], Callable[[], None]]] = {}
-        """By shape: the replay of the graph, and the captured function, whose tensors must live as long as the graph."""
+        """By shape: the replay of the graph, and the captured function, whose tensors must live as long as the
+        graph.
+        """
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._warmup_stream = torch.cuda.Stream(device) if capture else None
         self._capture_stream = torch.cuda.Stream(device) if capture else None
 
     def decode(self, decoder: ForkedCacheDecoder, logits_RV, uniforms_RT, sampling, stops: Stops, on_tokens) -> Decoded:
-        """Decode every row to its end, from the logits of its first token; arguments as of :class:`~grpo.rollout.decode_loop.DecodeLoop`.
+        """Decode every row to its end, from the logits of its first token; arguments as of
+        :class:`~grpo.rollout.decode_loop.DecodeLoop`.
 
-        ``decoder`` comes from the prefill, without own tokens. Stop strings are searched for when the host reads which rows have ended;
-        what a row has drawn behind one is dropped.
+        ``decoder`` comes from the prefill, without own tokens. Stop strings are searched for when the host reads which
+        rows have ended; what a row has drawn behind one is dropped.
         """
         cache, R, T = decoder.cache, len(logits_RV), sampling.max_completion_length
         state = {
@@ -88,7 +93,8 @@ class CUDAGraphRunner:
                 slots.copy_results(decoded)
                 slots.keep(live, t - 1)
             count = min(SYNC_EVERY, T - t)
-            step = None  # a graph that is still referenced would outlive its memory pool, if the next line drops all graphs
+            # A graph that is still referenced would outlive its memory pool, if the next line drops all graphs.
+            step = None
             step = self._step_for(slots, sampling, stops.ids, min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T))
             for _ in range(count):
                 step()
@@ -141,8 +147,8 @@ class CUDAGraphRunner:
         current = torch.cuda.current_stream(self.device)
         self._warmup_stream.wait_stream(current)
         mode = torch.cuda.get_sync_debug_mode()
-        # A host sync cannot be captured; an error in the warm-up is easier to recover from than one in the capture. In the first run
-        # libraries and the compiler initialise, which may wait for the device.
+        # A host sync cannot be captured; an error in the warm-up is easier to recover from than one in the capture. In
+        # the first run libraries and the compiler initialise, which may wait for the device.
         for allowed in (mode, "error"):
             try:
                 torch.cuda.set_sync_debug_mode(allowed)

@@ -1,4 +1,5 @@
-"""The decode loop with continuous batching: rows leave the batch when they have ended, and waiting rows take their places.
+"""The decode loop with continuous batching: rows leave the batch when they have ended, and waiting rows take their
+places.
 
 Shapes: ``R`` rows (completions), ``B`` rows in the batch, ``T`` most tokens of a completion, ``V`` vocabulary.
 """
@@ -18,17 +19,23 @@ from grpo.rollout.prefill import DynamicCacheDecoder, ForkedCacheDecoder
 from grpo.rollout.stops import Stops
 
 SPARE_SHARE = 8
-"""If rows join later, the KV cache has T/8 more slots per row than a completion needs, so that it is compacted less often."""
+"""If rows join later, the KV cache has T/8 more slots per row than a completion needs, so that it is compacted less
+often.
+"""
 
 Prompts = Sequence[tuple[int, ...]]
 """The prompt of each row. Rows of one group are neighbours."""
 Decoder = ForkedCacheDecoder | DynamicCacheDecoder
 Prefill = Callable[[Prompts, int], tuple[Decoder, torch.Tensor]]
-"""From prompts and capacity, a decoder and the logits of each row's first token (:func:`grpo.rollout.prefill.prefill`)."""
+"""From prompts and capacity, a decoder and the logits of each row's first token
+(:func:`grpo.rollout.prefill.prefill`).
+"""
 
 
 class Decoded(NamedTuple):
-    """The decoded rows, on the CPU: tokens and log-probs ``[R, T]``, each row's length, and whether the row ended before it was cut."""
+    """The decoded rows, on the CPU: tokens and log-probs ``[R, T]``, each row's length, and whether the row ended
+    before it was cut.
+    """
 
     tokens_RT: torch.Tensor
     logprobs_RT: torch.Tensor
@@ -41,13 +48,16 @@ class Decoded(NamedTuple):
 class DecodeLoop:
     """Decodes rows to their ends, as many at once as ``tokens_in_flight`` allows.
 
-    A row waits until :meth:`admit` puts it into the batch. It is live until it ends, and remains in the batch, without effect, until
-    :meth:`retire` takes it out. Waiting rows start as soon as ended rows have freed memory for a whole group. In the cache of models
-    that cannot be packed, all rows must have started together: there waiting rows start when all others have ended.
+    A row waits until :meth:`admit` puts it into the batch. It is live until it ends, and remains in the batch, without
+    effect, until :meth:`retire` takes it out. Waiting rows start as soon as ended rows have freed memory for a whole
+    group. In the cache of models that cannot be packed, all rows must have started together: there waiting rows start
+    when all others have ended.
     """
 
     def __init__(self, policy: Policy, prefill: Prefill, prompts: Prompts, uniforms_RT, sampling: SamplingParams):
-        """``uniforms_RT``: the uniform number that each token is drawn with, on the policy's device; None for greedy decoding."""
+        """``uniforms_RT``: the uniform number that each token is drawn with, on the policy's device; None for greedy
+        decoding.
+        """
         self.policy, self.prefill, self.prompts = policy, prefill, prompts
         self.uniforms_RT, self.sampling = uniforms_RT, sampling
         R, T, device = len(prompts), sampling.max_completion_length, policy.device
@@ -112,7 +122,9 @@ class DecodeLoop:
         self.num_started += count
 
     def draw_tokens(self) -> int:
-        """Draw the next token of every row in the batch, and mark the rows that end with it. Returns the number of rows live before."""
+        """Draw the next token of every row in the batch, and mark the rows that end with it. Returns the number of rows
+        live before.
+        """
         T = self.sampling.max_completion_length
         u_B = None if self.uniforms_RT is None else self.uniforms_RT[self.rows_B, self.t_B]
         if self.sampling.records_kept:
@@ -142,9 +154,11 @@ class DecodeLoop:
         return num_before
 
     def retire(self) -> None:
-        """Take ended rows out of the batch, which copies the cache, if they are an eighth of the batch or the cache is full.
+        """Take ended rows out of the batch, which copies the cache, if they are an eighth of the batch or the cache is
+        full.
 
-        Also if a row has drawn its last allowed token: it has no further random number, and its next position may exceed the context.
+        Also if a row has drawn its last allowed token: it has no further random number, and its next position may
+        exceed the context.
         """
         num_ended, T = len(self.rows_B) - self.num_live, self.sampling.max_completion_length
         if num_ended >= max(len(self.rows_B) // 8, 1) or self.decoder.is_full or int(self.t_B.max()) == T - 1:
@@ -164,10 +178,11 @@ def _joined(ids_T: list[torch.Tensor]) -> KeptTokens:
 
 
 def num_admissible(prompts: Prompts, in_flight: list[int], num_started: int, sampling, capacity: int) -> int:
-    """The number of waiting rows that may start beside those in flight, so that at most ``tokens_in_flight`` tokens are in the cache.
+    """The number of waiting rows that may start beside those in flight, so that at most ``tokens_in_flight`` tokens are
+    in the cache.
 
-    Each row counts as many tokens as the longest prompt of all these rows plus ``capacity``. Only whole groups start. If nothing is in
-    flight and not even one group fits, a part of the group starts, and at least one row.
+    Each row counts as many tokens as the longest prompt of all these rows plus ``capacity``. Only whole groups start.
+    If nothing is in flight and not even one group fits, a part of the group starts, and at least one row.
     """
     R, bound = len(prompts), sampling.tokens_in_flight
     if bound is None:

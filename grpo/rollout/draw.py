@@ -1,4 +1,6 @@
-"""Sampling of a token: settings, filters, and the inverse of the cumulative distribution; ``R`` rows, ``V`` vocabulary."""
+"""Sampling of a token: settings, filters, and the inverse of the cumulative distribution; ``R`` rows, ``V``
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class SamplingParams:
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
     keep_sampling_mask: bool = False
-    """Record which tokens top-k, top-p and min-p kept at each position; log-probs are then those of a softmax over these tokens."""
+    """Record which tokens top-k, top-p and min-p kept at each position; log-probs are then those of a softmax over
+    these tokens.
+    """
 
     @property
     def is_greedy(self) -> bool:
@@ -47,10 +51,11 @@ class SamplingParams:
 
 
 def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row: the first whose cumulative probability exceeds the uniform number ``u_R`` in [0, 1); None: greedy.
+    """Draw one token per row: the first whose cumulative probability exceeds the uniform number ``u_R`` in [0, 1);
+    None: greedy.
 
-    Returns tokens ``[R]`` and their log-probabilities ``[R]``: in nats, at the temperature, before top-k, top-p and min-p, as the loss
-    scores them; greedy decoding returns zeros. NaN where the logits are NaN.
+    Returns tokens ``[R]`` and their log-probabilities ``[R]``: in nats, at the temperature, before top-k, top-p and
+    min-p, as the loss scores them; greedy decoding returns zeros. NaN where the logits are NaN.
     """
     if u_R is None:
         token_R = logits_RV.argmax(dim=-1)  # of a NaN, if there is one
@@ -60,13 +65,17 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[t
 
 
 def draw_and_record(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
-    """The tokens of :func:`draw`, their log-probabilities after top-k, top-p and min-p, and ``[R, V]`` True at the tokens kept by these."""
+    """The tokens of :func:`draw`, their log-probabilities after top-k, top-p and min-p, and ``[R, V]`` True at the
+    tokens kept by these.
+    """
     token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling)
     return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
 
 
 def _draw(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
-    """Tokens ``[R]``, their log-probabilities ``[R]`` before the filters, and the probabilities ``[R, V]`` after them, not renormalised."""
+    """Tokens ``[R]``, their log-probabilities ``[R]`` before the filters, and the probabilities ``[R, V]`` after them,
+    not renormalised.
+    """
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     probs_RV = filter_probs(logprobs_RV.exp(), sampling)
@@ -75,20 +84,25 @@ def _draw(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.T
 
 
 def first_exceeding(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
-    """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total. Its probability is never 0."""
+    """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total. Its probability is never
+    0.
+    """
     cdf_RV = deterministic_cumsum(probs_RV)
     total_R1 = cdf_RV[:, -1:]
-    # u * total can round up to the total, which would select an index behind the last possible token: stay just below it.
+    # u * total can round up to the total, which would select an index behind the last possible token: stay just below
+    # it.
     target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
     return token_R.clamp(max=probs_RV.shape[1] - 1)  # NaN gives the index behind the last token
 
 
 def first_exceeding_in_blocks(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
-    """:func:`first_exceeding` for CUDA, whose ``cumsum`` computes each row, of 151,936 tokens for example, in one thread block.
+    """:func:`first_exceeding` for CUDA, whose ``cumsum`` computes each row, of 151,936 tokens for example, in one
+    thread block.
 
-    First the block of ``BLOCK`` tokens is found by the sums of all blocks, then the token in it. Sums are in fp64, as the CPU's
-    ``cumsum`` has them inside; tokens differ from the CPU's only where its rounding of the results to fp32 decides.
+    First the block of ``BLOCK`` tokens is found by the sums of all blocks, then the token in it. Sums are in fp64, as
+    the CPU's ``cumsum`` has them inside; tokens differ from the CPU's only where its rounding of the results to fp32
+    decides.
     """
     R, V = probs_RV.shape
     blocks_RNB = F.pad(probs_RV, (0, -V % BLOCK)).view(R, -1, BLOCK)
@@ -98,7 +112,8 @@ def first_exceeding_in_blocks(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torc
     start_R1 = torch.where(block_R1 > 0, ends_RN.gather(1, (block_R1 - 1).clamp(min=0)), 0.0)
     inside_RB = blocks_RNB.gather(1, block_R1[:, :, None].expand(R, 1, BLOCK)).squeeze(1)
     cdf_RB = deterministic_cumsum(inside_RB.double())
-    # The end of the block may have been rounded up: stay below the sum inside of it, whose last step is a possible token.
+    # The end of the block may have been rounded up: stay below the sum inside of it, whose last step is a possible
+    # token.
     last_R1 = torch.nextafter(cdf_RB[:, -1:], torch.zeros_like(target_R1))
     index_R1 = torch.searchsorted(cdf_RB, torch.minimum(target_R1 - start_R1, last_R1), right=True)
     return (block_R1 * BLOCK + index_R1).squeeze(1).clamp(max=V - 1)
@@ -126,8 +141,9 @@ def filter_probs(probs_RV: torch.Tensor, sampling: SamplingParams) -> torch.Tens
 def deterministic_cumsum(x_RV: torch.Tensor) -> torch.Tensor:
     """``cumsum`` along rows that also runs on CUDA with ``runtime.deterministic``.
 
-    PyTorch refuses every ``cumsum`` on CUDA in deterministic mode, but only the kernel for a single row (CUB's scan) can give different
-    bits. The kernel for a matrix adds each row in a fixed order (``ScanUtils.cuh``): a single row is computed as a matrix of two.
+    PyTorch refuses every ``cumsum`` on CUDA in deterministic mode, but only the kernel for a single row (CUB's scan)
+    can give different bits. The kernel for a matrix adds each row in a fixed order (``ScanUtils.cuh``): a single row is
+    computed as a matrix of two.
     """
     if not (x_RV.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x_RV.cumsum(dim=-1)

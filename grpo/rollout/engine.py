@@ -1,7 +1,7 @@
 """The built-in engine: samples with the policy's own model, in the training process.
 
-Each prompt is prefilled once and its KV cache forked for its G completions. The uniform numbers that draw a completion's tokens follow
-from its own seed, so that it depends neither on the other rows nor on the number of ranks.
+Each prompt is prefilled once and its KV cache forked for its G completions. The uniform numbers that draw a
+completion's tokens follow from its own seed, so that it depends neither on the other rows nor on the number of ranks.
 
 Shapes: ``R`` rows (completions) that are decoded together, ``T`` most tokens of a completion, ``V`` vocabulary.
 """
@@ -31,7 +31,9 @@ from grpo.system import first_line
 
 
 class BuiltinEngine:
-    """Samples completions of problems with a policy. The other attributes are caches: they change the speed, not the tokens."""
+    """Samples completions of problems with a policy. The other attributes are caches: they change the speed, not the
+    tokens.
+    """
 
     def __init__(
         self,
@@ -46,19 +48,23 @@ class BuiltinEngine:
         """
         Args:
             policy: its bare model is used, never a DDP wrapper; the weights of each rollout are those at its start.
-            fast_decode: copy the weights once a rollout into the form that decode steps read fastest, and use the written-out decode
-                step (:mod:`grpo.rollout.llama_decoder`) for models that it matches. False: transformers' modules compute everything.
-            cuda_graphs: capture decode steps in CUDA graphs, on a GPU and for models that have the written-out decode step.
-            gathered: fills the policy's model, which has no weights between rollouts, under FSDP.
-            is_llama: the result of :func:`matches_model`, needed with ``gathered``; None: tested in the first rollout.
-            warn: called with a line of text if CUDA graphs turn out not to work.
+            fast_decode: copy the weights once a rollout into the form that decode steps read fastest, and use the
+                written-out decode
+                step (:mod:`grpo.rollout.llama_decoder`) for models that it matches. False: transformers' modules
+                compute everything.
+            cuda_graphs: capture decode steps in CUDA graphs, on a GPU and for models that have the written-out decode
+                step. gathered: fills the policy's model, which has no weights between rollouts, under FSDP. is_llama:
+                the result of :func:`matches_model`, needed with ``gathered``; None: tested in the first rollout. warn:
+                called with a line of text if CUDA graphs turn out not to work.
         """
         self.policy, self.fast_decode, self.cuda_graphs, self.warn = policy, fast_decode, cuda_graphs, warn
         self.gathered = gathered
         self.graphs: CUDAGraphRunner | None = None
         """Created in the first rollout with CUDA graphs."""
         self.keeps_graphs = True
-        """False: the memory of CUDA graphs is freed after each rollout, because the largest update does not fit beside it."""
+        """False: the memory of CUDA graphs is freed after each rollout, because the largest update does not fit beside
+        it.
+        """
         self._is_llama = is_llama
         """True if :class:`LlamaDecoder` computes what the model computes; None: not tested yet."""
         self._wants_graphs = cuda_graphs and policy.device.type == "cuda"
@@ -77,8 +83,8 @@ class BuiltinEngine:
         address: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem draws its uniform numbers, one a token, from the seed
-        that its address gives. ValueError if the model computes NaN.
+        """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem draws its uniform numbers, one
+        a token, from the seed that its address gives. ValueError if the model computes NaN.
         """
         self._records_kept = sampling.records_kept
         G = sampling.num_generations
@@ -96,7 +102,9 @@ class BuiltinEngine:
         return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        """Allocate the most memory that decoding can take: a prefill, one of the last tokens of every row, a copy of the KV cache."""
+        """Allocate the most memory that decoding can take: a prefill, one of the last tokens of every row, a copy of
+        the KV cache.
+        """
         T = sampling.max_completion_length
         with self._ready() as prefill_rows:
             decoder, logits_RV = prefill_rows(prompts, T)
@@ -123,7 +131,9 @@ class BuiltinEngine:
         return on_gpu and self.cuda_graphs and self.fast_decode and packed and has_llama_layers(policy.backbone)
 
     def metrics(self) -> dict[str, float]:
-        """``sampling/ranks_without_graphs``, 1 if the last rollout was decoded without CUDA graphs; only where the settings ask for them."""
+        """``sampling/ranks_without_graphs``, 1 if the last rollout was decoded without CUDA graphs; only where the
+        settings ask for them.
+        """
         if not self._wants_graphs:
             return {}
         return {"sampling/ranks_without_graphs": float(self.graphs is None or self._records_kept)}
@@ -133,8 +143,8 @@ class BuiltinEngine:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """The model computes from copies of its weights, made now: for all calls of :meth:`generate` inside the block, which else make them
-        themselves. Under FSDP this gathers the weights, so all ranks enter the block together.
+        """The model computes from copies of its weights, made now: for all calls of :meth:`generate` inside the block,
+        which else make them themselves. Under FSDP this gathers the weights, so all ranks enter the block together.
         """
         if self._has_weights:
             yield
@@ -175,7 +185,9 @@ class BuiltinEngine:
                 self.graphs.release()
 
     def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, address) -> torch.Tensor | None:
-        """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None for greedy decoding."""
+        """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None for greedy
+        decoding.
+        """
         if sampling.is_greedy:
             return None
         generators = [generator(*address, problem.index, g) for problem, g in rows]
@@ -205,9 +217,10 @@ class BuiltinEngine:
         decoded = decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
         if decoded.logprobs_RT.isnan().any():
             precision = self.policy.precision
+            remedy = ", runtime.precision=fp32 may help" if precision == "bf16" else ""
             raise ValueError(
-                f"the model computes NaN when it is sampled under runtime.precision={precision}: its weights or activations are "
-                f"too large{', runtime.precision=fp32 may help' if precision == 'bf16' else ''}"
+                f"the model computes NaN when it is sampled under runtime.precision={precision}: "
+                f"its weights or activations are too large{remedy}"
             )
         return decoded
 
@@ -239,7 +252,9 @@ class BuiltinEngine:
 
 
 def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
-    """Split rows into waves of at most ``tokens_in_flight`` tokens of KV cache each, with all completions at their longest."""
+    """Split rows into waves of at most ``tokens_in_flight`` tokens of KV cache each, with all completions at their
+    longest.
+    """
     bound, T = sampling.tokens_in_flight, sampling.max_completion_length
     waves, start, longest = [], 0, 0
     for row, prompt in enumerate(prompts):

@@ -1,8 +1,10 @@
-"""The weights of a rollout when every rank holds a share of the model: gathered once, layer by layer, into a model of this rank's own.
+"""The weights of a rollout when every rank holds a share of the model: gathered once, layer by layer, into a model of
+this rank's own.
 
-That model has the modules of the divided one and no weights between rollouts. While a layer is gathered in fp32, the copies that decode
-steps read are made from it (:mod:`grpo.rollout.weights`: bf16 under autocast), and what is not copied (embedding, norms) is cloned in
-fp32. After that no decode step communicates, so that ranks may decode different numbers of steps.
+That model has the modules of the divided one and no weights between rollouts. While a layer is gathered in fp32, the
+copies that decode steps read are made from it (:mod:`grpo.rollout.weights`: bf16 under autocast), and what is not
+copied (embedding, norms) is cloned in fp32. After that no decode step communicates, so that ranks may decode different
+numbers of steps.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class GatheredWeights:
     def copied(self, precision: str, kept: Copies | None, *, fast_decode: bool) -> Iterator[None]:
         """Inside the block the own model has the weights of this moment. All ranks enter it together.
 
-        ``kept`` as in :func:`grpo.rollout.weights.copied_weights`; with it all weights stay in memory afterwards, at their addresses.
+        ``kept`` as in :func:`grpo.rollout.weights.copied_weights`; with it all weights stay in memory afterwards, at
+        their addresses.
         """
         copies: Copies = {}
         try:

@@ -1,7 +1,7 @@
 """The check that CUDA graphs compute what the decode loop computes: both score the tokens that the graphs drew.
 
-Sampled tokens cannot be compared. Two correct decoders draw different tokens where the uniform number lies within rounding of the boundary
-between two tokens, and in bf16 at high entropy most rows meet such a boundary soon.
+Sampled tokens cannot be compared. Two correct decoders draw different tokens where the uniform number lies within
+rounding of the boundary between two tokens, and in bf16 at high entropy most rows meet such a boundary soon.
 
 Shapes: ``R`` rows, ``T`` tokens that are checked, ``V`` vocabulary.
 """
@@ -31,10 +31,12 @@ MOST_NOISE_OF_ROW = 8.0
 def agrees_with_loop(
     policy: Policy, prefill: Prefill, prompts: Prompts, decoded: Decoded, uniforms_RT, sampling: SamplingParams
 ) -> bool:
-    """True if the decode loop's steps give the first tokens of ``decoded`` the same log-probs, and draw them, up to rounding.
+    """True if the decode loop's steps give the first tokens of ``decoded`` the same log-probs, and draw them, up to
+    rounding.
 
-    The noise that rounding causes is measured: as the difference between the log-probs of the decode steps and of a forward pass without
-    cache. It grows with the spread of the logits, and depends on the precision of products (TF32, bf16).
+    The noise that rounding causes is measured: as the difference between the log-probs of the decode steps and of a
+    forward pass without cache. It grows with the spread of the logits, and depends on the precision of products (TF32,
+    bf16).
     """
     T = min(NUM_TOKENS, sampling.max_completion_length)
     tokens_RT = decoded.tokens_RT[:, :T].to(policy.device)
@@ -61,10 +63,11 @@ def agrees_with_loop(
 def score(
     logits_RV: torch.Tensor, token_R: torch.Tensor, u_R: torch.Tensor | None, sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-prob of each token at the temperature (greedy: at 1), in nats, and by how much :func:`~grpo.rollout.draw.draw` misses it.
+    """The log-prob of each token at the temperature (greedy: at 1), in nats, and by how much
+    :func:`~grpo.rollout.draw.draw` misses it.
 
-    A token is drawn if the uniform number lies in the token's interval of the cumulative distribution. The miss is the distance from
-    this interval; for greedy decoding, the distance from the greatest log-prob.
+    A token is drawn if the uniform number lies in the token's interval of the cumulative distribution. The miss is the
+    distance from this interval; for greedy decoding, the distance from the greatest log-prob.
     """
     logprobs_RV = torch.log_softmax(logits_RV.float() / (1.0 if sampling.is_greedy else sampling.temperature), dim=-1)
     logprob_R = logprobs_RV.gather(1, token_R[:, None]).squeeze(1)

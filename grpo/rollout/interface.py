@@ -20,7 +20,9 @@ class Engine(Protocol):
     """True if :meth:`weights` uses collectives, and so raises an error of one rank on all."""
 
     def weights(self) -> AbstractContextManager[None]:
-        """Inside the block, :meth:`generate` samples from the policy's weights of its start. All ranks enter it together."""
+        """Inside the block, :meth:`generate` samples from the policy's weights of its start. All ranks enter it
+        together.
+        """
 
     def generate(
         self,
@@ -35,7 +37,8 @@ class Engine(Protocol):
         Args:
             problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part of its seeds.
             address: ``(seed, purpose, step)``. The random seed of completion g of a problem is
-                ``derive_seed(seed, purpose, step, problem.index, g)``. With the built-in engine it and the weights determine the completion.
+                ``derive_seed(seed, purpose, step, problem.index, g)``. With the built-in engine it and the weights
+                determine the completion.
             on_tokens: called with the number of tokens drawn since the last call, for progress bars.
         """
 
@@ -45,7 +48,9 @@ class Engine(Protocol):
 
 @contextmanager
 def sampling_weights(engine: Engine, world: World) -> Iterator[None]:
-    """:meth:`Engine.weights` on all ranks, which raise together if the weights cannot be taken on one, out of memory for example."""
+    """:meth:`Engine.weights` on all ranks, which raise together if the weights cannot be taken on one, out of memory
+    for example.
+    """
     with ExitStack() as stack:
         with nullcontext() if engine.communicates else world.fail_together():
             stack.enter_context(engine.weights())

@@ -1,7 +1,8 @@
 """One decode step written out for models with Llama's layers (Llama, Qwen2, Qwen3, Mistral, SmolLM).
 
 It computes what the model's modules compute, with fewer operations, without module calls, without autocast's
-check at every operation, and from copied weights (:mod:`grpo.rollout.weights`). Models for which :func:`matches_model` is False decode through their own modules.
+check at every operation, and from copied weights (:mod:`grpo.rollout.weights`). Models for which :func:`matches_model`
+is False decode through their own modules.
 
 Shapes: ``R`` rows, ``H`` query heads, ``K`` key heads, ``D`` head size; hidden states are ``[R, hidden size]``.
 """
@@ -30,7 +31,8 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class LlamaDecoder:
     """Last hidden states of one more token per row: the same function as :func:`grpo.attention.forked_hidden`.
 
-    For a backbone that :func:`has_llama_layers`; from copied weights, if made inside of :func:`grpo.rollout.weights.copied_weights`.
+    For a backbone that :func:`has_llama_layers`; from copied weights, if made inside of
+    :func:`grpo.rollout.weights.copied_weights`.
     """
 
     def __init__(self, backbone: nn.Module):
@@ -42,7 +44,8 @@ class LlamaDecoder:
         with torch.autocast(token_R.device.type, enabled=False):
             x = self.backbone.embed_tokens(token_R)
             cos_R1D, sin_R1D = self.backbone.rotary_emb(x, position_ids=positions_R[:, None])
-            # rotate_half(q) * sin == roll(q) * sin with the sign of sin's first half flipped, which saves a negation in every layer.
+            # rotate_half(q) * sin == roll(q) * sin with the sign of sin's first half flipped, which saves a negation in
+            # every layer.
             half = sin_R1D.shape[-1] // 2
             sin_R1D = torch.cat([-sin_R1D[..., :half], sin_R1D[..., half:]], dim=-1)
             change = None  # what the last MLP adds to x: added together with the next norm
@@ -85,7 +88,9 @@ def _dtype(product: Callable) -> torch.dtype | None:
 
 
 def _product(layers: list[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The outputs of these layers for one input, side by side: as one product, if they have a fused copy, or by calling each."""
+    """The outputs of these layers for one input, side by side: as one product, if they have a fused copy, or by calling
+    each.
+    """
     if isinstance(layers[0], CopiedLinear) and len(layers[0].fused.layers) == len(layers):
         return layers[0].fused
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
@@ -98,7 +103,9 @@ def _rms_norm(x: torch.Tensor, norm: nn.Module, dtype: torch.dtype | None = None
 
 
 def has_llama_layers(backbone: nn.Module) -> bool:
-    """True if the model has exactly the modules that :class:`LlamaDecoder` computes. :func:`matches_model` tests what they compute."""
+    """True if the model has exactly the modules that :class:`LlamaDecoder` computes. :func:`matches_model` tests what
+    they compute.
+    """
     parts = dict(backbone.named_children())
     if set(parts) != MODEL_PARTS or type(parts["embed_tokens"]) is not nn.Embedding:
         return False
@@ -126,11 +133,14 @@ def _call_inside(gathered: Callable, module: nn.Module, layer: _Layer, *inputs):
 def matches_model(
     model: PreTrainedModel, gathered: Callable[[nn.Module], contextlib.AbstractContextManager] = contextlib.nullcontext
 ) -> bool:
-    """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two prompts, in fp32.
+    """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two
+    prompts, in fp32.
 
-    The rows of the second prompt continue at positions up to the model's context, because some models scale queries by position.
+    The rows of the second prompt continue at positions up to the model's context, because some models scale queries by
+    position.
 
-    ``gathered``: a block in which a layer of a divided model has its weights, which :class:`LlamaDecoder` reads without calling the layer.
+    ``gathered``: a block in which a layer of a divided model has its weights, which :class:`LlamaDecoder` reads without
+    calling the layer.
     """
     backbone = model.base_model
     if not packing_enabled(model) or not has_llama_layers(backbone):

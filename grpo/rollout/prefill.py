@@ -1,5 +1,6 @@
-"""The prefill, and two decoders that continue from it one token at a time: :class:`ForkedCacheDecoder` keeps a prompt's keys and values
-once for all its completions, and needs a model that can be packed; :class:`DynamicCacheDecoder` works with every model of transformers.
+"""The prefill, and two decoders that continue from it one token at a time: :class:`ForkedCacheDecoder` keeps a prompt's
+keys and values once for all its completions, and needs a model that can be packed; :class:`DynamicCacheDecoder` works
+with every model of transformers.
 
 Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``L`` padded prompt length, ``V`` vocabulary.
 """
@@ -26,8 +27,8 @@ def prefill(
 ) -> tuple[ForkedCacheDecoder | DynamicCacheDecoder, torch.Tensor]:
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
-    ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the most tokens of a completion. Returns a
-    decoder, and logits ``[R, V]`` of each row's first token.
+    ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the most tokens of a
+    completion. Returns a decoder, and logits ``[R, V]`` of each row's first token.
     """
     groups = [(prompt, len(list(rows))) for prompt, rows in groupby(prompts)]
     distinct = [prompt for prompt, _ in groups]
@@ -72,7 +73,9 @@ class ForkedCacheDecoder:
         return self.cache.is_full
 
     def skip_tokens(self, count: int) -> None:
-        """Advance by ``count`` tokens of arbitrary content, so that the next token takes as much memory as a late one."""
+        """Advance by ``count`` tokens of arbitrary content, so that the next token takes as much memory as a late
+        one.
+        """
         self.cache.skip_tokens(count)
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
@@ -83,7 +86,8 @@ class ForkedCacheDecoder:
 
 
 class DynamicCacheDecoder:
-    """Decodes with transformers' ``DynamicCache``, in which every row has its own copy of its prompt; for models that cannot be packed.
+    """Decodes with transformers' ``DynamicCache``, in which every row has its own copy of its prompt; for models that
+    cannot be packed.
 
     Prompts are padded on the left, so that all rows continue at the same index. Rows cannot be added later.
     """
@@ -140,7 +144,9 @@ class DynamicCacheDecoder:
 
 
 class _PreallocatedLayer(DynamicLayer):
-    """A full-attention cache layer that writes into a buffer allocated once; transformers' own concatenates at every token."""
+    """A full-attention cache layer that writes into a buffer allocated once; transformers' own concatenates at every
+    token.
+    """
 
     def __init__(self, capacity: int):
         super().__init__()

@@ -1,7 +1,8 @@
-"""The batch of captured decode steps: rows in slots, with their state, prompts, keys and values at addresses that do not change.
+"""The batch of captured decode steps: rows in slots, with their state, prompts, keys and values at addresses that do
+not change.
 
-Shapes: ``S`` slots (rows, then padding), ``R`` rows, ``T`` most tokens of a completion, ``C`` own tokens that a step attends to, ``U``
-prompts, ``J`` most rows of one prompt, ``P`` padded prompt length, ``K`` key heads, ``D`` head size.
+Shapes: ``S`` slots (rows, then padding), ``R`` rows, ``T`` most tokens of a completion, ``C`` own tokens that a step
+attends to, ``U`` prompts, ``J`` most rows of one prompt, ``P`` padded prompt length, ``K`` key heads, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def padded_rows(number: int) -> int:
 
 
 class StaticBuffers:
-    """Memory by name, at the same address each time. If a buffer must grow, its address changes, and ``on_move`` is called."""
+    """Memory by name, at the same address each time. If a buffer must grow, its address changes, and ``on_move`` is
+    called.
+    """
 
     def __init__(self, device: torch.device, on_move: Callable[[], None]):
         self.device, self.on_move = device, on_move
@@ -66,7 +69,9 @@ class Slots:
         self.keep(torch.arange(self.num_rows, device=buffers.device), 0)
 
     def keep(self, slots: torch.Tensor, num_own: int) -> None:
-        """Keep only the rows in ``slots``, in the smallest shape that holds them; each has ``num_own`` own tokens in the cache."""
+        """Keep only the rows in ``slots``, in the smallest shape that holds them; each has ``num_own`` own tokens in
+        the cache.
+        """
         buffers, R = self.buffers, len(slots)
         self.drawn_by_dropped += int(self.state["length"][: self.num_rows].sum() - self.state["length"][slots].sum())
         # The first shape has exactly as many slots as rows: memory was bounded for these.
@@ -119,7 +124,9 @@ class Slots:
         return self.num_slots, self.U, self.J, self.P, self.T, self.dtype, is_grid, is_sampled
 
     def end_at_stops(self, stops: Stops, num_searched: int, num_drawn: int) -> None:
-        """End each row at its first stop string among the tokens from number ``num_searched`` on, and drop what it has drawn behind it."""
+        """End each row at its first stop string among the tokens from number ``num_searched`` on, and drop what it has
+        drawn behind it.
+        """
         state = {name: values[: self.num_rows] for name, values in self.state.items()}
         first = max(num_searched + 1 - stops.span, 0)
         lengths, tokens = state["length"].tolist(), state["tokens"][:, first:num_drawn].tolist()
@@ -146,7 +153,9 @@ class Slots:
 
 
 class StaticCache(ForkedCache):
-    """A :class:`ForkedCache` over the static buffers. Every step attends to ``width`` own tokens, of which later ones are masked."""
+    """A :class:`ForkedCache` over the static buffers. Every step attends to ``width`` own tokens, of which later ones
+    are masked.
+    """
 
     def __init__(self, slots: Slots, width: int):
         self.prompts, self.prompt_bias, self.dtype = dict(slots.prompts), slots.prompt_bias, slots.dtype
@@ -157,7 +166,9 @@ class StaticCache(ForkedCache):
         self.index_C = torch.arange(width, device=slots.prompt_bias.device)
 
     def set_position(self, next_1: torch.Tensor) -> None:
-        """The step computes the token before number ``next``: its keys and values go to index ``next - 1``, and those behind are masked."""
+        """The step computes the token before number ``next``: its keys and values go to index ``next - 1``, and those
+        behind are masked.
+        """
         self.index_1 = next_1 - 1
         bias_C = torch.zeros_like(self.index_C, dtype=torch.float32).masked_fill_(self.index_C >= next_1, float("-inf"))
         self.bias = torch.cat([self.prompt_bias, bias_C.expand(len(self.prompt_bias), 1, 1, -1)], dim=-1)

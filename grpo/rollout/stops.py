@@ -14,15 +14,19 @@ class Stops:
         self.tokenizer = tokenizer
         self.ids, self.strings = split_stop(tokenizer, stop)
         self.span = 4 * max(map(len, self.strings), default=0) + 4
-        """Tokens before the end of a text that are searched: a string of n characters spans at most 4n byte-level tokens."""
-        # With most tokenizers, a string in the text of some tokens is also in the text of these and their neighbours. Then one search in
-        # all new tokens can show that none of them ends a stop string.
+        """Tokens before the end of a text that are searched: a string of n characters spans at most 4n byte-level
+        tokens.
+        """
+        # With most tokenizers, a string in the text of some tokens is also in the text of these and their neighbours.
+        # Then one search in all new tokens can show that none of them ends a stop string.
         self.neighbours_keep_text = not getattr(
             tokenizer, "clean_up_tokenization_spaces", False
         ) and "\ufffd" not in "".join(stop)
 
     def first_end(self, tokens: Sequence[int], num_searched: int) -> int | None:
-        """The least n greater than ``num_searched`` so that the last ``span`` of ``tokens[:n]`` contain a stop string; None: no n does."""
+        """The least n greater than ``num_searched`` so that the last ``span`` of ``tokens[:n]`` contain a stop string;
+        None: no n does.
+        """
         if self.neighbours_keep_text and not self._has_stop(tokens[max(num_searched + 1 - self.span, 0) :]):
             return None
         ends = range(num_searched + 1, len(tokens) + 1)
@@ -34,7 +38,8 @@ class Stops:
 
 
 def split_stop(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple[list[int], list[str]]:
-    """The ids of the stop strings that are special tokens, which the text of a completion does not contain, and the other strings.
+    """The ids of the stop strings that are special tokens, which the text of a completion does not contain, and the
+    other strings.
 
     ValueError for a string with a special token beside other text.
     """
@@ -45,6 +50,7 @@ def split_stop(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple
         for token in special:
             if token in string and token != string:
                 raise ValueError(
-                    f"rollout.stop: {string!r} holds the special token {token!r} beside other text: give {token!r} alone"
+                    f"rollout.stop: {string!r} holds the special token {token!r} beside other text: "
+                    f"give {token!r} alone"
                 )
     return [special[string] for string in stop if string in special], [s for s in stop if s not in special]

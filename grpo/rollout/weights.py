@@ -1,9 +1,13 @@
-"""Copies of linear layers' weights for the time of a rollout, in the form in which every decode step reads them fastest.
+"""Copies of linear layers' weights for the time of a rollout, in the form in which every decode step reads them
+fastest.
 
 - In the dtype of the product: autocast would cast the fp32 master weights to bf16 again at every token.
-- On CPU in the memory layout of oneDNN's kernels: a plain product spends 20 to 40% of its time on reordering the weight (32 rows, two cores).
-- Layers with the same input (queries, keys and values; the two halves of a gated MLP) as one product: each call costs about 15 us.
-- With LoRA, the sum ``W + scale * B @ A``, added up in fp32: one product instead of three. Neither matrix nor base weight changes.
+- On CPU in the memory layout of oneDNN's kernels: a plain product spends 20 to 40% of its time on reordering the weight
+(32 rows, two cores).
+- Layers with the same input (queries, keys and values; the two halves of a gated MLP) as one product: each call costs
+about 15 us.
+- With LoRA, the sum ``W + scale * B @ A``, added up in fp32: one product instead of three. Neither matrix nor base
+weight changes.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from grpo.model import HalfLinear, adapted_base, effective_weight
 
 _mkldnn = torch.ops.mkldnn
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that most architectures call with the same tensor; called with different tensors, each gives its own output."""
+"""Names of sibling layers that most architectures call with the same tensor; called with different tensors, each gives
+its own output.
+"""
 
 
 class FusedLinear:
@@ -52,7 +58,9 @@ class FusedLinear:
         return F.linear(x.to(self.dtype), self.weight, self.bias)
 
     def output_of(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of one layer. The first call with a tensor computes all; they are kept until the last layer is called with it."""
+        """The output of one layer. The first call with a tensor computes all; they are kept until the last layer is
+        called with it.
+        """
         if x is not self._input:
             self._input, self._outputs = x, self(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
@@ -80,10 +88,11 @@ class CopiedLinear(nn.Module):
 
 @contextlib.contextmanager
 def copied_weights(model: nn.Module, precision: str, kept: Copies | None = None) -> Iterator[None]:
-    """Inside the block, linear layers compute from copies of their weights, where that is faster. The weights must not change there.
+    """Inside the block, linear layers compute from copies of their weights, where that is faster. The weights must not
+    change there.
 
-    ``kept`` is filled with the copy of each layer, and the next call with it refreshes the copies in place: captured CUDA graphs read them
-    at fixed addresses.
+    ``kept`` is filled with the copy of each layer, and the next call with it refreshes the copies in place: captured
+    CUDA graphs read them at fixed addresses.
     """
     with in_place_of(model, copies_of(list(model.modules()), precision, kept)):
         yield

@@ -1,4 +1,6 @@
-"""The vLLM engine (``rollout.engine=vllm``): servers that get the policy's weights before each rollout and sample over HTTP."""
+"""The vLLM engine (``rollout.engine=vllm``): servers that get the policy's weights before each rollout and sample over
+HTTP.
+"""
 
 from grpo.vllm.build import build_engine
 

@@ -99,7 +99,9 @@ class Server:
         raise ServerError(f"{self} {self.explain(reason)}") from None
 
     async def generate(self, http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-        """The completion of ``{"token_ids", "sampling_params", ...}``; ServerError if the answer is not of that form."""
+        """The completion of ``{"token_ids", "sampling_params", ...}``; ServerError if the answer is not of that
+        form.
+        """
         content = await self.call(http, "POST", "/inference/v1/generate", {"model": self.model} | body)
         try:
             return Answer.model_validate_json(content)
@@ -121,7 +123,9 @@ class Server:
             raise ServerError(f"{self} returned no log-probs of a prompt") from None
 
     async def stay_healthy(self, http: httpx.AsyncClient) -> None:
-        """Ask again and again; ServerError when it is not healthy. After the death of its engine, vLLM may never answer."""
+        """Ask again and again; ServerError when it is not healthy. After the death of its engine, vLLM may never
+        answer.
+        """
         while True:
             await asyncio.sleep(HEALTH_SECONDS)
             await self.call(http, "GET", "/health")
@@ -142,7 +146,8 @@ async def session() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def wait_for(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a coroutine function, whose event loop runs in a thread: in a notebook this thread has a loop already.
+    """The result of a coroutine function, whose event loop runs in a thread: in a notebook this thread has a loop
+    already.
 
     An exception that a signal handler raises here cancels what is under way, so that servers stop computing it.
     """

@@ -1,6 +1,7 @@
 """The vLLM engine: each rollout gives the policy's weights to vLLM servers and samples from them over HTTP.
 
-One request per completion, with the seed of that completion, token ids in and token ids out. Their text is decoded here.
+One request per completion, with the seed of that completion, token ids in and token ids out. Their text is decoded
+here.
 """
 
 from __future__ import annotations

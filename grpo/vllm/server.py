@@ -29,7 +29,9 @@ END_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.getppid() == int(sys.argv[1]) or sys.exit(1); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""A program that becomes the server's, which gets SIGTERM when its parent has ended (PR_SET_PDEATHSIG), also by SIGKILL."""
+"""A program that becomes the server's, which gets SIGTERM when its parent has ended (PR_SET_PDEATHSIG), also by
+SIGKILL.
+"""
 ERROR_LINE = re.compile(r"(\b\w*(Error|Exception)|\berror): ")
 WITHOUT_CAUSE = ("Engine core initialization failed", "Engine process failed to start", "EngineCore encountered")
 """Errors of vLLM's front end that only say that there was an error before."""
@@ -119,7 +121,9 @@ class StartedServer:
 
 
 def _environment() -> dict[str, str]:
-    """The trainer's environment without what its launcher and this package set, and with the routes that load weights."""
+    """The trainer's environment without what its launcher and this package set, and with the routes that load
+    weights.
+    """
     found = without_environment_defaults(os.environ)
     # torchrun sets 1 for its processes unless the user has set a number.
     if "TORCHELASTIC_RUN_ID" in found and found.get("OMP_NUM_THREADS") == "1":

@@ -32,7 +32,8 @@ class WeightsFolder:
         self.clear()
 
     def write(self, policy: Policy, weights: dict[str, torch.Tensor], version: str) -> Path:
-        """Write weights as ``save_pretrained`` does, in the precision of the run, an adapter in fp32; UserError if it fails.
+        """Write weights as ``save_pretrained`` does, in the precision of the run, an adapter in fp32; UserError if it
+        fails.
 
         A tied weight is written under each of its names: on the CPU, vLLM makes its packed copy of the head anew only
         when the files hold the head.
@@ -86,8 +87,8 @@ class Probe:
     def compare(self, found: Sequence[float]) -> str | None:
         """What is wrong with a server's log-probs after it has loaded the weights; None: nothing.
 
-        They must be near the policy's, and no nearer to those that the policy had before one of the updates: so a missed
-        update shows as soon as it has changed them by more than the two programs differ.
+        They must be near the policy's, and no nearer to those that the policy had before one of the updates: so a
+        missed update shows as soon as it has changed them by more than the two programs differ.
         """
         differences = [float((torch.tensor(found) - logprobs_S).abs().mean()) for logprobs_S in self.computed]
         now, limit = differences[-1], LIMITS[self.policy.precision]
