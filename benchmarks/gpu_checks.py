@@ -17,6 +17,7 @@ from gpu_common import Bench, Found, check, expect
 from grpo.attention import enable_packing
 from grpo.batch import Completion, Group, collate
 from grpo.logprobs import CompletionScorer, head_is_plain
+from grpo.model import without_cudnn_attention
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
 from grpo.rollout.llama_decoder import matches_model
 
@@ -179,8 +180,9 @@ def chosen_kernel(q, k, v, **options) -> str:
 
 @check(90)
 def sdpa(bench: Bench) -> Found:
-    """SDPA never falls to its math kernel, and forward and backward are within 2% (bf16) or 1e-4 (fp32) of fp64"""
+    """SDPA takes neither its math kernel nor cuDNN's, and forward and backward are within 2% (bf16) or 1e-4 (fp32) of fp64"""
     found = {}
+    without_cudnn_attention(bench.device)
     for precision, tolerance in (("bf16", 2e-2), ("fp32", 1e-4)):
         for kind, (*tensors, mask, is_causal, scale, gqa) in attention_calls(bench, precision).items():
             rounded = [x.requires_grad_() for x in tensors]
@@ -197,7 +199,9 @@ def sdpa(bench: Bench) -> Found:
                 for x, y in zip((out, *grads), (wanted.detach(), *wanted_grads), strict=True)
             ]
             found[kind] = f"{kernel} {max(errors):.1e}"
-            expect(bench.device.type == "cpu" or kernel != "math", f"{kind}: the math kernel is chosen")
+            expect(
+                bench.device.type == "cpu" or kernel not in ("math", "cudnn"), f"{kind}: the {kernel} kernel is chosen"
+            )
             expect(max(errors) < tolerance, f"{kind}: {kernel} differs by {max(errors):.1e} from fp64")
     return found
 

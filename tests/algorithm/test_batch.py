@@ -248,6 +248,16 @@ def test_microbatch_rows_by_hand():
     assert parts(1) == [[2], [0], [3], [1]]
 
 
+def test_many_short_completions_of_a_long_prompt_are_divided():
+    """The rows of a micro-batch attend to at most 8 prompt tokens for each token of its budget."""
+    completion = Completion((5,), "", True)
+    batch = collate([Group(Problem(0, "", (3, 4, 5, 6)), (completion,) * 16)], torch.zeros(1, 16), pad_id=PAD)
+    assert [len(rows) for rows in microbatch_rows(batch, 20, packed=True)] == [16]
+    assert [len(rows) for rows in microbatch_rows(batch, 7, packed=True)] == [3, 3, 3, 3, 3, 1]  # 4 + 3 tokens
+    long = collate([Group(Problem(0, "", (3,) * 40), (completion,) * 16)], torch.zeros(1, 16), pad_id=PAD)
+    assert [len(rows) for rows in microbatch_rows(long, 60, packed=True)] == [12, 4]  # 12 x 40 = 8 x 60
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_of_advantage_0_are_in_no_microbatch(packed):
     """Of 2 minibatches of 3 groups x 4 rows: the first has advantages in 5 rows, the second in none, so that its shortest row stays."""
