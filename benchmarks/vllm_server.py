@@ -27,7 +27,7 @@ class Served:
 
     def __init__(self, address: str, policy: Policy, threads: int, weights_folder: str):
         world = start_world(RuntimeConfig(device=policy.device.type, threads_per_rank=threads))
-        options = dict(weights_folder=weights_folder, run="benchmark")
+        options = dict(weights_folder=weights_folder)
         self.engine = ForcedLengths(policy, [Server(address, 600.0)], world=world, **options)
         self.inside, self.seconds = ExitStack(), []
 

@@ -12,7 +12,6 @@ Where the dataset's prompts are lists of messages and a reward reads messages, a
 import argparse
 import contextlib
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -105,7 +104,6 @@ def _engine_from(options: argparse.Namespace, config: Config) -> Engine:
         uses=(),
         probe_ids=(),
         folder=tempfile.mkdtemp(prefix="grpo-chat-") if starts_vllm else ".",
-        name=f"chat-{os.getpid()}",
         builtin={},
     )
 

@@ -150,7 +150,6 @@ def _evaluate_model(
         uses=[(longest, eval_sampling(config))],
         probe_ids=problems[0].prompt_ids if problems else (),
         folder=output.parent,
-        name="evaluation",
         builtin=dict(fast_decode=config.runtime.fast_decode),
     )
     with contextlib.closing(engine):

@@ -49,13 +49,13 @@ class BuiltinEngine:
         Args:
             policy: its bare model is used, never a DDP wrapper; the weights of each rollout are those at its start.
             fast_decode: copy the weights once a rollout into the form that decode steps read fastest, and use the
-                written-out decode
-                step (:mod:`grpo.rollout.llama_decoder`) for models that it matches. False: transformers' modules
-                compute everything.
+                written-out decode step (:mod:`grpo.rollout.llama_decoder`) for models that it matches. False:
+                transformers' modules compute everything.
             cuda_graphs: capture decode steps in CUDA graphs, on a GPU and for models that have the written-out decode
-                step. gathered: fills the policy's model, which has no weights between rollouts, under FSDP. is_llama:
-                the result of :func:`matches_model`, needed with ``gathered``; None: tested in the first rollout. warn:
-                called with a line of text if CUDA graphs turn out not to work.
+                step.
+            gathered: fills the policy's model, which has no weights between rollouts, under FSDP.
+            is_llama: the result of :func:`matches_model`, needed with ``gathered``; None: tested in the first rollout.
+            warn: called with a line of text if CUDA graphs turn out not to work.
         """
         self.policy, self.fast_decode, self.cuda_graphs, self.warn = policy, fast_decode, cuda_graphs, warn
         self.gathered = gathered

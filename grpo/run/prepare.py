@@ -171,7 +171,6 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         uses=_uses(config, train.problems, eval_problems),
         probe_ids=train.problems[0].prompt_ids,
         folder=config.output_dir,
-        name="run",
         builtin=builtin,
     )
     on_failure.callback(engine.close)

@@ -28,7 +28,6 @@ def build_engine(
     uses: Sequence[tuple[int, SamplingParams]],
     probe_ids: Sequence[int],
     folder: str | Path,
-    name: str,
     builtin: dict[str, Any],
 ) -> Engine:
     """The engine of a run, an evaluation or a chat. All ranks call it together.
@@ -37,10 +36,11 @@ def build_engine(
         policy: under FSDP its model is sharded.
         path: folder or Hub id of the model; of an adapter's folder, servers start with its model.
         root: the module that holds the policy's model, under FSDP the sharded one.
-        uses: for each kind of sampling to come, the tokens of its longest prompt and its settings; empty: not known
-            yet. probe_ids: a prompt, for the proof that a server has the weights it was given. folder: gets the logs of
-            servers. name: of the purpose; programs that run at the same time with one folder need other names. builtin:
-            arguments of :class:`BuiltinEngine` in place of the policy.
+        uses: for each kind of sampling to come, the tokens of its longest prompt and its settings; empty: not known yet.
+        probe_ids: a prompt, for the proof that a server has the weights it was given.
+        folder: gets the logs of servers.
+        builtin: arguments of :class:`BuiltinEngine`; its policy replaces the other one, under FSDP by the copy that
+            samples.
 
     Raises:
         ValueError: on all ranks, if a server cannot be started, or is not fit for this run.
@@ -66,7 +66,6 @@ def build_engine(
             servers,
             world=world,
             weights_folder=settings.weights_folder,
-            run=Path(folder, name),
             root=root,
             probe_ids=probe_ids,
             uses=uses,

@@ -19,6 +19,8 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """vLLM's names of the values of ``runtime.precision``."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for ``--max-lora-rank``."""
+WHOLE, ADAPTER = "grpo-whole-", "grpo-adapter-"
+"""What the versions of weights begin with that replace those of a server, and of adapters beside these."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
 
@@ -49,6 +51,9 @@ async def check_server(
         server.model = json.loads(await server.call(http, "GET", "/v1/models"))["data"][0]["id"]
         info = json.loads(await server.call(http, "GET", "/server_info?config_format=json"))
         problem = _problem(info["vllm_config"], info["vllm_env"], policy, uses)
+        weights = json.loads(await server.call(http, "GET", "/weight_info"))["weight_version"]
+        if policy.adapter is not None and weights.startswith(WHOLE):
+            problem = "has the weights of another run, to which an adapter must not be added: start it again"
     except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
         raise ServerError(f"{server} is no server that is known ({type(error).__name__}: {error})") from None
     if problem is not None:
@@ -76,6 +81,10 @@ def _problem(
         return "computes prompts in parts on the CPU: start it with --no-enable-chunked-prefill"
     if longest > model["max_model_len"]:
         return f"takes {model['max_model_len']} tokens, {longest} are needed: start it with --max-model-len {longest}"
+    if settings["device_config"]["device"] == "cpu" and any(p.dim() == 3 for p in policy.model.parameters()):
+        return (
+            "computes on the CPU, where vLLM 0.32 does not reload the experts of a mixture: sample with engine=builtin"
+        )
     if rank is not None and (lora is None or lora["max_lora_rank"] < rank or not env[runtime_lora]):
         options = f"--enable-lora --max-lora-rank {rank} and {runtime_lora}=True in its environment"
         return f"takes no adapters of this rank while it runs: start it with {options}"

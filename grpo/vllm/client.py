@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -31,8 +31,8 @@ class _Record(BaseModel):
 
 class _Token(_Record):
     token_id: int
-    # At most 0 but for rounding.
-    logprob: Annotated[float, Field(le=1e-3, allow_inf_nan=False)]
+    # At most 0 but for rounding; vLLM writes -9999 in place of NaN.
+    logprob: Annotated[float, Field(gt=-9999, le=1e-3, allow_inf_nan=False)]
 
 
 class _Logprobs(_Record):
@@ -139,17 +139,32 @@ class Server:
 async def session() -> AsyncIterator[httpx.AsyncClient]:
     """A client with the API key of the environment and without the environment's proxies."""
     key = os.environ.get("VLLM_API_KEY")
-    transport = httpx.AsyncHTTPTransport(retries=CONNECT_RETRIES, limits=httpx.Limits(max_connections=None))
+    # A connection is used once: vLLM closes idle ones, and httpx looks through all of them at each answer.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    transport = httpx.AsyncHTTPTransport(retries=CONNECT_RETRIES, limits=limits)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(transport=transport, trust_env=False, headers=headers) as http:
         yield http
 
 
-def wait_for(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a coroutine function, whose event loop runs in a thread: in a notebook this thread has a loop
-    already.
+class EventLoop:
+    """An event loop in a thread of its own: in a notebook this thread has a loop already."""
 
-    An exception that a signal handler raises here cancels what is under way, so that servers stop computing it.
-    """
-    with start_blocking_portal() as portal:
-        return portal.call(function, *args)
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(start_blocking_portal())
+
+    def wait_for(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a coroutine function.
+
+        An exception that a signal handler raises here cancels what is under way, so that servers stop computing it.
+        """
+        future = self._portal.start_task_soon(function, *args)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._stack.close()

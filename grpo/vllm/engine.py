@@ -21,12 +21,12 @@ from grpo.distributed import World, is_sharded, whole_trained_weights
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
 from grpo.seeding import derive_seed
-from grpo.vllm.check import check_server, check_temperature
-from grpo.vllm.client import Sampled, Server, ServerError, session, wait_for
+from grpo.vllm.check import ADAPTER, WHOLE, check_server, check_temperature
+from grpo.vllm.client import EventLoop, Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
 MAX_REQUESTS = 512
-"""Most requests in flight to one server, over all ranks, each with a connection of its own."""
+"""Most requests in flight over all ranks and servers, each with a connection of its own."""
 
 
 class VLLMEngine:
@@ -41,7 +41,6 @@ class VLLMEngine:
         *,
         world: World,
         weights_folder: str,
-        run: str | Path,
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
         uses: Sequence[tuple[int, SamplingParams]] = (),
@@ -53,7 +52,6 @@ class VLLMEngine:
             policy: its model, or its adapter, is what the servers get; under FSDP the sharded model.
             servers: the same on all ranks, which share them.
             weights_folder: ``rollout.weights_folder``.
-            run: the run's own folder.
             root: under FSDP the sharded module that holds the model; None: ``policy.model``.
             probe_ids: a prompt, for the proof of the weights.
             uses: for each kind of sampling to come, the tokens of its longest prompt and its settings.
@@ -65,13 +63,18 @@ class VLLMEngine:
         self.policy, self.servers, self.world, self.on_close = policy, list(servers), world, on_close
         self.vocabulary = policy.model.get_input_embeddings().weight.shape[0]
         self.probe = Probe(policy, root or policy.model, probe_ids)
-        self.folder = WeightsFolder(weights_folder, run) if world.is_main else None
         self.version: str | None = None
         """Of the weights that the servers have, which no other weights get; None outside of :meth:`weights`."""
         self._adapter: Path | None = None
         """The files of the adapter that the servers have."""
-        with world.fail_together():
-            self.versions = wait_for(self._check, uses)
+        self.loop, self.folder = EventLoop(), None
+        try:
+            with world.fail_together():
+                self.folder = WeightsFolder(weights_folder) if world.is_main else None
+                self.versions = self.loop.wait_for(self._check, uses)
+        except BaseException:
+            self.loop.close()
+            raise
 
     @contextmanager
     def weights(self) -> Iterator[None]:
@@ -87,10 +90,10 @@ class VLLMEngine:
         with nullcontext() if is_sharded(self.probe.root) else self.world.fail_together():
             self.probe.update()
             weights = whole_trained_weights(self.policy.trained)
-        version = f"grpo-{uuid.uuid4().hex}"
+        version = f"{ADAPTER if self.policy.adapter else WHOLE}{uuid.uuid4().hex}"
         with self.world.fail_together():
             if self.world.is_main:
-                wait_for(self._load, self.folder.write(self.policy, weights, version), version)
+                self.loop.wait_for(self._load, self.folder.write(self.policy, weights, version), version)
         self.version = self.world.from_main(version)
         try:
             yield
@@ -114,7 +117,9 @@ class VLLMEngine:
         G, stops = sampling.num_generations, Stops(self.policy.tokenizer, sampling.stop)
         bodies = [self._body(problem, g, sampling, stops, address) for problem in problems for g in range(G)]
         with nullcontext() if self.version is not None else self.weights():
-            sampled = wait_for(self._sample_all, bodies, on_tokens or (lambda num_tokens: None)) if bodies else []
+            sampled = (
+                self.loop.wait_for(self._sample_all, bodies, on_tokens or (lambda num_tokens: None)) if bodies else []
+            )
         ends = [None if not stops.strings else stops.first_end(s.token_ids, 0) for s in sampled]
         ids = [s.token_ids[:end] for s, end in zip(sampled, ends, strict=True)]
         texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -129,6 +134,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Delete the weights, and end the servers if they were started for this engine."""
+        self.loop.close()
         if self.folder is not None:
             self.folder.clear()
         self.on_close()
@@ -150,6 +156,7 @@ class VLLMEngine:
 
     async def _load_into(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
         model = server.model
+        await server.call(http, "POST", "/update_weight_version", {"new_version": version})
         if self.policy.adapter is None:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await server.call(http, "POST", "/collective_rpc", body)
@@ -158,8 +165,7 @@ class VLLMEngine:
             await server.call(http, "POST", "/v1/load_lora_adapter", {"lora_name": model, "lora_path": str(folder)})
             if self._adapter is not None:
                 await server.call(http, "POST", "/v1/unload_lora_adapter", {"lora_name": self._adapter.name})
-        await server.call(http, "POST", "/update_weight_version", {"new_version": version})
-        if problem := self.probe.compare(await server.prompt_logprobs(http, self.probe.ids, model)):
+        if problem := self.probe.compare(server, await server.prompt_logprobs(http, self.probe.ids, model)):
             raise ServerError(f"{server} does not compute with the weights it was given: {problem}")
 
     def _body(self, problem: Problem, g: int, sampling: SamplingParams, stops: Stops, address) -> dict[str, Any]:
@@ -191,7 +197,7 @@ class VLLMEngine:
                 on_tokens(len(answers[index].token_ids))
 
         async with session() as http:
-            num_workers = min(max(MAX_REQUESTS // self.world.size, 1), len(bodies))
+            num_workers = min(max(MAX_REQUESTS // (self.world.size * len(self.servers)), 1), len(bodies))
             workers = [work(server) for _ in range(num_workers) for server in self.servers]
             tasks = [asyncio.gather(*workers)]
             tasks += [asyncio.ensure_future(server.stay_healthy(http)) for server in self.servers]

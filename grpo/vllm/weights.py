@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
+import socket
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,20 +18,25 @@ from grpo.model import Policy, save_weights
 from grpo.system import UserError, first_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-LIMITS = {"fp32": 1e-3, "bf16": 0.2}
+LIMITS = {"fp32": 1e-3, "bf16": 0.1}
 """Largest mean difference of log-probs of server and trainer, in nats."""
 FEWEST, MOST = 8, 64
 """Tokens of the text whose log-probs are compared."""
 
 
 class WeightsFolder:
-    """A folder of one run inside ``rollout.weights_folder``, with the weights that are being loaded."""
+    """A folder of this process inside ``rollout.weights_folder``, with the weights that are being loaded."""
 
-    def __init__(self, parent: str, run: str | Path):
-        """``run``: the run's own folder. Another run of it finds, and deletes, what a killed one has left."""
-        name = hashlib.sha256(os.path.abspath(run).encode()).hexdigest()[:16]
-        self.path = Path(parent).absolute() / f"grpo-{os.getuid()}-{name}"  # servers have another working directory
-        self.clear()
+    def __init__(self, parent: str):
+        """Delete what processes of this machine have left that have ended."""
+        place, prefix = (
+            Path(parent).absolute(),
+            f"grpo-{socket.gethostname()}-",
+        )  # servers have another working directory
+        for left in place.glob(f"{prefix}*"):
+            if not Path("/proc", left.name.removeprefix(prefix).partition("-")[0]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        self.path = place / f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
     def write(self, policy: Policy, weights: dict[str, torch.Tensor], version: str) -> Path:
         """Write weights as ``save_pretrained`` does, in the precision of the run, an adapter in fp32; UserError if it
@@ -54,8 +61,8 @@ class WeightsFolder:
         for folder in self.path.glob("*"):
             if folder != keep:
                 shutil.rmtree(folder, ignore_errors=True)
-        if keep is None and self.path.exists():
-            self.path.rmdir()
+        if keep is None:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 class Probe:
@@ -66,8 +73,10 @@ class Probe:
         self.policy, self.root = policy, root
         vocabulary = policy.model.get_input_embeddings().weight.shape[0]
         self.ids = list(ids[:MOST]) if len(ids) >= FEWEST else [(7 * i + 3) % vocabulary for i in range(2 * FEWEST)]
-        self.computed: list[torch.Tensor] = []
-        """``[S]`` the policy's log-probs of ``ids[1:]`` in nats, at each call of :meth:`update`."""
+        self.computed_S = torch.zeros(0)
+        """The policy's log-probs of ``ids[1:]`` in nats, at the last call of :meth:`update`."""
+        self.answers: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Of each server the last new answer, and the policy's log-probs then."""
 
     def update(self) -> None:
         """Compute the policy's log-probs; all ranks call it together. ValueError if one is not finite."""
@@ -82,20 +91,23 @@ class Probe:
         if not torch.isfinite(logprobs_S).all():
             precision = f"runtime.precision={self.policy.precision}"
             raise ValueError(f"the model computes log-probs that are not finite under {precision}")
-        self.computed.append(logprobs_S)
+        self.computed_S = logprobs_S
 
-    def compare(self, found: Sequence[float]) -> str | None:
+    def compare(self, server: Any, found: Sequence[float]) -> str | None:
         """What is wrong with a server's log-probs after it has loaded the weights; None: nothing.
 
-        They must be near the policy's, and no nearer to those that the policy had before one of the updates: so a
-        missed update shows as soon as it has changed them by more than the two programs differ.
+        They must be near the policy's. And they must change with them: an answer that stays the same to the bit, while
+        the policy has moved by more than the two programs differ, is that of weights which were not applied.
         """
-        differences = [float((torch.tensor(found) - logprobs_S).abs().mean()) for logprobs_S in self.computed]
-        now, limit = differences[-1], LIMITS[self.policy.precision]
-        if not now <= limit:
-            return f"log-probs of a text differ by {now:.3g} nats on average (limit {limit:g})"
-        if min(differences) < now / 2:
-            return (
-                f"log-probs of a text are those of earlier weights ({min(differences):.3g} nats apart, {now:.3g} now)"
-            )
-        return None
+        found_S, limit = torch.tensor(found), LIMITS[self.policy.precision]
+        difference = float((found_S - self.computed_S).abs().mean())
+        if not difference <= limit:
+            return f"log-probs of a text differ by {difference:.3g} nats on average (limit {limit:g})"
+        former_S, computed_S = self.answers.setdefault(server, (found_S, self.computed_S))
+        if not torch.equal(found_S, former_S):
+            self.answers[server] = found_S, self.computed_S
+            return None
+        noise, moved = (float((x_S - computed_S).abs().mean()) for x_S in (former_S, self.computed_S))
+        return (
+            f"log-probs of a text have not changed, those of the policy by {moved:.3g}" if moved > 2 * noise else None
+        )

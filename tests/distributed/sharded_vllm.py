@@ -22,7 +22,7 @@ def main(file: str, address: str, arguments: list[str]) -> None:
     world = start_world(config.runtime)
     run = prepare(config, world)
     servers, folder = [Server(address, 60.0)], config.rollout.weights_folder
-    engine = VLLMEngine(run.policy, servers, world=world, weights_folder=folder, run=folder, root=run.scorer)
+    engine = VLLMEngine(run.policy, servers, world=world, weights_folder=folder, root=run.scorer)
     ids = []
     for step in range(2):
         with gradient_sync(run.scorer, enabled=True):

@@ -39,7 +39,7 @@ class FaultyServer:
     def __init__(self, folder: Path):
         self.folder, self.settings, self.vllm_version = str(folder), json.loads(json.dumps(SETTINGS)), "0.32.0"
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.weight_version, self.num_loads, self.applies_weights = "default", 0, True
+        self.weight_version, self.num_loads, self.applies_weights, self.runtime_lora = "default", 0, True, False
         self.bodies: list[dict] = []
         """Of all requests for completions."""
         self.headers: list[dict] = []
@@ -94,9 +94,10 @@ class FaultyServer:
             self.weight_version = body["new_version"]
         if route == "/collective_rpc":
             self.load(Path(body["kwargs"]["weights_path"]))
-        info = {"vllm_config": self.settings, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": False}}
-        named = {"/version": {"version": self.vllm_version}, "/v1/models": {"data": [{"id": self.folder}]}}
-        return (named | {"/server_info": info}).get(route, {})
+        info = {"vllm_config": self.settings, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.runtime_lora}}
+        weights = {"/weight_info": {"weight_version": self.weight_version}, "/server_info": info}
+        named = weights | {"/version": {"version": self.vllm_version}, "/v1/models": {"data": [{"id": self.folder}]}}
+        return named.get(route, {})
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

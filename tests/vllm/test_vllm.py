@@ -14,7 +14,7 @@ from grpo.distributed import start_world
 from grpo.logprobs import CompletionScorer
 from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.vllm.client import Server, ServerError, session, wait_for
+from grpo.vllm.client import Server, ServerError, session
 from grpo.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def build(servers, tmp_path):
     def make(name, policy, *uses) -> VLLMEngine:
         if servers[name].started is None:
             servers[name].start()
-        options = dict(weights_folder=str(tmp_path / "weights"), run=tmp_path, probe_ids=range(100, 140), uses=uses)
+        options = dict(weights_folder=str(tmp_path / "weights"), probe_ids=range(100, 140), uses=uses)
         engine = VLLMEngine(
             policy, [Server(servers[name].address, 300.0, servers[name].started.explain)], world=world, **options
         )
@@ -106,7 +106,7 @@ def logprobs_of(engine, group) -> torch.Tensor:
         async with session() as http:
             return await engine.servers[0].prompt_logprobs(http, ids, engine.servers[0].model)
 
-    return torch.tensor(wait_for(ask)[n - 1 :])
+    return torch.tensor(engine.loop.wait_for(ask)[n - 1 :])
 
 
 def update(policy, problems, num_updates=3, learning_rate=1e-3) -> None:

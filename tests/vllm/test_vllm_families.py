@@ -16,7 +16,7 @@ from transformers import (
 from vllm_server import VLLMServer
 
 from grpo.distributed import whole_trained_weights
-from grpo.vllm.client import Server, session, wait_for
+from grpo.vllm.client import EventLoop, Server, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
 SIZES = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
@@ -51,7 +51,7 @@ def policy(request, random_model, tmp_path):
 
 @pytest.mark.parametrize(("policy", "name"), NAMES.items(), indirect=["policy"], ids=NAMES)
 def test_names_are_those_of_the_hub(policy, name, tmp_path):
-    folder = WeightsFolder(str(tmp_path), "run").write(policy, whole_trained_weights(policy.trained), "v")
+    folder = WeightsFolder(str(tmp_path)).write(policy, whole_trained_weights(policy.trained), "v")
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert name in file.keys()  # noqa: SIM118  no mapping
 
@@ -63,7 +63,7 @@ def test_a_server_reads_all_weights(policy, tmp_path):
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.1)
-    folder = WeightsFolder(str(tmp_path), "run").write(policy, whole_trained_weights(policy.trained), "v")
+    folder = WeightsFolder(str(tmp_path)).write(policy, whole_trained_weights(policy.trained), "v")
     policy.tokenizer.save_pretrained(folder)
     started, probe = VLLMServer(folder, tmp_path / "log"), Probe(policy, policy.model, range(3, 40))
     started.command = started.command.replace("--max-model-len 1024", "--max-model-len 128")
@@ -73,9 +73,11 @@ def test_a_server_reads_all_weights(policy, tmp_path):
         async with session() as http:
             return await server.prompt_logprobs(http, probe.ids, str(folder))
 
+    loop = EventLoop()
     try:
         probe.update()
-        found = wait_for(ask, Server(started.address, 300.0, started.started.explain))
+        found = loop.wait_for(ask, Server(started.address, 300.0, started.started.explain))
     finally:
+        loop.close()
         started.stop()
-    assert (torch.tensor(found) - probe.computed[0]).abs().max() < 1e-5
+    assert (torch.tensor(found) - probe.computed_S).abs().max() < 1e-5

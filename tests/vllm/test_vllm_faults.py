@@ -1,7 +1,9 @@
 """The vLLM engine against a server with faults: each is an error of one line, and none is asked again and again."""
 
+import contextlib
+import os
 import signal
-import threading
+import subprocess
 import time
 
 import pytest
@@ -12,6 +14,7 @@ from faulty_vllm import FaultyServer
 from grpo.batch import Problem
 from grpo.config import RuntimeConfig
 from grpo.distributed import start_world
+from grpo.model.lora import add_adapter
 from grpo.rollout import SamplingParams
 from grpo.seeding import derive_seed
 from grpo.system import UserError
@@ -35,11 +38,11 @@ def server(random_model):
 def build(random_model, tmp_path):
     engines, world = [], start_world(RuntimeConfig(device="cpu"))
 
-    def make(*servers, timeout_s=20.0, **options) -> VLLMEngine:
-        options = dict(weights_folder=str(tmp_path / "weights"), run=tmp_path, probe_ids=range(3, 15)) | options
+    def make(*servers, timeout_s=20.0, policy=None, **options) -> VLLMEngine:
+        options = dict(weights_folder=str(tmp_path / "weights"), probe_ids=range(3, 15)) | options
         addresses = [server if isinstance(server, str) else server.address for server in servers]
         engine = VLLMEngine(
-            load(random_model), [Server(address, timeout_s) for address in addresses], world=world, **options
+            policy or load(random_model), [Server(address, timeout_s) for address in addresses], world=world, **options
         )
         engines.append(engine)
         return engine
@@ -103,7 +106,7 @@ def test_a_missed_update_shows(server, build):
     server.applies_weights = False
     with torch.no_grad():
         engine.policy.model.get_output_embeddings().weight.mul_(1 + 1e-4)
-    with pytest.raises(ServerError, match="log-probs of a text are those of earlier weights"):
+    with pytest.raises(ServerError, match="log-probs of a text have not changed, those of the policy by"):
         sample(engine)
     train(engine.policy)
     with pytest.raises(ServerError, match="does not compute with the weights it was given: log-probs of a text differ"):
@@ -167,6 +170,7 @@ WRONG = {
     "token_ids.0: Input should be greater than or equal to 0": changed(token_ids=[-1]),
     "other tokens than it has computed log-probs of": changed(token_ids=[3]),
     "logprob: Input should be less than or equal to": logprobs(0.1),
+    "logprob: Input should be greater than -9999": logprobs(-9999.0),
     "logprob: Input should be a finite number": logprobs(float("nan")),
     "logprob: Input should be a valid number": logprobs("-1"),
     "tokens where 12 were asked for": changed(finish_reason="length"),
@@ -195,7 +199,7 @@ def test_a_request_that_fails_is_not_repeated(server, build, status):
     server.status = refuse
     with pytest.raises(ServerError, match=rf"refuses /inference/v1/generate \(status {status}\): .*made to fail"):
         sample(engine)
-    assert asked == ["/collective_rpc", "/update_weight_version", "/inference/v1/generate"]
+    assert asked == ["/update_weight_version", "/collective_rpc", "/inference/v1/generate"]
 
 
 def test_a_server_that_dies_while_it_samples(server, build):
@@ -243,7 +247,8 @@ def test_a_signal_interrupts_a_rollout(server, build):
             sample(engine)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert not [thread for thread in threading.enumerate() if "AnyIO" in thread.name or "portal" in thread.name]
+    server.change_answer = lambda answer: answer
+    assert len(sample(engine)) == len(PROBLEMS)
 
 
 def test_a_weights_folder_that_cannot_be_written(build, server, tmp_path):
@@ -253,10 +258,43 @@ def test_a_weights_folder_that_cannot_be_written(build, server, tmp_path):
         sample(engine)
 
 
-def test_what_a_killed_run_left_is_deleted_by_the_next_and_by_no_other(tmp_path):
-    left = WeightsFolder(str(tmp_path), "run").path / "grpo-1"
-    left.mkdir(parents=True)
-    WeightsFolder(str(tmp_path), "other")
-    assert left.exists()
-    WeightsFolder(str(tmp_path), "run")
-    assert list(tmp_path.iterdir()) == []
+def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_has_is_not(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own = WeightsFolder(str(tmp_path)).path
+    left = own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-"))
+    for folder in (own, left):
+        (folder / "version").mkdir(parents=True)
+    other = WeightsFolder(str(tmp_path)).path
+    assert other != own and list(tmp_path.iterdir()) == [own]
+
+
+def test_an_adapter_needs_the_weights_that_the_server_began_with(server, build, random_model):
+    policy = load(random_model)
+    add_adapter(policy, {"r": 2, "target_modules": "all-linear"}, base=str(random_model))
+    server.settings["lora_config"], server.runtime_lora = {"max_lora_rank": 8}, True
+    build(server, policy=policy)
+    server.weight_version = "grpo-whole-1"
+    with pytest.raises(ServerError, match="has the weights of another run, to which an adapter must not be added"):
+        build(server, policy=policy)
+
+
+def test_signals_at_the_start_of_a_rollout_leave_no_thread_waiting(server, build):
+    """At moments of which some lie where the request is handed to the event loop."""
+    engine = build(server)
+
+    def interrupt(*_):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with engine.weights():
+            for number in range(60):
+                signal.setitimer(signal.ITIMER_REAL, 5e-5 * (number + 1))
+                with contextlib.suppress(Interrupted):
+                    engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)
+                    time.sleep(0.01)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(sample(engine)) == len(PROBLEMS)
