@@ -38,7 +38,8 @@ def servers(model, tmp_path_factory):
     """Name -> server, which starts when a test first builds an engine for it."""
     logs = tmp_path_factory.mktemp("logs")
     found = {
-        "fp32": VLLMServer(model, logs / "fp32.log", "--enable-lora", "--max-lora-rank", "8"),
+        "fp32": VLLMServer(model, logs / "fp32.log"),
+        "lora": VLLMServer(model, logs / "lora.log", "--enable-lora", "--max-lora-rank", "8"),
         "bf16": VLLMServer(model, logs / "bf16.log", dtype="bfloat16"),
     }
     try:
@@ -206,12 +207,10 @@ def test_logprobs_after_updates_in_bf16(build, model, problems):
 
 
 def test_an_adapter_is_synced_alone(build, model, problems):
-    with build("fp32", load(model)).weights():  # tests before have given the server others
-        pass
     policy = load(model)
     settings = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     add_adapter(policy, settings, base=str(model))
-    engine = build("fp32", policy)
+    engine = build("lora", policy)
     sizes = []
     for _ in range(2):
         update(policy, problems)
