@@ -36,7 +36,7 @@ def build_engine(
         policy: under FSDP its model is sharded.
         path: folder or Hub id of the model; of an adapter's folder, servers start with its model.
         root: the module that holds the policy's model, under FSDP the sharded one.
-        uses: for each kind of sampling to come, the tokens of its longest prompt and its settings; empty: not known yet.
+        uses: for each kind of sampling to come, the tokens of its longest prompt and its settings; empty: not known.
         probe_ids: a prompt, for the proof that a server has the weights it was given.
         folder: gets the logs of servers.
         builtin: arguments of :class:`BuiltinEngine`; its policy replaces the other one, under FSDP by the copy that

@@ -216,9 +216,11 @@ def test_a_server_that_dies_while_it_samples(server, build):
 
 
 def test_a_server_that_stalls(server, build):
-    engine, server.change_answer = build(server, timeout_s=1.0), lambda answer: time.sleep(30)
-    with pytest.raises(ServerError, match=r"did not answer .* within 1 s \(rollout.server_timeout_s\)"):
-        sample(engine)
+    engine, server.change_answer = build(server), lambda answer: time.sleep(30)
+    with engine.weights():
+        engine.servers[0].timeout_s = 1.0
+        with pytest.raises(ServerError, match=r"did not answer .* within 1 s \(rollout.server_timeout_s\)"):
+            engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)
 
 
 def test_a_server_whose_engine_has_died_and_that_does_not_answer(server, build, monkeypatch):
