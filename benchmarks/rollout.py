@@ -42,7 +42,6 @@ from grpo.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.draw import draw
-from grpo.rollout.graph_check import score
 
 SHAPES = {
     "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
@@ -110,20 +109,11 @@ def forced_draw(logits_RV, u_R, sampling):
     return draw(ends_at(logits_RV, u_R >= 2), torch.where(u_R >= 2, u_R - 2, u_R), sampling)
 
 
-def forced_score(logits_RV, token_R, u_R, sampling):
-    """For the check of CUDA graphs: what :func:`forced_draw` draws."""
-    return score(ends_at(logits_RV, u_R >= 2), token_R, torch.where(u_R >= 2, u_R - 2, u_R), sampling)
-
-
 def ours(engine, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None) -> int:
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
     sampling = SamplingParams(lengths_UG.shape[1], T, tokens_in_flight=tokens_in_flight)
     engine.lengths_UG = lengths_UG.cpu()
-    with (
-        patch("grpo.rollout.decode_loop.draw", forced_draw),
-        patch("grpo.rollout.cuda_graphs.draw", forced_draw),
-        patch("grpo.rollout.graph_check.score", forced_score),
-    ):
+    with patch("grpo.rollout.decode_loop.draw", forced_draw), patch("grpo.rollout.cuda_graphs.draw", forced_draw):
         groups = engine.generate(problems, sampling, address=(0, "benchmark", 0))
     return sum(len(c.ids) for group in groups for c in group.completions)
 

@@ -1,15 +1,20 @@
-"""Decode steps as CUDA graphs: captured once per shape, then replayed with one launch.
+"""Decode steps as CUDA graphs: a step is captured, and then replayed by one launch for each token.
 
 Launching the hundreds of small kernels of a decode step takes longer than running them, and reading at every token
-which rows have ended makes the device wait for the host. Here all that a step reads and writes is in static buffers of
-a few padded shapes. The first step of a shape, sampling included, is captured; later ones replay it. Every
-``SYNC_EVERY`` tokens the host moves the live rows to a smaller shape. The tokens are those of
-:mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured.
+which rows have ended makes the device wait for the host. A captured step reads and writes the tensors that it was
+captured with, so nothing changes its shape between two reads: rows that have ended go on, and a step attends to a fixed
+number of own tokens, of which later ones are masked. Every ``SYNC_EVERY`` tokens the host reads what was drawn. When
+half of the rows have ended, or that number is reached, the next step is captured anew.
+
+Graphs belong to one batch of one rollout: they read its KV cache and its copies of the weights, and nothing but the
+memory pool of the last graph outlives it. The tokens are those of :mod:`grpo.rollout.decode_loop`, which decodes what
+cannot be captured.
 
 **No GPU has run this**, since none was available. Tests capture and replay the steps on an emulated CUDA device
 (``tests/cuda/``), and run them on the CPU without graphs.
 
-Shapes: ``S`` slots (rows, then padding), ``R`` rows, ``T`` most tokens of a completion, ``V`` vocabulary.
+Shapes: ``S`` rows that are decoded together, ``R`` rows at the start, ``T`` most tokens of a completion, ``P`` padded
+prompt length, ``C`` own tokens that a step attends to, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -18,168 +23,228 @@ from collections.abc import Callable
 
 import torch
 
+from grpo.attention import ForkedCache
+from grpo.model import Policy
 from grpo.rollout.decode_loop import Decoded
 from grpo.rollout.draw import SamplingParams, draw
-from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.prefill import ForkedCacheDecoder
-from grpo.rollout.static_batch import Slots, State, StaticBuffers, StaticCache, padded_rows
 from grpo.rollout.stops import Stops
 
 SYNC_EVERY = 8
 """Decode steps between two reads of which rows have ended."""
 OWN_BUCKET = 256
-"""The number of own tokens that a step attends to is rounded up to a multiple of this; each multiple is a shape."""
-MAX_GRAPHS = 256
+"""The number of own tokens that a step attends to is a multiple of this."""
+LARGEST_ERROR = {"fp32": 0.01, "bf16": 0.1}
+"""Of the logits of a replayed step, relative to their norm. Rounding is far below, memory that a graph misreads above."""
 
 
 class CUDAGraphRunner:
-    """The captured decode steps of one model, and the static buffers that they read and write.
+    """Decodes batches by captured steps. ``capture=False`` runs the same steps without graphs, on any device."""
 
-    The weights of ``decoder`` and ``head`` must keep their addresses. ``capture=False`` runs the same steps without
-    graphs, on any device.
-    """
-
-    def __init__(self, decoder: LlamaDecoder, head, eos_ids: tuple[int, ...], device, *, capture=True):
-        self.decoder, self.head, self.device, self.capture = decoder, head, device, capture
-        self.eos_ids = eos_ids
+    def __init__(self, policy: Policy, *, capture: bool = True):
+        self.policy, self.capture = policy, capture
         self.verified: set[bool] = set()
-        """The kinds of sampling (whether it is greedy) for which the graphs have agreed with the decode loop."""
-        self._buffers = StaticBuffers(device, self._drop_graphs)
-        self._steps: dict[tuple, tuple[Callable[[], None], Callable[[], None]]] = {}
-        """By shape: the replay of the graph, and the captured function, whose tensors must live as long as the
-        graph.
-        """
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._warmup_stream = torch.cuda.Stream(device) if capture else None
-        self._capture_stream = torch.cuda.Stream(device) if capture else None
+        """The kinds of sampling (whether it is greedy) for which replayed steps have agreed with the decode loop's."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        """The last graph: it keeps the memory pool, which the next one takes."""
+        self._stream = torch.cuda.Stream(policy.device) if capture else None
 
-    def decode(self, decoder: ForkedCacheDecoder, logits_RV, uniforms_RT, sampling, stops: Stops, on_tokens) -> Decoded:
-        """Decode every row to its end, from the logits of its first token; arguments as of
-        :class:`~grpo.rollout.decode_loop.DecodeLoop`.
+    def decode(
+        self,
+        decoder: ForkedCacheDecoder,
+        logits_RV: torch.Tensor,
+        uniforms_RT: torch.Tensor | None,
+        sampling: SamplingParams,
+        on_tokens: Callable[[int], None] | None,
+    ) -> Decoded:
+        """Decode every row to its end; arguments as of :class:`~grpo.rollout.decode_loop.DecodeLoop`.
 
-        ``decoder`` comes from the prefill, without own tokens. Stop strings are searched for when the host reads which
-        rows have ended; what a row has drawn behind one is dropped.
+        Args:
+            decoder: comes from the prefill, without own tokens.
+            logits_RV: of each row's first token.
+
+        Raises:
+            RuntimeError: if a replayed step computes other logits than the decode loop's. Also what PyTorch raises if a
+                step cannot be captured.
         """
-        cache, R, T = decoder.cache, len(logits_RV), sampling.max_completion_length
-        state = {
-            "row": torch.arange(R, device=self.device),
-            "prompt": cache.prompt_R,
-            "token": torch.zeros(R, dtype=torch.long, device=self.device),
-            "position": decoder.positions_R,
-            "live": torch.ones(R, dtype=torch.bool, device=self.device),
-            "finished": torch.zeros(R, dtype=torch.bool, device=self.device),
-            "length": torch.zeros(R, dtype=torch.long, device=self.device),
-            "tokens": torch.zeros(R, T, dtype=torch.long, device=self.device),
-            "logprobs": torch.zeros(R, T, device=self.device),
-        }
-        if uniforms_RT is not None:
-            state["uniforms"] = uniforms_RT
-        slots = Slots(self._buffers, state, cache, T)
-        eos_E = self._eos(stops.ids)
-        _draw_into(slots.state, slots.next_1, logits_RV, sampling, eos_E)
-        decoded = Decoded(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [0] * R, [False] * R)
-        num_drawn = 0
-        num_searched, t = 0, 1  # tokens of each live row that have been searched for stop strings, and that are drawn
+        R, T = len(logits_RV), sampling.max_completion_length
+        stops = Stops(self.policy.tokenizer, sampling.stop)
+        eos_E = torch.tensor([*self.policy.eos_ids, *stops.ids])
+        decoded = Decoded(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [T] * R, [False] * R)
+        batch = _Batch(decoder, uniforms_RT, sampling)
+        batch.draw(logits_RV)
+        start, t, shape, step = 0, 1, None, None  # tokens of each row that the host has read, and that are drawn
+        needs_check, was_checked = sampling.is_greedy not in self.verified, False
         while True:
-            if stops.strings:
-                slots.end_at_stops(stops, num_searched, t)
-            live = slots.state["live"][: slots.num_rows].nonzero().flatten()
+            drew = [row for row in batch.rows if not decoded.finished[row]]
+            batch.read(start, t, eos_E, decoded)
+            live = [slot for slot, row in enumerate(batch.rows) if not decoded.finished[row]]
+            goes_on = bool(live) and t < T
+            if goes_on:
+                if 2 * len(live) <= len(batch.rows):
+                    batch.keep(live, t - 1)
+                count = left = min(SYNC_EVERY, T - t)
+                width = min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T)
+                if shape != (len(batch.rows), width):
+                    shape, step = (len(batch.rows), width), self._captured(batch.make_step(width, t - 1))
+                    left -= 1
+                    if needs_check and left:
+                        self._check(step, batch, t)
+                        left, was_checked = left - 1, True
+                for _ in range(left):
+                    step()
+            # The device computes the next tokens while the host looks for stop strings in these.
+            for row in drew if stops.strings else ():
+                first, end = max(start + 1 - stops.span, 0), min(t, decoded.lengths[row])
+                if stop := stops.first_end(decoded.tokens_RT[row, first:end].tolist(), start - first):
+                    decoded.lengths[row], decoded.finished[row] = first + stop, True
             if on_tokens is not None:
-                num_before, num_drawn = num_drawn, slots.num_drawn()
-                on_tokens(num_drawn - num_before)
-            if len(live) == 0 or t == T:
+                on_tokens(sum(min(t, decoded.lengths[row]) - start for row in drew))
+            if not goes_on:
                 break
-            if padded_rows(len(live)) < slots.num_slots:
-                slots.copy_results(decoded)
-                slots.keep(live, t - 1)
-            count = min(SYNC_EVERY, T - t)
-            # A graph that is still referenced would outlive its memory pool, if the next line drops all graphs.
-            step = None
-            step = self._step_for(slots, sampling, stops.ids, min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T))
-            for _ in range(count):
-                step()
-            num_searched, t = t, t + count
-        slots.copy_results(decoded)
+            start, t = t, t + count
+        if was_checked:
+            self.verified.add(sampling.is_greedy)
         return decoded
 
-    def _eos(self, stop_ids: list[int]) -> torch.Tensor:
-        return torch.tensor([*self.eos_ids, *stop_ids], device=self.device)
-
-    def release(self) -> None:
-        """Free buffers and graphs; the next rollout allocates and captures them again."""
-        self._drop_graphs()
-        self._buffers.flat.clear()
-
-    def _drop_graphs(self) -> None:
-        """Drop all graphs. They share one memory pool: a graph dropped alone could free memory that others use."""
-        self._steps.clear()
-        if self.capture:
-            self._pool = torch.cuda.graph_pool_handle()
-
-    def _step_for(self, slots: Slots, sampling: SamplingParams, stop_ids: list[int], width: int) -> Callable[[], None]:
-        """One decode step over the slots that attends to ``width`` own tokens; captured, if this shape is new."""
-        settings = sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
-        key = (*slots.shape_key, width, tuple(stop_ids), *settings)
-        if key in self._steps:
-            return self._steps[key][0]
-        if len(self._steps) >= MAX_GRAPHS:
-            self._drop_graphs()
-        state, next_1, eos_E = slots.state, slots.next_1, self._eos(stop_ids)
-        cache = StaticCache(slots, width)
-
-        def step() -> None:
-            cache.set_position(next_1)
-            hidden_SH = self.decoder(state["token"], state["position"], cache)
-            state["position"].add_(1)
-            _draw_into(state, next_1, self.head(hidden_SH), sampling, eos_E)
-
-        run = self._captured(step, slots) if self.capture else step
-        self._steps[key] = run, step
-        return run
-
-    def _captured(self, step: Callable[[], None], slots: Slots) -> Callable[[], None]:
-        """Capture a step in a graph, after two warm-up runs; returns its replay.
-
-        The state before each run is restored; the first replay overwrites its keys and values.
-        """
-        changed = [slots.next_1, *(slots.state[n] for n in ("token", "position", "live", "finished", "length"))]
-        before = [tensor.clone() for tensor in changed]
-        current = torch.cuda.current_stream(self.device)
-        self._warmup_stream.wait_stream(current)
+    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Run the step once, then capture it in a graph; returns its replay."""
+        if not self.capture:
+            step()
+            return step
+        # A host sync cannot be captured. Its error is easier to recover from here than in the capture.
         mode = torch.cuda.get_sync_debug_mode()
-        # A host sync cannot be captured; an error in the warm-up is easier to recover from than one in the capture. In
-        # the first run libraries and the compiler initialise, which may wait for the device.
-        for allowed in (mode, "error"):
-            try:
-                torch.cuda.set_sync_debug_mode(allowed)
-                with torch.cuda.stream(self._warmup_stream):
-                    step()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-                current.wait_stream(self._warmup_stream)  # also after an error: the decode loop may get this memory
-            for tensor, value in zip(changed, before, strict=True):
-                tensor.copy_(value)
-            self._warmup_stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": the threads of NCCL and of the checkpoint writer may call CUDA during the capture.
-        options = dict(pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local")
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            with torch.cuda.graph(graph, **options):
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        # Not by ``torch.cuda.graph``, which empties PyTorch's cache of memory at every capture. "thread_local": the
+        # threads of NCCL and of the checkpoint writer may call CUDA meanwhile.
+        graph, pool = torch.cuda.CUDAGraph(), None if self._graph is None else self._graph.pool()
+        self._stream.wait_stream(torch.cuda.current_stream(self.policy.device))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
                 step()
-        except Exception as error:
-            raise error.__context__ or error from None  # the error of the step says more than that of the capture's end
+            finally:
+                graph.capture_end()
+        self._graph = graph
         return graph.replay
 
+    def _check(self, replay: Callable[[], None], batch: _Batch, num_own: int) -> None:
+        """Replay a step, and compare it with the same step of the decode loop; RuntimeError if they differ."""
+        decoder = batch.decoder
+        decoder.cache.length = num_own
+        hidden_SH = decoder.hidden_of_token(batch.token_S, decoder.positions_R, decoder.cache)
+        expected_SV = decoder.head(hidden_SH).float()
+        index_1 = batch.next_1.clone()
+        replay()
+        error_S = (batch.logits_SV.float() - expected_SV).norm(dim=-1)
+        norm_S = (expected_SV - expected_SV.mean(dim=-1, keepdim=True)).norm(dim=-1)
+        token_S, _ = draw(batch.logits_SV, batch.uniform(index_1), batch.sampling)
+        agrees = bool((error_S <= LARGEST_ERROR[self.policy.precision] * norm_S).all())
+        if not agrees or not torch.equal(token_S, batch.token_S):
+            raise RuntimeError("they give other log-probs than the same steps without graphs")
 
-def _draw_into(state: State, next_1: torch.Tensor, logits_SV: torch.Tensor, sampling: SamplingParams, eos_E) -> None:
-    """Draw token number ``next`` of every slot and record it in the static state, without a host sync."""
-    u_S = state["uniforms"].index_select(1, next_1).squeeze(1) if "uniforms" in state else None
-    token_S, logprob_S = draw(logits_SV, u_S, sampling)
-    state["tokens"].index_copy_(1, next_1, token_S[:, None])
-    state["logprobs"].index_copy_(1, next_1, logprob_S[:, None])
-    state["length"].add_(state["live"])
-    finished_S = (token_S[:, None] == eos_E).any(dim=1) & state["live"]
-    state["finished"].logical_or_(finished_S)
-    state["live"].logical_and_(~finished_S)
-    state["token"].copy_(token_S)
-    next_1.add_(1)
+
+class _Batch:
+    """The rows that are decoded together, in tensors that captured steps read and write."""
+
+    def __init__(self, decoder: ForkedCacheDecoder, uniforms_RT: torch.Tensor | None, sampling: SamplingParams):
+        self.decoder, self.uniforms_ST, self.sampling = decoder, uniforms_RT, sampling
+        S, T, device = len(decoder.positions_R), sampling.max_completion_length, decoder.positions_R.device
+        self.rows = list(range(S))
+        """The number of each row in the rollout."""
+        self.next_1 = torch.zeros(1, dtype=torch.long, device=device)
+        """Index of the next token, the same for all rows."""
+        self.token_S = torch.zeros(S, dtype=torch.long, device=device)
+        """The tokens drawn last."""
+        self.tokens_ST, self.logprobs_ST = self.token_S.new_zeros(S, T), torch.zeros(S, T, device=device)
+        self.logits_SV: torch.Tensor | None = None
+        """Of the tokens drawn last, by a captured step."""
+
+    def make_step(self, width: int, num_own: int) -> Callable[[], None]:
+        """A decode step that attends to ``width`` own tokens, of which ``num_own`` are computed."""
+        self.logits_SV = None  # in the pool of graphs, where the next one may use its memory
+        decoder, positions_S = self.decoder, self.decoder.positions_R
+        decoder.cache.length = num_own
+        cache = FixedWidthCache(decoder.cache, self.next_1, width)
+
+        def step() -> None:
+            hidden_SH = decoder.hidden_of_token(self.token_S, positions_S, cache)
+            positions_S.add_(1)
+            self.logits_SV = decoder.head(hidden_SH)
+            self.draw(self.logits_SV)
+
+        return step
+
+    def draw(self, logits_SV: torch.Tensor) -> None:
+        """Draw the next token of every row, without a host sync."""
+        token_S, logprob_S = draw(logits_SV, self.uniform(self.next_1), self.sampling)
+        self.tokens_ST.index_copy_(1, self.next_1, token_S[:, None])
+        self.logprobs_ST.index_copy_(1, self.next_1, logprob_S[:, None])
+        self.token_S.copy_(token_S)
+        self.next_1.add_(1)
+
+    def uniform(self, index_1: torch.Tensor) -> torch.Tensor | None:
+        return None if self.uniforms_ST is None else self.uniforms_ST.index_select(1, index_1).squeeze(1)
+
+    def read(self, start: int, end: int, eos_E: torch.Tensor, decoded: Decoded) -> None:
+        """Copy the tokens of these numbers to the host, which waits for them, and end the rows that drew an EOS."""
+        tokens_SN = self.tokens_ST[:, start:end].cpu()
+        decoded.tokens_RT[self.rows, start:end] = tokens_SN
+        decoded.logprobs_RT[self.rows, start:end] = self.logprobs_ST[:, start:end].cpu()
+        for slot, token in torch.isin(tokens_SN, eos_E).nonzero().tolist():
+            if not decoded.finished[row := self.rows[slot]]:
+                decoded.lengths[row], decoded.finished[row] = start + token + 1, True
+
+    def keep(self, slots: list[int], num_own: int) -> None:
+        """Drop all rows but these, of which ``num_own`` own tokens are in the cache."""
+        index_S = torch.tensor(slots, device=self.token_S.device)
+        self.decoder.cache.length = num_own
+        self.decoder.keep_rows(index_S)
+        self.rows = [self.rows[slot] for slot in slots]
+        self.token_S, self.tokens_ST, self.logprobs_ST = (
+            x[index_S] for x in (self.token_S, self.tokens_ST, self.logprobs_ST)
+        )
+        if self.uniforms_ST is not None:
+            self.uniforms_ST = self.uniforms_ST[index_S]
+
+
+class FixedWidthCache(ForkedCache):
+    """Another view of a :class:`ForkedCache`, for captured steps: a step attends to ``width`` own tokens, and the
+    number of those that are computed is read from the device.
+    """
+
+    def __init__(self, cache: ForkedCache, next_1: torch.Tensor, width: int):
+        """``next_1``: a step computes the token before this number, which is the last that it attends to."""
+        self.dtype, self.use_cascade, self.next_1 = cache.dtype, False, next_1
+        self.prompts, self.grid, self.num_cells = dict(cache.prompts), cache.grid, cache.num_cells
+        self.to_cell_R, self.from_cell_R = cache.to_cell_R, cache.from_cell_R
+        S, device = len(cache.prompt_R), next_1.device
+        for layer, (keys_UKPD, _) in cache.prompts.items():
+            if layer not in cache.own:
+                shape = (S, keys_UKPD.shape[1], cache.capacity, keys_UKPD.shape[3])
+                cache.own[layer] = tuple(keys_UKPD.new_empty(shape) for _ in range(2))
+            for buffer in cache.own[layer]:
+                buffer[:, :, cache.length : width] = 0.0  # masked, but 0 times uninitialised memory could be NaN
+        self.own = {layer: tuple(buffer[:, :, :width] for buffer in pair) for layer, pair in cache.own.items()}
+        P = next(iter(cache.prompts.values()))[0].shape[2]
+        self.prompt_bias = torch.zeros(S, 1, 1, P, device=device)
+        if cache.prompt_padding is not None:
+            self.prompt_bias.masked_fill_(cache.prompt_padding[cache.prompt_R], float("-inf"))
+        self.index_C = torch.arange(width, device=device)
+
+    def begin_token(self) -> None:
+        self.index_1 = self.next_1 - 1
+        bias_C = torch.zeros_like(self.index_C, dtype=torch.float32)
+        bias_C.masked_fill_(self.index_C >= self.next_1, float("-inf"))
+        self.bias = torch.cat([self.prompt_bias, bias_C.expand(len(self.prompt_bias), 1, 1, -1)], dim=-1)
+
+    def _bias_of_token(self, P: int, C: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.bias
+
+    def _store_token(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.own[layer]
+        return keys.index_copy_(2, self.index_1, k_RK1D), values.index_copy_(2, self.index_1, v_RK1D)

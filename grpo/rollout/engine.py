@@ -21,11 +21,9 @@ from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, DecodeLoop, Prefill, Prompts
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.gathered import GatheredWeights
-from grpo.rollout.graph_check import ENOUGH, agrees_with_loop
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.prefill import prefill
-from grpo.rollout.stops import Stops
-from grpo.rollout.weights import Copies, copied_weights
+from grpo.rollout.weights import copied_weights
 from grpo.seeding import generator
 from grpo.system import first_line
 
@@ -61,10 +59,6 @@ class BuiltinEngine:
         self.gathered = gathered
         self.graphs: CUDAGraphRunner | None = None
         """Created in the first rollout with CUDA graphs."""
-        self.keeps_graphs = True
-        """False: the memory of CUDA graphs is freed after each rollout, because the largest update does not fit beside
-        it.
-        """
         self._is_llama = is_llama
         """True if :class:`LlamaDecoder` computes what the model computes; None: not tested yet."""
         self._wants_graphs = cuda_graphs and policy.device.type == "cuda"
@@ -72,8 +66,6 @@ class BuiltinEngine:
         """True if the last rollout kept the tokens that could be drawn."""
         self._has_weights = False
         """True inside :meth:`weights`."""
-        self._kept_copies: Copies = {}
-        """Copied weights, at the addresses that captured graphs read; empty without graphs."""
 
     def generate(
         self,
@@ -153,11 +145,10 @@ class BuiltinEngine:
         with policy.inference():
             if self._is_llama is None:
                 self._is_llama = self.fast_decode and matches_model(policy.model)
-        kept = self._kept_copies if self._uses_graphs else None
         if self.gathered is not None:
-            copied = self.gathered.copied(policy.precision, kept, fast_decode=self.fast_decode)
+            copied = self.gathered.copied(policy.precision, fast_decode=self.fast_decode)
         else:
-            copied = copied_weights(policy.model, policy.precision, kept) if self.fast_decode else nullcontext()
+            copied = copied_weights(policy.model, policy.precision) if self.fast_decode else nullcontext()
         with copied:
             self._has_weights = True
             try:
@@ -165,24 +156,14 @@ class BuiltinEngine:
             finally:
                 self._has_weights = False
 
-    @property
-    def _uses_graphs(self) -> bool:
-        return bool(self.cuda_graphs and self._is_llama and self.policy.device.type == "cuda")
-
     @contextmanager
     def _ready(self) -> Iterator[Prefill]:
         """The model in inference mode, computing from copied weights; yields the prefill."""
         policy = self.policy
-        try:
-            with self.weights(), policy.inference():
-                llama_decoder = LlamaDecoder(policy.backbone) if self._is_llama else None
-                if self._uses_graphs and self.graphs is None:
-                    head = policy.model.get_output_embeddings()
-                    self.graphs = CUDAGraphRunner(LlamaDecoder(policy.backbone), head, policy.eos_ids, policy.device)
-                yield partial(prefill, policy, llama_decoder)
-        finally:
-            if self.graphs is not None and not self.keeps_graphs:
-                self.graphs.release()
+        with self.weights(), policy.inference():
+            if self.cuda_graphs and self._is_llama and self.graphs is None and policy.device.type == "cuda":
+                self.graphs = CUDAGraphRunner(policy)
+            yield partial(prefill, policy, LlamaDecoder(policy.backbone) if self._is_llama else None)
 
     def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, address) -> torch.Tensor | None:
         """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None for greedy
@@ -227,24 +208,14 @@ class BuiltinEngine:
     def _replay(
         self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens
     ) -> Decoded | None:
-        """Decode by CUDA graphs; None, after switching them off, if they fail or give other log-probs.
-
-        The first rollout of each kind (sampled, greedy) is compared with the decode loop.
-        """
-        stops = Stops(self.policy.tokenizer, sampling.stop)
+        """Decode by CUDA graphs; None, after switching them off, if they fail or compute other logits."""
         try:
             decoder, logits_RV = prefill_rows(prompts, sampling.max_completion_length)
-            decoded = self.graphs.decode(decoder, logits_RV, uniforms_RT, sampling, stops, on_tokens)
-            if sampling.is_greedy in self.graphs.verified or sum(decoded.lengths) - len(prompts) < ENOUGH:
-                return decoded
-            if agrees_with_loop(self.policy, prefill_rows, prompts, decoded, uniforms_RT, sampling):
-                self.graphs.verified.add(sampling.is_greedy)
-                return decoded
-            reason = "they give other log-probs than the same steps without graphs"
+            return self.graphs.decode(decoder, logits_RV, uniforms_RT, sampling, on_tokens)
         except Exception as error:  # an operation that cannot be captured or waits for the device, or out of memory
-            reason = first_line(error)
-        self.graphs.release()
-        self.cuda_graphs, self.graphs, self._kept_copies = False, None, {}
+            # The error of the step says more than that of the end of its capture.
+            reason = first_line(error.__context__ or error)
+        self.cuda_graphs, self.graphs = False, None
         self.warn(f"note: decode steps are not captured in CUDA graphs ({reason})")
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()  # the loop needs the memory that the graphs had

@@ -52,32 +52,26 @@ class GatheredWeights:
         self.parts.append(_Part(root, rest))
 
     @contextlib.contextmanager
-    def copied(self, precision: str, kept: Copies | None, *, fast_decode: bool) -> Iterator[None]:
-        """Inside the block the own model has the weights of this moment. All ranks enter it together.
-
-        ``kept`` as in :func:`grpo.rollout.weights.copied_weights`; with it all weights stay in memory afterwards, at
-        their addresses.
-        """
+    def copied(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
+        """Inside the block the own model has the weights of this moment. All ranks enter it together."""
         copies: Copies = {}
         try:
             with torch.no_grad(), self.world.collective():
                 for part in self.parts:
                     with gathered(part.source):
-                        copies |= self._take(part, precision, kept, fast_decode)
+                        copies |= self._take(part, precision, fast_decode)
             with in_place_of(self.own, copies):
                 yield
         finally:
-            if kept is None:
-                for part in self.parts:
-                    for mine, _ in part.pairs:
-                        _drop(mine)
+            for part in self.parts:
+                for mine, _ in part.pairs:
+                    _drop(mine)
 
-    def _take(self, part: _Part, precision: str, kept: Copies | None, fast_decode: bool) -> Copies:
+    def _take(self, part: _Part, precision: str, fast_decode: bool) -> Copies:
         """Copy and clone the weights of a part while they are gathered."""
-        before = {mine: dict(mine._parameters) for mine, _ in part.pairs}
         for mine, theirs in part.pairs:
             mine._parameters.update(theirs._parameters)
-        copies = copies_of([mine for mine, _ in part.pairs], precision, kept) if fast_decode else {}
+        copies = copies_of([mine for mine, _ in part.pairs], precision) if fast_decode else {}
         cloned: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
         copied = {inner for mine in copies for inner in mine.modules()}  # of an adapted layer also base and matrices
         for mine, _ in part.pairs:
@@ -86,17 +80,9 @@ class GatheredWeights:
                 continue
             for name, weight in mine._parameters.items():
                 if weight is not None and weight not in cloned:
-                    cloned[weight] = _clone(weight, before[mine][name])
+                    cloned[weight] = nn.Parameter(weight.detach().clone(), requires_grad=False)
                 mine._parameters[name] = weight if weight is None else cloned[weight]
         return copies
-
-
-def _clone(weight: nn.Parameter, place: nn.Parameter) -> nn.Parameter:
-    """A copy of the weight: in ``place`` if it has memory, which captured CUDA graphs read."""
-    if place.is_meta:
-        return nn.Parameter(weight.detach().clone(), requires_grad=False)
-    place.copy_(weight)
-    return place
 
 
 def _drop(module: nn.Module) -> None:

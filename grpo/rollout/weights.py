@@ -44,13 +44,6 @@ class FusedLinear:
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
-    def refresh(self) -> None:
-        """Copy the layers' current weights to the same memory. Not for reordered weights."""
-        for number, (weight, layer) in enumerate(zip(self.weight.split(self.sizes), self.layers, strict=True)):
-            weight.copy_(effective_weight(layer))
-            if self.bias is not None and layer.bias is not None:
-                self.bias.split(self.sizes)[number].copy_(layer.bias.detach())
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs of all layers side by side, ``[..., sum(out_features)]``."""
         if self.is_reordered:
@@ -87,31 +80,22 @@ class CopiedLinear(nn.Module):
 
 
 @contextlib.contextmanager
-def copied_weights(model: nn.Module, precision: str, kept: Copies | None = None) -> Iterator[None]:
+def copied_weights(model: nn.Module, precision: str) -> Iterator[None]:
     """Inside the block, linear layers compute from copies of their weights, where that is faster. The weights must not
     change there.
-
-    ``kept`` is filled with the copy of each layer, and the next call with it refreshes the copies in place: captured
-    CUDA graphs read them at fixed addresses.
     """
-    with in_place_of(model, copies_of(list(model.modules()), precision, kept)):
+    with in_place_of(model, copies_of(list(model.modules()), precision)):
         yield
 
 
-def copies_of(modules: list[nn.Module], precision: str, kept: Copies | None) -> Copies:
+def copies_of(modules: list[nn.Module], precision: str) -> Copies:
     """The copies of those of these modules that are worth copying; see :func:`copied_weights`."""
-    copies = {module: kept[module] for module in modules if module in kept} if kept else {}
-    for fused in dict.fromkeys(copies.values()):
-        fused.refresh()
-    if not copies:
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        inside = {part for module in modules if adapted_base(module) for part in module.children()}
-        inside = {module for part in inside for module in part.modules()}
-        layers = [module for module in modules if module not in inside and _is_worth_copying(module, dtype)]
-        for siblings in _group_by_input(modules, layers):
-            copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
-        if kept is not None:
-            kept |= copies
+    copies, dtype = {}, torch.bfloat16 if precision == "bf16" else torch.float32
+    inside = {part for module in modules if adapted_base(module) for part in module.children()}
+    inside = {module for part in inside for module in part.modules()}
+    layers = [module for module in modules if module not in inside and _is_worth_copying(module, dtype)]
+    for siblings in _group_by_input(modules, layers):
+        copies |= dict.fromkeys(siblings, FusedLinear(siblings, dtype))
     return copies
 
 

@@ -173,18 +173,18 @@ def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_mo
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_copies_are_the_sum_in_fp32(random_model, precision, monkeypatch):
-    """In plain memory, as on a GPU, where the second rollout refreshes the copies in place."""
+    """In plain memory, as on a GPU."""
     monkeypatch.setattr(weights, "_can_reorder", lambda weight: False)
-    policy, kept = adapted(random_model, precision=precision), {}
+    policy = adapted(random_model, precision=precision)
     name = "model.layers.0.self_attn.k_proj"
     layer = policy.model.get_submodule(name)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for seed in (0, 1):
         change(policy, seed)
-        with weights.copied_weights(policy.model, precision, kept):
-            assert policy.model.get_submodule(name).fused is kept[layer]
+        with weights.copied_weights(policy.model, precision):
+            fused = policy.model.get_submodule(name).fused
         assert policy.model.get_submodule(name) is layer
-        _, copied, _ = kept[layer].weight.split(kept[layer].sizes)
+        _, copied, _ = fused.weight.split(fused.sizes)
         a, b = (adapter_parameters(policy.model)[f"{name}.lora_{x}.default.weight"] for x in "AB")
         assert torch.equal(copied, torch.addmm(layer.base_layer.weight.float(), b, a, alpha=6.0).to(dtype))
 

@@ -1,4 +1,4 @@
-"""Decode steps in static buffers give the tokens of the decode loop. (Here without capturing them, which needs a GPU.)"""
+"""Decode steps in tensors of fixed shapes give the tokens of the decode loop. (Here without capturing them, which needs a GPU.)"""
 
 from dataclasses import replace
 
@@ -7,12 +7,11 @@ import torch
 from conftest import load
 from test_rollout import ADDRESS, TEXTS, ids, problems_of
 
-from grpo.rollout import BuiltinEngine, SamplingParams, static_batch
+from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout import cuda_graphs as graphs_module
-from grpo.rollout.cuda_graphs import CUDAGraphRunner
+from grpo.rollout.cuda_graphs import CUDAGraphRunner, FixedWidthCache
+from grpo.rollout.draw import draw
 from grpo.rollout.llama_decoder import LlamaDecoder
-from grpo.rollout.static_batch import padded_rows
-from grpo.rollout.weights import copied_weights
 
 SAMPLING = SamplingParams(num_generations=8, max_completion_length=40)
 
@@ -21,15 +20,7 @@ def engines(random_model, **options) -> tuple[BuiltinEngine, BuiltinEngine]:
     """Two engines of equal policies: one decodes by the loop, one by :mod:`grpo.rollout.cuda_graphs` without capturing its steps."""
     loop, static = (load(random_model, packed=True, **options) for _ in range(2))
     engine = BuiltinEngine(static, warn=pytest.fail)
-
-    # On a GPU both are built once, since copies of weights keep their addresses; on CPU each rollout has copies of its own.
-    def decoder(*inputs):
-        return LlamaDecoder(static.backbone)(*inputs)
-
-    def head(hidden):
-        return static.model.get_output_embeddings()(hidden)
-
-    engine.graphs = CUDAGraphRunner(decoder, head, static.eos_ids, static.device, capture=False)
+    engine.graphs = CUDAGraphRunner(static, capture=False)
     return BuiltinEngine(loop), engine
 
 
@@ -62,7 +53,7 @@ def test_tokens_are_those_of_the_loop(random_model, changes):
             assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=1e-4)
             assert (a.text, a.finished) == (b.text, b.finished)
     assert sum(counted) == sum(len(c.ids) for group in expected for c in group.completions)
-    enough = sampling.max_completion_length > 1
+    enough = sampling.max_completion_length > 2
     assert engine.graphs.verified == ({sampling.is_greedy} if enough else set())
 
 
@@ -71,46 +62,13 @@ def test_tokens_are_those_of_the_loop(random_model, changes):
 def test_nor_do_they_depend_on_when_the_host_reads_which_rows_ended(random_model, monkeypatch, every, width):
     monkeypatch.setattr(graphs_module, "SYNC_EVERY", every)
     monkeypatch.setattr(graphs_module, "OWN_BUCKET", width)
-    monkeypatch.setattr(static_batch, "PROMPT_BUCKET", width)
     loop, engine = engines(random_model)
     problems = problems_of(loop.policy, *TEXTS)
     expected = loop.generate(problems, SAMPLING, address=ADDRESS)
+    shapes, captured = [], CUDAGraphRunner._captured
+    monkeypatch.setattr(CUDAGraphRunner, "_captured", lambda self, step: shapes.append(1) or captured(self, step))
     assert ids(engine.generate(problems, SAMPLING, address=ADDRESS)) == ids(expected)
-
-
-def test_a_later_rollout_finds_steps_and_memory_again(random_model):
-    loop, engine = engines(random_model)
-    problems = problems_of(loop.policy, *TEXTS)
-    engine.generate(problems, SAMPLING, address=ADDRESS)
-    steps = dict(engine.graphs._steps)
-    addresses = {name: buffer.data_ptr() for name, buffer in engine.graphs._buffers.flat.items()}
-    assert len({key[0] for key in steps}) >= 2, "rows should have left"
-    for p in engine.policy.model.parameters():
-        p.data.mul_(1.1)  # an update
-    loop.policy.model.load_state_dict(engine.policy.model.state_dict())
-    found = engine.generate(problems, SAMPLING, address=(7, "rollout", 4))
-    assert ids(found) == ids(loop.generate(problems, SAMPLING, address=(7, "rollout", 4)))
-    assert addresses == {name: buffer.data_ptr() for name, buffer in engine.graphs._buffers.flat.items()}
-    assert steps.items() <= engine.graphs._steps.items()
-    # Longer completions need larger buffers: their addresses change, and no old step may be replayed.
-    longer = replace(SAMPLING, max_completion_length=60)
-    assert ids(engine.generate(problems, longer, address=ADDRESS)) == ids(
-        loop.generate(problems, longer, address=ADDRESS)
-    )
-    assert not steps.items() & engine.graphs._steps.items()
-    engine.graphs.release()
-    assert not engine.graphs._buffers.flat
-    again = engine.generate(problems, SAMPLING, address=(7, "rollout", 4))
-    assert ids(again) == ids(found)
-
-
-def test_no_more_steps_are_kept_than_told(random_model, monkeypatch):
-    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
-    loop, engine = engines(random_model)
-    problems = problems_of(loop.policy, *TEXTS)
-    found = engine.generate(problems, SAMPLING, address=ADDRESS)
-    assert ids(found) == ids(loop.generate(problems, SAMPLING, address=ADDRESS))
-    assert 1 <= len(engine.graphs._steps) <= 2
+    assert len(shapes) >= (1 if every == 1000 else 2 if width == 1 else 3), "rows should have left"
 
 
 def test_bf16_tokens_score_as_the_loops_do(random_model):
@@ -122,43 +80,115 @@ def test_bf16_tokens_score_as_the_loops_do(random_model):
     assert sum(a == b for a, b in rows) > 0.8 * len(rows)
 
 
-@pytest.mark.parametrize("mistake", ["raises", "gives other logits"])
-@pytest.mark.slow
-def test_what_cannot_be_captured_is_decoded_by_the_loop(random_model, mistake):
-    loop, engine = engines(random_model)
-    said, head = [], engine.graphs.head
+def wrong_position(monkeypatch):
+    real = LlamaDecoder.__call__
 
-    def wrong(hidden):
-        if mistake == "raises":
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        return 1.5 * head(hidden)
+    def moved(self, token_R, positions_R, cache):
+        return real(self, token_R, positions_R + isinstance(cache, FixedWidthCache), cache)
 
-    engine.graphs.head, engine.warn = wrong, said.append
-    problems = problems_of(loop.policy, *TEXTS)
+    monkeypatch.setattr(LlamaDecoder, "__call__", moved)
+
+
+def sees_other_keys(monkeypatch, offset: int):
+    real = FixedWidthCache.begin_token
+
+    def begin_token(cache):
+        cache.next_1 = cache.next_1 + offset
+        real(cache)
+        cache.next_1 = cache.next_1 - offset
+        cache.index_1 = cache.next_1 - 1
+
+    monkeypatch.setattr(FixedWidthCache, "begin_token", begin_token)
+
+
+def misses_the_newest_key(monkeypatch):
+    sees_other_keys(monkeypatch, -1)
+
+
+def sees_a_later_key(monkeypatch):
+    sees_other_keys(monkeypatch, 1)
+
+
+def stale_uniforms(monkeypatch):
+    first = {}
+
+    def stale_draw(logits_RV, u_R, sampling):
+        return draw(logits_RV, first.setdefault(len(u_R), u_R.clone()), sampling)
+
+    monkeypatch.setattr(graphs_module._Batch, "draw", _with(graphs_module._Batch.draw, stale_draw))
+
+
+def _with(method, other_draw):
+    def draws(self, logits_SV):
+        graphs_module.draw = other_draw
+        try:
+            method(self, logits_SV)
+        finally:
+            graphs_module.draw = draw
+
+    return draws
+
+
+def one_row_reads_another_prompt(monkeypatch):
+    real = FixedWidthCache.__init__
+
+    def init(cache, *arguments):
+        real(cache, *arguments)
+        cell_S = torch.arange(cache.num_cells) if cache.from_cell_R is None else cache.from_cell_R
+        cache.from_cell_R = torch.cat([cell_S[:-1], cell_S[:1]])
+
+    monkeypatch.setattr(FixedWidthCache, "__init__", init)
+
+
+def raises(monkeypatch):
+    def capture(self, step):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(CUDAGraphRunner, "_captured", capture)
+
+
+def runs_out_of_memory(monkeypatch):
+    def capture(self, step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(CUDAGraphRunner, "_captured", capture)
+
+
+OTHER = "they give other log-probs than the same steps without graphs"
+MISTAKES = {
+    wrong_position: OTHER,
+    misses_the_newest_key: OTHER,
+    sees_a_later_key: OTHER,
+    stale_uniforms: OTHER,
+    one_row_reads_another_prompt: OTHER,
+    raises: "operation not permitted when stream is capturing",
+    runs_out_of_memory: "CUDA out of memory",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_cannot_be_captured_or_is_wrong_is_decoded_by_the_loop(random_model, monkeypatch, precision, mistake):
+    said, (loop, engine) = [], engines(random_model, precision=precision)
+    engine.warn = said.append
+    problems = problems_of(engine.policy, *TEXTS)
     expected = loop.generate(problems, SAMPLING, address=ADDRESS)
+    mistake(monkeypatch)
     for _ in range(2):
-        assert ids(engine.generate(problems, SAMPLING, address=ADDRESS)) == ids(expected)
-    reason = {
-        "raises": "operation not permitted when stream is capturing",
-        "gives other logits": "they give other log-probs than the same steps without graphs",
-    }[mistake]
-    assert said == [f"note: decode steps are not captured in CUDA graphs ({reason})"]
+        assert engine.generate(problems, SAMPLING, address=ADDRESS) == expected
+    assert said == [f"note: decode steps are not captured in CUDA graphs ({MISTAKES[mistake]})"]
     assert engine.graphs is None
 
 
-def test_where_memory_is_short_the_loop_goes_on(random_model):
-    loop, engine = engines(random_model)
-    said = []
+def test_greedy_and_sampled_rollouts_are_each_checked(random_model, monkeypatch):
+    said, (_, engine) = [], engines(random_model)
     engine.warn = said.append
-    problems = problems_of(loop.policy, *TEXTS)
-    expected = loop.generate(problems, SAMPLING, address=ADDRESS)
-
-    def full(hidden):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    engine.graphs.head = full
-    assert engine.generate(problems, SAMPLING, address=ADDRESS) == expected
-    assert said == ["note: decode steps are not captured in CUDA graphs (CUDA out of memory)"]
+    problems = problems_of(engine.policy, *TEXTS)
+    engine.generate(problems, replace(SAMPLING, temperature=0.0), address=ADDRESS)
+    assert engine.graphs.verified == {True} and not said
+    stale_uniforms(monkeypatch)
+    engine.generate(problems, SAMPLING, address=ADDRESS)
+    assert engine.graphs is None and len(said) == 1
 
 
 def completions(groups):
@@ -236,44 +266,4 @@ def test_a_later_rollout_may_have_other_special_tokens_as_stops(random_model):
 def test_on_cpu_nothing_is_captured(random_model):
     engine = BuiltinEngine(load(random_model, packed=True), cuda_graphs=True)
     engine.generate(problems_of(engine.policy, *TEXTS), SAMPLING, address=ADDRESS)
-    assert engine.graphs is None and not engine._kept_copies
-
-
-def test_shapes():
-    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 24, 25, 64, 65)] == [
-        1, 2, 4, 4, 8, 8, 8, 8, 16, 16, 16, 32, 32, 32, 64, 128]  # fmt: skip
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_kept_copies_of_weights_follow_the_weights_at_their_addresses(random_model, precision, monkeypatch):
-    """As on a GPU, where weights are not re-ordered."""
-    monkeypatch.setattr("grpo.rollout.weights._can_reorder", lambda weight: False)
-    model, kept = load(random_model).model, {}
-    with copied_weights(model, precision, kept):
-        pass
-    addresses = {layer: fused.weight.data_ptr() for layer, fused in kept.items()}
-    linear = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    assert set(addresses) == (set(linear) if precision == "bf16" else set())
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape) * 0.1)
-    with copied_weights(model, precision, kept):
-        pass
-    assert addresses == {layer: fused.weight.data_ptr() for layer, fused in kept.items()}
-    fresh = {}
-    with copied_weights(model, precision, fresh):
-        assert fresh.keys() == kept.keys()
-    for layer, fused in kept.items():
-        torch.testing.assert_close(fused.weight, fresh[layer].weight, rtol=0, atol=0)
-        if fused.bias is not None:
-            torch.testing.assert_close(fused.bias, fresh[layer].bias, rtol=0, atol=0)
-
-
-def test_the_model_is_itself_again_also_if_kept_copies_are_dropped_in_between(random_model):
-    """As happens when graphs are switched off in the middle of a rollout."""
-    model, kept = load(random_model).model, {}
-    modules = dict(model.named_modules())
-    with copied_weights(model, "bf16", kept):
-        assert dict(model.named_modules()) != modules
-        kept.clear()
-    assert dict(model.named_modules()) == modules
+    assert engine.graphs is None

@@ -4,18 +4,15 @@ import weakref
 
 import pytest
 import torch
-from conftest import load
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo import logprobs
-from grpo.batch import KeptTokens, Problem
+from grpo.batch import KeptTokens
 from grpo.logprobs import CompletionScorer
-from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.rollout.cuda_graphs import CUDAGraphRunner
+from grpo.rollout import SamplingParams
 from grpo.rollout.draw import draw
-from grpo.rollout.llama_decoder import LlamaDecoder
-from grpo.run.memory.estimate import BYTES_PER_SCORED_LOGIT, Memory, estimate, graph_bytes, line
+from grpo.run.memory.estimate import BYTES_PER_SCORED_LOGIT, Memory, estimate, graph_pool_bytes, line
 
 SIZES = {
     "hidden_size": 128,
@@ -103,23 +100,8 @@ def test_the_pool_of_graphs_is_about_what_drawing_a_token_allocates(filters):
     logits_RV, u_R = torch.randn(R, V).bfloat16(), torch.full((R,), 0.5)
     with Allocated() as allocated:
         draw(logits_RV.clone(), u_R, sampling)
-    _, pool = graph_bytes(Qwen2Config(vocab_size=V, **SIZES), sampling, R, 10, bf16=True)
+    pool = graph_pool_bytes(V, sampling, R)
     assert 0.5 * pool < allocated.peak <= 1.1 * pool
-
-
-def test_the_buffers_of_graphs_are_counted(random_model):
-    policy = load(random_model, packed=True)
-    engine, sampling = BuiltinEngine(policy, warn=pytest.fail), SamplingParams(8, 40)
-    engine.graphs = CUDAGraphRunner(
-        lambda *inputs: LlamaDecoder(policy.backbone)(*inputs),
-        lambda hidden: policy.model.get_output_embeddings()(hidden),
-        policy.eos_ids, policy.device, capture=False,
-    )  # fmt: skip
-    problems = [Problem(n, "", tuple(range(4, 4 + length))) for n, length in enumerate((30, 12, 5))]
-    engine.generate(problems, sampling, address=(0, "rollout", 0))
-    held = engine.graphs._buffers.nbytes
-    buffers, _ = graph_bytes(policy.model.config, sampling, 24, 30, bf16=False)
-    assert buffers == pytest.approx(held, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -141,15 +123,13 @@ def test_the_logits_of_a_chunk_are_counted(precision, chunks, k, monkeypatch):
     assert 0.5 * expected < allocated.peak <= 1.1 * expected
 
 
-def test_the_estimate_counts_the_head_and_the_copies_that_graphs_keep():
+def test_the_estimate_counts_the_head():
     options = dict(precision="bf16", reference_bytes=0.0, gradient_checkpointing=False, tokens_in_flight=10)
     options |= dict(tokens_per_microbatch=16384)
     small, large = Qwen2Config(vocab_size=100, **SIZES), Qwen2Config(vocab_size=150_000, **SIZES)
     for on_cpu, most in ((True, logprobs.LOGITS_PER_CHUNK), (False, logprobs.LOGITS_PER_CHUNK_ON_CUDA)):
         less, more = (estimate(config, 10**6, on_cpu=on_cpu, **options) for config in (small, large))
         assert more.activations - less.activations == BYTES_PER_SCORED_LOGIT * (most - 16384 * 100)
-    kept = estimate(large, 10**6, on_cpu=False, keeps_copies=True, **options)
-    assert kept.activations - more.activations == 2 * 10**6
 
 
 def test_the_line_of_the_summary():

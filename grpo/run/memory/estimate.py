@@ -11,7 +11,6 @@ from grpo.distributed import local_bytes, share
 from grpo.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
 from grpo.model import decoder_layers, num_parameters
 from grpo.rollout import SamplingParams
-from grpo.rollout.static_batch import PROMPT_BUCKET
 from grpo.run.state import Run
 
 GIB = 2**30
@@ -32,8 +31,8 @@ class Memory:
     cache: float
     """While sampling: KV cache of the completions at their longest, and copies of the weights (``grpo.rollout.weights``)."""
     activations: float
-    """Activations of one micro-batch that its backward pass needs, the logits of one chunk, the bf16 copies of the weights that autocast
-    makes, and the copies that CUDA graphs keep between rollouts."""
+    """Activations of one micro-batch that its backward pass needs, the logits of one chunk, and the bf16 copies of the weights that
+    autocast makes."""
 
     @property
     def peak(self) -> float:
@@ -51,7 +50,6 @@ def estimate(
     on_cpu: bool,
     tokens_in_flight: int,
     tokens_per_microbatch: int,
-    keeps_copies: bool = False,
     num_trained: int | None = None,
     average_bytes: float | None = None,
     frozen_bytes: float = 0.0,
@@ -66,7 +64,6 @@ def estimate(
         reference_bytes: of the reference's weights, 0 without a reference.
         tokens_in_flight: most prompt and completion tokens in the KV cache while sampling.
         tokens_per_microbatch: most prompt and completion tokens in one forward and backward pass.
-        keeps_copies: CUDA graphs keep the copied weights between rollouts.
         num_trained: parameters that are trained, with LoRA those of the adapters; None: all.
         average_bytes: of Adam's two averages, over all shards; None: fp32.
         frozen_bytes: of the other parameters, on this rank.
@@ -82,7 +79,6 @@ def estimate(
     cache_element = 2 if bf16 and not on_cpu else 4  # on the CPU keys and values are kept in fp32
     weight_copy = 2.0 if bf16 else 4.0 if on_cpu else 0.0  # on the CPU fp32 weights are copied in oneDNN's layout
     autocast_copy = 2.0 if bf16 else 0.0
-    kept_copy = weight_copy if keeps_copies else 0.0
     logits = min(
         tokens_per_microbatch * model_config.vocab_size, LOGITS_PER_CHUNK if on_cpu else LOGITS_PER_CHUNK_ON_CUDA
     )
@@ -95,26 +91,13 @@ def estimate(
         activations=per_token * tokens_per_microbatch
         + BYTES_PER_SCORED_LOGIT * logits
         + autocast_copy * num_trained  # frozen weights are cast at every use, or are in bf16 already
-        + kept_copy * num_parameters
         + gathered_bytes,
     )
 
 
-def graph_bytes(
-    model_config: Any, sampling: SamplingParams, rows: int, longest_prompt: int, *, bf16: bool
-) -> tuple[int, int]:
-    """Bytes that decoding in CUDA graphs takes beside the decode loop: their static buffers, and the pool of their temporary tensors.
-
-    The buffers hold keys and values, prompts padded and with a mask for each row, and for each token of a completion its id, its log-prob
-    and its uniform number. The pool is counted as the tensors of vocabulary size that drawing a token makes; all graphs share it.
-    """
-    layers, _, _, kv_width = sizes(model_config)
-    T, prompts = sampling.max_completion_length, -(-rows // sampling.num_generations)
-    padded_prompt = -(-longest_prompt // PROMPT_BUCKET) * PROMPT_BUCKET
-    buffers = 2 * layers * kv_width * (2 if bf16 else 4) * (rows * T + prompts * padded_prompt)
-    buffers += rows * T * (8 + 4 + 4) + rows * padded_prompt * 4
-    bytes_per_logit = BYTES_PER_FILTERED_LOGIT if sampling.is_filtered else BYTES_PER_DRAWN_LOGIT
-    return buffers, rows * model_config.vocab_size * bytes_per_logit
+def graph_pool_bytes(vocabulary: int, sampling: SamplingParams, rows: int) -> int:
+    """Bytes of the memory pool of CUDA graphs, which outlives a rollout: the tensors of vocabulary size that drawing a token makes."""
+    return rows * vocabulary * (BYTES_PER_FILTERED_LOGIT if sampling.is_filtered else BYTES_PER_DRAWN_LOGIT)
 
 
 def sizes(config: Any) -> tuple[int, int, int, int]:
@@ -153,7 +136,6 @@ def memory_of(run: Run, longest_prompt: int) -> Memory:
         on_cpu=run.world.device.type == "cpu",
         tokens_in_flight=min(run.sampling.tokens_in_flight or most, most),
         tokens_per_microbatch=min(run.tokens_per_microbatch, most),
-        keeps_copies=run.may_capture,
         samples_here=r.engine == "builtin",
         **_divided(run),
     )

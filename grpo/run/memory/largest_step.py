@@ -24,7 +24,7 @@ from grpo.batch import Batch, Completion, Group, KeptTokens, Problem, collate, m
 from grpo.distributed import World, abandon_pass, gradient_sync
 from grpo.evaluation.collect import ROWS_PER_CALL, eval_sampling
 from grpo.rollout import SamplingParams, split_into_waves
-from grpo.run.memory.estimate import GIB, graph_bytes
+from grpo.run.memory.estimate import GIB, graph_pool_bytes
 from grpo.run.saver import CHOSEN
 from grpo.run.state import Run
 
@@ -34,7 +34,7 @@ DOES_NOT_FIT = "a largest step does not fit in memory: "
 def dry_run(run: Run, problems: Sequence[Problem]) -> str:
     """Try the largest step that the run can make of these problems; returns a line for the summary.
 
-    Sampling uses the plain decode loop; of CUDA graphs the memory is held (:func:`grpo.run.memory.estimate.graph_bytes`).
+    Sampling uses the plain decode loop; the memory pool of CUDA graphs is held meanwhile, and in the update.
 
     Raises:
         ValueError: on all ranks, if memory runs out on any with a value that the user set, with the key to lower and a value that fits.
@@ -48,9 +48,10 @@ def dry_run(run: Run, problems: Sequence[Problem]) -> str:
         is_builtin = run.config.rollout.engine == "builtin"
         with run.sampling_weights() if run.is_sharded and is_builtin else contextlib.nullcontext():
             rows = _try_sampling(run, longest_first) if is_builtin else 0
+            pool = _graph_pool(run, run.sampling, rows)
             if is_builtin:
-                _try_evaluation(run)
-        tokens = _try_update(run, longest_first, rows)
+                pool = max(pool, _try_evaluation(run))
+        tokens = _try_update(run, longest_first, pool)
     tried = f"{rows} completions at once, " * is_builtin + f"{tokens} tokens forward and backward"
     if is_cuda:
         peak = float(world.max(torch.tensor(torch.cuda.max_memory_allocated(world.device) / GIB)))
@@ -104,8 +105,11 @@ def _heaviest_waves(run: Run, longest_first: Sequence[Problem], bound: int) -> l
     return found
 
 
-def _try_evaluation(run: Run) -> None:
-    """Sample the completions of one call of an evaluation, greedy and sampled, after its longest prompts."""
+def _try_evaluation(run: Run) -> int:
+    """Sample the completions of one call of an evaluation, greedy and sampled, after its longest prompts; returns the bytes of the pool of
+    CUDA graphs.
+    """
+    pool = 0
     problems = sorted(run.eval_problems, key=lambda problem: -len(problem.prompt_ids))
     own = [problem.prompt_ids for problem in problems[: math.ceil(len(problems) / run.world.size)]]
     sampling = eval_sampling(run.config)
@@ -128,28 +132,24 @@ def _try_evaluation(run: Run) -> None:
         if bound < most:
             whole = f"null ({most} tokens in an evaluation)"
             _choose(run, "rollout.tokens_in_flight", wanted or whole, T, L, bound)
+        pool = max(pool, _graph_pool(run, kind, len(wave)))
+    return pool
 
 
 def _sample(run: Run, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
     _averages = _adam_averages(run)  # held while sampling
-    _, pool = _graphs(run, len(prompts), max(map(len, prompts)), sampling)
-    _pool = torch.empty(pool, dtype=torch.uint8, device=run.world.device)
+    _pool = torch.empty(_graph_pool(run, sampling, len(prompts)), dtype=torch.uint8, device=run.world.device)
     run.engine.dry_run(prompts, sampling)
 
 
-def _graphs(run: Run, rows: int, longest_prompt: int, sampling: SamplingParams) -> tuple[int, int]:
-    """Bytes of the buffers and of the pool of CUDA graphs that decode so many rows; zeros where nothing is captured."""
-    if not run.may_capture:
-        return 0, 0
-    config, bf16 = run.policy.model.config.get_text_config(), run.policy.precision == "bf16"
-    return graph_bytes(config, sampling, rows, longest_prompt, bf16=bf16)
+def _graph_pool(run: Run, sampling: SamplingParams, rows: int) -> int:
+    """Bytes of the memory pool of CUDA graphs that decode so many rows; 0 where nothing is captured."""
+    vocabulary = run.policy.model.config.get_text_config().vocab_size
+    return graph_pool_bytes(vocabulary, sampling, rows) if run.may_capture else 0
 
 
-def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -> int:
-    """Forward and backward of the heaviest micro-batches; returns the most tokens of one.
-
-    CUDA graphs keep their memory between rollouts if the update fits beside it. ``rows_at_once``: the completions of the largest wave.
-    """
+def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
+    """Forward and backward of the heaviest micro-batches, beside the ``pool`` bytes of CUDA graphs; returns the most tokens of one."""
     config, world, r = run.config, run.world, run.config.rollout
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // world.size // config.algorithm.num_minibatches
@@ -165,7 +165,7 @@ def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -
         parts = [(b, microbatch_rows(b, bound, packed=run.packed)) for b in batches]
         micros = [max(map(b.select, rows), key=lambda part: _tokens(part, run.packed)) for b, rows in parts]
         tokens, several = max(_tokens(micro, run.packed) for micro in micros), any(len(rows) > 1 for _, rows in parts)
-        if all(_fits(world, partial(_update, run, micro, is_one_of_several=several)) for micro in micros):
+        if all(_fits(world, partial(_update, run, micro, pool, is_one_of_several=several)) for micro in micros):
             break
         if max(map(len, micros)) == 1:
             advice = "" if config.model.gradient_checkpointing else "set model.gradient_checkpointing=true, "
@@ -176,12 +176,6 @@ def _try_update(run: Run, longest_first: Sequence[Problem], rows_at_once: int) -
         bound //= 2
         while bound >= tokens:  # such a bound would give the same micro-batch again
             bound //= 2
-    if run.may_capture:
-        graphs = sum(_graphs(run, rows_at_once, L, run.sampling))
-        update = partial(_update, run, graphs=graphs, is_one_of_several=several)
-        # Under FSDP torch 2.11 cannot go on after a pass that has run out of memory.
-        may_try = not run.is_sharded or hasattr(run.scorer, "reset_iter_state")
-        run.engine.keeps_graphs = may_try and all(_fits(world, partial(update, micro)) for micro in micros)
     if bound < run.tokens_per_microbatch:
         _choose(run, "optim.tokens_per_microbatch", run.tokens_per_microbatch, T, L, bound)
     return tokens
@@ -203,18 +197,18 @@ def _tokens(part: Batch, packed: bool) -> int:
     return sum(prompts.values()) + int(part.completion_mask_BT.sum())
 
 
-def _update(run: Run, micro: Batch, *, is_one_of_several: bool, graphs: int = 0) -> None:
-    """Forward and backward, holding as much other memory as a real update does, and ``graphs`` bytes.
+def _update(run: Run, micro: Batch, pool: int, *, is_one_of_several: bool) -> None:
+    """Forward and backward, holding as much other memory as a real update does, and ``pool`` bytes.
 
     From the second micro-batch on (and always under DDP) gradients are added to buffers that exist, one parameter at a time. Otherwise all
     gradients are newly allocated.
     """
     world = run.world
     if run.is_sharded:
-        _update_divided(run, micro, graphs, is_one_of_several=is_one_of_several)
+        _update_divided(run, micro, pool, is_one_of_several=is_one_of_several)
         return
     parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
-    held = [*_adam_averages(run), torch.empty(graphs, dtype=torch.uint8, device=world.device)]
+    held = [*_adam_averages(run), torch.empty(pool, dtype=torch.uint8, device=world.device)]
     buffers_exist = is_one_of_several or not world.is_alone
     if buffers_exist and world.is_alone:  # DDP's buckets are in memory already
         held += [torch.empty_like(p) for p in parameters]
@@ -232,10 +226,10 @@ def _update(run: Run, micro: Batch, *, is_one_of_several: bool, graphs: int = 0)
             hook.remove()
 
 
-def _update_divided(run: Run, micro: Batch, graphs: int, *, is_one_of_several: bool) -> None:
+def _update_divided(run: Run, micro: Batch, pool: int, *, is_one_of_several: bool) -> None:
     """The same under FSDP, with real gradients, which are dropped. All ranks try rows of the same lengths, so each gathers equally often."""
     world, reduces_each = run.world, run.config.optim.reduce_each_microbatch
-    _held = _adam_averages(run), torch.empty(graphs, dtype=torch.uint8, device=world.device)
+    _held = _adam_averages(run), torch.empty(pool, dtype=torch.uint8, device=world.device)
     inputs = [tensor.to(world.device) for tensor in micro.scorer_inputs]
     try:
         for is_last in (False, True) if is_one_of_several else (True,):
