@@ -101,7 +101,7 @@ def _engine_from(options: argparse.Namespace, config: Config) -> Engine:
         policy,
         path=path,
         root=policy.model,
-        uses=(),
+        longest=0,
         probe_ids=(),
         folder=tempfile.mkdtemp(prefix="grpo-chat-") if starts_vllm else ".",
         builtin={},

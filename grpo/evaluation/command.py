@@ -147,7 +147,7 @@ def _evaluate_model(
         policy,
         path=path,
         root=policy.model,
-        uses=[(longest, eval_sampling(config))],
+        longest=longest + eval_sampling(config).max_completion_length,
         probe_ids=problems[0].prompt_ids if problems else (),
         folder=output.parent,
         builtin=dict(fast_decode=config.runtime.fast_decode),

@@ -1,9 +1,6 @@
-"""Rollout: sample a group of completions for each problem.
+"""Rollout: an engine (:class:`Engine`) samples a group of completions for each problem.
 
-An engine (:class:`Engine`) samples by ``generate(problems, sampling, *, address, on_tokens=None) -> list[Group]``. It
-takes prompts (token ids), :class:`SamplingParams`, and ``address``, which sets the seeds. It returns token ids, the
-sampler's log-probabilities, and whether each completion finished or was cut. :class:`BuiltinEngine` is the engine in
-the training process; :mod:`grpo.vllm` asks vLLM servers.
+:class:`BuiltinEngine` is the engine in the training process; :mod:`grpo.vllm` asks vLLM servers.
 """
 
 from grpo.rollout.check import check_sampling

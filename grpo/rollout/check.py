@@ -1,6 +1,4 @@
-"""The check at start that a model's cached decode steps compute what its forward pass computes. The caches of some
-models do not.
-"""
+"""The check at start that a model's decode steps with its cache compute what its forward pass computes."""
 
 from __future__ import annotations
 

@@ -6,12 +6,11 @@ captured with, so nothing changes its shape between two reads: rows that have en
 number of own tokens, of which later ones are masked. Every ``SYNC_EVERY`` tokens the host reads what was drawn. When
 half of the rows have ended, or that number is reached, the next step is captured anew.
 
-Graphs belong to one batch of one rollout: they read its KV cache and its copies of the weights, and nothing but the
-memory pool of the last graph outlives it. The tokens are those of :mod:`grpo.rollout.decode_loop`, which decodes what
-cannot be captured.
+Graphs belong to one rollout, whose KV cache and copies of weights they read; the memory pool of the last one outlives
+it. The tokens are those of :mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured.
 
-**No GPU has run this**, since none was available. Tests capture and replay the steps on an emulated CUDA device
-(``tests/cuda/``), and run them on the CPU without graphs.
+**No GPU has run this.** Tests capture and replay the steps on an emulated CUDA device (``tests/cuda/``), and run them
+on the CPU without graphs.
 
 Shapes: ``S`` rows that are decoded together, ``R`` rows at the start, ``T`` most tokens of a completion, ``P`` padded
 prompt length, ``C`` own tokens that a step attends to, ``V`` vocabulary.
@@ -35,7 +34,7 @@ SYNC_EVERY = 8
 OWN_BUCKET = 256
 """The number of own tokens that a step attends to is a multiple of this."""
 LARGEST_ERROR = {"fp32": 0.01, "bf16": 0.1}
-"""Of the logits of a replayed step, relative to their norm. Rounding is far below, memory that a graph misreads above."""
+"""Of the logits of a replayed step, relative to their norm. Rounding is far below, misread memory above."""
 
 
 class CUDAGraphRunner:
@@ -57,15 +56,9 @@ class CUDAGraphRunner:
         sampling: SamplingParams,
         on_tokens: Callable[[int], None] | None,
     ) -> Decoded:
-        """Decode every row to its end; arguments as of :class:`~grpo.rollout.decode_loop.DecodeLoop`.
+        """Decode every row to its end, from what the prefill returned; see :mod:`grpo.rollout.decode_loop`.
 
-        Args:
-            decoder: comes from the prefill, without own tokens.
-            logits_RV: of each row's first token.
-
-        Raises:
-            RuntimeError: if a replayed step computes other logits than the decode loop's. Also what PyTorch raises if a
-                step cannot be captured.
+        RuntimeError if a replayed step computes other logits than the decode loop's, or as PyTorch's capture raises it.
         """
         R, T = len(logits_RV), sampling.max_completion_length
         stops = Stops(self.policy.tokenizer, sampling.stop)
@@ -76,7 +69,6 @@ class CUDAGraphRunner:
         start, t, shape, step = 0, 1, None, None  # tokens of each row that the host has read, and that are drawn
         needs_check, was_checked = sampling.is_greedy not in self.verified, False
         while True:
-            drew = [row for row in batch.rows if not decoded.finished[row]]
             batch.read(start, t, eos_E, decoded)
             live = [slot for slot, row in enumerate(batch.rows) if not decoded.finished[row]]
             goes_on = bool(live) and t < T
@@ -94,12 +86,13 @@ class CUDAGraphRunner:
                 for _ in range(left):
                     step()
             # The device computes the next tokens while the host looks for stop strings in these.
-            for row in drew if stops.strings else ():
-                first, end = max(start + 1 - stops.span, 0), min(t, decoded.lengths[row])
-                if stop := stops.first_end(decoded.tokens_RT[row, first:end].tolist(), start - first):
+            for row, length in enumerate(decoded.lengths if stops.strings else ()):
+                first = max(start + 1 - stops.span, 0)
+                tokens = decoded.tokens_RT[row, first : min(t, length)].tolist()
+                if length > start and (stop := stops.first_end(tokens, start - first)):
                     decoded.lengths[row], decoded.finished[row] = first + stop, True
             if on_tokens is not None:
-                on_tokens(sum(min(t, decoded.lengths[row]) - start for row in drew))
+                on_tokens(sum(max(min(t, length) - start, 0) for length in decoded.lengths))
             if not goes_on:
                 break
             start, t = t, t + count
@@ -122,7 +115,6 @@ class CUDAGraphRunner:
         # Not by ``torch.cuda.graph``, which empties PyTorch's cache of memory at every capture. "thread_local": the
         # threads of NCCL and of the checkpoint writer may call CUDA meanwhile.
         graph, pool = torch.cuda.CUDAGraph(), None if self._graph is None else self._graph.pool()
-        self._stream.wait_stream(torch.cuda.current_stream(self.policy.device))
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -213,37 +205,24 @@ class _Batch:
 
 
 class FixedWidthCache(ForkedCache):
-    """Another view of a :class:`ForkedCache`, for captured steps: a step attends to ``width`` own tokens, and the
-    number of those that are computed is read from the device.
-    """
+    """A cache as captured steps see it, which attend to ``width`` own tokens; the device counts those computed."""
 
     def __init__(self, cache: ForkedCache, next_1: torch.Tensor, width: int):
-        """``next_1``: a step computes the token before this number, which is the last that it attends to."""
-        self.dtype, self.use_cascade, self.next_1 = cache.dtype, False, next_1
-        self.prompts, self.grid, self.num_cells = dict(cache.prompts), cache.grid, cache.num_cells
-        self.to_cell_R, self.from_cell_R = cache.to_cell_R, cache.from_cell_R
-        S, device = len(cache.prompt_R), next_1.device
+        """Shares prompts, own tokens and layout with ``cache``. A step computes the token before number ``next_1``."""
+        vars(self).update(vars(cache))
+        self.use_cascade, self.next_1 = False, next_1
+        self.index_C = torch.arange(width, device=next_1.device)
         for layer, (keys_UKPD, _) in cache.prompts.items():
             if layer not in cache.own:
-                shape = (S, keys_UKPD.shape[1], cache.capacity, keys_UKPD.shape[3])
+                shape = (len(cache.prompt_R), keys_UKPD.shape[1], cache.capacity, keys_UKPD.shape[3])
                 cache.own[layer] = tuple(keys_UKPD.new_empty(shape) for _ in range(2))
             for buffer in cache.own[layer]:
                 buffer[:, :, cache.length : width] = 0.0  # masked, but 0 times uninitialised memory could be NaN
         self.own = {layer: tuple(buffer[:, :, :width] for buffer in pair) for layer, pair in cache.own.items()}
-        P = next(iter(cache.prompts.values()))[0].shape[2]
-        self.prompt_bias = torch.zeros(S, 1, 1, P, device=device)
-        if cache.prompt_padding is not None:
-            self.prompt_bias.masked_fill_(cache.prompt_padding[cache.prompt_R], float("-inf"))
-        self.index_C = torch.arange(width, device=device)
 
     def begin_token(self) -> None:
-        self.index_1 = self.next_1 - 1
-        bias_C = torch.zeros_like(self.index_C, dtype=torch.float32)
-        bias_C.masked_fill_(self.index_C >= self.next_1, float("-inf"))
-        self.bias = torch.cat([self.prompt_bias, bias_C.expand(len(self.prompt_bias), 1, 1, -1)], dim=-1)
-
-    def _bias_of_token(self, P: int, C: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.bias
+        self.index_1, self._token_bias = self.next_1 - 1, None
+        self.own_padding = (self.index_C >= self.next_1)[None, None, None]
 
     def _store_token(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.own[layer]

@@ -19,23 +19,17 @@ from grpo.rollout.prefill import DynamicCacheDecoder, ForkedCacheDecoder
 from grpo.rollout.stops import Stops
 
 SPARE_SHARE = 8
-"""If rows join later, the KV cache has T/8 more slots per row than a completion needs, so that it is compacted less
-often.
-"""
+"""If rows join later, the KV cache has T/8 more slots per row, so that it is compacted less often."""
 
 Prompts = Sequence[tuple[int, ...]]
 """The prompt of each row. Rows of one group are neighbours."""
 Decoder = ForkedCacheDecoder | DynamicCacheDecoder
 Prefill = Callable[[Prompts, int], tuple[Decoder, torch.Tensor]]
-"""From prompts and capacity, a decoder and the logits of each row's first token
-(:func:`grpo.rollout.prefill.prefill`).
-"""
+"""From prompts and capacity, a decoder and the logits of each row's first token (:mod:`grpo.rollout.prefill`)."""
 
 
 class Decoded(NamedTuple):
-    """The decoded rows, on the CPU: tokens and log-probs ``[R, T]``, each row's length, and whether the row ended
-    before it was cut.
-    """
+    """On the CPU: tokens and log-probs ``[R, T]``, each row's length, and whether it ended before it was cut."""
 
     tokens_RT: torch.Tensor
     logprobs_RT: torch.Tensor
@@ -55,9 +49,7 @@ class DecodeLoop:
     """
 
     def __init__(self, policy: Policy, prefill: Prefill, prompts: Prompts, uniforms_RT, sampling: SamplingParams):
-        """``uniforms_RT``: the uniform number that each token is drawn with, on the policy's device; None for greedy
-        decoding.
-        """
+        """``uniforms_RT``: the uniform number that draws each token, on the policy's device; None: greedy."""
         self.policy, self.prefill, self.prompts = policy, prefill, prompts
         self.uniforms_RT, self.sampling = uniforms_RT, sampling
         R, T, device = len(prompts), sampling.max_completion_length, policy.device
@@ -122,9 +114,7 @@ class DecodeLoop:
         self.num_started += count
 
     def draw_tokens(self) -> int:
-        """Draw the next token of every row in the batch, and mark the rows that end with it. Returns the number of rows
-        live before.
-        """
+        """Draw the next token of every row, and mark the rows that end. Returns the number of rows live before."""
         T = self.sampling.max_completion_length
         u_B = None if self.uniforms_RT is None else self.uniforms_RT[self.rows_B, self.t_B]
         if self.sampling.records_kept:

@@ -1,6 +1,4 @@
-"""Sampling of a token: settings, filters, and the inverse of the cumulative distribution; ``R`` rows, ``V``
-vocabulary.
-"""
+"""Sampling of a token: settings, filters, inverse of the cumulative distribution. ``R`` rows, ``V`` vocabulary."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ class SamplingParams:
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
     keep_sampling_mask: bool = False
-    """Record which tokens top-k, top-p and min-p kept at each position; log-probs are then those of a softmax over
-    these tokens.
-    """
+    """Record the tokens that top-k, top-p and min-p kept; log-probs are then those of a softmax over these tokens."""
 
     @property
     def is_greedy(self) -> bool:
@@ -65,17 +61,13 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[t
 
 
 def draw_and_record(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
-    """The tokens of :func:`draw`, their log-probabilities after top-k, top-p and min-p, and ``[R, V]`` True at the
-    tokens kept by these.
-    """
+    """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the tokens these kept."""
     token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling)
     return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
 
 
 def _draw(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
-    """Tokens ``[R]``, their log-probabilities ``[R]`` before the filters, and the probabilities ``[R, V]`` after them,
-    not renormalised.
-    """
+    """Tokens ``[R]``, their log-probs ``[R]`` before the filters, probabilities ``[R, V]`` after, not renormalised."""
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     probs_RV = filter_probs(logprobs_RV.exp(), sampling)
@@ -84,9 +76,7 @@ def _draw(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.T
 
 
 def first_exceeding(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
-    """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total. Its probability is never
-    0.
-    """
+    """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total; never an impossible one."""
     cdf_RV = deterministic_cumsum(probs_RV)
     total_R1 = cdf_RV[:, -1:]
     # u * total can round up to the total, which would select an index behind the last possible token: stay just below

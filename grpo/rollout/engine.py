@@ -21,6 +21,7 @@ from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, DecodeLoop, Prefill, Prompts
 from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.gathered import GatheredWeights
+from grpo.rollout.interface import grouped
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.prefill import prefill
 from grpo.rollout.weights import copied_weights
@@ -29,9 +30,7 @@ from grpo.system import first_line
 
 
 class BuiltinEngine:
-    """Samples completions of problems with a policy. The other attributes are caches: they change the speed, not the
-    tokens.
-    """
+    """Samples completions with a policy. Its other attributes are caches: they change the speed, not the tokens."""
 
     def __init__(
         self,
@@ -56,14 +55,11 @@ class BuiltinEngine:
             warn: called with a line of text if CUDA graphs turn out not to work.
         """
         self.policy, self.fast_decode, self.cuda_graphs, self.warn = policy, fast_decode, cuda_graphs, warn
-        self.gathered = gathered
+        self.gathered, self.communicates = gathered, gathered is not None
         self.graphs: CUDAGraphRunner | None = None
         """Created in the first rollout with CUDA graphs."""
         self._is_llama = is_llama
         """True if :class:`LlamaDecoder` computes what the model computes; None: not tested yet."""
-        self._wants_graphs = cuda_graphs and policy.device.type == "cuda"
-        self._records_kept = False
-        """True if the last rollout kept the tokens that could be drawn."""
         self._has_weights = False
         """True inside :meth:`weights`."""
 
@@ -78,9 +74,7 @@ class BuiltinEngine:
         """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem draws its uniform numbers, one
         a token, from the seed that its address gives. ValueError if the model computes NaN.
         """
-        self._records_kept = sampling.records_kept
-        G = sampling.num_generations
-        rows = [(problem, g) for problem in problems for g in range(G)]
+        rows = [(problem, g) for problem in problems for g in range(sampling.num_generations)]
         prompts = [problem.prompt_ids for problem, _ in rows]
         completions: list[Completion] = []
         with self._ready() as prefill_rows:
@@ -89,14 +83,11 @@ class BuiltinEngine:
             waves = split_into_waves(prompts, sampling) if replays else [slice(None)] * bool(rows)
             for wave in waves:
                 uniforms_RT = self._uniforms(rows[wave], sampling, address)
-                decoded = self._decode(prefill_rows, prompts[wave], uniforms_RT, sampling, on_tokens)
-                completions += self._completions(decoded, sampling)
-        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
+                completions += self._decode(prefill_rows, prompts[wave], uniforms_RT, sampling, on_tokens)
+        return grouped(problems, completions, self.policy.tokenizer)
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
-        """Allocate the most memory that decoding can take: a prefill, one of the last tokens of every row, a copy of
-        the KV cache.
-        """
+        """Allocate the most memory that decoding takes: prefill, one of the last tokens, a copy of the KV cache."""
         T = sampling.max_completion_length
         with self._ready() as prefill_rows:
             decoder, logits_RV = prefill_rows(prompts, T)
@@ -110,25 +101,10 @@ class BuiltinEngine:
                 decoder.keep_rows(torch.arange(len(prompts), device=self.policy.device))
 
     @property
-    def communicates(self) -> bool:
-        """True under FSDP: :meth:`weights` gathers."""
-        return self.gathered is not None
-
-    @property
     def may_capture(self) -> bool:
         """True if decode steps are captured in CUDA graphs, as far as the settings and the model's modules tell."""
-        policy = self.policy
-        on_gpu = policy.device.type == "cuda"
-        packed = packing_enabled(policy.model)
-        return on_gpu and self.cuda_graphs and self.fast_decode and packed and has_llama_layers(policy.backbone)
-
-    def metrics(self) -> dict[str, float]:
-        """``sampling/ranks_without_graphs``, 1 if the last rollout was decoded without CUDA graphs; only where the
-        settings ask for them.
-        """
-        if not self._wants_graphs:
-            return {}
-        return {"sampling/ranks_without_graphs": float(self.graphs is None or self._records_kept)}
+        is_wanted = self.cuda_graphs and self.fast_decode and self.policy.device.type == "cuda"
+        return is_wanted and packing_enabled(self.policy.model) and has_llama_layers(self.policy.backbone)
 
     def close(self) -> None:
         """Nothing is held outside this process."""
@@ -166,44 +142,30 @@ class BuiltinEngine:
             yield partial(prefill, policy, LlamaDecoder(policy.backbone) if self._is_llama else None)
 
     def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, address) -> torch.Tensor | None:
-        """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None for greedy
-        decoding.
-        """
+        """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None: greedy."""
         if sampling.is_greedy:
             return None
         generators = [generator(*address, problem.index, g) for problem, g in rows]
         uniforms = [torch.rand(sampling.max_completion_length, generator=rng) for rng in generators]
         return torch.stack(uniforms).to(self.policy.device)
 
-    def _completions(self, decoded: Decoded, sampling: SamplingParams) -> list[Completion]:
-        ids = [decoded.tokens_RT[r, :n].tolist() for r, n in enumerate(decoded.lengths)]
-        texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        kept = decoded.kept or [None] * len(ids)
-        rows = zip(ids, texts, decoded.finished, decoded.logprobs_RT, kept, strict=True)
-        return [
-            Completion(
-                tuple(row),
-                text,
-                finished,
-                () if sampling.is_greedy else tuple(logprobs_T[: len(row)].tolist()),
-                kept=kept_tokens,
-            )
-            for row, text, finished, logprobs_T, kept_tokens in rows
-        ]
-
-    def _decode(self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens) -> Decoded:
+    def _decode(
+        self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens
+    ) -> list[Completion]:
+        """The completion of each row, without its text."""
         rows = (prefill_rows, prompts, uniforms_RT, sampling)
         # Captured steps have no place for the kept tokens, of which each token has another number.
         decoded = self._replay(*rows, on_tokens) if self.graphs and not sampling.records_kept else None
         decoded = decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
         if decoded.logprobs_RT.isnan().any():
-            precision = self.policy.precision
-            remedy = ", runtime.precision=fp32 may help" if precision == "bf16" else ""
-            raise ValueError(
-                f"the model computes NaN when it is sampled under runtime.precision={precision}: "
-                f"its weights or activations are too large{remedy}"
-            )
-        return decoded
+            precision = f"runtime.precision={self.policy.precision}"
+            raise ValueError(f"the model computes NaN under {precision}: its weights or activations are too large")
+        completions = []
+        for r, (n, finished) in enumerate(zip(decoded.lengths, decoded.finished, strict=True)):
+            ids, logprobs = (tuple(values_RT[r, :n].tolist()) for values_RT in (decoded.tokens_RT, decoded.logprobs_RT))
+            kept = None if decoded.kept is None else decoded.kept[r]
+            completions.append(Completion(ids, "", finished, () if sampling.is_greedy else logprobs, kept))
+        return completions
 
     def _replay(
         self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens
@@ -223,9 +185,7 @@ class BuiltinEngine:
 
 
 def split_into_waves(prompts: Prompts, sampling: SamplingParams) -> list[slice]:
-    """Split rows into waves of at most ``tokens_in_flight`` tokens of KV cache each, with all completions at their
-    longest.
-    """
+    """Split rows into waves of at most ``tokens_in_flight`` tokens of KV cache, all completions at their longest."""
     bound, T = sampling.tokens_in_flight, sampling.max_completion_length
     waves, start, longest = [], 0, 0
     for row, prompt in enumerate(prompts):

@@ -1,17 +1,15 @@
 """The weights of a rollout when every rank holds a share of the model: gathered once, layer by layer, into a model of
 this rank's own.
 
-That model has the modules of the divided one and no weights between rollouts. While a layer is gathered in fp32, the
-copies that decode steps read are made from it (:mod:`grpo.rollout.weights`: bf16 under autocast), and what is not
-copied (embedding, norms) is cloned in fp32. After that no decode step communicates, so that ranks may decode different
-numbers of steps.
+That model has no weights between rollouts. While a layer is gathered in fp32, the copies that decode steps read are
+made from it (:mod:`grpo.rollout.weights`), and what is not copied (embedding, norms) is cloned. After that no decode
+step communicates, so that ranks may decode different numbers of steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,15 +19,8 @@ from grpo.distributed import World, gathered
 from grpo.model import decoder_layers
 from grpo.rollout.weights import Copies, copies_of, in_place_of
 
-
-@dataclass(frozen=True)
-class _Part:
-    """A layer, or all that is in no layer."""
-
-    source: nn.Module
-    """The divided module whose weights are gathered together."""
-    pairs: list[tuple[nn.Module, nn.Module]]
-    """Each module of the own model and the module of the divided one that has its weights."""
+Pairs = list[tuple[nn.Module, nn.Module]]
+"""Modules of this rank's own model, each with the module of the divided one that has its weights."""
 
 
 class GatheredWeights:
@@ -41,15 +32,12 @@ class GatheredWeights:
             own: a model of the same modules with all parameters on the meta device.
         """
         self.own, self.world = own, world
-        layers, own_layers = decoder_layers(model), decoder_layers(own)
-        in_layers = {module for layer in layers for module in layer.modules()}
-        both = zip(own.modules(), model.modules(), strict=True)
-        rest = [(mine, theirs) for mine, theirs in both if theirs not in in_layers]
-        self.parts = [
-            _Part(theirs, list(zip(mine.modules(), theirs.modules(), strict=True)))
-            for mine, theirs in zip(own_layers, layers, strict=True)
-        ]
-        self.parts.append(_Part(root, rest))
+        self.parts: list[tuple[nn.Module, Pairs]] = []
+        """Each layer of the divided model, then the root for all that is in none, with the modules of both models."""
+        rest = dict(zip(own.modules(), model.modules(), strict=True))
+        for mine, theirs in zip(decoder_layers(own), decoder_layers(model), strict=True):
+            self.parts.append((theirs, [(part, rest.pop(part)) for part in mine.modules() if part in rest]))
+        self.parts.append((root, list(rest.items())))
 
     @contextlib.contextmanager
     def copied(self, precision: str, *, fast_decode: bool) -> Iterator[None]:
@@ -57,24 +45,23 @@ class GatheredWeights:
         copies: Copies = {}
         try:
             with torch.no_grad(), self.world.collective():
-                for part in self.parts:
-                    with gathered(part.source):
-                        copies |= self._take(part, precision, fast_decode)
+                for source, pairs in self.parts:
+                    with gathered(source):
+                        copies |= self._take(pairs, precision, fast_decode)
             with in_place_of(self.own, copies):
                 yield
         finally:
-            for part in self.parts:
-                for mine, _ in part.pairs:
-                    _drop(mine)
+            for module in self.own.modules():
+                _drop(module)
 
-    def _take(self, part: _Part, precision: str, fast_decode: bool) -> Copies:
+    def _take(self, pairs: Pairs, precision: str, fast_decode: bool) -> Copies:
         """Copy and clone the weights of a part while they are gathered."""
-        for mine, theirs in part.pairs:
+        for mine, theirs in pairs:
             mine._parameters.update(theirs._parameters)
-        copies = copies_of([mine for mine, _ in part.pairs], precision) if fast_decode else {}
+        copies = copies_of([mine for mine, _ in pairs], precision) if fast_decode else {}
         cloned: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
         copied = {inner for mine in copies for inner in mine.modules()}  # of an adapted layer also base and matrices
-        for mine, _ in part.pairs:
+        for mine, _ in pairs:
             if mine in copied:
                 _drop(mine)
                 continue

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
-from grpo.batch import Group, Problem
+from transformers import PreTrainedTokenizerBase
+
+from grpo.batch import Completion, Group, Problem
 from grpo.distributed import World
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams
@@ -20,9 +23,7 @@ class Engine(Protocol):
     """True if :meth:`weights` uses collectives, and so raises an error of one rank on all."""
 
     def weights(self) -> AbstractContextManager[None]:
-        """Inside the block, :meth:`generate` samples from the policy's weights of its start. All ranks enter it
-        together.
-        """
+        """Inside the block, :meth:`generate` samples from the weights of its start. All ranks enter it together."""
 
     def generate(
         self,
@@ -48,10 +49,18 @@ class Engine(Protocol):
 
 @contextmanager
 def sampling_weights(engine: Engine, world: World) -> Iterator[None]:
-    """:meth:`Engine.weights` on all ranks, which raise together if the weights cannot be taken on one, out of memory
-    for example.
-    """
+    """:meth:`Engine.weights` on all ranks, which raise together if one runs out of memory, for example."""
     with ExitStack() as stack:
         with nullcontext() if engine.communicates else world.fail_together():
             stack.enter_context(engine.weights())
         yield
+
+
+def grouped(
+    problems: Sequence[Problem], completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
+) -> list[Group]:
+    """The groups of equally many completions per problem, which get their texts."""
+    texts = tokenizer.batch_decode([list(c.ids) for c in completions], skip_special_tokens=True)
+    completions = [replace(c, text=text) for c, text in zip(completions, texts, strict=True)]
+    G = len(completions) // max(len(problems), 1)
+    return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]

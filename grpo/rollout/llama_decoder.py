@@ -10,6 +10,7 @@ Shapes: ``R`` rows, ``H`` query heads, ``K`` key heads, ``D`` head size; hidden 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -22,10 +23,12 @@ from grpo.model.policy import context_limit
 from grpo.rollout.weights import CopiedLinear
 from grpo.system.precision import ieee_fp32
 
-MODEL_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
-LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+HEAD_NORMS = {"layers.self_attn.q_norm", "layers.self_attn.k_norm"}
+LLAMA_MODULES = HEAD_NORMS | {"", "embed_tokens", "layers", "norm", "rotary_emb", "layers.self_attn", "layers.mlp"}
+LLAMA_MODULES |= {"layers.input_layernorm", "layers.post_attention_layernorm"}
+LLAMA_MODULES |= {f"layers.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+LLAMA_MODULES |= {f"layers.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj", "act_fn")}
+"""Names of the modules of a Llama, of which some models have no norms of heads."""
 
 
 class LlamaDecoder:
@@ -88,9 +91,7 @@ def _dtype(product: Callable) -> torch.dtype | None:
 
 
 def _product(layers: list[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The outputs of these layers for one input, side by side: as one product, if they have a fused copy, or by calling
-    each.
-    """
+    """The outputs of these layers for one input, side by side: as one product, if they have a fused copy."""
     if isinstance(layers[0], CopiedLinear) and len(layers[0].fused.layers) == len(layers):
         return layers[0].fused
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
@@ -103,29 +104,23 @@ def _rms_norm(x: torch.Tensor, norm: nn.Module, dtype: torch.dtype | None = None
 
 
 def has_llama_layers(backbone: nn.Module) -> bool:
-    """True if the model has exactly the modules that :class:`LlamaDecoder` computes. :func:`matches_model` tests what
-    they compute.
-    """
-    parts = dict(backbone.named_children())
-    if set(parts) != MODEL_PARTS or type(parts["embed_tokens"]) is not nn.Embedding:
-        return False
-    norms = [parts["norm"]]
-    for layer in parts["layers"]:
-        if set(dict(layer.named_children())) != LAYER_PARTS or set(dict(layer.mlp.named_children())) != MLP_PARTS:
-            return False
-        attention = dict(layer.self_attn.named_children())
-        if set(attention) - {"q_norm", "k_norm"} != ATTENTION_PARTS:
-            return False
-        if not (hasattr(layer.self_attn, "head_dim") and hasattr(layer.self_attn, "scaling")):
-            return False
-        norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [attention[name] for name in ("q_norm", "k_norm") if name in attention]
-    return all(type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon") for norm in norms)
+    """True if the model has the modules that :class:`LlamaDecoder` computes and no more; see :func:`matches_model`."""
+    names = {re.sub(r"^layers\.\d+", "layers", name) for name, _ in backbone.named_modules()}
+    names = {".".join(name.split(".")[:3]) for name in names}  # without what adapters add inside of a projection
+    return LLAMA_MODULES - HEAD_NORMS <= names <= LLAMA_MODULES
 
 
-def _call_inside(gathered: Callable, module: nn.Module, layer: _Layer, *inputs):
-    with gathered(module):
-        return layer(*inputs)
+def _gathering_decoder(backbone: nn.Module, gathered: Callable) -> LlamaDecoder:
+    """It computes each layer inside of the block ``gathered(layer)``."""
+
+    def inside(module: nn.Module, layer: _Layer, *inputs):
+        with gathered(module):
+            return layer(*inputs)
+
+    decoder = LlamaDecoder(backbone)
+    pairs = zip(backbone.layers, decoder.layers, strict=True)
+    decoder.layers = [partial(inside, module, layer) for module, layer in pairs]
+    return decoder
 
 
 @torch.no_grad()
@@ -151,22 +146,19 @@ def matches_model(
     far = [2**power for power in range(3, 20) if 2**power < limit - 2]
     prompts, rows = (ids[:9], ids[9:14]), torch.tensor([0, 1] + [1] * len(far), device=device)
     results = []
-    decoder = LlamaDecoder(backbone)
-    pairs = zip(backbone.layers, decoder.layers, strict=True)
-    decoder.layers = [partial(_call_inside, gathered, module, layer) for module, layer in pairs]
-    for decode in (lambda *inputs: forked_hidden(backbone, *inputs), decoder):
-        cache = ForkedCache([9, 5], capacity=2, device=device)
+    for is_ours in (False, True):
+        cache, positions_R = ForkedCache([9, 5], capacity=2, device=device), torch.tensor([9, 5, *far], device=device)
         with torch.autocast(device.type, enabled=False):
             packed_hidden(backbone, pack_prompts(prompts, device), cache)
             cache.fork(rows)
-            positions_R = torch.tensor([9, 5, *far], device=device)
-            for token in (ids[13:], ids[15:]):
-                try:
+            try:
+                decode = _gathering_decoder(backbone, gathered) if is_ours else partial(forked_hidden, backbone)
+                for token in (ids[13:], ids[15:]):
                     token_R = torch.tensor([token[row % 3] for row in range(len(rows))], device=device)
                     hidden = decode(token_R, positions_R, cache)
-                except Exception:  # modules with Llama's names, but with another interface
-                    return False
-                positions_R = positions_R + 1
+                    positions_R = positions_R + 1
+            except Exception:  # modules with Llama's names, but with another interface
+                return False
         results.append(hidden)
     theirs, ours = results
     return torch.allclose(theirs, ours, rtol=0, atol=5e-5 * float(theirs.abs().max()))

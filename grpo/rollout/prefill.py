@@ -1,6 +1,5 @@
 """The prefill, and two decoders that continue from it one token at a time: :class:`ForkedCacheDecoder` keeps a prompt's
-keys and values once for all its completions, and needs a model that can be packed; :class:`DynamicCacheDecoder` works
-with every model of transformers.
+keys and values once for all its completions, for models that can be packed; :class:`DynamicCacheDecoder` is for others.
 
 Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``L`` padded prompt length, ``V`` vocabulary.
 """
@@ -73,9 +72,7 @@ class ForkedCacheDecoder:
         return self.cache.is_full
 
     def skip_tokens(self, count: int) -> None:
-        """Advance by ``count`` tokens of arbitrary content, so that the next token takes as much memory as a late
-        one.
-        """
+        """Advance by ``count`` arbitrary tokens, so that the next token takes as much memory as a late one."""
         self.cache.skip_tokens(count)
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
@@ -86,8 +83,7 @@ class ForkedCacheDecoder:
 
 
 class DynamicCacheDecoder:
-    """Decodes with transformers' ``DynamicCache``, in which every row has its own copy of its prompt; for models that
-    cannot be packed.
+    """Decodes with transformers' ``DynamicCache``: every row has its own copy of its prompt. For every model.
 
     Prompts are padded on the left, so that all rows continue at the same index. Rows cannot be added later.
     """
@@ -144,9 +140,7 @@ class DynamicCacheDecoder:
 
 
 class _PreallocatedLayer(DynamicLayer):
-    """A full-attention cache layer that writes into a buffer allocated once; transformers' own concatenates at every
-    token.
-    """
+    """A full-attention cache layer with a buffer allocated once; transformers' own concatenates at every token."""
 
     def __init__(self, capacity: int):
         super().__init__()

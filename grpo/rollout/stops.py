@@ -14,9 +14,7 @@ class Stops:
         self.tokenizer = tokenizer
         self.ids, self.strings = split_stop(tokenizer, stop)
         self.span = 4 * max(map(len, self.strings), default=0) + 4
-        """Tokens before the end of a text that are searched: a string of n characters spans at most 4n byte-level
-        tokens.
-        """
+        """Tokens at the end of a text that are searched: n characters span at most 4n byte-level tokens."""
         # With most tokenizers, a string in the text of some tokens is also in the text of these and their neighbours.
         # Then one search in all new tokens can show that none of them ends a stop string.
         self.neighbours_keep_text = not getattr(
@@ -24,9 +22,7 @@ class Stops:
         ) and "\ufffd" not in "".join(stop)
 
     def first_end(self, tokens: Sequence[int], num_searched: int) -> int | None:
-        """The least n greater than ``num_searched`` so that the last ``span`` of ``tokens[:n]`` contain a stop string;
-        None: no n does.
-        """
+        """The least n > ``num_searched`` so that the last ``span`` of ``tokens[:n]`` contain a stop string, or None."""
         if self.neighbours_keep_text and not self._has_stop(tokens[max(num_searched + 1 - self.span, 0) :]):
             return None
         ends = range(num_searched + 1, len(tokens) + 1)

@@ -23,9 +23,7 @@ from grpo.model import HalfLinear, adapted_base, effective_weight
 
 _mkldnn = torch.ops.mkldnn
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of sibling layers that most architectures call with the same tensor; called with different tensors, each gives
-its own output.
-"""
+"""Names of sibling layers that most models call with the same tensor; with different ones, each has its own output."""
 
 
 class FusedLinear:
@@ -51,9 +49,7 @@ class FusedLinear:
         return F.linear(x.to(self.dtype), self.weight, self.bias)
 
     def output_of(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of one layer. The first call with a tensor computes all; they are kept until the last layer is
-        called with it.
-        """
+        """The output of one layer. The first call with a tensor computes all, and the last layer's call drops them."""
         if x is not self._input:
             self._input, self._outputs = x, self(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
@@ -81,9 +77,7 @@ class CopiedLinear(nn.Module):
 
 @contextlib.contextmanager
 def copied_weights(model: nn.Module, precision: str) -> Iterator[None]:
-    """Inside the block, linear layers compute from copies of their weights, where that is faster. The weights must not
-    change there.
-    """
+    """Inside the block, linear layers compute from copies of their weights, which must not change meanwhile."""
     with in_place_of(model, copies_of(list(model.modules()), precision)):
         yield
 

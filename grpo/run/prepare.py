@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.batch import Problem
-from grpo.config import Config, ConfigError, RolloutConfig, check_world_size, mask_command_line
+from grpo.config import Config, ConfigError, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
@@ -23,7 +23,7 @@ from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code_tests import check_rows
-from grpo.rollout import SamplingParams, split_stop
+from grpo.rollout import split_stop
 from grpo.run.checkpoint import Trained
 from grpo.run.given import Given
 from grpo.run.memory import memory_line
@@ -168,7 +168,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         policy,
         path=path,
         root=models.scorer,
-        uses=_uses(config, train.problems, eval_problems),
+        longest=_longest(config, train.problems, eval_problems),
         probe_ids=train.problems[0].prompt_ids,
         folder=config.output_dir,
         builtin=builtin,
@@ -240,12 +240,10 @@ def _tokenized(
     return tokenizer, train, evaluation
 
 
-def _uses(
-    config: Config, train: list[Problem], evaluation: list[Problem]
-) -> list[tuple[int, SamplingParams | RolloutConfig]]:
-    """The longest prompt of the rollouts and of the evaluations, if there are any, with their settings."""
+def _longest(config: Config, train: list[Problem], evaluation: list[Problem]) -> int:
+    """The most tokens of a prompt and its completion, in rollouts and evaluations."""
     kinds = (train, config.rollout), (evaluation, eval_sampling(config))
-    return [(max(len(p.prompt_ids) for p in problems), sampling) for problems, sampling in kinds if problems]
+    return max(len(p.prompt_ids) + sampling.max_completion_length for problems, sampling in kinds for p in problems)
 
 
 def print_from_rank(world: World, reporter: Reporter, text: str) -> None:

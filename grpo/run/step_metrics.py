@@ -17,7 +17,6 @@ from grpo.batch import Batch, Group
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.loss import importance_ratio, kept_sequences, sampler_weights
 from grpo.rewards import RewardResult
-from grpo.rollout import BuiltinEngine
 from grpo.run.state import Run
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.histograms import RATIO_EDGES, ratio_histogram
@@ -108,9 +107,6 @@ def step_line(
     add_completions(groups, metrics)
     for phase, value in seconds.items():
         metrics.maximum(f"time/{phase}", value)
-    if isinstance(run.engine, BuiltinEngine):
-        for name, value in run.engine.metrics().items():
-            metrics.total(name, value)
     reduced = metrics.reduce(run.world)
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]

@@ -1,6 +1,4 @@
-"""The vLLM engine (``rollout.engine=vllm``): servers that get the policy's weights before each rollout and sample over
-HTTP.
-"""
+"""The vLLM engine (``rollout.engine=vllm``): servers get the weights before each rollout and sample over HTTP."""
 
 from grpo.vllm.build import build_engine
 

@@ -29,35 +29,41 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-class _Token(_Record):
-    token_id: int
+class _Logprob(_Record):
     # At most 0 but for rounding; vLLM writes -9999 in place of NaN.
     logprob: Annotated[float, Field(gt=-9999, le=1e-3, allow_inf_nan=False)]
 
 
+class _Token(_Logprob):
+    token_id: Annotated[int, Field(ge=0)]
+
+
 class _Logprobs(_Record):
-    content: list[_Token]
+    content: Annotated[list[_Token], Field(min_length=1)]
 
 
-class _Versions(_Record):
+class _Version(_Record):
     version: str
 
 
 class Sampled(_Record):
     """One completion."""
 
-    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     finish_reason: Literal["stop", "length"]
-    logprobs: _Logprobs | None
-    weight_versions: list[_Versions]
+    logprobs: _Logprobs
+    weight_versions: list[_Version]
     """Of the weights that sampled its tokens, one after the other."""
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.token_id for token in self.logprobs.content]
 
 
 class Answer(_Record):
     """Of ``/inference/v1/generate``."""
 
     choices: Annotated[list[Sampled], Field(min_length=1, max_length=1)]
-    prompt_logprobs: list[dict[int, dict[str, Any]] | None] | None = None
+    prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
 
 
 class Server:
@@ -68,8 +74,7 @@ class Server:
         Args:
             address: ``http://host:port``.
             timeout_s: seconds that it may take to answer one request.
-            explain: for a server that the trainer has started: from a problem to what is known of it
-                (:meth:`grpo.vllm.server.StartedServer.explain`).
+            explain: of a server that the trainer has started (:meth:`grpo.vllm.server.StartedServer.explain`).
         """
         self.address, self.timeout_s, self.explain = address, timeout_s, explain
         self.model = ""
@@ -83,8 +88,9 @@ class Server:
 
         ServerError if the server cannot be reached, does not answer in time, or answers with an error.
         """
+        timeout = httpx.Timeout(self.timeout_s, connect=min(CONNECT_SECONDS, self.timeout_s))
         try:
-            answer = await http.request(method, self.address + route, json=body, timeout=self._timeout)
+            answer = await http.request(method, self.address + route, json=body, timeout=timeout)
         except httpx.TimeoutException:
             reason = f"did not answer {route} within {self.timeout_s:g} s (rollout.server_timeout_s)"
         except (httpx.HTTPError, OSError) as error:
@@ -99,9 +105,7 @@ class Server:
         raise ServerError(f"{self} {self.explain(reason)}") from None
 
     async def generate(self, http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-        """The completion of ``{"token_ids", "sampling_params", ...}``; ServerError if the answer is not of that
-        form.
-        """
+        """The completion of ``{"token_ids", "sampling_params", ...}``; ServerError for an answer of another form."""
         content = await self.call(http, "POST", "/inference/v1/generate", {"model": self.model} | body)
         try:
             return Answer.model_validate_json(content)
@@ -117,32 +121,24 @@ class Server:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0}
         answer = await self.generate(http, {"model": model, "token_ids": list(ids), "sampling_params": sampling})
         try:
-            found = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
-            return [float(at[id]["logprob"]) for at, id in found]
+            return [at[id].logprob for at, id in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
         except (KeyError, TypeError, ValueError):
             raise ServerError(f"{self} returned no log-probs of a prompt") from None
 
     async def stay_healthy(self, http: httpx.AsyncClient) -> None:
-        """Ask again and again; ServerError when it is not healthy. After the death of its engine, vLLM may never
-        answer.
-        """
+        """ServerError once it is not healthy: after the death of its engine, vLLM may never answer a request."""
         while True:
             await asyncio.sleep(HEALTH_SECONDS)
             await self.call(http, "GET", "/health")
-
-    @property
-    def _timeout(self) -> httpx.Timeout:
-        return httpx.Timeout(self.timeout_s, connect=min(CONNECT_SECONDS, self.timeout_s))
 
 
 @asynccontextmanager
 async def session() -> AsyncIterator[httpx.AsyncClient]:
     """A client with the API key of the environment and without the environment's proxies."""
-    key = os.environ.get("VLLM_API_KEY")
     # A connection is used once: vLLM closes idle ones, and httpx looks through all of them at each answer.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     transport = httpx.AsyncHTTPTransport(retries=CONNECT_RETRIES, limits=limits)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("VLLM_API_KEY")) else {}
     async with httpx.AsyncClient(transport=transport, trust_env=False, headers=headers) as http:
         yield http
 

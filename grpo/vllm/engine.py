@@ -1,12 +1,12 @@
 """The vLLM engine: each rollout gives the policy's weights to vLLM servers and samples from them over HTTP.
 
-One request per completion, with the seed of that completion, token ids in and token ids out. Their text is decoded
-here.
+One request per completion, with the seed of that completion, token ids in and token ids out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,13 +20,16 @@ from grpo.batch import Completion, Group, Problem
 from grpo.distributed import World, is_sharded, whole_trained_weights
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
+from grpo.rollout.interface import grouped
 from grpo.seeding import derive_seed
-from grpo.vllm.check import ADAPTER, WHOLE, check_server, check_temperature
+from grpo.vllm.check import ADAPTER, WHOLE, check_server
 from grpo.vllm.client import EventLoop, Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
 MAX_REQUESTS = 512
 """Most requests in flight over all ranks and servers, each with a connection of its own."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this one."""
 
 
 class VLLMEngine:
@@ -43,35 +46,29 @@ class VLLMEngine:
         weights_folder: str,
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
-        uses: Sequence[tuple[int, SamplingParams]] = (),
+        longest: int = 0,
         on_close: Callable[[], None] = lambda: None,
     ):
-        """All ranks build it together.
+        """All ranks build it together; other arguments as of :func:`grpo.vllm.build_engine`.
 
         Args:
             policy: its model, or its adapter, is what the servers get; under FSDP the sharded model.
             servers: the same on all ranks, which share them.
-            weights_folder: ``rollout.weights_folder``.
-            root: under FSDP the sharded module that holds the model; None: ``policy.model``.
-            probe_ids: a prompt, for the proof of the weights.
-            uses: for each kind of sampling to come, the tokens of its longest prompt and its settings.
             on_close: called by :meth:`close`: ends servers that were started for this engine.
 
         Raises:
             ServerError: on all ranks, if a server does not answer or cannot sample for this policy.
         """
         self.policy, self.servers, self.world, self.on_close = policy, list(servers), world, on_close
-        self.vocabulary = policy.model.get_input_embeddings().weight.shape[0]
         self.probe = Probe(policy, root or policy.model, probe_ids)
         self.version: str | None = None
         """Of the weights that the servers have, which no other weights get; None outside of :meth:`weights`."""
         self._adapter: Path | None = None
         """The files of the adapter that the servers have."""
-        self.loop, self.folder = EventLoop(), None
+        self.loop, self.folder = EventLoop(), WeightsFolder(weights_folder)
         try:
             with world.fail_together():
-                self.folder = WeightsFolder(weights_folder) if world.is_main else None
-                self.versions = self.loop.wait_for(self._check, uses)
+                self.versions = self.loop.wait_for(self._check, longest)
         except BaseException:
             self.loop.close()
             raise
@@ -80,8 +77,7 @@ class VLLMEngine:
     def weights(self) -> Iterator[None]:
         """Give the policy's weights to the servers, now, for all calls of :meth:`generate` inside the block.
 
-        All ranks enter it together. ServerError or UserError, on all ranks, if the weights cannot be written, or a
-        server does not load them.
+        UserError, on all ranks, if the weights cannot be written, or a server does not load them.
         """
         if self.version is not None:
             yield
@@ -108,51 +104,46 @@ class VLLMEngine:
         address: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem is requested with the seed
-        ``derive_seed(*address, problem.index, g)``; ``on_tokens`` is called when a completion has arrived.
+        """See :meth:`grpo.rollout.interface.Engine.generate`; ``on_tokens`` is called when a completion has arrived.
 
         ServerError if a server does not answer in time, or does not return what was asked for.
         """
-        check_temperature(sampling)
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            limit = f"vLLM samples at {LOWEST_TEMPERATURE} or above, or greedily at 0"
+            raise ServerError(f"temperature={sampling.temperature:g}: {limit}")
         G, stops = sampling.num_generations, Stops(self.policy.tokenizer, sampling.stop)
         bodies = [self._body(problem, g, sampling, stops, address) for problem in problems for g in range(G)]
+        completions = []
         with nullcontext() if self.version is not None else self.weights():
-            sampled = (
-                self.loop.wait_for(self._sample_all, bodies, on_tokens or (lambda num_tokens: None)) if bodies else []
-            )
-        ends = [None if not stops.strings else stops.first_end(s.token_ids, 0) for s in sampled]
-        ids = [s.token_ids[:end] for s, end in zip(sampled, ends, strict=True)]
-        texts = self.policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        completions = [
-            Completion(
-                tuple(row), text, end is not None or s.finish_reason == "stop", () if sampling.is_greedy else
-                tuple(token.logprob for token in s.logprobs.content[: len(row)]),
-            )
-            for row, text, end, s in zip(ids, texts, ends, sampled, strict=True)
-        ]  # fmt: skip
-        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
+            for sampled in self.loop.wait_for(self._sample_all, bodies, on_tokens or (lambda num_tokens: None)):
+                end = stops.first_end(sampled.ids, 0) if stops.strings else None
+                logprobs = () if sampling.is_greedy else tuple(t.logprob for t in sampled.logprobs.content[:end])
+                finished = end is not None or sampled.finish_reason == "stop"
+                completions.append(Completion(tuple(sampled.ids[:end]), "", finished, logprobs))
+        return grouped(problems, completions, self.policy.tokenizer)
 
     def close(self) -> None:
         """Delete the weights, and end the servers if they were started for this engine."""
         self.loop.close()
-        if self.folder is not None:
-            self.folder.clear()
+        shutil.rmtree(self.folder.path, ignore_errors=True)
         self.on_close()
 
     def __str__(self) -> str:
         """``vLLM 0.32.0 at http://host:8000``."""
         return f"vLLM {self.versions[0]} at {', '.join(server.address for server in self.servers)}"
 
-    async def _check(self, uses: Sequence[tuple[int, SamplingParams]]) -> list[str]:
+    async def _check(self, longest: int) -> list[str]:
         async with session() as http:
-            return await asyncio.gather(*(check_server(server, http, self.policy, uses) for server in self.servers))
+            return await asyncio.gather(*(check_server(server, http, self.policy, longest) for server in self.servers))
 
     async def _load(self, folder: Path, version: str) -> None:
         """Load the weights of a folder into all servers, and delete those of the version before."""
         async with session() as http:
             await asyncio.gather(*(self._load_into(server, http, folder, version) for server in self.servers))
-        self.folder.clear(keep=folder if self.policy.adapter else None)
-        self._adapter = folder if self.policy.adapter else None
+        if self.policy.adapter is not None:
+            folder, self._adapter = self._adapter, folder
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _load_into(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
         model = server.model
@@ -194,7 +185,7 @@ class VLLMEngine:
         async def work(server: Server) -> None:
             for index, body in waiting:
                 answers[index] = await self._sample(server, http, body)
-                on_tokens(len(answers[index].token_ids))
+                on_tokens(len(answers[index].ids))
 
         async with session() as http:
             num_workers = min(max(MAX_REQUESTS // (self.world.size * len(self.servers)), 1), len(bodies))
@@ -215,19 +206,12 @@ class VLLMEngine:
         # A salt keeps what the prefix cache holds of other weights out of use.
         names = {"model": self.version} if self.policy.adapter else {}
         answer = await server.generate(http, body | names | {"cache_salt": self.version})
-        (sampled,), length = answer.choices, body["sampling_params"]["max_tokens"]
-        ids = sampled.token_ids
-        problem = None
-        if len(ids) > length or (len(ids) < length and sampled.finish_reason == "length"):
-            problem = f"ended a completion after {len(ids)} tokens where {length} were asked for: raise --max-model-len"
-        elif max(ids) >= self.vocabulary:
-            problem = (
-                f"returned token id {max(ids)}, and the vocabulary has {self.vocabulary}: start it with this model"
-            )
-        elif sampled.logprobs is None or [token.token_id for token in sampled.logprobs.content] != ids:
-            problem = "returned other tokens than it has computed log-probs of"
+        (sampled,), most = answer.choices, body["sampling_params"]["max_tokens"]
+        length = len(sampled.ids)
+        if length > most or (length < most and sampled.finish_reason == "length"):
+            problem = f"ended a completion after {length} tokens where {most} were asked for: raise --max-model-len"
         elif {weights.version for weights in sampled.weight_versions} != {self.version}:
             problem = "has lost the weights of this step: it was started again, or another run uses it"
-        if problem is not None:
-            raise ServerError(f"{server} {problem}")
-        return sampled
+        else:
+            return sampled
+        raise ServerError(f"{server} {problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -12,11 +13,17 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
-from grpo.config import ConfigError
+import httpx
+
+from grpo.config import Config, ConfigError
+from grpo.distributed import World
+from grpo.hub import snapshot_of
+from grpo.model import Policy, base_of
 from grpo.system.environment_defaults import without_environment_defaults
+from grpo.vllm.check import DTYPE_NAMES, RUNTIME_LORA, max_lora_rank
+from grpo.vllm.weights import MOST
 
 TERM_SECONDS = 10.0
 """Seconds that the processes of a server have to end."""
@@ -29,46 +36,64 @@ END_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.getppid() == int(sys.argv[1]) or sys.exit(1); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""A program that becomes the server's, which gets SIGTERM when its parent has ended (PR_SET_PDEATHSIG), also by
-SIGKILL.
-"""
+"""Becomes the server's program, which gets SIGTERM when its parent has ended (PR_SET_PDEATHSIG), also by SIGKILL."""
 ERROR_LINE = re.compile(r"(\b\w*(Error|Exception)|\berror): ")
 WITHOUT_CAUSE = ("Engine core initialization failed", "Engine process failed to start", "EngineCore encountered")
 """Errors of vLLM's front end that only say that there was an error before."""
 
 
+def start_servers(
+    config: Config, world: World, policy: Policy, path: str, longest: int, folder: Path, stack: contextlib.ExitStack
+) -> list[StartedServer]:
+    """Servers on this machine, when all answer; ``stack`` ends them. Arguments as of :func:`grpo.vllm.build_engine`."""
+    settings, path, rank = config.rollout, base_of(path), max_lora_rank(policy)
+    if world.num_machines > 1:
+        raise ConfigError("rollout.server=start is for one machine: name the addresses of servers in rollout.server")
+    options = ["--dtype", DTYPE_NAMES[policy.precision], "--logprobs-mode", "processed_logprobs"]
+    options += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    if longest:
+        options += ["--max-model-len", str(max(longest, MOST + 1))]
+    if policy.device.type == "cpu":
+        options += ["--no-enable-chunked-prefill"]
+    if rank is not None:
+        options += ["--enable-lora", "--max-lora-rank", str(rank)]
+    model, started = os.path.abspath(path) if os.path.isdir(path) else snapshot_of(path), []
+    for index in range(settings.num_servers):
+        log = folder / f"vllm-{index}.log"
+        started.append(StartedServer(settings.vllm_command, model, index, options, log))
+        stack.callback(started[-1].close)
+    print(f"starting vLLM (log: {', '.join(str(server.log) for server in started)}) ...", flush=True)
+    for server in started:
+        server.wait(settings.server_timeout_s)
+    return started
+
+
 class StartedServer:
     """A server and its processes, in a process group of their own: Ctrl-C in the terminal is for the trainer."""
 
-    def __init__(self, command: str, model: str, index: int, options: dict[str, str | None], log: Path):
+    def __init__(self, command: str, model: str, index: int, options: list[str], log: Path):
         """Start it; ConfigError if the program is not found.
 
-        Args:
-            command: ``rollout.vllm_command``, which is cut into words without a shell.
-            model: the model's folder.
-            index: its number among the servers.
-            options: of vLLM by name, for what the command leaves out; None: without a value.
-            log: gets its output.
+        ``command`` (``rollout.vllm_command``, cut into words without a shell) is the one of server number ``index`` for
+        the folder ``model``. ``options`` of vLLM are for what it leaves out; the output goes to ``log``.
         """
-        words = [w.replace("{model}", model).replace("{index}", str(index)) for w in shlex.split(command)]
+        words = shlex.split(command)
+        behind_model = next(number for number, word in enumerate(words, 1) if "{model}" in word)
+        words = [w.replace("{model}", model).replace("{index}", str(index)) for w in words]
         environment = _environment()
         if shutil.which(words[0], path=environment.get("PATH")) is None:
-            install = "install vLLM (it may be in an environment of its own) and name its program"
-            raise ConfigError(
-                f"rollout.vllm_command: {words[0]} is not found: {install}: /path/bin/vllm serve {{model}}"
-            )
+            remedy = "install vLLM and name its program: /path/bin/vllm serve {model}"
+            raise ConfigError(f"rollout.vllm_command: {words[0]} is not found: {remedy}")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            options = {"--host": "127.0.0.1", "--port": str(free.getsockname()[1])} | options
-        given = {}  # also of --max_model_len=N
-        for word, following in zip(words, [*words[1:], ""], strict=True):
-            option, equals, value = word.partition("=")
-            given[option.replace("_", "-")] = value if equals else following
-        for name, value in options.items():
-            if name not in given:
-                words += [name] if value is None else [name, value]
-        host, port = ((options | given)[name] for name in ("--host", "--port"))
-        self.address, self.log = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}", log
+            port = free.getsockname()[1]
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--port", default=str(port))
+        place, _ = parser.parse_known_args(words)
+        # Before the command's own options: of two values, the last one counts.
+        words[behind_model:behind_model] = [*options, "--host", place.host, "--port", place.port]
+        self.address, self.log = f"http://{'127.0.0.1' if place.host == '0.0.0.0' else place.host}:{place.port}", log
         with open(log, "ab") as file:
             self._log_start = file.tell()
             self.process = subprocess.Popen(
@@ -83,12 +108,11 @@ class StartedServer:
     def wait(self, timeout_s: float) -> None:
         """Return when it answers; ConfigError if it ends, or does not answer in time."""
         deadline = time.monotonic() + timeout_s
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # requests to this machine need no proxy
         while True:
             if self.process.poll() is not None:
                 raise ConfigError(f"vLLM {self.explain('')}")
-            with contextlib.suppress(OSError):
-                direct.open(f"{self.address}/health", timeout=5).close()
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.get(f"{self.address}/health", timeout=5, trust_env=False).raise_for_status()
                 return
             if time.monotonic() > deadline:
                 limit = f"{timeout_s:g} s (rollout.server_timeout_s)"
@@ -111,9 +135,8 @@ class StartedServer:
 
     def _last_error(self) -> str:
         """The last line of its log that names an error and its cause; else the last line."""
-        with open(self.log, "rb") as file:
-            file.seek(max(self._log_start, self.log.stat().st_size - 2**20))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        text = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if ERROR_LINE.search(line) and not any(w in line for w in WITHOUT_CAUSE)]
         last = (errors or lines or ["no output"])[-1]
         # Without vLLM's prefix of process, date and source file.
@@ -121,12 +144,10 @@ class StartedServer:
 
 
 def _environment() -> dict[str, str]:
-    """The trainer's environment without what its launcher and this package set, and with the routes that load
-    weights.
-    """
+    """The trainer's environment without what launcher and package set, and with the routes that load weights."""
     found = without_environment_defaults(os.environ)
     # torchrun sets 1 for its processes unless the user has set a number.
     if "TORCHELASTIC_RUN_ID" in found and found.get("OMP_NUM_THREADS") == "1":
         del found["OMP_NUM_THREADS"]
     found = {name: value for name, value in found.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
-    return found | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    return found | {"VLLM_SERVER_DEV_MODE": "1", RUNTIME_LORA: "True"}

@@ -29,10 +29,7 @@ class WeightsFolder:
 
     def __init__(self, parent: str):
         """Delete what processes of this machine have left that have ended."""
-        place, prefix = (
-            Path(parent).absolute(),
-            f"grpo-{socket.gethostname()}-",
-        )  # servers have another working directory
+        place, prefix = Path(parent).absolute(), f"grpo-{socket.gethostname()}-"  # absolute: servers run elsewhere
         for left in place.glob(f"{prefix}*"):
             if not Path("/proc", left.name.removeprefix(prefix).partition("-")[0]).exists():
                 shutil.rmtree(left, ignore_errors=True)
@@ -50,19 +47,11 @@ class WeightsFolder:
             folder.mkdir(parents=True)
             save_weights(policy.trained, {n: t.to(dtype, copy=True) for n, t in weights.items()}, folder)
         except Exception as error:  # SafetensorError on a full disk, OSError
-            self.clear()
+            shutil.rmtree(self.path, ignore_errors=True)
             problem = f"the weights cannot be written ({first_line(error)})"
             parent = f"rollout.weights_folder={self.path.parent}"
             raise UserError(f"{parent}: {problem}: free space there, or set another folder") from None
         return folder
-
-    def clear(self, keep: Path | None = None) -> None:
-        """Delete all weights but those of one folder."""
-        for folder in self.path.glob("*"):
-            if folder != keep:
-                shutil.rmtree(folder, ignore_errors=True)
-        if keep is None:
-            shutil.rmtree(self.path, ignore_errors=True)
 
 
 class Probe:
@@ -79,7 +68,7 @@ class Probe:
         """Of each server the last new answer, and the policy's log-probs then."""
 
     def update(self) -> None:
-        """Compute the policy's log-probs; all ranks call it together. ValueError if one is not finite."""
+        """Compute the policy's log-probs; all ranks call it together."""
         sequence_1S = torch.tensor([self.ids], device=self.policy.device)
 
         def logits() -> torch.Tensor:
@@ -87,11 +76,7 @@ class Probe:
 
         with self.policy.inference():
             logprobs_SV = torch.log_softmax(compute_inside(self.root, logits), dim=-1)
-        logprobs_S = logprobs_SV.gather(1, sequence_1S[0, 1:, None])[:, 0].cpu()
-        if not torch.isfinite(logprobs_S).all():
-            precision = f"runtime.precision={self.policy.precision}"
-            raise ValueError(f"the model computes log-probs that are not finite under {precision}")
-        self.computed_S = logprobs_S
+        self.computed_S = logprobs_SV.gather(1, sequence_1S[0, 1:, None])[:, 0].cpu()
 
     def compare(self, server: Any, found: Sequence[float]) -> str | None:
         """What is wrong with a server's log-probs after it has loaded the weights; None: nothing.
@@ -104,10 +89,9 @@ class Probe:
         if not difference <= limit:
             return f"log-probs of a text differ by {difference:.3g} nats on average (limit {limit:g})"
         former_S, computed_S = self.answers.setdefault(server, (found_S, self.computed_S))
+        noise, moved = (float((x_S - computed_S).abs().mean()) for x_S in (former_S, self.computed_S))
+        if torch.equal(found_S, former_S) and moved > 2 * noise:
+            return f"log-probs of a text have not changed, those of the policy by {moved:.3g}"
         if not torch.equal(found_S, former_S):
             self.answers[server] = found_S, self.computed_S
-            return None
-        noise, moved = (float((x_S - computed_S).abs().mean()) for x_S in (former_S, self.computed_S))
-        return (
-            f"log-probs of a text have not changed, those of the policy by {moved:.3g}" if moved > 2 * noise else None
-        )
+        return None

@@ -26,7 +26,7 @@ def test_the_bytes_of_ddp_are_those_of_a_real_model(tmp_path, tied, monkeypatch)
     reference = make_reference(model)
     assert cast_frozen_to_bf16(reference, policy)
     assert num_bytes(reference.parameters()) == shape.reference
-    copies = copies_of(list(model.modules()), "bf16", None)
+    copies = copies_of(list(model.modules()), "bf16")
     fused = dict.fromkeys(copies.values())
     assert all(isinstance(copy, FusedLinear) for copy in fused)
     assert num_bytes(t for copy in fused for t in (copy.weight, copy.bias) if t is not None) == shape.copies

@@ -54,10 +54,10 @@ def build(servers, tmp_path):
     """Builds an engine for one of the servers."""
     engines, world = [], start_world(RuntimeConfig(device="cpu"))
 
-    def make(name, policy, *uses) -> VLLMEngine:
+    def make(name, policy, longest=0) -> VLLMEngine:
         if servers[name].started is None:
             servers[name].start()
-        options = dict(weights_folder=str(tmp_path / "weights"), probe_ids=range(100, 140), uses=uses)
+        options = dict(weights_folder=str(tmp_path / "weights"), probe_ids=range(100, 140), longest=longest)
         engine = VLLMEngine(
             policy, [Server(servers[name].address, 300.0, servers[name].started.explain)], world=world, **options
         )

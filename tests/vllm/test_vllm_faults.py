@@ -136,7 +136,7 @@ REFUSED = {
 def test_a_server_that_cannot_sample_for_the_policy(server, build, message):
     REFUSED[message](server)
     with pytest.raises(ServerError, match=message) as error:
-        build(server, uses=[(288, SAMPLED)] if "300" in message else [])
+        build(server, longest=300 if "300" in message else 0)
     assert server.address in str(error.value) and "\n" not in str(error.value)
 
 
@@ -153,9 +153,9 @@ def changed(**changes):
     return change
 
 
-def logprobs(value):
+def first_token(**changes):
     def change(answer):
-        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = value
+        answer["choices"][0]["logprobs"]["content"][0].update(changes)
         return answer
 
     return change
@@ -165,14 +165,14 @@ WRONG = {
     "choices: List should have at least 1 item": lambda answer: {"choices": []},
     "choices.0: Input should be": lambda answer: {"choices": [None]},
     "finish_reason: Input should be 'stop' or 'length'": changed(finish_reason="abort"),
-    "token_ids: List should have at least 1 item": changed(token_ids=[]),
-    "token_ids.0: Input should be a valid integer": changed(token_ids=[True]),
-    "token_ids.0: Input should be greater than or equal to 0": changed(token_ids=[-1]),
-    "other tokens than it has computed log-probs of": changed(token_ids=[3]),
-    "logprob: Input should be less than or equal to": logprobs(0.1),
-    "logprob: Input should be greater than -9999": logprobs(-9999.0),
-    "logprob: Input should be a finite number": logprobs(float("nan")),
-    "logprob: Input should be a valid number": logprobs("-1"),
+    "logprobs: Input should be": changed(logprobs=None),
+    "content: List should have at least 1 item": changed(logprobs={"content": []}),
+    "token_id: Input should be a valid integer": first_token(token_id=True),
+    "token_id: Input should be greater than or equal to 0": first_token(token_id=-1),
+    "logprob: Input should be less than or equal to": first_token(logprob=0.1),
+    "logprob: Input should be greater than -9999": first_token(logprob=-9999.0),
+    "logprob: Input should be a finite number": first_token(logprob=float("nan")),
+    "logprob: Input should be a valid number": first_token(logprob="-1"),
     "tokens where 12 were asked for": changed(finish_reason="length"),
     "has lost the weights of this step": changed(weight_versions=[{"version": "default"}]),
     "Invalid JSON: recursion limit exceeded": lambda answer: b"[" * 100_000,

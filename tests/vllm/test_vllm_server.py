@@ -55,15 +55,15 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def test_a_server_gets_what_its_command_leaves_out_and_ends_with_its_children(command, tmp_path):
-    options = {"--dtype": "float32", "--max-model-len": "9", "--enable-lora": None}
-    server = StartedServer(f"{command} --dtype=half --max_model_len 50", "/models/m", 1, options, tmp_path / "log")
+def test_a_server_gets_the_options_of_the_run_before_those_of_its_command_and_ends_with_its_children(command, tmp_path):
+    options = ["--dtype", "float32", "--enable-lora"]
+    server = StartedServer(f"{command} --dtype=half --host=127.0.0.1", "/models/m", 1, options, tmp_path / "log")
     server.wait(60)
     pid, child, words = state(server)
     port = server.address.rpartition(":")[2]
     assert words[1:] == [
-        *("/models/m", "1", "--dtype=half", "--max_model_len", "50"),
-        *("--host", "127.0.0.1", "--port", port, "--enable-lora"),
+        *("/models/m", *options, "--host", "127.0.0.1", "--port", port),
+        *("1", "--dtype=half", "--host=127.0.0.1"),  # the last of two values counts
     ]
     server.close()
     wait_until_gone(pid, child)
@@ -77,7 +77,7 @@ def test_a_server_ends_with_its_trainer(command, tmp_path, number):
         import sys, time
         from pathlib import Path
         from grpo.vllm.server import StartedServer
-        server = StartedServer({command!r}, "m", 0, {{}}, Path({str(tmp_path / "log")!r}))
+        server = StartedServer({command!r}, "/m", 0, [], Path({str(tmp_path / "log")!r}))
         server.wait(60)
         print(server.process.pid, flush=True)
         time.sleep(1000)
@@ -109,7 +109,7 @@ def test_a_server_that_cannot_start_is_one_line(tmp_path, command, message):
     log = tmp_path / "log"
     log.write_text("ValueError: of a start before\n")
     with contextlib.ExitStack() as stack, pytest.raises(ConfigError) as error:
-        stack.enter_context(contextlib.closing(StartedServer(command, "m", 0, {}, log))).wait(
+        stack.enter_context(contextlib.closing(StartedServer(command, "/m", 0, [], log))).wait(
             1 + 59 * ("ended" in message)
         )
     assert message.format(log=log, model="{model}") in str(error.value)

@@ -30,12 +30,8 @@ class VLLMServer:
     def __init__(self, model: Path, log: Path, *options: str, dtype: str = "float32"):
         self.model, self.log, self.started = model, log, None
         self.command = vllm_command("--max-model-len 1024", *options)
-        self.options = {
-            "--dtype": dtype,
-            "--logprobs-mode": "processed_logprobs",
-            "--enable-scale-out": None,
-            "--no-enable-chunked-prefill": None,
-        }
+        self.options = ["--dtype", dtype, "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+        self.options += ["--no-enable-chunked-prefill"]
 
     @property
     def address(self) -> str:
