@@ -66,7 +66,7 @@ class CUDAGraphRunner:
         decoded = Decoded(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [T] * R, [False] * R)
         batch = _Batch(decoder, uniforms_RT, sampling)
         batch.draw(logits_RV)
-        start, t, shape, step = 0, 1, None, None  # tokens of each row that the host has read, and that are drawn
+        start, t, shape = 0, 1, None  # tokens of each row that the host has read, and that are drawn
         needs_check, was_checked = sampling.is_greedy not in self.verified, False
         while True:
             batch.read(start, t, eos_E, decoded)
@@ -78,13 +78,14 @@ class CUDAGraphRunner:
                 count = left = min(SYNC_EVERY, T - t)
                 width = min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T)
                 if shape != (len(batch.rows), width):
-                    shape, step = (len(batch.rows), width), self._captured(batch.make_step(width, t - 1))
-                    left -= 1
+                    # The step owns tensors that its graph reads, so it must live as long.
+                    shape, step = (len(batch.rows), width), batch.make_step(width, t - 1)
+                    replay, left = self._captured(step), left - 1
                     if needs_check and left:
-                        self._check(step, batch, t)
+                        self._check(replay, batch, t)
                         left, was_checked = left - 1, True
                 for _ in range(left):
-                    step()
+                    replay()
             # The device computes the next tokens while the host looks for stop strings in these.
             for row, length in enumerate(decoded.lengths if stops.strings else ()):
                 first = max(start + 1 - stops.span, 0)
