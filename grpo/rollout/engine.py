@@ -71,9 +71,7 @@ class BuiltinEngine:
         address: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
-        """See :meth:`grpo.rollout.interface.Engine.generate`. Completion g of a problem draws its uniform numbers, one
-        a token, from the seed that its address gives. ValueError if the model computes NaN.
-        """
+        """See :meth:`grpo.rollout.interface.Engine.generate`. ValueError if the model computes NaN."""
         rows = [(problem, g) for problem in problems for g in range(sampling.num_generations)]
         prompts = [problem.prompt_ids for problem, _ in rows]
         completions: list[Completion] = []
@@ -154,12 +152,14 @@ class BuiltinEngine:
     ) -> list[Completion]:
         """The completion of each row, without its text."""
         rows = (prefill_rows, prompts, uniforms_RT, sampling)
-        # Captured steps have no place for the kept tokens, of which each token has another number.
+        # Captured steps cannot record the kept tokens, whose number differs from token to token.
         decoded = self._replay(*rows, on_tokens) if self.graphs and not sampling.records_kept else None
         decoded = decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
         if decoded.logprobs_RT.isnan().any():
-            precision = f"runtime.precision={self.policy.precision}"
-            raise ValueError(f"the model computes NaN under {precision}: its weights or activations are too large")
+            raise ValueError(
+                f"the model computes NaN under runtime.precision={self.policy.precision}: "
+                "its weights or activations are too large"
+            )
         completions = []
         for r, (n, finished) in enumerate(zip(decoded.lengths, decoded.finished, strict=True)):
             ids, logprobs = (tuple(values_RT[r, :n].tolist()) for values_RT in (decoded.tokens_RT, decoded.logprobs_RT))

@@ -104,10 +104,11 @@ def _rms_norm(x: torch.Tensor, norm: nn.Module, dtype: torch.dtype | None = None
 
 
 def has_llama_layers(backbone: nn.Module) -> bool:
-    """True if the model has the modules that :class:`LlamaDecoder` computes and no more; see :func:`matches_model`."""
+    """True if the model has modules of Llama's names alone, and RMS norms; see :func:`matches_model`."""
     names = {re.sub(r"^layers\.\d+", "layers", name) for name, _ in backbone.named_modules()}
     names = {".".join(name.split(".")[:3]) for name in names}  # without what adapters add inside of a projection
-    return LLAMA_MODULES - HEAD_NORMS <= names <= LLAMA_MODULES
+    has_modules = LLAMA_MODULES - HEAD_NORMS <= names <= LLAMA_MODULES
+    return has_modules and hasattr(backbone.norm, "variance_epsilon")
 
 
 def _gathering_decoder(backbone: nn.Module, gathered: Callable) -> LlamaDecoder:

@@ -109,8 +109,7 @@ class VLLMEngine:
         ServerError if a server does not answer in time, or does not return what was asked for.
         """
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            limit = f"vLLM samples at {LOWEST_TEMPERATURE} or above, or greedily at 0"
-            raise ServerError(f"temperature={sampling.temperature:g}: {limit}")
+            raise ServerError(f"vLLM samples at temperatures of {LOWEST_TEMPERATURE} or above, or greedily at 0")
         G, stops = sampling.num_generations, Stops(self.policy.tokenizer, sampling.stop)
         bodies = [self._body(problem, g, sampling, stops, address) for problem in problems for g in range(G)]
         completions = []

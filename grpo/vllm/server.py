@@ -72,13 +72,12 @@ class StartedServer:
     """A server and its processes, in a process group of their own: Ctrl-C in the terminal is for the trainer."""
 
     def __init__(self, command: str, model: str, index: int, options: list[str], log: Path):
-        """Start it; ConfigError if the program is not found.
+        """Start server number ``index`` for the folder ``model``; ConfigError if the program is not found.
 
-        ``command`` (``rollout.vllm_command``, cut into words without a shell) is the one of server number ``index`` for
-        the folder ``model``. ``options`` of vLLM are for what it leaves out; the output goes to ``log``.
+        Options of ``command`` (``rollout.vllm_command``) behind the model win over ``options``. Output goes to ``log``.
         """
         words = shlex.split(command)
-        behind_model = next(number for number, word in enumerate(words, 1) if "{model}" in word)
+        behind_model = max(number for number, word in enumerate(words, 1) if "{model}" in word)
         words = [w.replace("{model}", model).replace("{index}", str(index)) for w in words]
         environment = _environment()
         if shutil.which(words[0], path=environment.get("PATH")) is None:
@@ -90,7 +89,7 @@ class StartedServer:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--host", default="127.0.0.1")
         parser.add_argument("--port", default=str(port))
-        place, _ = parser.parse_known_args(words)
+        place, _ = parser.parse_known_args([word for word in words if word != "--"])
         # Before the command's own options: of two values, the last one counts.
         words[behind_model:behind_model] = [*options, "--host", place.host, "--port", place.port]
         self.address, self.log = f"http://{'127.0.0.1' if place.host == '0.0.0.0' else place.host}:{place.port}", log
@@ -115,8 +114,8 @@ class StartedServer:
                 httpx.get(f"{self.address}/health", timeout=5, trust_env=False).raise_for_status()
                 return
             if time.monotonic() > deadline:
-                limit = f"{timeout_s:g} s (rollout.server_timeout_s)"
-                raise ConfigError(f"vLLM at {self.address} does not answer after {limit}: see {self.log}")
+                after = f"{timeout_s:g} s (rollout.server_timeout_s)"
+                raise ConfigError(f"vLLM at {self.address} does not answer after {after}: see {self.log}")
             time.sleep(0.2)
 
     def explain(self, problem: str) -> str:

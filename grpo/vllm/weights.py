@@ -28,29 +28,27 @@ class WeightsFolder:
     """A folder of this process inside ``rollout.weights_folder``, with the weights that are being loaded."""
 
     def __init__(self, parent: str):
-        """Delete what processes of this machine have left that have ended."""
-        place, prefix = Path(parent).absolute(), f"grpo-{socket.gethostname()}-"  # absolute: servers run elsewhere
-        for left in place.glob(f"{prefix}*"):
-            if not Path("/proc", left.name.removeprefix(prefix).partition("-")[0]).exists():
-                shutil.rmtree(left, ignore_errors=True)
-        self.path = place / f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.prefix = f"grpo-{socket.gethostname()}-"
+        self.path = Path(os.path.abspath(parent), f"{self.prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}")
 
     def write(self, policy: Policy, weights: dict[str, torch.Tensor], version: str) -> Path:
-        """Write weights as ``save_pretrained`` does, in the precision of the run, an adapter in fp32; UserError if it
-        fails.
+        """Delete what ended processes of this machine have left, then write weights as ``save_pretrained`` does, in the
+        precision of the run, an adapter in fp32. UserError if that fails.
 
         A tied weight is written under each of its names: on the CPU, vLLM makes its packed copy of the head anew only
         when the files hold the head.
         """
+        for left in self.path.parent.glob(f"{self.prefix}*"):
+            if not Path("/proc", left.name.removeprefix(self.prefix).partition("-")[0]).exists():
+                shutil.rmtree(left, ignore_errors=True)
         folder, dtype = self.path / version, torch.float32 if policy.adapter else DTYPES[policy.precision]
         try:
             folder.mkdir(parents=True)
             save_weights(policy.trained, {n: t.to(dtype, copy=True) for n, t in weights.items()}, folder)
         except Exception as error:  # SafetensorError on a full disk, OSError
             shutil.rmtree(self.path, ignore_errors=True)
-            problem = f"the weights cannot be written ({first_line(error)})"
-            parent = f"rollout.weights_folder={self.path.parent}"
-            raise UserError(f"{parent}: {problem}: free space there, or set another folder") from None
+            problem = f"the weights cannot be written ({first_line(error)}): free space there, or set another folder"
+            raise UserError(f"rollout.weights_folder={self.path.parent}: {problem}") from None
         return folder
 
 

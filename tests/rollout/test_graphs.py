@@ -129,6 +129,20 @@ def _with(method, other_draw):
     return draws
 
 
+def stores_no_keys(monkeypatch):
+    monkeypatch.setattr(FixedWidthCache, "_store_token", lambda cache, layer, keys, values: cache.own[layer])
+
+
+def forgets_log_probs(monkeypatch):
+    real = graphs_module._Batch.draw
+
+    def draws(self, logits_SV):
+        real(self, logits_SV)
+        self.logprobs_ST.zero_()
+
+    monkeypatch.setattr(graphs_module._Batch, "draw", draws)
+
+
 def one_row_reads_another_prompt(monkeypatch):
     real = FixedWidthCache.__init__
 
@@ -160,6 +174,8 @@ MISTAKES = {
     misses_the_newest_key: OTHER,
     sees_a_later_key: OTHER,
     stale_uniforms: OTHER,
+    stores_no_keys: OTHER,
+    forgets_log_probs: OTHER,
     one_row_reads_another_prompt: OTHER,
     raises: "operation not permitted when stream is capturing",
     runs_out_of_memory: "CUDA out of memory",

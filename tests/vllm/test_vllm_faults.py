@@ -260,15 +260,16 @@ def test_a_weights_folder_that_cannot_be_written(build, server, tmp_path):
         sample(engine)
 
 
-def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_has_is_not(tmp_path):
+def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_has_is_not(tmp_path, random_model):
     ended = subprocess.Popen(["true"])
     ended.wait()
     own = WeightsFolder(str(tmp_path)).path
     left = own.with_name(own.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-"))
     for folder in (own, left):
         (folder / "version").mkdir(parents=True)
-    other = WeightsFolder(str(tmp_path)).path
-    assert other != own and list(tmp_path.iterdir()) == [own]
+    policy, other = load(random_model), WeightsFolder(str(tmp_path))
+    other.write(policy, policy.model.state_dict(), "version")
+    assert sorted(tmp_path.iterdir()) == sorted([own, other.path])
 
 
 def test_an_adapter_needs_the_weights_that_the_server_began_with(server, build, random_model):

@@ -95,9 +95,14 @@ def estimate(
     )
 
 
-def graph_pool_bytes(vocabulary: int, sampling: SamplingParams, rows: int) -> int:
-    """Bytes of the memory pool of CUDA graphs, which outlives a rollout: the tensors of vocabulary size that drawing a token makes."""
-    return rows * vocabulary * (BYTES_PER_FILTERED_LOGIT if sampling.is_filtered else BYTES_PER_DRAWN_LOGIT)
+def graph_pool_bytes(model_config: Any, sampling: SamplingParams, rows: int, longest_prompt: int) -> int:
+    """Bytes of the memory pool of CUDA graphs, which outlives a rollout.
+
+    Drawing a token makes tensors of vocabulary size, attention scores and weights of each layer: the larger of the two.
+    """
+    drawing = model_config.vocab_size * (BYTES_PER_FILTERED_LOGIT if sampling.is_filtered else BYTES_PER_DRAWN_LOGIT)
+    attention = 14 * model_config.num_attention_heads * (longest_prompt + sampling.max_completion_length)
+    return rows * max(drawing, attention)
 
 
 def sizes(config: Any) -> tuple[int, int, int, int]:

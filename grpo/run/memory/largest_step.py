@@ -48,7 +48,7 @@ def dry_run(run: Run, problems: Sequence[Problem]) -> str:
         is_builtin = run.config.rollout.engine == "builtin"
         with run.sampling_weights() if run.is_sharded and is_builtin else contextlib.nullcontext():
             rows = _try_sampling(run, longest_first) if is_builtin else 0
-            pool = _graph_pool(run, run.sampling, rows)
+            pool = _graph_pool(run, run.sampling, rows, len(longest_first[0].prompt_ids))
             if is_builtin:
                 pool = max(pool, _try_evaluation(run))
         tokens = _try_update(run, longest_first, pool)
@@ -132,20 +132,21 @@ def _try_evaluation(run: Run) -> int:
         if bound < most:
             whole = f"null ({most} tokens in an evaluation)"
             _choose(run, "rollout.tokens_in_flight", wanted or whole, T, L, bound)
-        pool = max(pool, _graph_pool(run, kind, len(wave)))
+        pool = max(pool, _graph_pool(run, kind, len(wave), L))
     return pool
 
 
 def _sample(run: Run, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams) -> None:
     _averages = _adam_averages(run)  # held while sampling
-    _pool = torch.empty(_graph_pool(run, sampling, len(prompts)), dtype=torch.uint8, device=run.world.device)
+    pool = _graph_pool(run, sampling, len(prompts), max(map(len, prompts)))
+    _pool = torch.empty(pool, dtype=torch.uint8, device=run.world.device)
     run.engine.dry_run(prompts, sampling)
 
 
-def _graph_pool(run: Run, sampling: SamplingParams, rows: int) -> int:
+def _graph_pool(run: Run, sampling: SamplingParams, rows: int, longest_prompt: int) -> int:
     """Bytes of the memory pool of CUDA graphs that decode so many rows; 0 where nothing is captured."""
-    vocabulary = run.policy.model.config.get_text_config().vocab_size
-    return graph_pool_bytes(vocabulary, sampling, rows) if run.may_capture else 0
+    config = run.policy.model.config.get_text_config()
+    return graph_pool_bytes(config, sampling, rows, longest_prompt) if run.may_capture else 0
 
 
 def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
