@@ -7,15 +7,18 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from grpo.config import RuntimeConfig
 from grpo.distributed.device import choose_device
 from grpo.distributed.store import agree_on_launch_id
 from grpo.distributed.world import World
 from grpo.system import end_with_parent
+
+if TYPE_CHECKING:  # sampling and scoring import this module, and do without pydantic
+    from grpo.config import RuntimeConfig
 
 
 def start_world(runtime: RuntimeConfig) -> World:
