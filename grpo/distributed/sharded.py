@@ -161,7 +161,10 @@ def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, world: World | 
     try:
         with warnings.catch_warnings(), world.collective() if world else contextlib.nullcontext():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=world is None)
+            # Without copying ahead the writer makes no CUDA calls for tensors on the host: a thread may save while
+            # decode steps are captured, and `torch.cuda.set_sync_debug_mode("error")` holds for all threads.
+            writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+            dcp.save(tensors, storage_writer=writer, no_dist=world is None)
     except CheckpointException as error:  # a BaseException
         rank, (first, _) = next(iter(error.failures.items()))
         raise OSError(f"rank {rank}: {first}") from None
