@@ -1,229 +1,211 @@
-"""Checks of ``gpu.py`` that start the trainer: killed and continued, memory."""
+"""Checks of ``gpu.py`` that start the trainer, and figures of other benchmarks."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
-import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from multiprocessing import Process
 from pathlib import Path
-from unittest.mock import patch
+from unittest import SkipTest
+from unittest.mock import Mock, patch
 
 import torch
-from gpu_common import ROOT, Bench, Found, NotRun, check, expect
+import torch.distributed as dist
+from gpu_common import ROOT, Bench, forked
 
-from grpo.tasks.tiny import build_tiny_model
-
-try:
+MISSING = [package for package in ("pydantic", "pyarrow") if importlib.util.find_spec(package) is None]
+if not MISSING:
     import train_grpo
     from grpo.run.saver import Saver
 
-    MISSING = None
-except ModuleNotFoundError as error:  # pydantic, where only torch and transformers are installed
-    if error.name.startswith(("grpo", "train_grpo")):
-        raise
-    MISSING = error.name
-
-REWARD = (
-    "reward.functions=[{name: tag_groups, args: {pattern: (0)|(1)|(2)|(3)|(4)|(5)|(6)|(7)|(8)|(9), max_value: 1.0}}]"
-)
-"""The number of different digits in a completion: random models get a gradient from it, too."""
+# The number of different digits in a completion, from which random models get a gradient, too.
+REWARD = "{name: tag_groups, args: {pattern: (0)|(1)|(2)|(3)|(4)|(5)|(6)|(7)|(8)|(9), max_value: 1.0}}"
 VOLATILE = ("step_time", "tokens_per_second", "time/")
 
 
-@dataclass
-class Trainer:
-    """A fork that runs the trainer."""
-
-    child: int
-    log: Path
-
-    def end(self) -> tuple[int, str]:
-        """Wait for it; the exit code (negative for a signal) and the output."""
-        _, status = os.waitpid(self.child, 0)
-        return os.waitstatus_to_exitcode(status), self.log.read_text(errors="replace")
-
-    def complete(self) -> str:
-        """Wait for it, expect that it ended well; the output."""
-        code, text = self.end()
-        expect(code == 0, f"{self.log.stem}: exit code {code}: {' / '.join(text.splitlines()[-4:])}")
-        return text
-
-
-def start(bench: Bench, name: str, *settings: str, main: Callable | None = None, env: dict | None = None) -> Trainer:
-    """Start a short run in ``scratch/<name>``; ``main`` takes the place of :func:`train_grpo.main`."""
+def start(bench: Bench, name: str, *settings: str, main: Callable | None = None, **environment: object) -> Process:
+    """Start a short run of the small model in ``scratch/<name>``; ``main`` takes the place of ``train_grpo.main``."""
     if MISSING:
-        raise NotRun(f"no {MISSING}")
+        raise SkipTest(f"no {MISSING[0]}")
+    steps, P, T = (3, 2, 6) if bench.shape == "small" else (8, 8, 48)
     arguments = [
-        f"--config={ROOT}/configs/tiny_arithmetic.yaml",
-        f"model.name_or_path={tiny_model(bench)}",
-        *small_run(bench),
-    ]
-    arguments += [f"output_dir={bench.scratch / name}", *settings]
-    log = bench.scratch / f"{name}.txt"
-    sys.stdout.flush()
-    if (child := os.fork()) == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ.update(env or {})
-        code = 1
-        try:
-            code = (main or train_grpo.main)(arguments)
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return Trainer(child, log)
-
-
-def start_building(bench: Bench) -> int | None:
-    """Build ``builtin:tiny`` in a fork while other checks run, which takes a minute of CPU; its process id."""
-    if MISSING or bench.is_small or (child := os.fork()):
-        return None if MISSING or bench.is_small else child
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        torch.set_num_threads(4)
-        build_tiny_model()
-    finally:
-        (bench.scratch / "tiny").touch()
-        os._exit(0)
-
-
-def tiny_model(bench: Bench) -> str:
-    if bench.is_small:
-        return str(bench.model_folder)
-    while not (bench.scratch / "tiny").exists():
-        time.sleep(0.1)
-    return "builtin:tiny"
-
-
-def small_run(bench: Bench) -> list[str]:
-    steps, prompts, length = (3, 2, 6) if bench.is_small else (8, 8, 48)
-    return [
-        REWARD, f"runtime.device={bench.device.type}", "runtime.deterministic=true", "runtime.precision=bf16",
-        f"rollout={{prompts_per_step: {prompts}, num_generations: 4, max_completion_length: {length}, temperature: 1.5}}",
-        "algorithm.beta=0.04", f"optim.max_steps={steps}", "checkpoint.save_steps=1", "checkpoint.keep=100",
-        "eval.before_training=false", "eval.num_samples=1", "eval.temperature=0", "data.max_eval_samples=1",
-        "logging.log_completions=0", "runtime.rehearse=false", "runtime.threads_per_rank=1", "reward.num_workers=1",
+        f"--config={ROOT}/configs/tiny_arithmetic.yaml", f"model.name_or_path={bench.model_folder('small')}",
+        f"output_dir={bench.scratch / name}", f"runtime.device={bench.device.type}", f"reward.functions=[{REWARD}]",
+        f"rollout={{prompts_per_step: {P}, num_generations: 4, max_completion_length: {T}, temperature: 1.5}}",
+        f"optim.max_steps={steps}", "runtime.precision=bf16", "runtime.deterministic=true", "runtime.rehearse=false",
+        "runtime.threads_per_rank=1", "algorithm.beta=0.04", "checkpoint.save_steps=1", "checkpoint.keep=100",
+        "eval.before_training=false", "data.max_eval_samples=1", "logging.log_completions=0", *settings,
     ]  # fmt: skip
 
+    def run() -> None:
+        os.environ.update({key: str(value) for key, value in environment.items()})
+        sys.exit((main or train_grpo.main)(arguments))
 
-def lines_of(folder: Path) -> list[dict]:
-    """The metrics of each step, without times."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in rows]
-
-
-def results_of(folder: Path) -> tuple[list[dict], dict[str, str]]:
-    """Metrics without times, and the digests of weights and optimizer at the end."""
-    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-    files = json.loads((last / "manifest.json").read_text())["files"]
-    digests = {name: files[name]["sha256"] for name in ("model.safetensors", "trainer/states/__0_0.distcp")}
-    return lines_of(folder), {"last": last.name} | digests
+    return forked(run, bench.scratch / f"{name}.txt")
 
 
-def whole_run(bench: Bench) -> Path:
-    """The folder of a run without interruption; an earlier check may have made it."""
-    if not (bench.scratch / "whole.txt").exists():
-        text = start(bench, "whole").complete()
-        expect("not captured" not in text, next((line for line in text.splitlines() if "not captured" in line), ""))
-    return bench.scratch / "whole"
+def complete(run: Process, code: int = 0) -> str:
+    """Wait for a run, expect that it ended with this exit code; its output."""
+    run.join()
+    text = Path(run.name).read_text(errors="replace")
+    assert run.exitcode == code, f"{Path(run.name).stem}: exit code {run.exitcode}: {text[-300:]}"
+    return text
 
 
-@check(240)
-def kill_and_resume(bench: Bench) -> Found:
+def results(folder: Path) -> tuple[list[dict], dict[str, str]]:
+    """The metrics of each step without times, and the digests of weights and optimizer at the end."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{key: value for key, value in line.items() if not key.startswith(VOLATILE)} for line in lines]
+    files = json.loads((folder / f"checkpoint-{len(rows)}" / "manifest.json").read_text())["files"]
+    return rows, {name: files[name]["sha256"] for name in ("model.safetensors", "trainer/states/__0_0.distcp")}
+
+
+def same_as_whole(bench: Bench, name: str) -> dict:
+    """Expect that the run ``name`` has the bits of one that is not interrupted, and without collectives."""
+    text = complete(start(bench, f"{name}-whole"))
+    assert "not captured" not in text, next(line for line in text.splitlines() if "not captured" in line)
+    (rows, digests), (others, other_digests) = results(bench.scratch / f"{name}-whole"), results(bench.scratch / name)
+    unequal = [row["step"] for row, other in zip(rows, others, strict=True) if row != other]
+    assert not unequal, f"metrics differ at steps {unequal} of {len(rows)}"
+    assert digests == other_digests, f"weights or optimizer differ: {other_digests} instead of {digests}"
+    assert any(row.get("grad_norm", 0) > 0 for row in rows), "every gradient is 0: such a run shows nothing"
+    return {"steps": len(rows)}
+
+
+def kill_and_resume(bench: Bench) -> dict:
     """a tiny run under runtime.deterministic, ended by kill -9 and continued, has the bits of one that was not"""
-    whole = whole_run(bench)
     killed, folder = start(bench, "killed"), bench.scratch / "killed"
-    deadline = time.monotonic() + 100
-    while not (folder / "checkpoint-1" / "manifest.json").exists() and time.monotonic() < deadline:
+    while killed.is_alive() and not (folder / "checkpoint-1" / "manifest.json").exists():
         time.sleep(0.005)
-    os.kill(killed.child, signal.SIGKILL)
-    code, text = killed.end()
-    expect(code == -signal.SIGKILL, f"the run ended before it was killed: {code} {text[-300:]}")
-    steps = [path.name for path in folder.glob("checkpoint-*")]
-    text = start(bench, "killed").complete()
-    expect(len(steps) < len(list(folder.glob("checkpoint-*"))), "the run was complete when it was killed")
-    (expected, digests), (found, found_digests) = results_of(whole), results_of(folder)
-    unequal = [row["step"] for row, other in zip(expected, found, strict=False) if row != other]
-    expect(len(found) == len(expected) and not unequal, f"metrics differ at steps {unequal} of {len(expected)}")
-    expect(found_digests == digests, f"weights or optimizer state differ: {found_digests} instead of {digests}")
-    expect(any(row.get("grad_norm", 0) > 0 for row in expected), "every gradient is 0: such a run shows nothing")
-    return {"checkpoints before the kill": len(steps), "steps": len(expected)}
+    killed.kill()
+    complete(killed, code=-9)
+    saved = len(list(folder.glob("checkpoint-*")))
+    complete(start(bench, "killed"))
+    found = same_as_whole(bench, "killed") | {"checkpoints before the kill": saved}
+    assert saved < found["steps"], "the run was complete when it was killed"
+    return found
 
 
-def large_run(bench: Bench, *more: str) -> list[str]:
-    """One or two steps of the random model; every row has the full length, as its model never ends one."""
-    length, tokens = (16, 100) if bench.is_small else (256, 8192)
-    return [
-        f"model.name_or_path={bench.model_folder}", "runtime.deterministic=false", "runtime.rehearse=true", "optim.max_steps=2",
-        f"rollout={{prompts_per_step: 4, num_generations: 8, max_completion_length: {length}}}", f"optim.tokens_per_microbatch={tokens}", *more,
-    ]  # fmt: skip
+def large_run(bench: Bench, tokens_per_microbatch: int, fraction: float = 1.0, code: int = 0) -> str:
+    """Two steps of the large model, which never ends a row, in a part of the memory; the output ends with the peaks."""
+
+    def measured(arguments: list[str]) -> int:
+        train, reset = train_grpo.train, torch.cuda.reset_peak_memory_stats
+
+        def train_apart(run):
+            rehearsed = torch.cuda.max_memory_allocated()
+            reset()
+            train(run)
+            print("peaks", rehearsed, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        without_saving = patch.object(Saver, "_on_writing_ranks", lambda *_: None)  # checkpoints are gigabytes here
+        with without_saving, patch.object(train_grpo, "train", train_apart):
+            return train_grpo.main(arguments)
+
+    bench.need("cuda", "emulated")
+    prompts, length = (4, 16) if bench.shape == "small" else (32, 256)
+    return complete(start(
+        bench, f"large-{tokens_per_microbatch}", f"model.name_or_path={bench.model_folder(bench.shape)}",
+        f"rollout={{prompts_per_step: {prompts}, num_generations: 8, max_completion_length: {length}}}",
+        "runtime.deterministic=false", "runtime.rehearse=true", "optim.max_steps=2",
+        f"optim.tokens_per_microbatch={tokens_per_microbatch}", main=measured,
+    ), code)  # fmt: skip
 
 
-def without_saving(arguments: list[str]) -> int:
-    """The trainer without checkpoints, which are gigabytes here."""
-    nothing = lambda *_: None  # noqa: E731
-    with (
-        patch.object(Saver, "dry_run", nothing),
-        patch.object(Saver, "save_if_due", nothing),
-        patch.object(Saver, "save_newest", nothing),
-    ):
-        return train_grpo.main(arguments)
-
-
-def measured_peaks(arguments: list[str]) -> int:
-    """The trainer; prints the peak of the memory rehearsal and that of the steps."""
-    train, reset = train_grpo.train, torch.cuda.reset_peak_memory_stats
-
-    def measured(run):
-        rehearsed = torch.cuda.max_memory_allocated()
-        reset()
-        train(run)
-        print("peaks", rehearsed, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-
-    with patch.object(train_grpo, "train", measured):
-        return without_saving(arguments)
-
-
-@check(120)
-def rehearsed_peak(bench: Bench) -> Found:
-    """the memory rehearsal at start needs at least as much as two real steps"""
-    bench.need_gpu()
-    text = start(bench, "rehearsed", *large_run(bench), main=measured_peaks).complete()
+def dry_run_peak(bench: Bench) -> dict:
+    """the memory dry run at start needs at least as much as two real steps"""
+    text = large_run(bench, 100 if bench.shape == "small" else 8192)
     rehearsed, real, reserved = (int(n) / 2**30 for n in re.search(r"^peaks (\d+) (\d+) (\d+)", text, re.M).groups())
-    expect(rehearsed >= real, f"rehearsed {rehearsed:.2f} GiB, real {real:.2f} GiB")
+    assert rehearsed >= real, f"rehearsed {rehearsed:.2f} GiB, real {real:.2f} GiB"
     return {"rehearsed GiB": rehearsed, "real GiB": real, "reserved GiB": reserved}
 
 
-@check(150)
-def too_large_microbatch(bench: Bench) -> Found:
-    """a micro-batch too large for (a part of) the memory is refused before the first step, with a value that fits, and does"""
-    bench.need_gpu()
-
-    def with_little_memory(arguments: list[str]) -> int:
-        torch.cuda.set_per_process_memory_fraction(1e-4 if bench.is_small else 0.35)
-        return without_saving(arguments)
-
-    settings = large_run(
-        bench, "algorithm.beta=0.0", "optim.max_steps=1", f"rollout.prompts_per_step={4 if bench.is_small else 32}"
-    )
-    asked = 2**16
-    code, text = start(
-        bench, "refused", *settings, f"optim.tokens_per_microbatch={asked}", main=with_little_memory
-    ).end()
+def too_large_microbatch(bench: Bench) -> dict:
+    """a micro-batch that does not fit in a part of the memory is refused at start, with a value that fits"""
+    fraction = 1e-4 if bench.shape == "small" else 0.35
+    text = large_run(bench, 2**16, fraction, code=2)
     told = re.search(r"tokens_per_microbatch=65536 is too much .*; (\d+) fits", text)
-    expect(code == 2 and told is not None, f"exit code {code}: {' / '.join(text.splitlines()[-3:])}")
-    fits = int(told[1])
-    expect(0 < fits < asked, f"{fits} is said to fit")
-    start(bench, "fits", *settings, f"optim.tokens_per_microbatch={fits}", main=with_little_memory).complete()
-    return {"refused": asked, "fits": fits}
+    assert told and 0 < int(told[1]) < 2**16, text.splitlines()[-1]
+    large_run(bench, int(told[1]), fraction)
+    return {"refused": 2**16, "fits": int(told[1])}
+
+
+def ranks(bench: Bench, name: str, backend: str, size: int, *settings: str, **environment: object) -> dict:
+    """A run on so many ranks, as if each had a machine of its own; expects that they sum over ranks."""
+
+    def counted(arguments: list[str]) -> int:
+        init, all_reduce = dist.init_process_group, dist.all_reduce
+
+        def begin(_, device_id=None, **options):
+            init(backend, device_id=device_id if backend == "nccl" else None, **options)
+
+        with patch.multiple(dist, init_process_group=begin, all_reduce=Mock(side_effect=all_reduce)):
+            code = train_grpo.main(arguments)
+            print("all-reduces:", dist.all_reduce.call_count)
+        return code
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=listening.getsockname()[1], WORLD_SIZE=size)
+    settings = (*settings, f"output_dir={bench.scratch / name}")
+    runs = [start(bench, f"{name}-{r}", *settings, main=counted, RANK=r, **environment) for r in range(size)]
+    sums = [int(complete(run).rpartition("all-reduces: ")[2]) for run in runs]
+    assert all(sums), f"a rank has not summed over ranks: {sums}"
+    return {f"all-reduces by {backend}": sums[0]}
+
+
+def nccl_alone(bench: Bench) -> dict:
+    """one rank with NCCL and DDP, their shortcuts off, has the bits of a run without"""
+    bench.need("cpu", "cuda")
+    backend = "nccl" if bench.device.type == "cuda" else "gloo"
+    return ranks(bench, "alone", backend, 1, GRPO_TEST_COLLECTIVES=1) | same_as_whole(bench, "alone")
+
+
+def gloo_two_ranks(bench: Bench) -> dict:
+    """two ranks on one GPU (gloo) take the first step of one rank: the same completions, loss and gradient to 1e-3"""
+    bench.need("cpu", "cuda")
+    settings = ("runtime.precision=fp32", "runtime.deterministic=false", "optim.max_steps=1")
+    complete(start(bench, "one", *settings))
+    calls = ranks(bench, "two", "gloo", 2, *settings)
+    ((one,), _), ((two,), _) = (results(bench.scratch / name) for name in ("one", "two"))
+    for name in ("reward", "completions/mean_length", "num_tokens", "loss", "kl", "grad_norm"):
+        is_close = abs(one[name] - two[name]) <= 1e-3 * abs(one[name]) + 1e-6
+        assert is_close, f"{name} is {two[name]} with two ranks, {one[name]} with one"
+    return calls | {"grad_norm": two["grad_norm"]}
+
+
+def measured_by(script: str, bench: Bench, **options) -> dict:
+    """What another benchmark of this folder writes to its JSON file."""
+    options |= dict(model=bench.model_folder(bench.shape), output=bench.scratch / script)
+    command = [sys.executable, f"{ROOT}/benchmarks/{script}.py", *(f"--{name}={x}" for name, x in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    return json.loads((bench.scratch / f"{script}.json").read_text())
+
+
+def update(bench: Bench) -> dict:
+    """forward and backward: 64 completions of 128 to 512 tokens, 8 prompts of 256; utilisation of a matrix product"""
+    bench.need("cuda")
+    result = measured_by("update", bench, device="cuda", prompts=8, points="8:256:512", repeats=1, threads=4)
+    sides = result["rows"][0]["median"].items()
+    return {f"{side}: {what}": value for side, values in sides for what, value in values.items()}
+
+
+def step_beside_trl(bench: Bench) -> dict:
+    """a whole step beside TRL's, seconds per 1,000 completion tokens"""
+    bench.need("cuda")
+    if missing := [*MISSING, *(name for name in ("datasets", "trl") if importlib.util.find_spec(name) is None)]:
+        raise SkipTest(f"no {missing[0]}")
+    questions = [{"question": f"What is {n} + {n + 1}?", "answer": f"#### {2 * n + 1}"} for n in range(16)]
+    (data := bench.scratch / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    result = measured_by("compare_trl", bench, data=data, steps=3, settings="bf16:0.04:4", trl="8 32")
+    phases = result["results"][0]["summary"].items()
+    return {f"{phase}, {side}": values[side] for phase, values in phases for side in ("ours", "trl", "ratio")}

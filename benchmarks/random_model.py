@@ -5,6 +5,9 @@ sampled at -0.3 to -1. Rounding then decides nearly every sampled token, and a c
 """
 
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from grpo.tasks.tiny import CHAT_TEMPLATE, EOS, PAD, TURN, build_tokenizer
 
 MEAN_LOGPROB = -0.6
 """In nats, of sampled tokens."""
@@ -28,3 +31,23 @@ def sharpen(model, mean_logprob: float = MEAN_LOGPROB) -> float:
         least, most = (factor, most) if entropy > -mean_logprob else (least, factor)
     backbone.norm.weight.mul_(factor)
     return factor
+
+
+@torch.no_grad()
+def save_random_model(folder, *, query_scale: float, vocab_size: int, **sizes) -> None:
+    """Save a Qwen2 of these sizes with its weights for queries scaled, and a tokenizer that the trainer can use.
+
+    The text of nearly every token is a number: `` 1234``.
+    """
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, max_position_embeddings=32768, **sizes)).float()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.mul_(query_scale)
+    sharpen(model)
+    model.save_pretrained(folder)
+    ids = build_tokenizer().get_vocab()
+    ids |= {f"\u0120{i}": i for i in range(len(ids), vocab_size)}
+    special = dict(pad_token=PAD, eos_token=EOS, unk_token=None, additional_special_tokens=[TURN])
+    tokenizer = Qwen2Tokenizer(vocab=ids, merges=[], padding_side="left", **special)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
