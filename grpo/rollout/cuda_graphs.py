@@ -127,6 +127,8 @@ class CUDAGraphRunner:
         Rounding is measured as the difference between the loop's step and the model's own modules.
         """
         replay()  # first: it must not read the keys and values that the other steps store
+        drawn = draw(batch.logits_SV, batch.uniforms(batch.token_S.new_tensor([num_own + 1])), batch.sampling)
+        recorded = batch.tokens_ST[:, num_own + 1], batch.logprobs_ST[:, num_own + 1]
         decoder, cache = batch.decoder, batch.decoder.cache
         token_S, positions_S = batch.tokens_ST[:, num_own], cache.prompt_lengths_U[cache.prompt_R] + num_own
         logits = []
@@ -136,8 +138,6 @@ class CUDAGraphRunner:
         expected_SV, other_SV = logits
         error_S, noise_S = ((x_SV - expected_SV).std(dim=-1) for x_SV in (batch.logits_SV.float(), other_SV))
         limit = torch.maximum(4 * noise_S.mean(), LEAST_NOISE[self.policy.precision] * expected_SV.std(dim=-1).mean())
-        drawn = draw(batch.logits_SV, batch.uniforms(token_S.new_tensor([num_own + 1])), batch.sampling)
-        recorded = batch.tokens_ST[:, num_own + 1], batch.logprobs_ST[:, num_own + 1]
         agrees = bool(error_S.mean() <= limit) and bool(error_S.max() <= 5 * limit)
         if not agrees or not all(map(torch.equal, drawn, recorded)):
             raise RuntimeError("they give other log-probs than the same steps without graphs")
