@@ -44,8 +44,7 @@ GROUPS = {
     "runs": [runs.kill_and_resume, runs.dry_run_peak, runs.too_large_microbatch, runs.nccl_alone, runs.gloo_two_ranks],
     "rest": [*checks.GRAPHS, checks.failed_capture, checks.save_during_captures],
 }
-"""Functions that return what they found, by name. AssertionError: a check has failed; SkipTest: it cannot be run here.
-The docstring is the criterion of a check, or what a figure measures."""
+"""AssertionError: a check has failed; SkipTest: it cannot be run here. The docstring is its criterion."""
 LIMIT_S = 150
 """A check or figure is stopped, and has failed, after this time."""
 
@@ -100,12 +99,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--group", choices=GROUPS, help="these checks and figures")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--no-figures", action="store_true")
-    parser.add_argument("--seconds", type=float, default=540, help="nothing starts, or goes on, after this time")
+    parser.add_argument("--seconds", type=float, help="nothing goes on after it; default: 540 for a group, else 1800")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to try this command itself")
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SIZES, help="of the model")
     parser.add_argument("--scratch", type=Path, help="folder that keeps the random models between calls")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     a = parser.parse_args(argv)
+    a.seconds = a.seconds or (540 if a.group else 1800)
     chosen = [names[name] for name in a.only or names]
     chosen = [x for x in chosen if x in GROUPS.get(a.group, chosen) and not (a.no_figures and x in FIGURES)]
     if a.list:

@@ -151,7 +151,7 @@ def scoring(bench: Bench) -> dict:
 
 
 NOISE = {"fp32": 5e-3, "bf16": 1.0}  # in bf16 it was 0.55 on a CPU for random tokens, one percent of their log-probs
-"""Most that the loop's log-probs may differ from exact ones on average, in nats; those of graphs may twice as much."""
+"""Most that the loop's log-probs may differ from exact ones on average, in nats; those of graphs: twice the loop's."""
 
 
 class Sides:
@@ -172,7 +172,7 @@ class Sides:
         return [completion for group in groups for completion in group.completions]
 
     def replayed(self, step: int = 0) -> tuple[list[Completion], dict[str, int]]:
-        """Completions that graphs decoded, and nothing else; the numbers of waves and captures."""
+        """Completions that graphs decoded alone; the numbers of waves and captures."""
         captures, capture = [], CUDAGraphRunner._captured
 
         def counted(runner, captured_step):
@@ -238,7 +238,7 @@ CASES = {
     "waves": lambda small: (dict(tokens_in_flight=72 if small else 1908), {"waves": 3}),
 }
 """By name: changes of the sampling settings, for the small shape or another, and what must happen at least so often."""
-ABOUT = "graphs decode the loop's rows with exact log-probs, before and after a change of the weights: "
+ABOUT = "graphs decode 90% of the loop's rows in fp32, log-probs err at most twice as much, also after an update: "
 GRAPHS = [named(f"graphs_{name}", ABOUT + name, compare, case=case) for name, case in CASES.items()]
 
 

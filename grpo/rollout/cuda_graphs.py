@@ -6,14 +6,15 @@ captured with, so nothing changes its shape between two reads: rows that have en
 number of own tokens, of which later ones are masked. Every ``SYNC_EVERY`` tokens the host reads what was drawn. When
 half of the rows have ended, or the tokens reach that number, the next step is captured anew.
 
-Graphs belong to one rollout, whose KV cache and copies of weights they read; the memory pool of the last one outlives
-it. The tokens are those of :mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured.
+Graphs belong to one wave of rows, whose KV cache and copies of weights they read; the memory pool of the last one
+outlives it. Tokens differ from those of :mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured, by
+rounding alone.
 
 **No GPU has run this.** Tests capture and replay the steps on an emulated CUDA device (``tests/cuda/``), and run them
 on the CPU without graphs.
 
-Shapes: ``S`` rows that are decoded together, ``R`` rows at the start, ``T`` most tokens of a completion, ``P`` padded
-prompt length, ``C`` own tokens that a step attends to, ``V`` vocabulary.
+Shapes: ``S`` rows that are decoded together, ``R`` rows at the start, ``T`` most tokens of a completion, ``C`` own
+tokens that a step attends to, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ SYNC_EVERY = 8
 """Decode steps between two reads of which rows have ended."""
 OWN_BUCKET = 256
 """The number of own tokens that a step attends to is a multiple of this."""
-LEAST_NOISE = {"fp32": 0.003, "bf16": 0.03}
-"""Of logits that rounding alone makes different, relative to their spread, where less is measured."""
+LEAST_LIMIT = {"fp32": 0.003, "bf16": 0.03}
+"""Shares of the logits' standard deviation by which a replay may always differ, however little rounding is measured."""
 
 
 class CUDAGraphRunner:
@@ -67,7 +68,7 @@ class CUDAGraphRunner:
         decoded = Decoded(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [T] * R, [False] * R)
         batch = _Batch(decoder, uniforms_RT, sampling)
         batch.draw(logits_RV)
-        start, t, shape = 0, 1, None  # tokens of each row that the host has read, and that are drawn
+        start, t, shape = 0, 1, None  # tokens of each row that the host has read; tokens that are drawn, or queued
         needs_check = sampling.is_greedy not in self.verified
         while True:
             batch.read(start, t, eos_E, decoded)
@@ -75,12 +76,12 @@ class CUDAGraphRunner:
             goes_on = bool(live) and t < T
             if goes_on:
                 if 2 * len(live) <= len(batch.rows):
-                    replay = step = None  # which hold the KV cache of all rows
+                    replay = step = None  # frees the KV cache of all rows before it is copied
                     batch.keep(live, t - 1)
                 count = left = min(SYNC_EVERY, T - t)
                 width = min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T)
                 if shape != (len(batch.rows), width):
-                    # The step owns tensors that its graph reads, so it must live as long.
+                    # ``step`` is kept because its graph reads tensors that it alone holds.
                     shape, step = (len(batch.rows), width), batch.make_step(width, t - 1)
                     replay, left = self._captured(step), left - 1
                 if needs_check and left:
@@ -102,7 +103,7 @@ class CUDAGraphRunner:
         return decoded
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Run the step once, then capture it in a graph; returns its replay."""
+        """Run the step once, which draws a token, then capture it in a graph, which does not; returns its replay."""
         if not self.capture:
             step()
             return step
@@ -114,17 +115,18 @@ class CUDAGraphRunner:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         graph, pool = torch.cuda.CUDAGraph(), None if self._graph is None else self._graph.pool()
-        # "thread_local": the threads of NCCL and of the checkpoint writer may call CUDA meanwhile.
+        # "thread_local": NCCL's threads may call CUDA meanwhile. (The thread that saves does not.)
         capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.stream(self._stream), capture:  # the outer block is left also if the end of the capture raises
+        with torch.cuda.stream(self._stream), capture:  # if the capture ends with an error, only the first restores
             step()
         self._graph = graph
         return graph.replay
 
     def _check(self, replay: Callable[[], None], batch: _Batch, num_own: int) -> None:
-        """Replay a step, and compare it with the decode loop's of what the host knows; RuntimeError if they differ.
+        """Replay one step, and compute it again as the decode loop does, from token ``num_own`` of each row.
 
-        Rounding is measured as the difference between the loop's step and the model's own modules.
+        RuntimeError if logits differ by more than rounding (measured: the loop's step against the model's own modules),
+        or if other tokens or log-probs are recorded than these logits give.
         """
         replay()  # first: it must not read the keys and values that the other steps store
         drawn = draw(batch.logits_SV, batch.uniforms(batch.token_S.new_tensor([num_own + 1])), batch.sampling)
@@ -137,10 +139,10 @@ class CUDAGraphRunner:
             logits.append(decoder.head(hidden_of_token(token_S, positions_S, cache)).float())
         expected_SV, other_SV = logits
         error_S, noise_S = ((x_SV - expected_SV).std(dim=-1) for x_SV in (batch.logits_SV.float(), other_SV))
-        limit = torch.maximum(4 * noise_S.mean(), LEAST_NOISE[self.policy.precision] * expected_SV.std(dim=-1).mean())
+        limit = torch.maximum(4 * noise_S.mean(), LEAST_LIMIT[self.policy.precision] * expected_SV.std(dim=-1).mean())
         agrees = bool(error_S.mean() <= limit) and bool(error_S.max() <= 5 * limit)
         if not agrees or not all(map(torch.equal, drawn, recorded)):
-            raise RuntimeError("they give other log-probs than the same steps without graphs")
+            raise RuntimeError("they give other results than the same steps without graphs")
         self.verified.add(batch.sampling.is_greedy)
 
 
@@ -158,7 +160,7 @@ class _Batch:
         """The tokens drawn last."""
         self.tokens_ST, self.logprobs_ST = self.token_S.new_zeros(S, T), torch.zeros(S, T, device=device)
         self.logits_SV: torch.Tensor | None = None
-        """Of the tokens drawn last, by a captured step."""
+        """From which a step drew the last tokens."""
 
     def make_step(self, width: int, num_own: int) -> Callable[[], None]:
         """A decode step that attends to ``width`` own tokens, of which ``num_own`` are computed."""
@@ -212,7 +214,7 @@ class FixedWidthCache(ForkedCache):
     """A cache as captured steps see it, which attend to ``width`` own tokens; the device counts those computed."""
 
     def __init__(self, cache: ForkedCache, next_1: torch.Tensor, width: int):
-        """Shares prompts, own tokens and layout with ``cache``. A step computes the token before number ``next_1``."""
+        """Shares what ``cache`` holds. ``next_1``: index of the token to be drawn; keys go to the index before."""
         vars(self).update(vars(cache))
         self.use_cascade, self.next_1 = False, next_1
         self.index_C = torch.arange(width, device=next_1.device)

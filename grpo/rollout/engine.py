@@ -30,7 +30,7 @@ from grpo.system import first_line
 
 
 class BuiltinEngine:
-    """Samples completions with a policy. Its other attributes are caches: they change the speed, not the tokens."""
+    """Samples completions with a policy, in the training process."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class BuiltinEngine:
         with self._ready() as prefill_rows:
             # CUDA graphs decode a fixed set of rows at a time. The decode loop starts waiting rows as others end.
             replays = self.graphs and not sampling.records_kept
-            waves = split_into_waves(prompts, sampling) if replays else [slice(None)] * bool(rows)
+            waves = split_into_waves(prompts, sampling) if replays else [slice(None)] if rows else []
             for wave in waves:
                 uniforms_RT = self._uniforms(rows[wave], sampling, address)
                 completions += self._decode(prefill_rows, prompts[wave], uniforms_RT, sampling, on_tokens)
@@ -170,7 +170,7 @@ class BuiltinEngine:
     def _replay(
         self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens
     ) -> Decoded | None:
-        """Decode by CUDA graphs; None, after switching them off, if they fail or compute other logits."""
+        """Decode by CUDA graphs; None, after switching them off, if they fail, here or in the prefill before."""
         try:
             decoder, logits_RV = prefill_rows(prompts, sampling.max_completion_length)
             return self.graphs.decode(decoder, logits_RV, uniforms_RT, sampling, on_tokens)

@@ -34,7 +34,7 @@ LLAMA_MODULES |= {f"layers.mlp.{name}" for name in ("gate_proj", "up_proj", "dow
 class LlamaDecoder:
     """Last hidden states of one more token per row: the same function as :func:`grpo.attention.forked_hidden`.
 
-    For a backbone that :func:`has_llama_layers`; from copied weights, if made inside of
+    For a backbone with :func:`has_llama_layers`; from copied weights, if made inside of
     :func:`grpo.rollout.weights.copied_weights`.
     """
 

@@ -26,8 +26,8 @@ def prefill(
 ) -> tuple[ForkedCacheDecoder | DynamicCacheDecoder, torch.Tensor]:
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
-    ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the most tokens of a
-    completion. Returns a decoder, and logits ``[R, V]`` of each row's first token.
+    ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the room for own tokens
+    in the cache. Returns a decoder, and logits ``[R, V]`` of each row's first token.
     """
     groups = [(prompt, len(list(rows))) for prompt, rows in groupby(prompts)]
     distinct = [prompt for prompt, _ in groups]

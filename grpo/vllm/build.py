@@ -37,8 +37,7 @@ def build_engine(
         longest: the most tokens of a prompt and its completion; 0: not known.
         probe_ids: a prompt, for the proof that a server has the weights it was given.
         folder: gets the logs of servers.
-        builtin: arguments of :class:`BuiltinEngine`; its policy replaces the other one, under FSDP by the copy that
-            samples.
+        builtin: arguments of :class:`BuiltinEngine`, which samples with their ``policy`` if they hold one (under FSDP).
 
     Raises:
         ValueError: on all ranks, if a server cannot be started, or is not fit for this run.
@@ -57,7 +56,7 @@ def build_engine(
                 started = start_servers(config, world, policy, path, longest, Path(folder), on_failure)
         addresses = world.from_main(settings.addresses or [server.address for server in started])
         servers = [Server(address, settings.server_timeout_s) for address in addresses]
-        for server, own in zip(servers, started, strict=False):  # the main rank knows their processes
+        for server, own in zip(servers, started, strict=False):  # only the main rank has started them
             server.explain = own.explain
         options = dict(weights_folder=settings.weights_folder, root=root, probe_ids=probe_ids, longest=longest)
         engine = VLLMEngine(policy, servers, world=world, **options)

@@ -51,7 +51,7 @@ async def check_server(server: Server, http: httpx.AsyncClient, policy: Policy, 
         if policy.adapter is not None and weights.startswith(WHOLE):
             problem = "has the weights of another run, to which an adapter must not be added: start it again"
     except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
-        raise ServerError(f"{server} is no server that is known ({type(error).__name__}: {error})") from None
+        raise ServerError(f"{server} does not answer as a vLLM server does ({type(error).__name__}: {error})") from None
     if problem is not None:
         raise ServerError(f"{server} {problem}")
     return version

@@ -91,7 +91,7 @@ class Server:
         timeout = httpx.Timeout(self.timeout_s, connect=min(CONNECT_SECONDS, self.timeout_s))
         try:
             answer = await http.request(method, self.address + route, json=body, timeout=timeout)
-        except httpx.TimeoutException:
+        except httpx.ReadTimeout:
             reason = f"did not answer {route} within {self.timeout_s:g} s (rollout.server_timeout_s)"
         except (httpx.HTTPError, OSError) as error:
             reason = f"cannot be reached ({route}: {first_line(error)})"

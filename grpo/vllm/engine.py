@@ -29,7 +29,7 @@ from grpo.vllm.weights import Probe, WeightsFolder
 MAX_REQUESTS = 512
 """Most requests in flight over all ranks and servers, each with a connection of its own."""
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
+"""vLLM computes with this one in place of lower ones."""
 
 
 class VLLMEngine:
@@ -62,13 +62,13 @@ class VLLMEngine:
         self.policy, self.servers, self.world, self.on_close = policy, list(servers), world, on_close
         self.probe = Probe(policy, root or policy.model, probe_ids)
         self.version: str | None = None
-        """Of the weights that the servers have, which no other weights get; None outside of :meth:`weights`."""
+        """A name for the weights that the servers have, used once; None outside of :meth:`weights`."""
         self._adapter: Path | None = None
         """The files of the adapter that the servers have."""
         self.loop, self.folder = EventLoop(), WeightsFolder(weights_folder)
         try:
             with world.fail_together():
-                self.versions = self.loop.wait_for(self._check, longest)
+                self.vllm_version, *_ = self.loop.wait_for(self._check, longest)
         except BaseException:
             self.loop.close()
             raise
@@ -113,7 +113,7 @@ class VLLMEngine:
         G, stops = sampling.num_generations, Stops(self.policy.tokenizer, sampling.stop)
         bodies = [self._body(problem, g, sampling, stops, address) for problem in problems for g in range(G)]
         completions = []
-        with nullcontext() if self.version is not None else self.weights():
+        with self.weights():
             for sampled in self.loop.wait_for(self._sample_all, bodies, on_tokens or (lambda num_tokens: None)):
                 end = stops.first_end(sampled.ids, 0) if stops.strings else None
                 logprobs = () if sampling.is_greedy else tuple(t.logprob for t in sampled.logprobs.content[:end])
@@ -129,20 +129,19 @@ class VLLMEngine:
 
     def __str__(self) -> str:
         """``vLLM 0.32.0 at http://host:8000``."""
-        return f"vLLM {self.versions[0]} at {', '.join(server.address for server in self.servers)}"
+        return f"vLLM {self.vllm_version} at {', '.join(server.address for server in self.servers)}"
 
     async def _check(self, longest: int) -> list[str]:
         async with session() as http:
             return await asyncio.gather(*(check_server(server, http, self.policy, longest) for server in self.servers))
 
     async def _load(self, folder: Path, version: str) -> None:
-        """Load the weights of a folder into all servers, and delete those of the version before."""
+        """Load a folder into all servers, then delete it; an adapter's is deleted when the next one is loaded."""
         async with session() as http:
             await asyncio.gather(*(self._load_into(server, http, folder, version) for server in self.servers))
-        if self.policy.adapter is not None:
-            folder, self._adapter = self._adapter, folder
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        done, self._adapter = (folder, None) if self.policy.adapter is None else (self._adapter, folder)
+        if done is not None:
+            shutil.rmtree(done, ignore_errors=True)
 
     async def _load_into(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
         model = server.model

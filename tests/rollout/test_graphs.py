@@ -1,4 +1,4 @@
-"""Decode steps in tensors of fixed shapes give the tokens of the decode loop. (Here without capturing them, which needs a GPU.)"""
+"""Decode steps in tensors of fixed shapes give the tokens of the decode loop; here without capturing, in ``tests/cuda`` with it."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_loop(random_model, changes):
 
 @pytest.mark.parametrize("every", [1, 3, 1000])
 @pytest.mark.parametrize("width", [1, 16])
-def test_nor_do_they_depend_on_when_the_host_reads_which_rows_ended(random_model, monkeypatch, every, width):
+def test_tokens_do_not_depend_on_when_the_host_reads_which_rows_ended(random_model, monkeypatch, every, width):
     monkeypatch.setattr(graphs_module, "SYNC_EVERY", every)
     monkeypatch.setattr(graphs_module, "OWN_BUCKET", width)
     loop, engine = engines(random_model)
@@ -93,10 +93,10 @@ def sees_other_keys(monkeypatch, offset: int):
     real = FixedWidthCache.begin_token
 
     def begin_token(cache):
-        cache.next_1 = cache.next_1 + offset
+        next_1 = cache.next_1
+        cache.next_1 = next_1 + offset
         real(cache)
-        cache.next_1 = cache.next_1 - offset
-        cache.index_1 = cache.next_1 - 1
+        cache.next_1, cache.index_1 = next_1, next_1 - 1
 
     monkeypatch.setattr(FixedWidthCache, "begin_token", begin_token)
 
@@ -168,7 +168,7 @@ def runs_out_of_memory(monkeypatch):
     monkeypatch.setattr(CUDAGraphRunner, "_captured", capture)
 
 
-OTHER = "they give other log-probs than the same steps without graphs"
+OTHER = "they give other results than the same steps without graphs"
 MISTAKES = {
     wrong_position: OTHER,
     misses_the_newest_key: OTHER,

@@ -124,7 +124,7 @@ REFUSED = {
     "--max-model-len 300": change_settings("model_config", "max_model_len", 299),
     "--no-enable-chunked-prefill": change_settings("scheduler_config", "enable_chunked_prefill", True),
     "install vLLM 0.32 or later": lambda server: setattr(server, "vllm_version", "0.31.9"),
-    "is no server that is known": lambda server: server.settings.pop("lora_config"),
+    "does not answer as a vLLM server does": lambda server: server.settings.pop("lora_config"),
     r"refuses /server_info.* \(status 404\)": lambda server: setattr(
         server, "status", lambda route: 404 if route == "/server_info" else 200
     ),

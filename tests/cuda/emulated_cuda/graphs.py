@@ -11,7 +11,7 @@ from emulated_cuda.tensors import CUDA, address_of, device, tensors_in
 
 
 class Stream:
-    """A stream. Everything runs at once and in order."""
+    """A stream. Operations run immediately, in the order of the calls."""
 
     def __init__(self, *_, **__):
         self.device = CUDA
