@@ -72,6 +72,7 @@ def test_a_row_does_not_depend_on_the_others(policy):
     fewer = ids(generate(policy, problems, replace(SAMPLING, num_generations=1), address=ADDRESS))
     assert together == alone == backwards
     assert [row[:1] for row in together] == fewer
+    assert generate(policy, [], SAMPLING, address=ADDRESS) == []  # a rank without problems
 
 
 @pytest.mark.parametrize("tokens_in_flight", [None, 600])

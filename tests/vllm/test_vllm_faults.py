@@ -72,6 +72,7 @@ def test_requests_say_everything_and_two_servers_share_them(server, build, rando
     with engine.weights():
         groups = engine.generate(PROBLEMS, SAMPLED, address=ADDRESS, on_tokens=tokens.append)
         version = engine.version
+        assert engine.generate([], SAMPLED, address=ADDRESS) == []  # a rank without problems
     other.stop()
     assert [group.problem for group in groups] == PROBLEMS and [len(group.completions) for group in groups] == [4, 4, 4]
     completions = [completion for group in groups for completion in group.completions]
