@@ -60,10 +60,6 @@ def grouped(
     problems: Sequence[Problem], completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
 ) -> list[Group]:
     """The groups of equally many completions per problem, which get their texts."""
-    ids = [list(c.ids) for c in completions]
-    texts = (
-        tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-    )  # transformers reads [] as one sequence
-    completions = [replace(c, text=text) for c, text in zip(completions, texts, strict=True)]
+    completions = [replace(c, text=tokenizer.decode(list(c.ids), skip_special_tokens=True)) for c in completions]
     G = len(completions) // max(len(problems), 1)
     return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
