@@ -20,7 +20,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """The environment variable with which vLLM loads adapters while it runs."""
 WHOLE, ADAPTER = "grpo-whole-", "grpo-adapter-"
-"""What the versions of weights begin with that replace those of a server, and of adapters beside these."""
+"""Beginnings of the versions of weights that replace a server's, and of adapters beside these."""
 
 
 def max_lora_rank(policy: Policy) -> int | None:
@@ -58,7 +58,7 @@ async def check_server(server: Server, http: httpx.AsyncClient, policy: Policy, 
 
 
 def _problem(settings: dict[str, Any], env: dict[str, Any], policy: Policy, longest: int) -> str | None:
-    """What the server cannot do for the policy, and the option that mends it; None: nothing."""
+    """The first thing that the server cannot do for the policy, with the option that mends it; None: nothing."""
     model, lora, rank = settings["model_config"], settings["lora_config"], max_lora_rank(policy)
     on_cpu = settings["device_config"]["device"] == "cpu"
     dtype, wanted = str(model["dtype"]).removeprefix("torch."), DTYPE_NAMES[policy.precision]

@@ -119,7 +119,7 @@ class StartedServer:
             time.sleep(0.2)
 
     def explain(self, problem: str) -> str:
-        """How it has ended, with the last error in its log; while it runs, ``problem``. Both with the log's path."""
+        """Its exit code and the last error in its log; while it runs, ``problem``. Both with the log's path."""
         if (code := self.process.poll()) is not None:
             problem = f"has ended (exit code {code}): {self._last_error()}"
         return f"{problem} (log: {self.log})"

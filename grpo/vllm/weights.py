@@ -77,7 +77,7 @@ class Probe:
         self.computed_S = logprobs_SV.gather(1, sequence_1S[0, 1:, None])[:, 0].cpu()
 
     def compare(self, server: Any, found: Sequence[float]) -> str | None:
-        """What is wrong with a server's log-probs after it has loaded the weights; None: nothing.
+        """The fault of a server's log-probs after it has loaded the weights; None: there is none.
 
         They must be near the policy's. And they must change with them: an answer that stays the same to the bit, while
         the policy has moved by more than the two programs differ, is that of weights which were not applied.
