@@ -183,7 +183,7 @@ def gloo_two_ranks(bench: Bench) -> dict:
 
 
 def measured_by(script: str, bench: Bench, **options) -> dict:
-    """What another benchmark of this folder writes to its JSON file."""
+    """The JSON that another benchmark of this folder writes."""
     options |= dict(model=bench.model_folder(bench.shape), output=bench.scratch / script)
     command = [sys.executable, f"{ROOT}/benchmarks/{script}.py", *(f"--{name}={x}" for name, x in options.items())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
