@@ -18,7 +18,7 @@ import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets envi
 import torch
 from torch import Tensor
 
-from grpo.advantages import advantages_of_values, compared_rewards, has_no_advantage, weighted_sum
+from grpo.advantages import has_no_advantage
 from grpo.batch import Batch, Group, collate, minibatches, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
@@ -64,9 +64,8 @@ def train(run: Run) -> None:
 
         with run.sampling_weights(seconds):
             groups, values_PGF = sample_and_score(run, step, seconds, metrics)
-        all_values_PGF = world.gather_rows(values_PGF)  # of all ranks; the other tensors are this rank's
-        all_advantages_PG = advantages_of_values(all_values_PGF, run.rewards.weights, **algorithm.advantage_options)
-        advantages_PG = world.own_rows(all_advantages_PG)
+        all_scores = run.scores(world.gather_rows(values_PGF))  # of all ranks; the other tensors are this rank's
+        advantages_PG = world.own_rows(all_scores.advantages(**algorithm.advantage_options))
         options = dict(device=world.device, mask_truncated=algorithm.mask_truncated_completions)
         batch = collate(groups, advantages_PG, pad_id=run.policy.pad_id, **options)
         if algorithm.skips_rows:
@@ -86,11 +85,10 @@ def train(run: Run) -> None:
 
         metrics.maximum("step_time", time.perf_counter() - started)
         finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
-        all_rewards_PG = weighted_sum(all_values_PGF, run.rewards.weights)
-        line = step_line(run, groups, all_values_PGF, all_rewards_PG, metrics, seconds)
+        line = step_line(run, groups, all_scores, metrics, seconds)
         progress.complete_step(line)
         scored = replace(batch, old_logprobs_BT=old_BT)
-        report_details(run, groups, scored, values_PGF, all_rewards_PG, metrics)
+        report_details(run, groups, scored, all_scores, metrics)
         end_step(run, line)
     if config.debug:
         debug.show_verdict(run)
@@ -121,13 +119,13 @@ def sample_and_score(run: Run, step: int, seconds: dict, metrics: Accumulator) -
                 sampled = run.engine.generate(chosen, run.sampling, address=address, on_tokens=bar.update)
             with world.timed("reward", seconds):
                 if sampled:
-                    sampled, values, result = run.score(sampled)
+                    values, result = run.score(sampled)
         count_reward_failures(run, result, metrics, is_whole_step=attempt == 0)
         for p, group, value_GF in zip(missing, sampled, values, strict=True):
             groups[p], values_PGF[p] = group, value_GF
         if not algorithm.dynamic_sampling or attempt == algorithm.dynamic_sampling_attempts:
             break
-        compared = compared_rewards(values_PGF, run.rewards.weights, algorithm.multi_objective_aggregation)
+        compared = run.scores(values_PGF).compared
         replaced_P = has_no_advantage(compared, baseline=algorithm.baseline, scale=algorithm.scale)
         substitutes = {p: run.problems.substitute(step, p, attempt) for p in replaced_P.nonzero().flatten().tolist()}
         missing = [p for p, problem in substitutes.items() if problem is not None]

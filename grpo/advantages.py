@@ -1,6 +1,8 @@
 """Advantages from rewards. Pure functions. Shapes: ``P`` problems, ``G`` completions of each problem, ``F`` reward functions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,27 +13,51 @@ CANCELLED = 1e-5
 """With ``normalize_then_sum``, a sum below this share of the absolute values of its terms is a rounding error of values in fp32, and counts as 0."""
 
 
-def advantages_of_values(
-    values_PGF: Tensor,
-    weights: Sequence[float],
-    *,
-    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize",
-    baseline: Baseline = "mean",
-    scale: Scale = "group",
-    eps: float = 1e-4,
-) -> Tensor:
-    """``[P, G]`` advantages from the values of all reward functions: :func:`group_advantages` of their weighted sum, or
-    :func:`normalize_then_sum` (GDPO), whose baseline and scale are always ``mean`` and ``group``."""
-    check_choice("multi_objective_aggregation", multi_objective_aggregation, MultiObjectiveAggregation)
-    if multi_objective_aggregation == "normalize_then_sum":
-        return normalize_then_sum(values_PGF, weights, eps=eps)
-    return group_advantages(weighted_sum(values_PGF, weights), baseline=baseline, scale=scale, eps=eps)
+@dataclass(frozen=True)
+class Scores:
+    """The values of all reward functions for the completions of a step, and what follows from them."""
+
+    values_PGF: Tensor
+    """``[P, G, F]`` fp32; NaN where a function could not score a completion."""
+    weights: Sequence[float]
+    """``[F]`` of the functions."""
+    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
+
+    def __post_init__(self) -> None:
+        check_choice("multi_objective_aggregation", self.multi_objective_aggregation, MultiObjectiveAggregation)
+
+    @cached_property
+    def rewards_PG(self) -> Tensor:
+        """``[P, G]`` the reward of each completion, the :func:`weighted_sum` of its values."""
+        return weighted_sum(self.values_PGF, self.weights)
+
+    @property
+    def compared(self) -> Tensor:
+        """The rewards whose differences within a group are its advantages: ``[P, G]``; with ``normalize_then_sum`` the
+        values of each function with a weight, ``[P, G, F]``."""
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            return self.values_PGF[..., torch.tensor(self.weights) != 0]
+        return self.rewards_PG
+
+    def advantages(self, *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4) -> Tensor:
+        """``[P, G]`` :func:`group_advantages` of the rewards, or :func:`normalize_then_sum` (GDPO), whose baseline and
+        scale are always ``mean`` and ``group``."""
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            return normalize_then_sum(self.values_PGF, self.weights, eps=eps)
+        return group_advantages(self.rewards_PG, baseline=baseline, scale=scale, eps=eps)
 
 
 def weighted_sum(values_PGF: Tensor, weights: Sequence[float]) -> Tensor:
-    """``[P, G]`` weighted sum of the reward functions' values that are not NaN; NaN where all values with a weight are."""
+    """``[P, G]`` weighted sum of the reward functions' values that are not NaN; NaN where all values with a weight are.
+
+    A sum that is no larger than the rounding errors of its terms in fp32 is 0: 0.9 * 1 - 0.3 * 3 is no negative reward.
+    """
     weights_F = torch.tensor(weights)
-    rewards_PG = (values_PGF.nan_to_num(0.0) * weights_F).sum(dim=-1)
+    terms_PGF = values_PGF.nan_to_num(0.0) * weights_F
+    rewards_PG = terms_PGF.sum(dim=-1)
+    # Half a unit in the last place (2^-24) each for the value, the weight and their product, and for every addition.
+    rounding_PG = terms_PGF.abs().sum(dim=-1) * (len(weights_F) + 2) * 2**-24
+    rewards_PG = rewards_PG.masked_fill(rewards_PG.abs() <= rounding_PG, 0.0)
     return rewards_PG.masked_fill((values_PGF.isnan() | (weights_F == 0)).all(dim=-1), torch.nan)
 
 
@@ -103,16 +129,6 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
     advantages_PG = group_advantages(sums_PG.view(1, -1), eps=eps).view(sums_PG.shape)  # the whole batch as one group
     is_equal_P = (weighted_PGF == 0).flatten(1).all(dim=1)
     return advantages_PG.masked_fill(is_equal_P[:, None], 0.0).to(torch.promote_types(values_PGF.dtype, torch.float32))
-
-
-def compared_rewards(
-    values_PGF: Tensor, weights: Sequence[float], multi_objective_aggregation: MultiObjectiveAggregation
-) -> Tensor:
-    """The rewards whose differences within a group are its advantages: the weighted sums ``[P, G]``; with ``normalize_then_sum`` the values of
-    each function with a weight, ``[P, G, F]``."""
-    if multi_objective_aggregation == "normalize_then_sum":
-        return values_PGF[..., torch.tensor(weights) != 0]
-    return weighted_sum(values_PGF, weights)
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from grpo.data.problems import Rows, make_problems, system_prompt_and_instructio
 from grpo.distributed import World, set_cpu_threads
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
-from grpo.rewards.groups import score_groups
+from grpo.rewards.scores import score_groups
 from grpo.rollout import Engine, SamplingParams, check_sampling
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader

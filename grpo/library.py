@@ -19,8 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo.config import Config, ConfigError, make_config
-from grpo.rewards.objects import display_name, importable_name
-from grpo.rewards.registry import OBJECT_PREFIX
+from grpo.rewards.functions import OBJECT_PREFIX, importable_name, object_name
 from grpo.run.given import Given
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_grpo.py"
@@ -155,6 +154,10 @@ def _inputs(
     if "eval_dataset" in rows:
         names["data.eval_split"] = None
     checked = make_config(config, settings, names)
+    is_named = "output_dir" in checked.model_fields_set or "resume" in checked.checkpoint.model_fields_set
+    if functions and not is_named:
+        # The code of objects is not compared, so the run in the default folder may have had other functions.
+        checked = make_config(checked, {"checkpoint.resume": "never"})
     if "dataset" in rows and checked.data.eval_dataset is None and checked.data.eval_split is not None:
         split = f"data.eval_split={checked.data.eval_split} names a split of data.dataset"
         raise ConfigError(f"{split}, and `dataset` has none: give `eval_dataset`, or data.eval_split=None")
@@ -187,7 +190,7 @@ def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[...
             _check_function(function, f"reward_functions[{index}]")
             entry["name"] = importable_name(function)
             if entry["name"] is None:
-                name, number = OBJECT_PREFIX + display_name(function), 1
+                name, number = OBJECT_PREFIX + object_name(function), 1
                 entry["name"] = name
                 while entry["name"] in objects:
                     number += 1

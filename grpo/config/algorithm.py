@@ -180,9 +180,8 @@ class AlgorithmConfig(Section):
 
     @property
     def advantage_options(self) -> dict[str, Any]:
-        """The keyword arguments of :func:`grpo.advantages.advantages_of_values`."""
-        names = {"multi_objective_aggregation", "baseline", "scale"}
-        return self.model_dump(include=names) | {"eps": self.advantage_eps}
+        """The keyword arguments of :meth:`grpo.advantages.Scores.advantages`."""
+        return {"baseline": self.baseline, "scale": self.scale, "eps": self.advantage_eps}
 
     @property
     def loss_options(self) -> dict[str, Any]:

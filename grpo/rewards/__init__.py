@@ -4,9 +4,10 @@ The worker processes import this package too, so it imports no torch.
 """
 
 from grpo.rewards.extract import completion_text
-from grpo.rewards.registry import BUILTIN, load_reward
-from grpo.rewards.result import RewardContractError, RewardResult, RewardSpec
+from grpo.rewards.functions import BUILTIN, load_reward
+from grpo.rewards.result import RewardResult, RewardSpec
 from grpo.rewards.runner import RewardRunner
+from grpo.rewards.worker import RewardContractError
 
 __all__ = [
     "BUILTIN", "RewardContractError", "RewardResult", "RewardRunner", "RewardSpec", "completion_text", "load_reward",

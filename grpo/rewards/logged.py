@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 METRICS = frozenset({
-    "step", "epoch", "reward", "reward_std", "reward_group_std", "frac_reward_zero_std", "frac_unscorable", "loss", "kl", "entropy", "grad_norm",
-    "learning_rate", "ratio", "ratio_histogram", "skipped_updates", "num_tokens", "completion_tokens", "step_time", "tokens_per_second",
+    "step", "epoch", "reward", "reward_std", "reward_group_std", "frac_reward_zero_std", "frac_unscorable", "loss",
+    "kl", "entropy", "grad_norm", "learning_rate", "ratio", "ratio_histogram", "skipped_updates", "num_tokens",
+    "completion_tokens", "step_time", "tokens_per_second",
 })  # fmt: skip
 """Metrics of the trainer: ``log_metric`` refuses these names."""
 METRIC_GROUPS = ("clip_ratio/", "completions/", "eval/", "histograms/", "rewards/", "sampling/", "tables/", "time/")
 """``log_metric`` refuses names that start with one of these too."""
 COLUMNS = frozenset({
-    "step", "problem", "prompt", "answer", "completion", "rewards", "reward", "advantage", "length", "finished", "token_ids", "tokens",
-    "logprobs", "updated_logprobs", "ref_logprobs", "logged",
+    "step", "problem", "prompt", "answer", "completion", "rewards", "reward", "advantage", "length", "finished",
+    "token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprobs", "logged",
 })  # fmt: skip
 """Columns of the completions that a run keeps: ``log_extra`` refuses these names."""
 
@@ -63,7 +64,7 @@ class Logged:
             self.metrics[name] = (total + number * self.num_rows, count + self.num_rows)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Report a column for the completions that the run keeps. What is no number, text or ``None`` is kept as its text."""
+        """Report a column for the completions that the run keeps. What is no number or ``None`` is kept as its text."""
         values = list(values.tolist() if hasattr(values, "tolist") else values)
         if not _is_name(column) or column in COLUMNS or column.startswith("rewards/"):
             self._refuse(f"called log_extra({column!r}, ...): choose a name that no column of the completions has")
@@ -72,14 +73,6 @@ class Logged:
             self._refuse(f"called log_extra({column!r}, ...) with {number}: expected one per completion")
         else:
             self.extra[column] = [_plain(value) for value in values]
-
-    def added_to(self, outcome: tuple[str, Any]) -> tuple[Any, ...]:
-        """The outcome of the call (see ``grpo.rewards.worker``) together with what was reported in it."""
-        if self.mistake is not None:
-            return "contract", self.mistake
-        if outcome[0] == "ok" and (self.metrics or self.extra):
-            return (*outcome, (self.metrics, self.extra))
-        return outcome
 
     def _refuse(self, mistake: str) -> None:
         self.mistake = self.mistake or mistake

@@ -1,67 +1,46 @@
-"""The worker process that runs reward functions: it answers one request after another until the connection to its parent ends.
+"""The process that runs reward functions: it answers one request after another until its connection ends.
 
-A message is a header (:data:`HEADER`: job number, length of the body) and a pickled body. An answer repeats the job number of its request.
-
-The worker imports no torch unless a reward does, and calls every function in its main thread, because ``math_verify`` and others use
-SIGALRM. Text that a function prints goes to the worker's stdout and stderr, never to the connection.
-
-A request is a tuple; the answer is ``(kind, value)``:
-
-| request | answer |
-|---|---|
-| ``("load", key, spec, args, pickled)`` | ``("ok", FunctionInfo)``, ``("invalid", message)`` or ``("not sent", reason)`` |
-| ``("call", key, inputs)`` | an outcome |
-| ``("gather", [(key, inputs), ...], seconds)`` | ``("ok", [outcome, ...])``: coroutines that ran concurrently |
-
-An outcome is ``("ok", [float | None] * B)``, ``("error", traceback)``, ``("timeout", None)`` or ``("contract", message)``. Where the
-function has reported metrics or columns, ``(metrics, extra)`` of :class:`grpo.rewards.logged.Logged` is a third item after ``"ok"``.
+It imports no torch unless a reward does, and calls every function in its main thread, because ``math_verify`` and
+others use SIGALRM. Rewards that run in the training process use the class :class:`Worker` directly.
 """
 
 import asyncio
-import contextlib
-import copy
 import inspect
 import math
 import os
 import pickle
 import reprlib
-import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
-from grpo.rewards.logged import OUTSIDE_TRAINING, Logged, TrainerState
-from grpo.rewards.registry import (
+from grpo.rewards.functions import (
     MAKE_IT_IN_THE_FILE,
+    FunctionInfo,
     check_arguments,
-    is_async,
+    describe,
     is_builtin,
     load_reward,
-    needed_columns,
     passed_names,
-    source_files,
 )
-from grpo.system import end_with_parent, first_line
+from grpo.rewards.logged import OUTSIDE_TRAINING, Logged, TrainerState
+from grpo.system import UserError, end_with_parent, first_line
 
-HEADER = struct.Struct("=QQ")
 MAX_TRACEBACK_LENGTH = 8000
 MAX_REWARD = 3.4028234663852886e38
 """The largest number in fp32, in which the trainer stores rewards."""
 
 
-@dataclass(frozen=True)
-class FunctionInfo:
-    """Properties of a loaded reward function, for the parent process, which does not import the function."""
+class RewardContractError(UserError):
+    """A reward returned something that is not one float or ``None`` per completion."""
 
-    is_async: bool
-    row_by_row: bool
-    """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
-    needed_columns: frozenset[str]
-    source_files: tuple[tuple[str, str], ...] = ()
-    """See ``registry.source_files``."""
+
+class NotSent(ValueError):
+    """A function that was given as an object cannot be rebuilt in another process."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +53,23 @@ class RewardInputs:
     completion_ids: Sequence[Sequence[int]] | None = None
     trainer_state: TrainerState = OUTSIDE_TRAINING
 
-    def __len__(self) -> int:
-        return len(self.completions)
+    def part(self, rows: slice) -> "RewardInputs":
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        ids = None if self.completion_ids is None else self.completion_ids[rows]
+        return RewardInputs(self.prompts[rows], self.completions[rows], columns, ids, self.trainer_state)
 
-    def row(self, index: int) -> "RewardInputs":
-        """Row ``index`` as a batch of one."""
-        part = slice(index, index + 1)
-        columns = {name: values[part] for name, values in self.columns.items()}
-        ids = None if self.completion_ids is None else self.completion_ids[part]
-        return RewardInputs(self.prompts[part], self.completions[part], columns, ids, self.trainer_state)
+
+@dataclass
+class Outcome:
+    """The result of one call of a reward."""
+
+    kind: str
+    """``"ok"``; ``"error"``: it raised; ``"timeout"``; ``"died"``: its process ended; ``"contract"``: no rewards."""
+    values: list[float | None] = field(default_factory=list)
+    """``[B]`` if ``kind`` is ``"ok"``."""
+    message: str = ""
+    """The traceback of an error, the cause of a death, or what is wrong with the values."""
+    logged: Logged = field(default_factory=lambda: Logged(0))
 
 
 def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: RewardInputs, logged: Logged) -> Any:
@@ -93,41 +80,33 @@ def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: Rewa
     return function(**{name: available[name] for name in passed_names(function, available, args)}, **args)
 
 
-def describe(spec: str, function: Callable[..., Any], args: dict[str, Any]) -> FunctionInfo:
-    """The properties of a loaded function that the trainer needs."""
-    row_by_row = bool(getattr(function, "row_by_row", False))
-    return FunctionInfo(is_async(function), row_by_row, needed_columns(function, args), source_files(spec, function))
+def checked(values: Any, num_rows: int) -> list[float | None]:
+    """The return value of a reward as one float or ``None`` per row. NaN becomes ``None``.
 
-
-def check_values(values: Any, num_rows: int) -> tuple[str, Any]:
-    """Turn the return value of a reward into an outcome: one float or ``None`` per row. NaN becomes ``None``.
-
-    Lists, tuples, arrays and tensors of numbers of any type are accepted. A string, a value beyond :data:`MAX_REWARD` or another
-    length is a ``"contract"`` outcome; nothing is guessed.
+    Lists, tuples, arrays and tensors of numbers of any type are accepted. A string, a value beyond :data:`MAX_REWARD`
+    or another length is a ``RewardContractError``; nothing is guessed.
     """
     expected = f"expected a list of {num_rows} values, each a float or None, one per completion"
     if hasattr(values, "tolist"):  # numpy, torch
         values = values.tolist()
     if callable(values):
-        return "contract", f"returned a function: it makes the reward; {MAKE_IT_IN_THE_FILE}"
+        raise RewardContractError(f"returned a function: it makes the reward; {MAKE_IT_IN_THE_FILE}")
     if not isinstance(values, (list, tuple)):
-        return "contract", f"returned {_short_repr(values)} of type {type(values).__name__}; {expected}"
+        raise RewardContractError(f"returned {_short_repr(values)} of type {type(values).__name__}; {expected}")
     if len(values) != num_rows:
-        message = f"returned {len(values)} values for {num_rows} completions: {_short_repr(values)}; {expected}"
-        return "contract", message
-    checked: list[float | None] = []
-    for row, value in enumerate(values):
-        number = value
-        if value is not None and not isinstance(value, (str, bytes)):
-            try:
-                number = float(value)
-            except (TypeError, ValueError, OverflowError):
-                number = "not a number"
-        if isinstance(number, (str, bytes)) or (number is not None and abs(number) > MAX_REWARD):
-            kind = type(value).__name__
-            return "contract", f"returned {_short_repr(value)} of type {kind} for completion {row}; {expected}"
-        checked.append(None if number is None or math.isnan(number) else number)
-    return "ok", checked
+        count = f"{len(values)} values for {num_rows} completions"
+        raise RewardContractError(f"returned {count}: {_short_repr(values)}; {expected}")
+    return [_number(value, f"for completion {row}; {expected}") for row, value in enumerate(values)]
+
+
+def _number(value: Any, expected: str) -> float | None:
+    try:
+        number = math.nan if value is None else math.inf if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.inf
+    if abs(number) > MAX_REWARD:
+        raise RewardContractError(f"returned {_short_repr(value)} of type {type(value).__name__} {expected}")
+    return None if math.isnan(number) else number
 
 
 _reprs = reprlib.Repr()  # reads the first elements only, however large the value is
@@ -135,108 +114,119 @@ _reprs.maxstring = _reprs.maxother = 100
 _short_repr = _reprs.repr
 
 
-def _error_outcome() -> tuple[str, str]:
-    """The outcome for the exception that is being handled."""
-    text = traceback.format_exc()
-    return "error", text if len(text) <= MAX_TRACEBACK_LENGTH else "...\n" + text[-MAX_TRACEBACK_LENGTH:]
-
-
 class Worker:
-    """The loaded functions by key, and one event loop for all coroutines, because an HTTP client is bound to its loop."""
+    """Loaded functions by key, and one event loop for all their coroutines, because an HTTP client is bound to its loop.
 
-    def __init__(self) -> None:
+    Args:
+        loop_in_thread: run coroutines in another thread: the cell of a notebook runs inside an event loop already.
+    """
+
+    def __init__(self, loop_in_thread: bool = False):
         self.functions: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = ThreadPoolExecutor(1, "async rewards") if loop_in_thread else None
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            asyncio.set_event_loop(self._loop)
-        return self._loop
+    def load(self, key: int, spec: str, args: dict[str, Any], given: bytes | Callable[..., Any] | None) -> FunctionInfo:
+        """Load the function that ``spec`` names, or the one that is ``given``: pickled, or as it is.
 
-    def answer(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-        kind, *arguments = request
-        return {"load": self.load, "call": self.call, "gather": self.gather}[kind](*arguments)
-
-    def load(self, key: int, spec: str, args: dict[str, Any], pickled: bytes | None = None) -> tuple[str, Any]:
-        """Load the function that ``spec`` names, or the one that ``pickled`` holds (see ``grpo.rewards.objects``)."""
-        function = None
+        ``ValueError`` if there is none, or if its arguments are wrong; ``NotSent`` if it cannot be unpickled.
+        """
         try:
-            if pickled is not None:
-                function = pickle.loads(pickled)
-        except Exception as error:
-            return "not sent", f"{type(error).__name__}: {first_line(error)}"
+            function = pickle.loads(given) if isinstance(given, bytes) else given
+        except Exception as error:  # of any type: each object may raise its own
+            raise NotSent(f"{type(error).__name__}: {first_line(error)}") from None
         try:
             function = load_reward(spec) if function is None else function
             check_arguments(spec, function, args)
-            if is_builtin(function):
-                # Built-in rewards check their arguments before any row, so a call without rows checks them.
+            if is_builtin(function):  # it checks its arguments before any row, so a call without rows checks them
                 call_reward(function, args, RewardInputs([], [], {}, []), Logged(0))
         except ValueError as error:
             message = str(error)
-            return "invalid", message if spec in message else f"reward {spec!r}: {message}"
+            raise ValueError(message if spec in message else f"reward {spec!r}: {message}") from None
         self.functions[key] = (function, args)
-        return "ok", describe(spec, function, args)
+        return describe(spec, function, args)
 
-    def call(self, key: int, inputs: RewardInputs) -> tuple[Any, ...]:
-        function, args = self.functions[key]
-        logged = Logged(len(inputs))  # counted before the call, which may empty the lists
+    def run(self, calls: Sequence[tuple[int, bytes]], is_async: bool, timeout_s: float) -> list[Outcome]:
+        """Call functions by their keys with pickled ``RewardInputs``, so that each call has a copy of its own.
+
+        Coroutine functions (``is_async``) run concurrently, and each is cancelled after ``timeout_s``.
+        """
+        if is_async:
+            return self._complete(_gather([self._await(*call, timeout_s) for call in calls]))
+        return [self._call(*call) for call in calls]
+
+    def _start(self, key: int, inputs: bytes) -> tuple[Any, Logged]:
+        rows = pickle.loads(inputs)
+        logged = Logged(len(rows.completions))  # counted before the call, which may empty the lists
+        return call_reward(*self.functions[key], rows, logged), logged
+
+    def _call(self, key: int, inputs: bytes) -> Outcome:
         try:
-            values = call_reward(function, args, inputs, logged)
-            if inspect.isawaitable(values):
-                values = self.loop.run_until_complete(awaited(values))
-        except BaseException:
-            return _error_outcome()
-        return logged.added_to(check_values(values, logged.num_rows))
+            values, logged = self._start(key, inputs)
+            if inspect.isawaitable(values):  # a plain function that returns a coroutine
+                values = self._complete(_gather([values]))[0]
+            return _outcome(values, logged)
+        except (Exception, SystemExit) as error:
+            return _error(error)
 
-    def gather(self, calls: list[tuple[int, RewardInputs]], seconds: float) -> tuple[str, Any]:
-        async def outcome_of(key: int, inputs: RewardInputs) -> tuple[Any, ...]:
-            function, args = self.functions[key]
-            logged = Logged(len(inputs))
-            try:
-                task = asyncio.ensure_future(awaited(call_reward(function, args, inputs, logged)))
-                # asyncio.wait_for would raise TimeoutError, which the function itself can raise too.
-                done, _ = await asyncio.wait([task], timeout=seconds)
-                if not done:
-                    task.cancel()
-                    return "timeout", None
-                return logged.added_to(check_values(task.result(), logged.num_rows))
-            except BaseException:
-                return _error_outcome()
+    async def _await(self, key: int, inputs: bytes, timeout_s: float) -> Outcome:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            values, logged = self._start(key, inputs)
+            async with limit:
+                values = await values
+            return _outcome(values, logged)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            return Outcome("timeout") if limit.expired() else _error(error)
 
-        async def all_outcomes() -> list[tuple[Any, ...]]:
-            # Copies: the functions run at the same time, and one that changes its arguments must not change those of another.
-            return await asyncio.gather(*(outcome_of(key, copy.deepcopy(inputs)) for key, inputs in calls))
-
-        return "ok", self.loop.run_until_complete(all_outcomes())
+    def _complete(self, coroutine: Any) -> Any:
+        self._loop = self._loop or asyncio.new_event_loop()
+        if self._thread is not None:
+            return self._thread.submit(self._loop.run_until_complete, coroutine).result()
+        return self._loop.run_until_complete(coroutine)
 
 
-async def awaited(values: Any) -> Any:
-    return await values
+async def _gather(awaitables: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*awaitables)
+
+
+def _outcome(values: Any, logged: Logged) -> Outcome:
+    try:
+        if logged.mistake:
+            raise RewardContractError(logged.mistake)
+        return Outcome("ok", checked(values, logged.num_rows), logged=logged)
+    except RewardContractError as error:
+        return Outcome("contract", message=str(error))
+
+
+def _error(error: BaseException) -> Outcome:
+    """The outcome of a call that raised, with the traceback from the user's function on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(error.with_traceback(trace)))
+    return Outcome(
+        "error", message=text if len(text) <= MAX_TRACEBACK_LENGTH else f"...\n{text[-MAX_TRACEBACK_LENGTH:]}"
+    )
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Answer requests from the connection on file ``descriptor`` until it ends; ``parent`` is the process id of the other end."""
+    """Answer requests from the connection on file ``descriptor``; ``parent`` is the process id of the other end.
+
+    A request is the name of a method of :class:`Worker` and its arguments. The answer is what it returns, or its ``ValueError``.
+    """
     end_with_parent()
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
     os.set_inheritable(descriptor, False)  # programs that a reward starts do not get the connection
-    connection = socket.socket(fileno=descriptor).makefile("rwb")
-    worker, own_id = Worker(), os.getpid()
-    while header := connection.read(HEADER.size):
-        job, length = HEADER.unpack(header)
-        body = connection.read(length)
+    connection, worker, own_id = Connection(descriptor), Worker(), os.getpid()
+    while True:
+        method, *arguments = connection.recv()
         try:
-            request = pickle.loads(body)
-        except Exception as error:  # a class of a script or a notebook, which this process cannot import
-            answer = "error", f"the rows cannot be read in the worker process of the rewards: {error}"
-        else:
-            answer = worker.answer(request)
+            answer = getattr(worker, method)(*arguments)
+        except ValueError as error:
+            answer = error
         if os.getpid() != own_id:  # a child that a reward forked has returned from the reward; it must not answer too
             os._exit(0)
-        with contextlib.suppress(Exception):  # a reward may have closed or replaced sys.stdout
-            sys.stdout.flush()
-        message = pickle.dumps(answer)
-        connection.write(HEADER.pack(job, len(message)) + message)
-        connection.flush()
+        sys.stdout.flush()
+        connection.send(answer)

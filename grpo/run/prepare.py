@@ -84,7 +84,18 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
 
     with world.fail_together():
         train_rows, eval_rows = _checked_rows(config, world, rewards, given)
-    for note in rewards.notes if world.is_main else ():
+    notes = list(rewards.notes)
+    if given.rewards:
+        notes.append(
+            "note: functions given as rewards run in worker processes: a list or a counter that they change stays as it "
+            "is in this process; log_metric and log_extra report values"
+        )
+    if given.rewards and checkpoint:
+        notes.append(
+            "note: functions given as rewards are not compared with those of the steps before: after a change to one, "
+            "give another output_dir"
+        )
+    for note in notes if world.is_main else ():
         print(note, flush=True)
     data_fingerprint = fingerprint(train_rows)
     world.check_same(data_fingerprint, f"{train_rows.source} is not the same on all ranks")

@@ -77,7 +77,7 @@ def content_digests(
 
     Args:
         model_path: the folder or Hub id that ``model.name_or_path`` stands for.
-        rewards: its functions are loaded; one that was given as an object has a digest of its code.
+        rewards: its functions are loaded; those given as objects have no digest.
         reference_path: what ``model.reference`` stands for; None if the reference is the model of the start.
     """
     # The policy's weights come from the checkpoint; those of the start are read again for a reference or an adapter.
@@ -88,7 +88,7 @@ def content_digests(
         others[config.model.reference] = reference_path
     for name, path in others.items():
         found |= model_digests(name, path, with_weights=True) if name is not None else {}
-    return found | {name: digest(path) for name, path in rewards.source_files.items()} | rewards.digests
+    return found | {name: digest(path) for name, path in rewards.source_files.items()}
 
 
 def read_start_point(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from grpo.advantages import weighted_sum
+from grpo.advantages import Scores
 from grpo.batch import Batch, Group, Problem, microbatch_rows, microbatches
 from grpo.config import Config
 from grpo.data import Schedule
@@ -24,13 +24,12 @@ from grpo.loss import entropy_threshold
 from grpo.model import Policy, sync_reference
 from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardResult, RewardRunner
-from grpo.rewards.groups import score_groups, with_logged
 from grpo.rewards.logged import TrainerState
+from grpo.rewards.scores import check_not_negative, score_groups
 from grpo.rollout import BuiltinEngine, Engine, SamplingParams, sampling_weights
 from grpo.run.output_folder import Lock
 from grpo.run.saver import Progress, Saver
 from grpo.run.signals import Signals
-from grpo.system import UserError
 from grpo.telemetry.reporter import Reporter
 
 
@@ -146,16 +145,23 @@ class Run:
         step = self.progress.step
         return TrainerState(step, step / self.problems.steps_per_epoch, self.max_steps)
 
-    def score(self, groups: Sequence[Group]) -> tuple[list[Group], torch.Tensor, RewardResult]:
+    def score(self, groups: Sequence[Group]) -> tuple[torch.Tensor, RewardResult]:
         """Every reward of every completion, ``[P, G, F]`` fp32 with NaN where a function gave None; and the failures.
 
-        The groups are returned with what the rewards logged about their completions.
+        The completions keep what the rewards logged about them.
         """
         result = score_groups(self.rewards, groups, self.trainer_state)
+        for row, completion in enumerate(completion for group in groups for completion in group.completions):
+            completion.logged.update({column: values[row] for column, values in result.extra.items()})
         values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values])
+        values_PGF = values.view(len(groups), -1, len(self.rewards.names))
         if self.config.algorithm.scale == "mean":
-            check_not_negative(values, self.rewards.names, self.rewards.weights, step=self.progress.step + 1)
-        return with_logged(groups, result), values.view(len(groups), -1, len(self.rewards.names)), result
+            check_not_negative(self.scores(values_PGF), self.rewards.names, step=self.progress.step + 1)
+        return values_PGF, result
+
+    def scores(self, values_PGF: torch.Tensor) -> Scores:
+        """The values of all reward functions, with the weights of the configuration."""
+        return Scores(values_PGF, self.rewards.weights, self.config.algorithm.multi_objective_aggregation)
 
     def sync_reference(self) -> None:
         """Move the reference towards the policy, by the share ``algorithm.ref_sync_alpha``."""
@@ -197,23 +203,6 @@ class Run:
         self.reporter.close()
         self.signals.close()
         self.lock.release()
-
-
-def check_not_negative(values_BF: torch.Tensor, names: Sequence[str], weights: Sequence[float], *, step: int) -> None:
-    """UserError, which names the step and the values of each reward function, if the reward of a completion is negative (MaxRL).
-
-    Args:
-        values_BF: ``[B, F]`` the value of each function for each completion; NaN: it could not score it.
-    """
-    rewards_B = weighted_sum(values_BF, weights).nan_to_num(0.0)
-    if (rewards_B >= 0).all():
-        return
-    lowest = int(rewards_B.argmin())
-    parts = [f"{n} {v:g} x {w:g}" for n, v, w in zip(names, values_BF[lowest].tolist(), weights, strict=True)]
-    raise UserError(
-        f"step {step}: algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, and a completion "
-        f"got {rewards_B[lowest]:g} ({', '.join(parts)}): change the rewards or their weights, or take algorithm.scale=group"
-    )
 
 
 def _spare(batch: Batch) -> Batch:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.advantages import compared_rewards, has_equal_rewards
+from grpo.advantages import Scores, has_equal_rewards
 from grpo.batch import Batch, Group
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.loss import importance_ratio, kept_sequences, sampler_weights
 from grpo.rewards import RewardResult
 from grpo.run.state import Run
+from grpo.system import UserError
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.histograms import RATIO_EDGES, ratio_histogram
 from grpo.telemetry.samples import sample_records
@@ -32,7 +33,7 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
             problem is not broken.
 
     Raises:
-        ValueError: on all ranks, if a function failed on every completion of the step.
+        UserError: on all ranks, if a function failed on every completion of the step.
     """
     names = run.rewards.names
     failures, rows = (result.failures, len(result.values)) if result else ([0] * len(names), 0)
@@ -46,9 +47,8 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
     for name, count in zip(names, failed, strict=True):
         if is_whole_step and rows and count == rows:
             trace = result.first_traceback.get(name, "") if result else ""
-            last_line = trace.rstrip().rpartition("\n")[2]  # the exception
-            reason = f": {last_line}\n{trace}" if trace else " (timeout)"
-            raise ValueError(f"reward {name!r} failed on all {rows} completions of this step{reason}")
+            error = trace.rstrip().rpartition("\n")[2]  # the runner has printed the traceback
+            raise UserError(f"reward {name!r} failed on all {rows} completions of this step: {error or 'timeout'}")
 
 
 @torch.no_grad()
@@ -95,12 +95,13 @@ def add_corrections(
 
 
 def step_line(
-    run: Run, groups: list[Group], all_values_PGF: Tensor, all_rewards_PG: Tensor, metrics: Accumulator, seconds: dict
+    run: Run, groups: list[Group], all_scores: Scores, metrics: Accumulator, seconds: dict
 ) -> dict[str, float]:
     """The object of the current step for ``metrics.jsonl``, reduced over ranks.
 
     Args:
-        groups: this rank's; rewards are of all ranks.
+        groups: this rank's.
+        all_scores: of all ranks.
         metrics: with the ``step_time`` of the whole step.
         seconds: of each phase on this rank; the slowest rank's are reported.
     """
@@ -110,10 +111,8 @@ def step_line(
     reduced = metrics.reduce(run.world)
     reduced["num_tokens"] = run.progress.num_tokens + int(reduced["num_tokens"])
     reduced["tokens_per_second"] = reduced.pop("completion_tokens") / reduced["step_time"]
-    rewards = reward_metrics(run.rewards.names, all_values_PGF, all_rewards_PG)
-    aggregation = run.config.algorithm.multi_objective_aggregation
-    compared = compared_rewards(all_values_PGF, run.rewards.weights, aggregation)
-    rewards["frac_reward_zero_std"] = has_equal_rewards(compared).float().mean().item()
+    rewards = reward_metrics(run.rewards.names, all_scores.values_PGF, all_scores.rewards_PG)
+    rewards["frac_reward_zero_std"] = has_equal_rewards(all_scores.compared).float().mean().item()
     step = run.progress.step + 1
     return {"step": step, "epoch": step / run.problems.steps_per_epoch, **rewards, **reduced}
 
@@ -143,13 +142,12 @@ def add_completions(groups: list[Group], metrics: Accumulator) -> None:
     metrics.total("num_tokens", prompt_tokens + lengths.sum())
 
 
-def report_details(
-    run: Run, groups: list[Group], batch: Batch, values_PGF: Tensor, all_rewards_PG: Tensor, metrics: Accumulator
-) -> None:
+def report_details(run: Run, groups: list[Group], batch: Batch, all_scores: Scores, metrics: Accumulator) -> None:
     """Report a complete step's histograms to dashboards (over all ranks), and write a few of this rank's completions to a file.
 
     Args:
         batch: this rank's, with the old log-probs of the loss.
+        all_scores: of all ranks.
     """
     world, reporter, step = run.world, run.reporter, run.progress.step
     advantages_PG = batch.advantages_B.view(len(groups), -1).cpu()
@@ -157,14 +155,14 @@ def report_details(
         lengths_PG = world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
         all_advantages_PG = world.gather_rows(advantages_PG)
         if reporter.is_logged(step):
-            reporter.histogram("reward", all_rewards_PG)
+            reporter.histogram("reward", all_scores.rewards_PG)
             reporter.histogram("advantage", all_advantages_PG)
             reporter.histogram("length", lengths_PG)
             reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
     # Under FSDP all ranks score: a forward pass is a collective. Only the main rank's records are written.
     scores = reporter.is_due(step) if run.is_sharded else reporter.is_logged(step)
     if run.config.logging.log_completions and scores:
-        rewards_PG = world.own_rows(all_rewards_PG)
+        values_PGF, rewards_PG = world.own_rows(all_scores.values_PGF), world.own_rows(all_scores.rewards_PG)
         reporter.completions(step, kept_completions(run, groups, batch, values_PGF, rewards_PG, advantages_PG))
 
 

@@ -12,7 +12,7 @@ from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
 from grpo.evaluation.grading import correctness_note
 from grpo.model import num_parameters
-from grpo.rewards.groups import messages_warning
+from grpo.rewards.scores import messages_warning
 from grpo.run.state import Run
 
 LIKE_FULL_TRAINING = 3e-6

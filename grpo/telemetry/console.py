@@ -104,4 +104,5 @@ def _console_names(metrics: dict[str, Any]) -> list[str]:
 
 
 def _label(name: str) -> str:
-    return name.removeprefix("eval/").replace("_", " ")
+    label = name.removeprefix("eval/")
+    return label if label.startswith("rewards/") else label.replace("_", " ")  # a reward has the same name everywhere

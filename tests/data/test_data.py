@@ -186,7 +186,7 @@ def test_builtin_tasks_have_their_own_splits_and_never_share_a_problem():
 
 def test_every_other_column_reaches_the_rewards():
     from grpo.batch import Completion, Group
-    from grpo.rewards.groups import score_groups
+    from grpo.rewards.scores import score_groups
 
     problem = Problem(0, "q", (1,), {"answer": "2", "level": 7, "tests": ["a", "b"]})
     other = Problem(1, "r", (1,), {"answer": "3", "level": None, "tests": []})

@@ -11,7 +11,7 @@ from grpo.batch import Completion, Group
 from grpo.config import DataConfig, load_config
 from grpo.data import load_rows, make_problems, render
 from grpo.rewards import RewardRunner, RewardSpec, load_reward
-from grpo.rewards.groups import score_groups
+from grpo.rewards.scores import score_groups
 from grpo.tasks.tiny import build_tokenizer
 
 

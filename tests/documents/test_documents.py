@@ -304,7 +304,7 @@ def test_functions_of_the_code_tour_and_of_the_formulas_exist():
     rows = re.findall(r"^\| \d+ \|.*", tour, re.MULTILINE)
     assert len(rows) == 10
     page = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
-    assert page >= {"update", "weighted_sum"} and all(hasattr(train_grpo, name) for name in page), page
+    assert page >= {"update", "with_old_and_ref_logprobs"} and all(hasattr(train_grpo, name) for name in page), page
     documents = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("algorithm", "library")]
     found = 0
     for dotted in re.findall(r"`([a-z_]+\.[A-Za-z_][\w.]*)", "\n".join([tour, *documents])):

@@ -23,7 +23,7 @@ from grpo.evaluation.command import main as evaluate
 from grpo.library import TrainingResult, train
 from grpo.report.__main__ import main as report
 from grpo.rewards import RewardRunner, RewardSpec
-from grpo.rewards.objects import digest, importable_name
+from grpo.rewards.functions import importable_name
 from grpo.run.checkpoint import read_state
 from grpo.run.signals import Signals
 
@@ -76,7 +76,7 @@ def children() -> set[str]:
 
 @pytest.mark.slow
 def test_objects_names_a_second_call_and_a_changed_reward(random_model, tmp_path, capsys):
-    """A closure, a lambda, a function of a module, a builtin and an object that cannot be pickled; then the same call again, and with other code."""
+    """A closure, a lambda, a function of a module, a builtin and an object that cannot be pickled; then the same call again."""
 
     async def a_little_later(completions, **columns):
         return [1.0 for _ in completions]
@@ -98,6 +98,7 @@ def test_objects_names_a_second_call_and_a_changed_reward(random_model, tmp_path
     shown = capsys.readouterr().out
     assert shown.count("runs in this process") == 1
     assert "TypeError: cannot pickle 'generator' object" in shown
+    assert shown.count("a list or a counter that they change stays as it is in this process") == 1
     assert process_state() == before
     assert children() == processes
 
@@ -115,10 +116,10 @@ def test_objects_names_a_second_call_and_a_changed_reward(random_model, tmp_path
 
     again = train(options, reward_functions=rewards, dataset=ROWS, eval_dataset=ROWS[:3])
     assert again == result == TrainingResult.load(tmp_path / "run")
-    assert "already complete" in capsys.readouterr().out
-    rewards[0] = share_of("abc")
-    with pytest.raises(ConfigError, match="content of python:share: checkpoint '"):
-        train(options, reward_functions=rewards, dataset=ROWS, eval_dataset=ROWS[:3])
+    shown = capsys.readouterr().out
+    assert "already complete" in shown and "are not compared with those of the steps before" in shown
+    with pytest.raises(ConfigError, match="reward.functions"):
+        train(options, reward_functions=rewards[1:], dataset=ROWS, eval_dataset=ROWS[:3])
     with pytest.raises(ConfigError, match="data_fingerprint"):
         train(options, reward_functions=rewards, dataset=ROWS[1:], eval_dataset=ROWS[:3])
     assert process_state() == before
@@ -185,6 +186,22 @@ def test_mistakes_are_value_errors_and_leave_nothing(arguments, message, tmp_pat
     assert message in str(error.value)
     assert not (tmp_path / "run").exists()
     assert (process_state(), children()) == (before, processes)
+
+
+def test_a_run_without_a_folder_of_its_own_starts_afresh_with_function_objects(random_model, tmp_path, monkeypatch):
+    """A dictionary that the function reads has changed: the result of the run before would be another function's."""
+    monkeypatch.chdir(tmp_path)
+    table = {"1": 1.0}
+    options = settings(random_model.resolve(), tmp_path, steps=1)
+    del options["output_dir"]
+
+    def from_table(completions, **columns):
+        return [table["1"] for _ in completions]
+
+    first = train(options, reward_functions=from_table, dataset=ROWS)
+    table["1"] = 2.0
+    again = train(options, reward_functions=from_table, dataset=ROWS)
+    assert [result.metrics[-1]["reward"] for result in (first, again)] == [1.0, 2.0]
 
 
 def test_a_failing_step_raises_and_the_same_call_continues(random_model, tmp_path):
@@ -272,19 +289,7 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
     assert len(runner.notes) == 1 and "hangs_here" in runner.notes[0]
 
 
-def test_digests_follow_the_code_and_what_it_uses():
-    def made(source: str, name: str = "f", **names):
-        namespace = {"__name__": "cell", **names}
-        exec(source, namespace)
-        return namespace[name]
-
-    source = "def helper(x):\n    return x + 1\n\ndef f(completions):\n    return [helper(N) for c in completions]\n"
-    original = digest(made(source, N=1))
-    assert digest(made("# moved\n\n" + source, N=1)) == original
-    assert digest(made(source, N=2)) != original
-    assert digest(made(source.replace("x + 1", "x + 2"), N=1)) != original
-    assert digest(share_of("a")) == digest(share_of("a")) != digest(share_of("b"))
-    assert digest(functools.partial(print, 1)) != digest(functools.partial(print, 2))
+def test_names_of_functions_given_as_objects():
     assert importable_name(rewards_for_tests.share_of_digits).endswith("rewards_for_tests:share_of_digits")
     assert importable_name(share_of("a")) is None
 

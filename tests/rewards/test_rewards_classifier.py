@@ -111,7 +111,7 @@ def test_a_classifier_scores_in_batches(classifier):
     with RewardRunner([RewardSpec(f"classifier:{classifier[1]}", 1.0, {"batch_size": 2})]) as runner:
         runner.check()
         rows = []
-        (reward,) = runner._here.functions.values()
+        ((reward, _),) = runner._here.functions.values()
         reward.model.register_forward_pre_hook(
             lambda _, args, given: rows.append(len(given["input_ids"])), with_kwargs=True
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from grpo.rewards import load_reward
+from grpo.rewards.functions import BUILTIN, check_arguments, display_name
 from grpo.rewards.logged import Logged, TrainerState
-from grpo.rewards.registry import BUILTIN, check_arguments, display_name
 from grpo.rewards.worker import RewardInputs, call_reward
 
 

@@ -9,7 +9,7 @@ from grpo.config import Config, DataConfig, load_config
 from grpo.data import ProblemSet
 from grpo.distributed import World
 from grpo.logprobs import CompletionScorer
-from grpo.rewards.groups import messages_warning
+from grpo.rewards.scores import messages_warning
 from grpo.rollout.llama_decoder import matches_model
 from grpo.run.models import enable_packing
 from grpo.run.prepare import print_from_rank

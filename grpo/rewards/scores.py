@@ -1,19 +1,20 @@
-"""Score sampled groups. ``grpo.rewards`` does not import this module: ``grpo.batch`` imports torch, which reward workers do not need."""
+"""Score sampled groups. ``grpo.rewards`` does not import this module: it imports torch, which reward workers do not need."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from grpo.advantages import Scores
 from grpo.batch import Group, Problem
 from grpo.config import Config
 from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.result import RewardResult
 from grpo.rewards.runner import RewardRunner
+from grpo.system import UserError
 
 
 def score_groups(
     rewards: RewardRunner, groups: Sequence[Group], trainer_state: TrainerState = OUTSIDE_TRAINING
 ) -> RewardResult:
-    """Score every completion of some groups. As in TRL, completions of conversational prompts are passed as lists of messages."""
+    """Score every completion of some groups. As in TRL, completions of conversational prompts are lists of messages."""
     rows = [(group.problem, completion) for group in groups for completion in group.completions]
     prompts = [problem.prompt if problem.reward_prompt is None else problem.reward_prompt for problem, _ in rows]
     column_names = dict.fromkeys(name for problem, _ in rows for name in problem.columns)
@@ -29,30 +30,28 @@ def score_groups(
     )
 
 
-def with_logged(groups: Sequence[Group], result: RewardResult) -> list[Group]:
-    """The groups, whose completions keep what the rewards logged about them."""
-    if not result.extra:
-        return list(groups)
-    rows = iter(zip(*result.extra.values(), strict=True))
-    return [
-        replace(
-            group,
-            completions=tuple(
-                replace(completion, logged=dict(zip(result.extra, next(rows), strict=True)))
-                for completion in group.completions
-            ),
-        )
-        for group in groups
-    ]
+def check_not_negative(scores: Scores, names: Sequence[str], *, step: int) -> None:
+    """``UserError``, with the step and the value of each function, if the reward of a completion is negative (MaxRL)."""
+    rewards_B = scores.rewards_PG.flatten().nan_to_num(0.0)
+    if (rewards_B >= 0).all():
+        return
+    lowest = int(rewards_B.argmin())
+    values_F = scores.values_PGF.flatten(end_dim=-2)[lowest].tolist()
+    parts = [f"{n} {v:g} x {w:g}" for n, v, w in zip(names, values_F, scores.weights, strict=True)]
+    raise UserError(
+        f"step {step}: algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be "
+        f"negative, and a completion got {rewards_B[lowest]:g} ({', '.join(parts)}): change the rewards or their "
+        "weights, or take algorithm.scale=group"
+    )
 
 
 def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:
-    """A warning if ``data.conversational=auto`` made messages of text rows and rewards of the user's own, which may expect text, get them."""
+    """A warning if ``data.conversational=auto`` made messages of text rows, and rewards of the user's own get them."""
     own = [function.name for function in config.reward.functions if ":" in function.name]
     is_changed = any(isinstance(p.prompt, str) and isinstance(p.reward_prompt, list) for p in problems)
     if config.data.conversational != "auto" or not is_changed or not own:
         return None
     return (
-        f"warning: {', '.join(own)} get(s) lists of messages, as in TRL, because data.system_prompt or data.few_shot is set; for a reward "
-        "that reads text set data.conversational=false"
+        f"warning: {', '.join(own)} get(s) lists of messages, as in TRL, because data.system_prompt or data.few_shot "
+        "is set; for a reward that reads text set data.conversational=false"
     )

@@ -1,0 +1,222 @@
+"""Worker processes for reward functions, with a time limit for every request."""
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from grpo.rewards.functions import FunctionInfo
+from grpo.rewards.worker import NotSent, Outcome
+from grpo.system import first_line
+
+LOAD_SECONDS = 120.0
+"""Time limit for starting a worker and importing a reward, longer than that of a call: an import may load a library."""
+GATHER_GRACE_SECONDS = 1.0
+"""A worker cancels coroutines at their limit. If it has not answered this many seconds later, it is blocked."""
+MAX_OUTPUT_BYTES = 32 * 1024
+"""Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
+MAX_ANSWER_BYTES = 256 * 1024**2
+
+# Until sys.path is set, the working folder comes first in it: nothing but sys, which is no file, may be imported.
+_BOOTSTRAP = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+
+class WorkerLost(Exception):
+    """A worker was killed because it was late (``kind`` is ``"timeout"``), or it has ended (``"died"``)."""
+
+    def __init__(self, kind: str, cause: str):
+        super().__init__(cause)
+        self.kind = kind
+
+
+class WorkerProcess:
+    """One process that runs ``grpo.rewards.worker`` in a folder. One thread at a time may send it requests."""
+
+    def __init__(self, directory: str):
+        self.loaded: set[int] = set()
+        self.num_printed_bytes = 0
+        self._is_over = threading.Event()
+        self._is_late = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            python = [sys.executable, "-u", "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
+            # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group
+            # also kills processes that a reward has started.
+            self._process = subprocess.Popen(
+                [*python, *_worker_sys_path(directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                cwd=directory,
+                start_new_session=True,
+            )
+        self._connection = Connection(os.dup(ours.fileno()))
+        for target, *arguments in ((self._watch, ours), (self._forward_output,)):
+            threading.Thread(target=target, args=arguments, daemon=True, name="reward worker").start()
+
+    @property
+    def has_ended(self) -> bool:
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+    def request(self, seconds: float, *request: Any) -> Any:
+        """The answer to a request (see ``worker.main``). ``WorkerLost`` if there is none; the process has ended then."""
+        timer = threading.Timer(seconds, self._end_late)
+        timer.start()
+        try:
+            self._connection.send(request)
+            return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
+        except (EOFError, OSError, pickle.UnpicklingError):
+            cause = "was killed: a reward wrote to the worker's connection, or its answer is longer than 256 MiB"
+            if self._is_late:
+                cause = f"did not answer within {seconds:g} s"
+            elif self._is_over.wait(1.0):
+                cause = _cause_of_death(self._process.wait())
+            self.end()
+            raise WorkerLost("timeout" if self._is_late else "died", cause) from None
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def end(self) -> None:
+        """Kill the process and those that it has started, and wait for its end."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+            self._is_over.wait()
+            self._process.wait()
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self.end()
+
+    def _watch(self, connection: socket.socket) -> None:
+        """When the process has ended, kill what it has left behind, and end a request that still waits for an answer."""
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        connection.shutdown(socket.SHUT_RDWR)  # a process that has left the group may hold the other end
+        connection.close()
+        self._is_over.set()
+
+    def _forward_output(self) -> None:
+        with self._process.stdout as output:
+            while chunk := os.read(output.fileno(), 65536):
+                num_allowed = max(MAX_OUTPUT_BYTES - self.num_printed_bytes, 0)
+                is_first_beyond = self.num_printed_bytes <= MAX_OUTPUT_BYTES < self.num_printed_bytes + len(chunk)
+                self.num_printed_bytes += len(chunk)
+                text = chunk[:num_allowed].decode(errors="replace")
+                if is_first_beyond:
+                    text += (
+                        f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
+                    )
+                with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
+
+
+def _cause_of_death(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+
+
+def _worker_sys_path(directory: str) -> list[str]:
+    """Our ``sys.path``, then the working folder: a ``json.py`` there does not replace the module of the standard library."""
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = [entry or os.getcwd() for entry in sys.path]
+    path = [entry for entry in path if entry == package_root or entry not in (directory, os.getcwd())]
+    return path + [entry for entry in (package_root, directory) if entry not in path]
+
+
+def pickled(function: Callable[..., Any] | None) -> bytes | None:
+    """A function by value: its code, and what its code refers to (modules by name). ``NotSent`` if that is impossible."""
+    if function is None:
+        return None
+    try:
+        return importlib.import_module("dill").dumps(function, recurse=True)
+    except Exception as error:  # of any type: each object may raise its own
+        raise NotSent(f"{type(error).__name__}: {first_line(error)}") from None
+
+
+class WorkerPool:
+    """Threads that each have a worker process, started when it is needed, and again after it has ended.
+
+    The threads live as long as the workers: the kernel kills a worker when the thread that started it ends. The working
+    folder is that of the start, so that relative paths stay valid.
+    """
+
+    def __init__(self, num_workers: int):
+        self._num_workers, self._directory = num_workers, os.getcwd()
+        self._functions: dict[int, tuple[Any, ...]] = {}
+        self._processes: list[WorkerProcess] = []
+        self._threads: ThreadPoolExecutor | None = None
+        self._own = threading.local()
+
+    def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
+        """Run a job in a thread of the pool. Jobs may call :meth:`run`."""
+        if self._threads is None:
+            self._threads, self._own = ThreadPoolExecutor(self._num_workers, "rewards"), threading.local()
+        return self._threads.submit(job, *arguments)
+
+    def load(self, key: int, *function: Any) -> FunctionInfo:
+        """Load a function into a worker; the others load it when they need it. Arguments and errors: ``Worker.load``."""
+        self._functions[key] = function
+        return self.submit(lambda: self._load(self._process(), key)).result()
+
+    def run(self, calls: Sequence[tuple[int, bytes]], is_async: bool, timeout_s: float) -> list[Outcome]:
+        """``Worker.run`` in the worker of this thread; ``WorkerLost`` if it does not answer in time."""
+        process = self._process()
+        try:
+            for key in {key for key, _ in calls} - process.loaded:
+                self._load(process, key)
+        except (ValueError, WorkerLost) as error:
+            raise WorkerLost("died", f"was restarted and could not load the function again: {error}") from None
+        seconds = timeout_s + (GATHER_GRACE_SECONDS if is_async else 0)
+        return process.request(seconds, "run", calls, is_async, timeout_s)
+
+    def begin_step(self) -> None:
+        """Print up to :data:`MAX_OUTPUT_BYTES` of each worker's output again."""
+        for process in self._processes:
+            process.num_printed_bytes = 0
+
+    def close(self) -> None:
+        """End the threads and the workers. A later job starts new ones."""
+        for wait in (False, True):  # a thread may start a worker in the meantime
+            if self._threads is not None:
+                self._threads.shutdown(wait=wait, cancel_futures=True)
+            for process in self._processes:
+                process.end()
+        self._threads, self._processes = None, []
+
+    def _process(self) -> WorkerProcess:
+        process = getattr(self._own, "process", None)
+        if process is None or process.has_ended:
+            if process is not None:
+                process.end()
+                self._processes.remove(process)
+            process = self._own.process = WorkerProcess(self._directory)
+            self._processes.append(process)
+        return process
+
+    def _load(self, process: WorkerProcess, key: int) -> FunctionInfo:
+        answer = process.request(LOAD_SECONDS, "load", key, *self._functions[key])
+        if isinstance(answer, ValueError):
+            raise answer
+        process.loaded.add(key)
+        return answer
