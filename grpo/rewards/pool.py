@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from grpo.rewards.worker import NotSent, Outcome
 from grpo.system import first_line
 
 LOAD_SECONDS = 120.0
-"""Time limit for starting a worker and importing a reward, longer than that of a call: an import may load a library."""
+"""Time limit for starting a worker and importing a reward: longer than that of a call, as an import may load a library."""
 GATHER_GRACE_SECONDS = 1.0
 """A worker cancels coroutines at their limit. If it has not answered this many seconds later, it is blocked."""
 MAX_OUTPUT_BYTES = 32 * 1024
@@ -47,9 +48,7 @@ class WorkerProcess:
     def __init__(self, directory: str):
         self.loaded: set[int] = set()
         self.num_printed_bytes = 0
-        self._is_over = threading.Event()
-        self._is_late = False
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         with theirs:
             python = [sys.executable, "-u", "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
             # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group
@@ -63,9 +62,8 @@ class WorkerProcess:
                 cwd=directory,
                 start_new_session=True,
             )
-        self._connection = Connection(os.dup(ours.fileno()))
-        for target, *arguments in ((self._watch, ours), (self._forward_output,)):
-            threading.Thread(target=target, args=arguments, daemon=True, name="reward worker").start()
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        threading.Thread(target=self._forward_output, daemon=True, name="reward output").start()
 
     @property
     def has_ended(self) -> bool:
@@ -75,43 +73,25 @@ class WorkerProcess:
 
     def request(self, seconds: float, *request: Any) -> Any:
         """The answer to a request (see ``worker.main``). ``WorkerLost`` if there is none; the process has ended then."""
-        timer = threading.Timer(seconds, self._end_late)
-        timer.start()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6)))
         try:
             self._connection.send(request)
             return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
-        except (EOFError, OSError, pickle.UnpicklingError):
-            cause = "was killed: a reward wrote to the worker's connection, or its answer is longer than 256 MiB"
-            if self._is_late:
-                cause = f"did not answer within {seconds:g} s"
-            elif self._is_over.wait(1.0):
-                cause = _cause_of_death(self._process.wait())
-            self.end()
-            raise WorkerLost("timeout" if self._is_late else "died", cause) from None
-        finally:
-            timer.cancel()
-            timer.join()
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            code = self.end()
+            if isinstance(error, BlockingIOError) and code == -signal.SIGKILL:
+                raise WorkerLost("timeout", f"did not answer within {seconds:g} s") from None
+            # OSError: a reward has written to the connection, or the answer is too long.
+            death = f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+            raise WorkerLost("died", f"{death} ({first_line(error)})") from None
 
-    def end(self) -> None:
-        """Kill the process and those that it has started, and wait for its end."""
+    def end(self) -> int:
+        """Kill the process and those that it has started. Returns its exit status, which is its own if it was ending."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-            self._is_over.wait()
-            self._process.wait()
-
-    def _end_late(self) -> None:
-        self._is_late = True
-        self.end()
-
-    def _watch(self, connection: socket.socket) -> None:
-        """When the process has ended, kill what it has left behind, and end a request that still waits for an answer."""
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        connection.shutdown(socket.SHUT_RDWR)  # a process that has left the group may hold the other end
-        connection.close()
-        self._is_over.set()
+            with contextlib.suppress(ProcessLookupError):  # another thread has just done it
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
 
     def _forward_output(self) -> None:
         with self._process.stdout as output:
@@ -121,19 +101,10 @@ class WorkerProcess:
                 self.num_printed_bytes += len(chunk)
                 text = chunk[:num_allowed].decode(errors="replace")
                 if is_first_beyond:
-                    text += (
-                        f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
-                    )
+                    text += f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
                 with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
                     sys.stderr.write(text)
                     sys.stderr.flush()
-
-
-def _cause_of_death(code: int) -> str:
-    if code >= 0:
-        return f"exited with status {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
 
 
 def _worker_sys_path(directory: str) -> list[str]:
