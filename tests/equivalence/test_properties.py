@@ -15,8 +15,8 @@ from grpo.batch import Completion, Group, Problem, collate, completion_mask, mic
 from grpo.config import PRESETS, Config, load_config
 from grpo.loss import loss_denominator
 from grpo.rewards.builtin import accuracy, countdown, tag_groups
-from grpo.rewards.expression import evaluate_expression
-from grpo.rewards.extract import LONGEST_NUMBER, MODES, answers_equal, extract_answer, has_format, parse_number
+from grpo.rewards.builtin import evaluate_expression
+from grpo.rewards.answers import LONGEST_NUMBER, MODES, answers_equal, extract_answer, has_format, parse_number
 from grpo.rewards.notation import Quantity, equal_in_any_notation, read_quantity
 
 FUZZ_CASES = 500

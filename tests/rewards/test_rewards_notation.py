@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from grpo.config.arguments import read_yaml
 from grpo.rewards import load_reward
-from grpo.rewards.extract import MODES, extract_answer
+from grpo.rewards.answers import MODES, extract_answer
 from grpo.rewards.notation import last_number, read_quantity
 
 HALF = Fraction(1, 2)
