@@ -1,7 +1,7 @@
-"""Extract the answer from a text and compare two answers. Evaluation and the built-in rewards use these functions.
+"""Extract the answer from a text and compare two answers.
 
-Every function that does not call math-verify takes time linear in its input, for any input: during training a policy can
-produce any text, also one that makes a regular expression backtrack. A pattern of the caller's takes its own time.
+A policy can produce any text, also one that makes a regular expression backtrack. So every function takes time linear in
+its input, but for those that call math-verify and for a pattern of the caller's.
 """
 
 import re
@@ -11,18 +11,15 @@ from fractions import Fraction
 from typing import Any
 
 LONGEST_NUMBER = 400
-"""Characters of the longest number that is read as one. Longer ones are compared as text: exact arithmetic on them is slow."""
+"""Characters of the longest number. Longer ones are compared as text, because exact arithmetic on them is slow."""
 LONGEST_EXPRESSION = 1000
-"""Characters of the longest answer that :func:`answers_equivalent` gives to math-verify, whose time grows with the length."""
+"""Characters of the longest answer that is compared by math-verify, whose time grows with the length."""
 MATH_VERIFY_SECONDS = 3
 """The time limit of math-verify per expression. ``reward.timeout_s`` limits the whole call of a reward."""
-
 MODES = ("strict", "lenient", "boxed", "####")
 """The places from which :func:`extract_answer` reads an answer."""
-
 DEFAULT_FORMAT = r"\s*<think>{0}</think>\s*<answer>{0}</answer>\s*".format(r"(?:(?!</?(?:think|answer)>).)*+")
 """Matches a whole response in which each of the four tags occurs exactly once."""
-
 MINUS_SIGNS = dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-")
 """For ``str.translate``: the Unicode characters that are read as a minus sign."""
 
@@ -50,10 +47,9 @@ _LAST_NUMBER = re.compile(
 
 
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a completion: a string or, in TRL's conversational form, ``[{"role": "assistant", "content": ...}]``.
+    """The text of a completion: a string, or messages (``[{"role": "assistant", "content": ...}]``) joined by newlines.
 
-    Several messages are joined by newlines. Content in parts (``[{"type": "text", "text": ...}]``) is concatenated. Any
-    other form is a ``ValueError``.
+    Content in parts (``[{"type": "text", "text": ...}]``) is concatenated. Any other form is a ``ValueError``.
     """
     if isinstance(completion, str):
         return completion
@@ -69,7 +65,7 @@ def _content_text(content: Any) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """The text after the last ``</think>``, up to a ``<think>`` that is not closed. Without these tags, the whole text."""
+    """The text after the last ``</think>``, up to a ``<think>`` that is not closed. Without tags the whole text."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
@@ -94,7 +90,7 @@ def last_tag_content(text: str, tag: str) -> str | None:
 
 
 def boxed_content(text: str) -> str | None:
-    """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, unchanged; ``None`` if there is none or it is not closed."""
+    """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, or ``None`` if it is missing or not closed."""
     start = max((box.end() for box in _BOX.finditer(text)), default=len(text))
     depth = 1
     for brace in _BRACE.finditer(text, start):
@@ -137,8 +133,8 @@ def has_format(text: str, pattern: str = DEFAULT_FORMAT) -> bool:
 def parse_number(text: str) -> Fraction | None:
     """``text`` as an exact number, or ``None`` if it is anything but a single number.
 
-    Accepts thousands separators, signs (Unicode minus too), decimals, exponents up to 999, ``a/b``, a currency sign, a
-    percent sign (ignored: ``50%`` is 50), a leading ``=`` and a trailing period.
+    Accepts ``1,000``, signs (also a Unicode minus), decimals, exponents up to 999, ``a/b``, a currency sign, a percent
+    sign (ignored: ``50%`` is 50), a leading ``=`` and a trailing period.
     """
     text = text.strip().translate(MINUS_SIGNS)
     match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
@@ -155,7 +151,7 @@ def normalize_text(text: str) -> str:
 
 
 def answers_equal(a: Any, b: Any) -> bool:
-    """True if two answers are the same number (exactly: ``0.33`` is not ``1/3``) or, where neither is one, the same text."""
+    """True if two answers are the same number, exactly (``0.33`` is not ``1/3``), or if neither is one, the same text."""
     first, second = parse_number(str(a)), parse_number(str(b))
     if first is None and second is None:
         return normalize_text(str(a)) == normalize_text(str(b))
@@ -170,7 +166,7 @@ def answers_equivalent(answer: str, reference: Any) -> bool:
 
 
 def parse_answer(text: str) -> list[Any]:
-    """What math-verify reads in an answer, which may be LaTeX without delimiters (``\\frac{1}{2}``); empty if nothing.
+    """What math-verify reads in an answer, which may be LaTeX without delimiters (``\\frac{1}{2}``); empty if none.
 
     This function and the two below need the package math-verify (the extra ``math``).
     """
@@ -179,7 +175,7 @@ def parse_answer(text: str) -> list[Any]:
 
 
 def find_expression(text: str) -> list[Any]:
-    """What math-verify reads as the final expression of a text: LaTeX between delimiters or a number; empty if nothing."""
+    """The last expression of a text that math-verify reads (LaTeX between delimiters, or a number); empty if none."""
     import math_verify
 
     return math_verify.parse(text.strip().translate(MINUS_SIGNS), parsing_timeout=_math_verify_timeout())
@@ -193,5 +189,5 @@ def same_expression(expected: list[Any], found: list[Any]) -> bool:
 
 
 def _math_verify_timeout() -> int | None:
-    # math-verify limits its time with SIGALRM, which only the main thread can use. Reward workers run in their main thread.
+    # math-verify limits its time with SIGALRM, which only the main thread may use. Reward workers run in theirs.
     return MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None

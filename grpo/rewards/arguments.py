@@ -1,4 +1,4 @@
-"""Checks of arguments and columns that the built-in rewards share. Each raises a ``ValueError`` whose message is one line."""
+"""Checks of arguments and columns that the built-in rewards share. Each raises a ``ValueError`` of one line."""
 
 import math
 from collections.abc import Collection, Sequence

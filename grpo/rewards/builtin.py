@@ -1,8 +1,8 @@
-"""The built-in rewards that read only the text and the columns: ``B`` completions in, ``B`` numbers out.
+"""The built-in rewards that read only the text and the columns of a row.
 
-Signature: ``fn(prompts, completions, *, <arguments>, **columns) -> list[float | None]``; prompts and completions are texts
-or lists of messages. The keyword-only parameters are what a configuration sets (``args:``), with their published values as
-defaults. Each function checks them before any row, so a call without rows checks a configuration.
+``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion; prompts and completions
+are texts or lists of messages. The arguments (``args:`` in a configuration) have published values as defaults. Each function
+checks its arguments before any row, so a call without rows checks a configuration.
 """
 
 import ast
@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from grpo.rewards import answers
-from grpo.rewards.answers import completion_text, extract_answer
 from grpo.rewards.arguments import Scores, column_values, is_missing, require_number, require_tag
 from grpo.system import import_extra
 
@@ -34,11 +33,11 @@ _OPERATIONS = {
 def accuracy(
     prompts, completions, *, mode="strict", value=1.0, tag="answer", any_notation=False, column="answer", **columns
 ) -> Scores:
-    """``value`` where the answer (see :func:`extract_answer`) equals the reference answer as a number or as text, else 0.
+    """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference answer, else 0.
 
-    With ``any_notation``, an answer that differs as a number and as text is compared by math-verify.
+    Numbers are compared exactly, anything else as text. With ``any_notation``, math-verify compares what is not equal.
     """
-    extract_answer("", mode, tag)
+    answers.extract_answer("", mode, tag)
     if not isinstance(any_notation, bool):
         raise ValueError(f"any_notation must be true or false, got {any_notation!r}")
     require_number(value=value)
@@ -46,21 +45,20 @@ def accuracy(
     if any_notation:
         import_extra("math_verify", "math", "reward 'accuracy' with any_notation")
     score = _value_if(answers.answers_equivalent if any_notation else answers.answers_equal, value)
-    return _score_rows(partial(extract_answer, mode=mode, tag=tag), score, completions, columns, "accuracy", column)
+    return _score_rows(
+        partial(answers.extract_answer, mode=mode, tag=tag), score, completions, columns, "accuracy", column
+    )
 
 
 def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Scores:
-    """``value`` where the whole response matches ``pattern`` (DOTALL, fullmatch), else 0.
-
-    The default is ``<think> ... </think> <answer> ... </answer>`` with each tag exactly once (DeepSeek-R1).
-    """
+    """``value`` where the whole response matches ``pattern``; the default is :data:`answers.DEFAULT_FORMAT`."""
     compiled = _compile(answers.DEFAULT_FORMAT if pattern is None else pattern)
     require_number(value=value)
-    return [float(value) if compiled.fullmatch(completion_text(c)) else 0.0 for c in completions]
+    return [float(value) if compiled.fullmatch(answers.completion_text(c)) else 0.0 for c in completions]
 
 
 def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max_value=0.5, **columns) -> Scores:
-    """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most ``max_value`` in total.
+    """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most ``max_value``.
 
     A repeated match earns nothing. Source of the values (0.1 and 0.5): "The One Big Beautiful Blog on GRPO".
     """
@@ -73,16 +71,13 @@ def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max
         matches = [match.groups() for match in compiled.finditer(text)]
         return sum(any(found is not None for found in group) for group in zip(*matches, strict=True))
 
-    return [min(per_group * num_matched_groups(completion_text(c)), float(max_value)) for c in completions]
+    return [min(per_group * num_matched_groups(answers.completion_text(c)), float(max_value)) for c in completions]
 
 
 def pattern_answer(
     prompts, completions, *, pattern: str, value=1.0, group="answer", column="answer", **columns
 ) -> Scores:
-    """``value`` where the whole response matches ``pattern`` and the named ``group`` is the reference answer, else 0.
-
-    The text of the group is compared as a number, or as normalised text where it is none.
-    """
+    """``value`` where the whole response matches ``pattern`` and the group equals the reference answer, else 0."""
     read = _group_reader(pattern, group)
     require_number(value=value)
     score = _value_if(lambda answer, reference: answer.strip() and answers.answers_equal(answer, reference), value)
@@ -92,9 +87,9 @@ def pattern_answer(
 def exact_or_stripped(
     prompts, completions, *, exact=3.0, stripped=1.5, tag="answer", pattern=None, column="answer", **columns
 ) -> Scores:
-    """``exact`` where the text in the tag is the reference answer, ``stripped`` where only white space around it differs.
+    """``exact`` where the text in the tag is the reference answer, ``stripped`` where white space around it differs.
 
-    With ``pattern``, the text is its group ``(?P<answer>...)`` where the whole response matches, and ``tag`` is not used.
+    With ``pattern``, which the whole response must match, the text is its group ``(?P<answer>...)``, and no tag is read.
     Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     require_number(exact=exact, stripped=stripped)
@@ -122,10 +117,10 @@ def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cach
 
 
 def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", **columns) -> Scores:
-    """``value`` where math-verify finds the answer of the response equal to the reference answer, else 0.
+    """``value`` where math-verify finds the answer after the thinking equal to the reference answer, else 0.
 
-    After the thinking, the answer is the text inside the last ``<answer>...</answer>``, or without one the final expression.
-    With ``tag`` it is the text inside the last such tag. ``None`` also where the reference answer cannot be parsed.
+    The answer is the text inside the last ``<answer>...</answer>``, or without one the last expression. With ``tag`` it
+    is the text inside the last such tag. ``None`` also where the reference answer cannot be parsed.
     """
     import_extra("math_verify", "math", "reward 'math_verify'")
     require_number(value=value)
@@ -144,11 +139,10 @@ def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", *
 
 
 def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer", **columns) -> Scores:
-    """The reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783).
+    """The reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end with ``<think>``.
 
-    ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is ``</think> <answer>`` and
-    ``</answer>`` in the response; the prompt ends with ``<think>``. Answers are compared as ``accuracy`` with
-    ``any_notation`` does.
+    ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is ``</think> <answer>``
+    and ``</answer>`` in the response. Answers are compared as by ``accuracy`` with ``any_notation``.
     """
     import_extra("math_verify", "math", "reward 'r1_zero'")
     require_number(value=value, format_value=format_value)
@@ -168,9 +162,9 @@ math_verify.row_by_row = r1_zero.row_by_row = True
 def reasoning_gym(
     prompts, completions, *, value=1.0, tag="answer", column="answer", metadata_column="metadata", **columns
 ) -> Scores:
-    """``value`` times the score, 0 to 1, that reasoning-gym's scorer for the row's task gives the text in the tag.
+    """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag; 0 without a well-formed tag.
 
-    0 without a well-formed tag. The row's metadata names the task. Many scorers give a wrong answer 0.01, some a partial score.
+    The row's metadata names the task. Many of its scorers give a wrong answer 0.01, some give partial scores.
     """
     library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
     require_number(value=value)
@@ -180,7 +174,7 @@ def reasoning_gym(
     metadata_rows = column_values(columns, metadata_column, completions, "reasoning_gym")
 
     def score(completion: Any, prompt: Any, reference: Any, metadata: dict[str, Any] | None) -> float | None:
-        answer = extract_answer(completion_text(completion), "strict", tag)
+        answer = answers.extract_answer(answers.completion_text(completion), "strict", tag)
         if answer is None or not metadata:
             return 0.0 if metadata else None
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -196,12 +190,12 @@ def countdown(
 ) -> Scores:  # fmt: skip
     """``value`` where the expression in the tag uses each number of the row exactly once and equals the row's target.
 
-    ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. An equation such as
-    ``(3 + 5) * 3 = 24`` is read as its left side if its right side is the value of that side.
+    ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. The expression may be the
+    left side of an equation (``(3 + 5) * 3 = 24``) that holds.
     """
     require_number(value=value, format_value=format_value)
     require_tag(tag)
-    read, score = partial(extract_answer, tag=tag), _value_if(_solves_countdown, value, format_value)
+    read, score = partial(answers.extract_answer, tag=tag), _value_if(_solves_countdown, value, format_value)
     return _score_rows(read, score, completions, columns, "countdown", numbers_column, target_column)
 
 
@@ -219,7 +213,7 @@ def _solves_countdown(text: str, numbers: Collection[Any], target: Any) -> bool:
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and the integers used, in order.
+    """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and its integers in order.
 
     ``ValueError`` if ``text`` is not such an expression, divides by zero, or exceeds the limits above.
     """
@@ -256,7 +250,7 @@ def _score_rows(
     def score_row(completion: Any, *values: Any) -> float | None:
         if any(map(is_missing, values)):
             return None
-        answer = read(completion_text(completion))
+        answer = read(answers.completion_text(completion))
         result = 0.0 if answer is None else score(answer, *values)
         return None if result is None else float(result)
 
@@ -279,6 +273,6 @@ def _group_reader(pattern: Any, group: Any) -> Callable[[str], str | None]:
     """A function that reads a named group; ``None`` unless the whole text matches and the group takes part."""
     compiled = _compile(pattern)
     if not isinstance(group, str) or group not in compiled.groupindex:
-        named = f"a group of the pattern, (?P<{group}>...)"
-        raise ValueError(f"the answer is read from {named}, and {pattern!r} has no group of that name")
+        wanted = f"a group of the pattern, (?P<{group}>...)"
+        raise ValueError(f"the answer is read from {wanted}, and {pattern!r} has no group of that name")
     return lambda text: match[group] if (match := compiled.fullmatch(text)) else None
