@@ -1,7 +1,7 @@
 """Extract the answer from a text and compare two answers.
 
-A policy can produce any text, also one that makes a regular expression backtrack. So every function takes time linear in
-its input, but for those that call math-verify and for a pattern of the caller's.
+A policy can produce any text, also one that makes a regular expression backtrack. So every function takes linear time,
+but for those that call math-verify and for a pattern of the caller's.
 """
 
 import re
@@ -13,9 +13,7 @@ from typing import Any
 LONGEST_NUMBER = 400
 """Characters of the longest number. Longer ones are compared as text, because exact arithmetic on them is slow."""
 LONGEST_EXPRESSION = 1000
-"""Characters of the longest answer that is compared by math-verify, whose time grows with the length."""
-MATH_VERIFY_SECONDS = 3
-"""The time limit of math-verify per expression. ``reward.timeout_s`` limits the whole call of a reward."""
+"""Characters of the longest answer that math-verify compares: its time grows with the length."""
 MODES = ("strict", "lenient", "boxed", "####")
 """The places from which :func:`extract_answer` reads an answer."""
 DEFAULT_FORMAT = r"\s*<think>{0}</think>\s*<answer>{0}</answer>\s*".format(r"(?:(?!</?(?:think|answer)>).)*+")
@@ -151,7 +149,7 @@ def normalize_text(text: str) -> str:
 
 
 def answers_equal(a: Any, b: Any) -> bool:
-    """True if two answers are the same number, exactly (``0.33`` is not ``1/3``), or if neither is one, the same text."""
+    """True if two answers are the same number (``0.33`` is not ``1/3``) or, where neither is one, the same text."""
     first, second = parse_number(str(a)), parse_number(str(b))
     if first is None and second is None:
         return normalize_text(str(a)) == normalize_text(str(b))
@@ -189,5 +187,5 @@ def same_expression(expected: list[Any], found: list[Any]) -> bool:
 
 
 def _math_verify_timeout() -> int | None:
-    # math-verify limits its time with SIGALRM, which only the main thread may use. Reward workers run in theirs.
-    return MATH_VERIFY_SECONDS if threading.current_thread() is threading.main_thread() else None
+    # Seconds per expression. The limit uses SIGALRM, which only a main thread may do; reward workers run in theirs.
+    return 3 if threading.current_thread() is threading.main_thread() else None

@@ -1,8 +1,8 @@
 """The built-in rewards that read only the text and the columns of a row.
 
-``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion; prompts and completions
-are texts or lists of messages. The arguments (``args:`` in a configuration) have published values as defaults. Each function
-checks its arguments before any row, so a call without rows checks a configuration.
+``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion; prompts and
+completions are texts or lists of messages. Defaults of the arguments are published values. Each function checks its
+arguments before any row, so a call without rows checks a configuration.
 """
 
 import ast
@@ -44,10 +44,9 @@ def accuracy(
     require_tag(tag)
     if any_notation:
         import_extra("math_verify", "math", "reward 'accuracy' with any_notation")
+    read = partial(answers.extract_answer, mode=mode, tag=tag)
     score = _value_if(answers.answers_equivalent if any_notation else answers.answers_equal, value)
-    return _score_rows(
-        partial(answers.extract_answer, mode=mode, tag=tag), score, completions, columns, "accuracy", column
-    )
+    return _score_rows(read, score, completions, columns, "accuracy", column)
 
 
 def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Scores:
@@ -89,7 +88,7 @@ def exact_or_stripped(
 ) -> Scores:
     """``exact`` where the text in the tag is the reference answer, ``stripped`` where white space around it differs.
 
-    With ``pattern``, which the whole response must match, the text is its group ``(?P<answer>...)``, and no tag is read.
+    With ``pattern``, which the whole response must match, the text is its group ``(?P<answer>...)``; no tag is read.
     Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     require_number(exact=exact, stripped=stripped)
@@ -195,7 +194,8 @@ def countdown(
     """
     require_number(value=value, format_value=format_value)
     require_tag(tag)
-    read, score = partial(answers.extract_answer, tag=tag), _value_if(_solves_countdown, value, format_value)
+    read = partial(answers.extract_answer, tag=tag)
+    score = _value_if(_solves_countdown, value, format_value)
     return _score_rows(read, score, completions, columns, "countdown", numbers_column, target_column)
 
 
@@ -259,6 +259,7 @@ def _score_rows(
 
 
 def _value_if(is_right: Callable[..., Any], value: float, otherwise: float = 0.0) -> Callable[..., float]:
+    """A ``score`` for :func:`_score_rows`: ``value`` where an answer is right."""
     return lambda *arguments: value if is_right(*arguments) else otherwise
 
 
