@@ -6,7 +6,7 @@ from grpo.batch import Completion, Group, Problem
 from grpo.config import EvalConfig
 from grpo.evaluation.estimate import CompletionResult
 from grpo.rewards import RewardRunner
-from grpo.rewards.extract import answers_equal, extract_answer, has_format
+from grpo.rewards.answers import answers_equal, extract_answer, has_format
 from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
 

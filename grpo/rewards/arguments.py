@@ -1,4 +1,4 @@
-"""Checks of arguments and columns that the built-in rewards share. Each raises a ``ValueError`` whose message is one line."""
+"""Checks of arguments and columns that the built-in rewards share. Each raises a ``ValueError`` of one line."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -30,13 +30,6 @@ def require_number(**arguments: Any) -> None:
             raise ValueError(f"{name} must be a number, got {value!r}")
 
 
-def require_bool(**arguments: Any) -> None:
-    """Check that every argument is ``True`` or ``False``."""
-    for name, value in arguments.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, got {value!r}")
-
-
 def require_tag(tag: Any) -> None:
     """Check that ``tag`` is the name of a tag without its angle brackets."""
     if not isinstance(tag, str) or not tag or set(tag) & set("<>/ "):
@@ -44,5 +37,5 @@ def require_tag(tag: Any) -> None:
 
 
 def is_missing(reference: Any) -> bool:
-    """True if a row has no reference answer (``None`` or blank text). Such a row cannot be scored; its completions are not wrong."""
+    """True if a row has no reference answer (``None`` or blank text): its completions cannot be scored."""
     return reference is None or (isinstance(reference, str) and not reference.strip())

@@ -1,79 +1,67 @@
-"""The built-in rewards that read only the text and the columns: ``B`` completions in, ``B`` numbers out.
+"""The built-in rewards that read only the text and the columns of a row.
 
-Signature: ``fn(prompts, completions, *, <arguments>, **columns) -> list[float | None]``; prompts and completions are texts or lists of
-messages. The keyword-only parameters are the arguments that a configuration sets (``args:``), with their published values as defaults.
-Each function checks its arguments before any row, so a call without rows checks a configuration.
+``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion; prompts and
+completions are texts or lists of messages. Defaults of the arguments are published values. Each function checks its
+arguments before any row, so a call without rows checks a configuration.
 """
 
+import ast
+import operator
 import re
+from collections.abc import Callable, Collection, Sequence
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
-from grpo.rewards import completion_text
-from grpo.rewards.arguments import Scores, column_values, is_missing, require_bool, require_number, require_tag
-from grpo.rewards.expression import solves_countdown
-from grpo.rewards.extract import (
-    answers_equal,
-    compile_pattern,
-    extract_answer,
-    has_format,
-    matched_group,
-    tag_content,
-)
-from grpo.rewards.notation import equal_in_any_notation, last_number
+from grpo.rewards import answers
+from grpo.rewards.arguments import Scores, column_values, is_missing, require_number, require_tag
+from grpo.system import import_extra
 
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 """Five groups: one for each tag, and one that matches if nothing follows the last tag."""
+MAX_LENGTH = 500
+"""Characters of an arithmetic expression. There is no power operator, so this bounds the size of every value too."""
+MAX_PARENTHESES = 50
+"""Pairs of parentheses in an arithmetic expression."""
+_OTHER_OPERATORS = str.maketrans("×·÷[]", "**/()") | answers.MINUS_SIGNS
+_OPERATIONS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.UAdd: operator.pos, ast.USub: operator.neg,
+}  # fmt: skip
 
 
 def accuracy(
     prompts, completions, *, mode="strict", value=1.0, tag="answer", any_notation=False, column="answer", **columns
 ) -> Scores:
-    """``value`` where the answer equals the reference answer (as a number, else as normalised text), and 0 elsewhere.
+    """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference answer, else 0.
 
-    ``mode`` says where the answer is: ``strict`` (in the only ``<tag>...</tag>``), ``lenient`` (the last number), ``boxed`` (in the last
-    ``\\boxed{...}``) or ``####`` (behind the last ``####``); see :func:`extract_answer`. With ``any_notation`` a number is also read with a
-    unit, Markdown or LaTeX around it, as ``x = 5``, as ``\\frac{1}{2}`` and as ``2 1/2``; see :mod:`grpo.rewards.notation`.
+    Numbers are compared exactly, anything else as text. With ``any_notation``, math-verify compares what is not equal.
     """
-    extract_answer("", mode, tag)
-    require_bool(any_notation=any_notation)
+    answers.extract_answer("", mode, tag)
+    if not isinstance(any_notation, bool):
+        raise ValueError(f"any_notation must be true or false, got {any_notation!r}")
     require_number(value=value)
     require_tag(tag)
-    rewards: Scores = []
-    for completion, reference in zip(completions, column_values(columns, column, completions, "accuracy"), strict=True):
-        if is_missing(reference):
-            rewards.append(None)
-            continue
-        is_right = _is_right(completion_text(completion), reference, mode, tag, any_notation)
-        rewards.append(float(value) if is_right else 0.0)
-    return rewards
-
-
-def _is_right(text: str, reference: Any, mode: str, tag: str, any_notation: bool) -> bool:
-    without_context = any_notation and mode == "lenient"
-    answer = last_number(text) if without_context else extract_answer(text, mode, tag)
-    if answer is None or not any_notation:
-        return answer is not None and answers_equal(answer, reference)
-    return equal_in_any_notation(answer, reference, bare=without_context)
+    if any_notation:
+        import_extra("math_verify", "math", "reward 'accuracy' with any_notation")
+    read = partial(answers.extract_answer, mode=mode, tag=tag)
+    score = _value_if(answers.answers_equivalent if any_notation else answers.answers_equal, value)
+    return _score_rows(read, score, completions, columns, "accuracy", column)
 
 
 def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Scores:
-    """``value`` where the whole response matches ``pattern`` (DOTALL, fullmatch), else 0.
-
-    The default is ``<think> ... </think> <answer> ... </answer>`` with each tag exactly once (DeepSeek-R1). A pattern that backtracks
-    for too long is stopped by ``reward.timeout_s``, like any slow reward.
-    """
-    compiled = None if pattern is None else compile_pattern(pattern)
+    """``value`` where the whole response matches ``pattern``; the default is :data:`answers.DEFAULT_FORMAT`."""
+    compiled = _compile(answers.DEFAULT_FORMAT if pattern is None else pattern)
     require_number(value=value)
-    return [float(value) if has_format(completion_text(c), compiled) else 0.0 for c in completions]
+    return [float(value) if compiled.fullmatch(answers.completion_text(c)) else 0.0 for c in completions]
 
 
 def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max_value=0.5, **columns) -> Scores:
-    """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most ``max_value`` in total.
+    """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most ``max_value``.
 
-    A group counts once however often it matches, so repeating a tag earns nothing. Source of the values (0.1 and 0.5): "The One Big
-    Beautiful Blog on GRPO".
+    A repeated match earns nothing. Source of the values (0.1 and 0.5): "The One Big Beautiful Blog on GRPO".
     """
-    compiled = compile_pattern(pattern)
+    compiled = _compile(pattern)
     require_number(per_group=per_group, max_value=max_value)
     if not compiled.groups:
         raise ValueError(f"tag_groups counts the groups of its pattern, and {pattern!r} has none")
@@ -82,63 +70,37 @@ def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max
         matches = [match.groups() for match in compiled.finditer(text)]
         return sum(any(found is not None for found in group) for group in zip(*matches, strict=True))
 
-    return [min(per_group * num_matched_groups(completion_text(c)), float(max_value)) for c in completions]
+    return [min(per_group * num_matched_groups(answers.completion_text(c)), float(max_value)) for c in completions]
 
 
 def pattern_answer(
     prompts, completions, *, pattern: str, value=1.0, group="answer", column="answer", **columns
 ) -> Scores:
-    """``value`` where the whole response matches ``pattern`` (DOTALL, fullmatch) and its group ``(?P<answer>...)`` is the reference answer.
-
-    The text of the group is compared as a number, or as normalised text where it is none. ``group`` names another group. A pattern that
-    backtracks for too long is stopped by ``reward.timeout_s``.
-    """
-    compiled = _pattern_with_group(pattern, group)
+    """``value`` where the whole response matches ``pattern`` and the group equals the reference answer, else 0."""
+    read = _group_reader(pattern, group)
     require_number(value=value)
-    rewards: Scores = []
-    for completion, reference in zip(
-        completions, column_values(columns, column, completions, "pattern_answer"), strict=True
-    ):
-        answer = matched_group(completion_text(completion), compiled, group)
-        is_right = answer is not None and answer.strip() != "" and answers_equal(answer, reference)
-        rewards.append(None if is_missing(reference) else float(value) if is_right else 0.0)
-    return rewards
-
-
-def _pattern_with_group(pattern: Any, group: Any) -> re.Pattern[str]:
-    compiled = compile_pattern(pattern)
-    if not isinstance(group, str) or group not in compiled.groupindex:
-        raise ValueError(
-            f"the answer is read from a group of the pattern, (?P<{group}>...), and {pattern!r} has no group of that name"
-        )
-    return compiled
+    score = _value_if(lambda answer, reference: answer.strip() and answers.answers_equal(answer, reference), value)
+    return _score_rows(read, score, completions, columns, "pattern_answer", column)
 
 
 def exact_or_stripped(
     prompts, completions, *, exact=3.0, stripped=1.5, tag="answer", pattern=None, column="answer", **columns
 ) -> Scores:
-    """``exact`` where the text inside the tag is the reference answer, ``stripped`` where it differs in surrounding white space, else 0.
+    """``exact`` where the text in the tag is the reference answer, ``stripped`` where white space around it differs.
 
-    With ``pattern``, the text is the group ``(?P<answer>...)`` of that pattern, which the whole response must match, and ``tag`` is not used.
+    With ``pattern``, which the whole response must match, the text is its group ``(?P<answer>...)``; no tag is read.
     Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     require_number(exact=exact, stripped=stripped)
     require_tag(tag)
-    compiled = None if pattern is None else _pattern_with_group(pattern, "answer")
-    rewards: Scores = []
-    references = column_values(columns, column, completions, "exact_or_stripped")
-    for completion, reference in zip(completions, references, strict=True):
-        text = completion_text(completion)
-        content = tag_content(text, tag) if compiled is None else matched_group(text, compiled, "answer")
-        if is_missing(reference):
-            rewards.append(None)
-        elif content == str(reference):
-            rewards.append(float(exact))
-        else:
-            rewards.append(
-                float(stripped) if content is not None and content.strip() == str(reference).strip() else 0.0
-            )
-    return rewards
+    read = partial(answers.tag_content, tag=tag) if pattern is None else _group_reader(pattern, "answer")
+
+    def score(answer: str, reference: Any) -> float:
+        if answer == str(reference):
+            return exact
+        return stripped if answer.strip() == str(reference).strip() else 0.0
+
+    return _score_rows(read, score, completions, columns, "exact_or_stripped", column)
 
 
 def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cache_length: int, **columns) -> Scores:
@@ -153,26 +115,165 @@ def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cach
     return [max(-1.0, min(0.0, (free_length - len(ids)) / cache_length)) for ids in completion_ids]
 
 
+def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", **columns) -> Scores:
+    """``value`` where math-verify finds the answer after the thinking equal to the reference answer, else 0.
+
+    The answer is the text inside the last ``<answer>...</answer>``, or without one the last expression. With ``tag`` it
+    is the text inside the last such tag. ``None`` also where the reference answer cannot be parsed.
+    """
+    import_extra("math_verify", "math", "reward 'math_verify'")
+    require_number(value=value)
+    require_tag("answer" if tag is None else tag)
+
+    def score(response: str, reference: Any) -> float | None:
+        expected = answers.parse_answer(str(reference))
+        if not expected:
+            return None
+        answer = answers.last_tag_content(response, tag or "answer")
+        has_tag = answer is not None or tag is not None
+        found = answers.parse_answer(answer or "") if has_tag else answers.find_expression(response)
+        return value if answers.same_expression(expected, found) else 0.0
+
+    return _score_rows(answers.after_thinking, score, completions, columns, "math_verify", column)
+
+
+def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer", **columns) -> Scores:
+    """The reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end with ``<think>``.
+
+    ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is ``</think> <answer>``
+    and ``</answer>`` in the response. Answers are compared as by ``accuracy`` with ``any_notation``.
+    """
+    import_extra("math_verify", "math", "reward 'r1_zero'")
+    require_number(value=value, format_value=format_value)
+
+    def read(text: str) -> str | None:
+        has_format = "</think> <answer>" in text and "</answer>" in text
+        return text.split("<answer>")[-1].replace("</answer>", "") if has_format else None
+
+    score = _value_if(answers.answers_equivalent, value, format_value)
+    return _score_rows(read, score, completions, columns, "r1_zero", column)
+
+
+# The runner calls these functions row by row, so that one slow expression does not use up the time limit of its batch.
+math_verify.row_by_row = r1_zero.row_by_row = True
+
+
+def reasoning_gym(
+    prompts, completions, *, value=1.0, tag="answer", column="answer", metadata_column="metadata", **columns
+) -> Scores:
+    """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag; 0 without a well-formed tag.
+
+    The row's metadata names the task. Many of its scorers give a wrong answer 0.01, some give partial scores.
+    """
+    library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
+    require_number(value=value)
+    require_tag(tag)
+    # The answer of a row may be None: a task with many right answers has a scorer that reads the metadata alone.
+    references = column_values(columns, column, completions, "reasoning_gym")
+    metadata_rows = column_values(columns, metadata_column, completions, "reasoning_gym")
+
+    def score(completion: Any, prompt: Any, reference: Any, metadata: dict[str, Any] | None) -> float | None:
+        answer = answers.extract_answer(answers.completion_text(completion), "strict", tag)
+        if answer is None or not metadata:
+            return 0.0 if metadata else None
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        score_answer = library.get_score_answer_fn(metadata["source_dataset"])
+        return float(value * score_answer(answer, {"question": question, "answer": reference, "metadata": metadata}))
+
+    return [score(*row) for row in zip(completions, prompts, references, metadata_rows, strict=True)]
+
+
 def countdown(
     prompts, completions, *, value=1.0, format_value=0.0, tag="answer", numbers_column="numbers",
     target_column="target", **columns,
 ) -> Scores:  # fmt: skip
     """``value`` where the expression in the tag uses each number of the row exactly once and equals the row's target.
 
-    ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. An equation such as ``(3 + 5) * 3 = 24`` is
-    read as its left side if its right side is the value of that side.
+    ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. The expression may be the
+    left side of an equation (``(3 + 5) * 3 = 24``) that holds.
     """
     require_number(value=value, format_value=format_value)
     require_tag(tag)
-    numbers = column_values(columns, numbers_column, completions, "countdown")
-    targets = column_values(columns, target_column, completions, "countdown")
-    rewards: Scores = []
-    for completion, row_numbers, target in zip(completions, numbers, targets, strict=True):
-        content = extract_answer(completion_text(completion), "strict", tag)
-        if row_numbers is None or is_missing(target):
-            rewards.append(None)
-        elif content is None:
-            rewards.append(0.0)
-        else:
-            rewards.append(float(value if solves_countdown(content, row_numbers, target) else format_value))
-    return rewards
+    read = partial(answers.extract_answer, tag=tag)
+    score = _value_if(_solves_countdown, value, format_value)
+    return _score_rows(read, score, completions, columns, "countdown", numbers_column, target_column)
+
+
+def _solves_countdown(text: str, numbers: Collection[Any], target: Any) -> bool:
+    expression, equals, claimed = text.partition("=")
+    goal = answers.parse_number(str(target))
+    if goal is None:
+        raise ValueError(f"the target of a countdown row must be a number, got {target!r}")
+    try:
+        result, used = evaluate_expression(expression)
+    except ValueError:
+        return False
+    is_consistent = not equals or answers.parse_number(claimed) == result
+    return is_consistent and result == goal and sorted(used) == sorted(Fraction(str(number)) for number in numbers)
+
+
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and its integers in order.
+
+    ``ValueError`` if ``text`` is not such an expression, divides by zero, or exceeds the limits above.
+    """
+    expression = " ".join(text.translate(_OTHER_OPERATORS).split())
+    if len(text) > MAX_LENGTH or expression.count("(") > MAX_PARENTHESES or re.search(r"[^-+*/() 0-9]", expression):
+        raise ValueError("not an expression of integers, + - * / and parentheses, or too long")
+    expression = re.sub(r"(?<![0-9])0+(?=[0-9])", "", expression)  # Python refuses 007
+    try:
+        value = _value(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(f"an expression without a value: {error}") from None
+    return value, [int(digits) for digits in re.findall("[0-9]+", expression)]
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("only integers, + - * / and parentheses may be used")
+
+
+def _score_rows(
+    read: Callable[[str], Any], score: Callable[..., float | None], completions: Sequence[Any], columns: dict[str, Any],
+    reward: str, *names: str,
+) -> Scores:  # fmt: skip
+    """For each completion ``score(read(text), *values)``, with the row's values of the named columns.
+
+    0 where ``read`` finds no answer (``None``); ``None`` where a value is missing or ``score`` returns ``None``.
+    """
+
+    def score_row(completion: Any, *values: Any) -> float | None:
+        if any(map(is_missing, values)):
+            return None
+        answer = read(answers.completion_text(completion))
+        result = 0.0 if answer is None else score(answer, *values)
+        return None if result is None else float(result)
+
+    values = [column_values(columns, name, completions, reward) for name in names]
+    return [score_row(*row) for row in zip(completions, *values, strict=True)]
+
+
+def _value_if(is_right: Callable[..., Any], value: float, otherwise: float = 0.0) -> Callable[..., float]:
+    """A ``score`` for :func:`_score_rows`: ``value`` where an answer is right."""
+    return lambda *arguments: value if is_right(*arguments) else otherwise
+
+
+def _compile(pattern: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+
+
+def _group_reader(pattern: Any, group: Any) -> Callable[[str], str | None]:
+    """A function that reads a named group; ``None`` unless the whole text matches and the group takes part."""
+    compiled = _compile(pattern)
+    if not isinstance(group, str) or group not in compiled.groupindex:
+        wanted = f"a group of the pattern, (?P<{group}>...)"
+        raise ValueError(f"the answer is read from {wanted}, and {pattern!r} has no group of that name")
+    return lambda text: match[group] if (match := compiled.fullmatch(text)) else None

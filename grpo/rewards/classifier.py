@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from grpo.hub import hub_answers
-from grpo.rewards.extract import completion_text
+from grpo.rewards.answers import completion_text
 from grpo.system import first_line
 
 

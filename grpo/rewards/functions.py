@@ -21,12 +21,10 @@ from typing import Any
 
 _TEXT_REWARDS = (
     "accuracy", "format", "tag_groups", "pattern_answer", "exact_or_stripped", "soft_overlong", "countdown",
+    "math_verify", "r1_zero", "reasoning_gym",
 )  # fmt: skip
 BUILTIN: dict[str, str] = dict.fromkeys(_TEXT_REWARDS, "grpo.rewards.builtin") | {
-    "math_verify": "grpo.rewards.symbolic",
-    "r1_zero": "grpo.rewards.symbolic",
     "python_tests": "grpo.rewards.python_tests",
-    "reasoning_gym": "grpo.rewards.gym",
 }
 """Name -> the module that defines a function of that name. The module is imported when the reward is loaded."""
 

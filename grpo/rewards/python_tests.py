@@ -4,9 +4,9 @@ import json
 import re
 import textwrap
 
+from grpo.rewards.answers import completion_text, tag_content
 from grpo.rewards.arguments import Scores, column_values, require_number, require_tag
 from grpo.rewards.code_tests import CALL_PROGRAM, read_tests
-from grpo.rewards.extract import completion_text, tag_content
 from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
@@ -80,7 +80,7 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
 
 
 def _after_thinking(text: str) -> str:
-    """As :func:`grpo.rewards.extract.after_thinking`, but a tag inside a fenced block, after other text of its line, is code."""
+    """As :func:`grpo.rewards.answers.after_thinking`, but a tag inside a fenced block, after other text of its line, is code."""
     start, end, inside = 0, len(text), False
     for found in _FENCE_OR_TAG.finditer(text):
         at_line_start, tag = found.groups()

@@ -156,13 +156,13 @@ def test_files_stay_small(path):
 def test_the_import_finder_sees_every_way_to_write_it():
     source = (
         "import grpo.run\nimport torch.distributed as dist\nfrom torch import distributed\nfrom grpo import loss\n"
-        "from grpo.rewards.extract import completion_text\nfrom . import near\nfrom .near import x\nfrom .. import up\n"
+        "from grpo.rewards.answers import completion_text\nfrom . import near\nfrom .near import x\nfrom .. import up\n"
         "try:\n    import wandb\nexcept ImportError:\n    pass\n"
         "def f():\n    import datasets\n    async def g():\n        from ..model import h\n"
     )
     found = dict(imports(ast.parse(source), package="grpo.rewards"))
     assert found == {
-        "grpo.run": True, "torch.distributed": True, "grpo.loss": True, "grpo.rewards.extract.completion_text": True,
+        "grpo.run": True, "torch.distributed": True, "grpo.loss": True, "grpo.rewards.answers.completion_text": True,
         "grpo.rewards.near": True, "grpo.rewards.near.x": True, "grpo.up": True, "wandb": True,
         "datasets": False, "grpo.model.h": False,
     }  # fmt: skip

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from grpo.rewards import completion_text, load_reward
-from grpo.rewards.expression import evaluate_expression
-from grpo.rewards.extract import answers_equal, extract_answer, has_format, parse_number
+from grpo.rewards.answers import answers_equal, extract_answer, has_format, parse_number
+from grpo.rewards.builtin import evaluate_expression
 
 GOOD = "<think>2 + 2</think> <answer>4</answer>"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from grpo.rewards.expression import evaluate_expression
+from grpo.rewards.builtin import evaluate_expression
 from grpo.tasks import TASKS, Task, load_task
 from grpo.tasks import arithmetic as arithmetic_module
 from grpo.tasks import countdown as countdown_module

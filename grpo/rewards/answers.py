@@ -1,0 +1,191 @@
+"""Extract the answer from a text and compare two answers.
+
+A policy can produce any text, also one that makes a regular expression backtrack. So every function takes linear time,
+but for those that call math-verify and for a pattern of the caller's.
+"""
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+LONGEST_NUMBER = 400
+"""Characters of the longest number. Longer ones are compared as text, because exact arithmetic on them is slow."""
+LONGEST_EXPRESSION = 1000
+"""Characters of the longest answer that math-verify compares: its time grows with the length."""
+MODES = ("strict", "lenient", "boxed", "####")
+"""The places from which :func:`extract_answer` reads an answer."""
+DEFAULT_FORMAT = r"\s*<think>{0}</think>\s*<answer>{0}</answer>\s*".format(r"(?:(?!</?(?:think|answer)>).)*+")
+"""Matches a whole response in which each of the four tags occurs exactly once."""
+MINUS_SIGNS = dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-")
+"""For ``str.translate``: the Unicode characters that are read as a minus sign."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a backslash takes the next character with it: \{ is no brace
+
+# Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length of a run of spaces.
+_NUMBER = re.compile(
+    r"""(?:=\s*+)?                                     # "= 5"
+    (?P<sign>[+-]?) \s*+ (?:\\?[$€£])? \s*+ (?P<inner>[+-]?)
+    (?=\.?[0-9]) (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
+    (?P<decimals>\.[0-9]*)?
+    (?:[eE](?P<exponent>[+-]?[0-9]{1,3}))?
+    (?:\s*+/\s*+(?P<denominator>0*+[1-9][0-9]*))?
+    \s*+ (?:\\?%)? \s*+ \$? \.?                         # "50%", "$5$", "5." """,
+    re.VERBOSE,
+)
+
+# A minus is read as a sign only where it cannot be a subtraction: the last number of "10-5" is 5, not -5.
+_LAST_NUMBER = re.compile(
+    r"""(?:\$- | (?:(?<![\w)\]])-)? \$?) (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
+    (?:\.[0-9]+)? (?:[eE][+-]?[0-9]{1,3}(?!\w))?""",
+    re.VERBOSE,
+)
+
+
+def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a completion: a string, or messages (``[{"role": "assistant", "content": ...}]``) joined by newlines.
+
+    Content in parts (``[{"type": "text", "text": ...}]``) is concatenated. Any other form is a ``ValueError``.
+    """
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence) and all(isinstance(m, Mapping) and "content" in m for m in completion):
+        return "\n".join(_content_text(message["content"]) for message in completion)
+    raise ValueError(f"expected a completion as a string or a list of messages, got {type(completion).__name__}")
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def after_thinking(text: str) -> str:
+    """The text after the last ``</think>``, up to a ``<think>`` that is not closed. Without tags the whole text."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def tag_content(text: str, tag: str) -> str | None:
+    """The text between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two occurs exactly once.
+
+    ``None`` also if the tag lies inside the thinking: the next tag of thinking after it is ``</think>``.
+    """
+    _, _, after = text.partition(f"</{tag}>")
+    thought, end_of_thinking, _ = after.partition("</think>")
+    is_thought = end_of_thinking and "<think>" not in thought
+    if is_thought or text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
+        return None
+    return last_tag_content(text, tag)
+
+
+def last_tag_content(text: str, tag: str) -> str | None:
+    """The text inside the last ``<tag>...</tag>``, unchanged; ``None`` without one."""
+    before, _, _ = text.rpartition(f"</{tag}>")
+    _, opening, content = before.rpartition(f"<{tag}>")
+    return content if opening else None
+
+
+def boxed_content(text: str) -> str | None:
+    """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, or ``None`` if it is missing or not closed."""
+    start = max((box.end() for box in _BOX.finditer(text)), default=len(text))
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start : brace.start()]
+    return None
+
+
+def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
+    """The answer in a response, without surrounding white space, or ``None`` if there is none or it is empty.
+
+    - ``"strict"``: the text inside ``<tag>...</tag>``, if there is exactly one such tag, outside ``<think>...</think>``
+    - ``"lenient"``: the last number anywhere in the text
+    - ``"boxed"``: the text inside the last ``\\boxed{...}`` or ``\\fbox{...}`` after the thinking
+    - ``"####"``: the rest of the line after the last ``####`` after the thinking, as in the answers of GSM8K
+
+    Any other mode is a ``ValueError``.
+    """
+    if mode == "strict":
+        content = tag_content(text, tag)
+    elif mode == "lenient":
+        content = next(reversed(_LAST_NUMBER.findall(text.translate(MINUS_SIGNS))), None)
+    elif mode == "boxed":
+        content = boxed_content(after_thinking(text))
+    elif mode == "####":
+        _, mark, rest = after_thinking(text).rpartition("####")
+        content = rest.partition("\n")[0] if mark else None
+    else:
+        unquoted = '; in YAML an unquoted # begins a comment: write mode: "####"' if mode is None else ""
+        raise ValueError(f"mode must be {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}, got {mode!r}{unquoted}")
+    return (content or "").strip() or None
+
+
+def has_format(text: str, pattern: str = DEFAULT_FORMAT) -> bool:
+    """True if the whole of ``text`` matches ``pattern`` (DOTALL)."""
+    return re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+def parse_number(text: str) -> Fraction | None:
+    """``text`` as an exact number, or ``None`` if it is anything but a single number.
+
+    Accepts ``1,000``, signs (also a Unicode minus), decimals, exponents up to 999, ``a/b``, a currency sign, a percent
+    sign (ignored: ``50%`` is 50), a leading ``=`` and a trailing period.
+    """
+    text = text.strip().translate(MINUS_SIGNS)
+    match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
+    if match is None or (match["sign"] and match["inner"]):
+        return None
+    digits = match["whole"].replace(",", "") + (match["decimals"] or "")
+    value = Fraction(f"{digits}e{match['exponent'] or 0}") / int(match["denominator"] or 1)
+    return -value if "-" in (match["sign"], match["inner"]) else value
+
+
+def normalize_text(text: str) -> str:
+    """``text`` with case folded, each run of white space replaced by one space, and one trailing period removed."""
+    return " ".join(text.split()).casefold().removesuffix(".").rstrip()
+
+
+def answers_equal(a: Any, b: Any) -> bool:
+    """True if two answers are the same number (``0.33`` is not ``1/3``) or, where neither is one, the same text."""
+    first, second = parse_number(str(a)), parse_number(str(b))
+    if first is None and second is None:
+        return normalize_text(str(a)) == normalize_text(str(b))
+    return first == second
+
+
+def answers_equivalent(answer: str, reference: Any) -> bool:
+    """True if two answers are equal (:func:`answers_equal`) or math-verify finds the same expression in them."""
+    if answers_equal(answer, reference):
+        return True
+    return len(answer) <= LONGEST_EXPRESSION and same_expression(parse_answer(str(reference)), parse_answer(answer))
+
+
+def parse_answer(text: str) -> list[Any]:
+    """What math-verify reads in an answer, which may be LaTeX without delimiters (``\\frac{1}{2}``); empty if none.
+
+    This function and the two below need the package math-verify (the extra ``math``).
+    """
+    has_delimiters = any(delimiter in text for delimiter in ("$", "\\boxed", "\\(", "\\["))
+    return find_expression(text if has_delimiters else f"${text.strip()}$") or find_expression(text)
+
+
+def find_expression(text: str) -> list[Any]:
+    """The last expression of a text that math-verify reads (LaTeX between delimiters, or a number); empty if none."""
+    import math_verify
+
+    return math_verify.parse(text.strip().translate(MINUS_SIGNS), parsing_timeout=_math_verify_timeout())
+
+
+def same_expression(expected: list[Any], found: list[Any]) -> bool:
+    """True if math-verify finds the results of two of the functions above to be equal."""
+    import math_verify
+
+    return bool(math_verify.verify(expected, found, timeout_seconds=_math_verify_timeout()))
+
+
+def _math_verify_timeout() -> int | None:
+    # Seconds per expression. The limit uses SIGALRM, which only a main thread may do; reward workers run in theirs.
+    return 3 if threading.current_thread() is threading.main_thread() else None
