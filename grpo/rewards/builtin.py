@@ -30,23 +30,16 @@ _OPERATIONS = {
 }  # fmt: skip
 
 
-def accuracy(
-    prompts, completions, *, mode="strict", value=1.0, tag="answer", any_notation=False, column="answer", **columns
-) -> Scores:
+def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", column="answer", **columns) -> Scores:
     """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference answer, else 0.
 
-    Numbers are compared exactly, anything else as text. With ``any_notation``, math-verify compares what is not equal.
+    Numbers are compared exactly, anything else as text.
     """
     answers.extract_answer("", mode, tag)
-    if not isinstance(any_notation, bool):
-        raise ValueError(f"any_notation must be true or false, got {any_notation!r}")
     require_number(value=value)
     require_tag(tag)
-    if any_notation:
-        import_extra("math_verify", "math", "reward 'accuracy' with any_notation")
     read = partial(answers.extract_answer, mode=mode, tag=tag)
-    score = _value_if(answers.answers_equivalent if any_notation else answers.answers_equal, value)
-    return _score_rows(read, score, completions, columns, "accuracy", column)
+    return _score_rows(read, _value_if(answers.answers_equal, value), completions, columns, "accuracy", column)
 
 
 def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Scores:
@@ -141,7 +134,7 @@ def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer
     """The reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end with ``<think>``.
 
     ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is ``</think> <answer>``
-    and ``</answer>`` in the response. Answers are compared as by ``accuracy`` with ``any_notation``.
+    and ``</answer>`` in the response. Answers are compared by :func:`answers.answers_equivalent`.
     """
     import_extra("math_verify", "math", "reward 'r1_zero'")
     require_number(value=value, format_value=format_value)

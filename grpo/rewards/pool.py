@@ -101,7 +101,9 @@ class WorkerProcess:
                 self.num_printed_bytes += len(chunk)
                 text = chunk[:num_allowed].decode(errors="replace")
                 if is_first_beyond:
-                    text += f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
+                    text += (
+                        f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
+                    )
                 with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
                     sys.stderr.write(text)
                     sys.stderr.flush()

@@ -1,7 +1,6 @@
 """The modes of ``accuracy``, its comparison by math-verify, and the tables about both in docs/rewards.md."""
 
 import re
-import sys
 
 import pytest
 from conftest import ROOT
@@ -47,8 +46,6 @@ def test_a_mode_that_yaml_read_as_a_comment():
         ValueError, match=r'x\.yaml:1: not valid YAML: .*; an unquoted # begins a comment: write "####"$'
     ):
         read_yaml("args: {mode: ####}", "x.yaml")
-    with pytest.raises(ValueError, match="any_notation must be true or false, got 'yes'"):
-        load_reward("accuracy")([], [], any_notation="yes")
 
 
 EQUIVALENT = {
@@ -71,25 +68,18 @@ WRONG = {
 """Reference answer -> answers that math-verify must not take for it: a second number, an operator, another value, a doubt."""
 
 
-def any_notation(answer: str, reference: str) -> float | None:
-    return load_reward("accuracy")([""], [f"<answer>{answer}</answer>"], answer=[reference], any_notation=True)[0]
-
-
-def test_any_notation_compares_by_math_verify():
+def test_r1_zero_compares_expressions_by_math_verify():
     pytest.importorskip("math_verify")
-    for table, score in ((EQUIVALENT, 1.0), (WRONG, 0.0)):
+
+    def score(answer: str, reference: str) -> float | None:
+        return load_reward("r1_zero")([""], [f"</think> <answer>{answer}</answer>"], answer=[reference])[0]
+
+    for table, expected in ((EQUIVALENT, 1.0), (WRONG, 0.0)):
         for reference, texts in table.items():
             for text in texts.split("|"):
-                assert any_notation(text, reference) == score, (text, reference)
-    assert any_notation("The  CAT", "the cat.") == 1.0, "as text first"
-    assert any_notation("+".join(["0"] * 600) + "+5", "5") == 0.0, "too long for math-verify"
-
-
-def test_any_notation_needs_math_verify(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    load_reward("accuracy")([], [])
-    with pytest.raises(ValueError, match=r"^reward 'accuracy' with any_notation needs .*pip install -e '\.\[math\]'$"):
-        load_reward("accuracy")([], [], any_notation=True)
+                assert score(text, reference) == expected, (text, reference)
+    assert score("The  CAT", "the cat.") == 1.0, "as text first"
+    assert score("+".join(["0"] * 600) + "+5", "5") == 0.0, "too long for math-verify"
 
 
 def test_a_unicode_minus_is_a_minus_in_a_sentence():
@@ -117,11 +107,7 @@ def tables() -> list[list[list[str]]]:
 
 def cell(response: str, gold: str, mode: str) -> str:
     response = response.replace(" ⏎ ", "\n")
-    plain, equivalent = (
-        f"{load_reward('accuracy')([''], [response], answer=[gold], mode=mode, any_notation=switch)[0]:.0f}"
-        for switch in (False, True)
-    )
-    return plain if plain == equivalent else f"{plain} → {equivalent}"
+    return f"{load_reward('accuracy')([''], [response], answer=[gold], mode=mode)[0]:.0f}"
 
 
 def test_the_tables_of_the_document():
@@ -130,7 +116,8 @@ def test_the_tables_of_the_document():
     assert len(responses) >= 10 and len(answers) >= 20
     for response, *cells in responses:
         assert cells == [cell(response, "5", mode) for mode in MODES], response
-    for answer, gold, marked, lenient in answers:
+    for answer, gold, marked, lenient, symbolic in answers:
+        assert load_reward("math_verify")([""], [f"<answer>{answer}</answer>"], answer=[gold]) == [float(symbolic)]
         assert cell(answer, gold, "lenient") == lenient, answer
         for response, mode in (
             (f"<answer>{answer}</answer>", "strict"),
@@ -138,5 +125,3 @@ def test_the_tables_of_the_document():
             (f"#### {answer}", "####"),
         ):
             assert cell(response, gold, mode) == marked, response
-        symbolic = load_reward("math_verify")([""], [f"<answer>{answer}</answer>"], answer=[gold])
-        assert symbolic == [float(marked[-1])], answer
