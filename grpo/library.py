@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo.config import Config, ConfigError, make_config
-from grpo.rewards.functions import OBJECT_PREFIX, importable_name, object_name
+from grpo.rewards.functions import BUILTIN, FILE_MODULE_PREFIX, OBJECT_PREFIX
 from grpo.run.given import Given
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_grpo.py"
@@ -190,7 +191,7 @@ def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[...
             _check_function(function, f"reward_functions[{index}]")
             entry["name"] = importable_name(function)
             if entry["name"] is None:
-                name, number = OBJECT_PREFIX + object_name(function), 1
+                name, number = OBJECT_PREFIX + _display_name(function), 1
                 entry["name"] = name
                 while entry["name"] in objects:
                     number += 1
@@ -198,6 +199,28 @@ def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[...
                 objects[entry["name"]] = function
         entries.append(entry)
     return entries, objects
+
+
+def _display_name(function: Any) -> str:
+    """The own name of a function given as an object, that of its class, or ``lambda``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return "lambda" if name == "<lambda>" else name
+
+
+def importable_name(function: Any) -> str | None:
+    """The name by which a worker can import a function, as a configuration would write it; None if it has none.
+
+    A function of a script or a notebook (``__main__``) has none: to import it, the worker would run the script again.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    loaded = sys.modules.get(module) if isinstance(module, str) and isinstance(name, str) else None
+    if module == "__main__" or getattr(loaded, "__spec__", None) is None or vars(loaded).get(name) is not function:
+        return None
+    if BUILTIN.get(name) == module:
+        return name
+    return f"{loaded.__file__ if module.startswith(FILE_MODULE_PREFIX) else module}:{name}"
 
 
 def _check_function(function: Any, name: str) -> None:

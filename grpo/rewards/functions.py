@@ -4,7 +4,6 @@ A name is built-in, ``package.module:function``, ``path/to/file.py:function`` or
 """
 
 import difflib
-import functools
 import hashlib
 import importlib
 import importlib.machinery
@@ -154,28 +153,6 @@ def unique_names(specs: Collection[str]) -> list[str]:
         candidates = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
         names.append(next(name for name in candidates if name not in names))
     return names
-
-
-def object_name(function: Any) -> str:
-    """The own name of a function given as an object, that of its class, or ``lambda``."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__name__", type(function).__name__)
-    return "lambda" if name == "<lambda>" else name
-
-
-def importable_name(function: Any) -> str | None:
-    """The name by which a worker can import a function, as a configuration would write it; None if it has none.
-
-    A function of a script or a notebook (``__main__``) has none: to import it, the worker would run the script again.
-    """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    loaded = sys.modules.get(module) if isinstance(module, str) and isinstance(name, str) else None
-    if module == "__main__" or getattr(loaded, "__spec__", None) is None or vars(loaded).get(name) is not function:
-        return None
-    if BUILTIN.get(name) == module:
-        return name
-    return f"{loaded.__file__ if module.startswith(FILE_MODULE_PREFIX) else module}:{name}"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ communicate between ranks: the training loop makes all ranks agree on a failure.
 """
 
 import logging
-import pickle
-import threading
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any, Self
@@ -18,13 +16,16 @@ from grpo.rewards.arguments import check_columns
 from grpo.rewards.functions import CLASSIFIER_PREFIX, FunctionInfo, load_reward, unique_names
 from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.pool import WorkerLost, WorkerPool, pickled
-from grpo.rewards.result import MAX_LOST_WORKERS, FunctionResult, RewardResult, RewardSpec
+from grpo.rewards.result import RewardResult, RewardSpec
 from grpo.rewards.sandbox import Limits
-from grpo.rewards.worker import NotSent, Outcome, RewardContractError, RewardInputs, Worker
+from grpo.rewards.worker import NotSent, Outcome, RewardInputs, Worker
 from grpo.system import printable
 from grpo.system.masking import with_environment
 
 logger = logging.getLogger(__name__)
+
+MAX_LOST_WORKERS = 8
+"""After so many rows of one function and batch have hung or killed their worker, it is not called for the others."""
 
 Call = tuple[int, range]
 """A call of one function: its index, and the rows that it scores."""
@@ -44,12 +45,8 @@ class RewardRunner:
     def __init__(
         self, functions: Sequence[Any], *, timeout_s: float = 10.0, num_workers: int | None = None, device: Any = "cpu"
     ):
-        if not functions:
-            raise ValueError("reward.functions is empty: name at least one reward, such as {name: accuracy}")
-        if not timeout_s > 0:
-            raise ValueError(f"reward.timeout_s must be positive, got {timeout_s}")
-        if num_workers is not None and num_workers < 1:
-            raise ValueError(f"reward.num_workers must be at least 1, got {num_workers}")
+        if not functions or not timeout_s > 0 or num_workers == 0:
+            raise ValueError("rewards need at least one function, and timeout_s and num_workers above 0")
         self.specs = []
         for f in functions:
             name = str(f.name).strip()
@@ -65,7 +62,6 @@ class RewardRunner:
         self._pool, self._here = WorkerPool(num_workers or 1), Worker(loop_in_thread=True)
         self._row_by_row: set[int] = set()
         self._logged: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -143,55 +139,40 @@ class RewardRunner:
             if values is not None and len(values) != num_rows:
                 raise ValueError(f"expected one value per completion ({num_rows}), got {len(values)} for {name}")
         self.check(columns)
-        batch = _Batch(
-            RewardInputs(prompts, completions, dict(columns), completion_ids, trainer_state),
-            [FunctionResult(name, num_rows) for name in self.names],
-        )
+        inputs = RewardInputs(prompts, completions, dict(columns), completion_ids, trainer_state)
+        result = RewardResult(self.names, num_rows)
         if num_rows:
             self._pool.begin_step()
             try:
-                self._score(batch)
+                self._score(inputs, result)
             except BaseException:  # after a Ctrl-C, threads would wait for workers whose result nobody reads
                 self.close()
                 raise
-        for result in batch.results:
-            if result.contract_error:
-                raise RewardContractError(f"reward {result.name!r} {result.contract_error}")
-            if result.first_traceback:
-                result.add_hint(completions)
-                self._log_failure(result)
-        return RewardResult(batch.results)
+            result.add_hints(completions)
+            self._log_failures(result)
+        return result
 
-    def _log_failure(self, result: FunctionResult) -> None:
-        """Print a traceback, once per run for each function and type of error."""
-        error = result.first_traceback.rstrip().rpartition("\n")[2]
-        kind = (result.name, error.partition(":")[0])
-        if kind not in self._logged:
-            self._logged.add(kind)
-            logger.warning(
-                "reward %r failed on %d of %d completions (logged once per run); the first failure:\n%s",
-                *(result.name, result.errors + result.timeouts, len(result.values), printable(result.first_traceback)),
-            )
-
-    def _score(self, batch: "_Batch") -> None:
+    def _score(self, inputs: RewardInputs, result: RewardResult) -> None:
         """Call every function with the whole batch, all at the same time; then call those that failed once per row."""
-        whole = [(key, batch.rows) for key in range(len(self.specs))]
+        whole = [(key, range(len(inputs.completions))) for key in range(len(self.specs))]
         at_once = [call for call in whole if call[0] not in self._row_by_row]
-        failed = self._run(at_once, batch)
+        failed = self._run(at_once, inputs, result)
         again = [call for call in whole if call in failed or call not in at_once]
-        lost = self._run([(key, range(row, row + 1)) for key, rows in again for row in rows], batch)
-        self._run(list(lost), batch, alone=True)
-        for key, outcome in ((key, outcome) for (key, _), outcome in failed.items() if not self._infos[key].is_async):
-            if outcome.kind == "timeout" and not batch.results[key].timeouts:
+        lost = self._run([(key, range(row, row + 1)) for key, rows in again for row in rows], inputs, result)
+        self._run(list(lost), inputs, result, alone=True)
+        for (key, rows), outcome in failed.items():
+            if outcome.kind == "timeout" and not self._infos[key].is_async and not result.timeouts[key]:
                 self._row_by_row.add(key)
                 logger.warning(
                     "reward %r takes longer than reward.timeout_s = %g s for a batch of %d, but not for any single row: "
                     "from now on it is called row by row (a larger timeout_s avoids that)",
-                    *(self.names[key], self.timeout_s, len(batch.rows)),
+                    *(self.names[key], self.timeout_s, len(rows)),
                 )
 
-    def _run(self, calls: Sequence[Call], batch: "_Batch", *, alone: bool = False) -> dict[Call, Outcome]:
-        """Make some calls and record their results. Returns the failed calls that have to be made again in smaller parts.
+    def _run(
+        self, calls: Sequence[Call], inputs: RewardInputs, result: RewardResult, *, alone: bool = False
+    ) -> dict[Call, Outcome]:
+        """Make some calls and record their results. Returns the calls that have to be made again in smaller parts.
 
         Coroutines run together in one worker, unless ``alone``.
         """
@@ -199,47 +180,43 @@ class RewardRunner:
         for call in calls:
             is_here, is_async = call[0] in self._here.functions, self._infos[call[0]].is_async
             jobs[is_here, "together" if is_async and not alone else call].append(call)
-        futures = [self._pool.submit(self._do, self._pool, job, batch) for (here, _), job in jobs.items() if not here]
+        submit = self._pool.submit
+        futures = [submit(self._do, self._pool, job, inputs, result) for (here, _), job in jobs.items() if not here]
         # In this process, while the workers run the other functions.
-        failed = [self._do(self._here, job, batch) for (here, _), job in jobs.items() if here]
-        return {call: outcome for job in [*failed, *(f.result() for f in futures)] for call, outcome in job.items()}
+        failed = [self._do(self._here, job, inputs, result) for (here, _), job in jobs.items() if here]
+        failed += [future.result() for future in futures]
+        return {call: outcome for of_job in failed for call, outcome in of_job.items()}
 
-    def _do(self, worker: Worker | WorkerPool, job: list[Call], batch: "_Batch") -> dict[Call, Outcome]:
+    def _do(
+        self, worker: Worker | WorkerPool, job: list[Call], inputs: RewardInputs, result: RewardResult
+    ) -> dict[Call, Outcome]:
+        """Make the calls of one job at once. Returns those that have to be made again."""
         key, rows = job[0]
-        is_only_row = len(job) == len(rows) == 1
-        if is_only_row and batch.results[key].num_lost_workers >= MAX_LOST_WORKERS:
-            outcomes = [Outcome("timeout")]
-        else:
-            parts = [(key, batch.pickled_rows(rows)) for key, rows in job]
-            try:
-                outcomes = worker.run(parts, self._infos[key].is_async, self.timeout_s)
-            except WorkerLost as lost:
-                outcomes = [Outcome(lost.kind, message=f"its worker process {lost}")] * len(job)
-                if len(job) > 1:  # the answer does not say which call hung or killed the worker
-                    return dict(zip(job, outcomes, strict=True))
-        return batch.record(job, outcomes)
-
-
-class _Batch:
-    """The rows of one call of ``score``, and what has been found out about them."""
-
-    def __init__(self, inputs: RewardInputs, results: list[FunctionResult]):
-        self.inputs, self.results = inputs, results
-        self.rows = range(len(inputs.completions))
-        self._lock = threading.Lock()
-
-    def pickled_rows(self, rows: range) -> bytes:
+        if len(job) == len(rows) == 1 and result.num_lost_workers[key] >= MAX_LOST_WORKERS:
+            result.record(key, rows, Outcome("timeout"))
+            return {}
         try:
-            return pickle.dumps(self.inputs.part(slice(rows.start, rows.stop)))
-        except Exception as error:  # values of the user's data may be of any class
-            raise ValueError(f"a column cannot be sent to the worker process of the rewards: {error}") from error
-
-    def record(self, calls: Sequence[Call], outcomes: Sequence[Outcome]) -> dict[Call, Outcome]:
-        """Store outcomes; returns the failed calls of several rows, which are not stored."""
-        found = dict(zip(calls, outcomes, strict=True))
-        failed = {c: o for c, o in found.items() if len(c[1]) > 1 and o.kind not in ("ok", "contract")}
-        with self._lock:
-            for (key, rows), outcome in found.items():
-                if (key, rows) not in failed:
-                    self.results[key].record(outcome, rows)
+            parts = [(key, inputs.pickled(rows)) for key, rows in job]
+            outcomes = worker.run(parts, self._infos[key].is_async, self.timeout_s)
+        except WorkerLost as lost:
+            outcomes = [Outcome(lost.kind, message=f"its worker process {lost}")] * len(job)
+            if len(job) > 1:  # it is not known which of the calls hung or killed the worker
+                return dict(zip(job, outcomes, strict=True))
+        failed = {}
+        for (key, rows), outcome in zip(job, outcomes, strict=True):
+            if len(rows) > 1 and outcome.kind not in ("ok", "contract"):
+                failed[key, rows] = outcome
+            else:
+                result.record(key, rows, outcome)
         return failed
+
+    def _log_failures(self, result: RewardResult) -> None:
+        """Print a traceback once per run for each function and type of error."""
+        for name, trace in result.first_traceback.items():
+            kind = (name, trace.rstrip().rpartition("\n")[2].partition(":")[0])
+            if kind not in self._logged:
+                self._logged.add(kind)
+                logger.warning(
+                    "reward %r failed on %d of %d completions (logged once per run); the first failure:\n%s",
+                    *(name, result.failures[self.names.index(name)], len(result.values), printable(trace)),
+                )

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from grpo.advantages import Scores
 from grpo.batch import Group, Problem
 from grpo.config import Config
 from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.result import RewardResult
 from grpo.rewards.runner import RewardRunner
-from grpo.system import UserError
 
 
 def score_groups(
@@ -27,21 +25,6 @@ def score_groups(
         columns={name: [problem.columns.get(name) for problem, _ in rows] for name in column_names},
         completion_ids=[list(completion.ids) for _, completion in rows],
         trainer_state=trainer_state,
-    )
-
-
-def check_not_negative(scores: Scores, names: Sequence[str], *, step: int) -> None:
-    """``UserError``, with the step and the value of each function, if the reward of a completion is negative (MaxRL)."""
-    rewards_B = scores.rewards_PG.flatten().nan_to_num(0.0)
-    if (rewards_B >= 0).all():
-        return
-    lowest = int(rewards_B.argmin())
-    values_F = scores.values_PGF.flatten(end_dim=-2)[lowest].tolist()
-    parts = [f"{n} {v:g} x {w:g}" for n, v, w in zip(names, values_F, scores.weights, strict=True)]
-    raise UserError(
-        f"step {step}: algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be "
-        f"negative, and a completion got {rewards_B[lowest]:g} ({', '.join(parts)}): change the rewards or their "
-        "weights, or take algorithm.scale=group"
     )
 
 

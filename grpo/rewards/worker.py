@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -53,10 +53,23 @@ class RewardInputs:
     completion_ids: Sequence[Sequence[int]] | None = None
     trainer_state: TrainerState = OUTSIDE_TRAINING
 
-    def part(self, rows: slice) -> "RewardInputs":
-        columns = {name: values[rows] for name, values in self.columns.items()}
-        ids = None if self.completion_ids is None else self.completion_ids[rows]
-        return RewardInputs(self.prompts[rows], self.completions[rows], columns, ids, self.trainer_state)
+    def pickled(self, rows: range) -> bytes:
+        """Some of the rows, for ``Worker.run``."""
+        part = slice(rows.start, rows.stop)
+        columns = {name: values[part] for name, values in self.columns.items()}
+        ids = None if self.completion_ids is None else self.completion_ids[part]
+        try:
+            return pickle.dumps(
+                replace(
+                    self,
+                    prompts=self.prompts[part],
+                    completions=self.completions[part],
+                    columns=columns,
+                    completion_ids=ids,
+                )
+            )
+        except Exception as error:  # values of the user's data may be of any class
+            raise ValueError(f"a column cannot be sent to the worker process of the rewards: {error}") from error
 
 
 @dataclass

@@ -25,11 +25,12 @@ from grpo.model import Policy, sync_reference
 from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.logged import TrainerState
-from grpo.rewards.scores import check_not_negative, score_groups
+from grpo.rewards.scores import score_groups
 from grpo.rollout import BuiltinEngine, Engine, SamplingParams, sampling_weights
 from grpo.run.output_folder import Lock
 from grpo.run.saver import Progress, Saver
 from grpo.run.signals import Signals
+from grpo.system import UserError
 from grpo.telemetry.reporter import Reporter
 
 
@@ -203,6 +204,21 @@ class Run:
         self.reporter.close()
         self.signals.close()
         self.lock.release()
+
+
+def check_not_negative(scores: Scores, names: Sequence[str], *, step: int) -> None:
+    """``UserError``, with the step and the value of each function, if the reward of a completion is negative (MaxRL)."""
+    rewards_B = scores.rewards_PG.flatten().nan_to_num(0.0)
+    if (rewards_B >= 0).all():
+        return
+    lowest = int(rewards_B.argmin())
+    values_F = scores.values_PGF.flatten(end_dim=-2)[lowest].tolist()
+    parts = [f"{n} {v:g} x {w:g}" for n, v, w in zip(names, values_F, scores.weights, strict=True)]
+    raise UserError(
+        f"step {step}: algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be "
+        f"negative, and a completion got {rewards_B[lowest]:g} ({', '.join(parts)}): change the rewards or their "
+        "weights, or take algorithm.scale=group"
+    )
 
 
 def _spare(batch: Batch) -> Batch:

@@ -20,10 +20,9 @@ from grpo.chat import main as chat
 from grpo.config import ConfigError, load_config
 from grpo.distributed import World
 from grpo.evaluation.command import main as evaluate
-from grpo.library import TrainingResult, train
+from grpo.library import TrainingResult, importable_name, train
 from grpo.report.__main__ import main as report
 from grpo.rewards import RewardRunner, RewardSpec
-from grpo.rewards.functions import importable_name
 from grpo.run.checkpoint import read_state
 from grpo.run.signals import Signals
 

@@ -17,7 +17,7 @@ import pytest
 
 from grpo.rewards import RewardContractError, RewardRunner, RewardSpec, pool
 from grpo.rewards.logged import Logged
-from grpo.rewards.result import MAX_LOST_WORKERS
+from grpo.rewards.runner import MAX_LOST_WORKERS
 
 ROOT = Path(__file__).parents[2]
 
