@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import reprlib
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,12 +92,15 @@ def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: Rewa
     return function(**{name: available[name] for name in passed_names(function, available, args)}, **args)
 
 
-def checked(values: Any, num_rows: int) -> list[float | None]:
+def checked(values: Any, logged: Logged) -> list[float | None]:
     """The return value of a reward as one float or ``None`` per row. NaN becomes ``None``.
 
-    Lists, tuples, arrays and tensors of numbers of any type are accepted. A string, a value beyond :data:`MAX_REWARD`
-    or another length is a ``RewardContractError``; nothing is guessed.
+    Lists, tuples, arrays and tensors of numbers of any type are accepted. A string, a value beyond :data:`MAX_REWARD`,
+    another length, or a misuse of ``log_metric`` or ``log_extra`` is a ``RewardContractError``; nothing is guessed.
     """
+    if logged.mistake:
+        raise RewardContractError(logged.mistake)
+    num_rows = logged.num_rows
     expected = f"expected a list of {num_rows} values, each a float or None, one per completion"
     if hasattr(values, "tolist"):  # numpy, torch
         values = values.tolist()
@@ -178,9 +180,9 @@ class Worker:
             values, logged = self._start(key, inputs)
             if inspect.isawaitable(values):  # a plain function that returns a coroutine
                 values = self._complete(_gather([values]))[0]
-            return _outcome(values, logged)
+            return Outcome("ok", checked(values, logged), logged=logged)
         except (Exception, SystemExit) as error:
-            return _error(error)
+            return _failure(error)
 
     async def _await(self, key: int, inputs: bytes, timeout_s: float) -> Outcome:
         limit = asyncio.timeout(timeout_s)
@@ -188,9 +190,9 @@ class Worker:
             values, logged = self._start(key, inputs)
             async with limit:
                 values = await values
-            return _outcome(values, logged)
+            return Outcome("ok", checked(values, logged), logged=logged)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return Outcome("timeout") if limit.expired() else _error(error)
+            return Outcome("timeout") if limit.expired() else _failure(error)
 
     def _complete(self, coroutine: Any) -> Any:
         self._loop = self._loop or asyncio.new_event_loop()
@@ -203,24 +205,15 @@ async def _gather(awaitables: Sequence[Any]) -> list[Any]:
     return await asyncio.gather(*awaitables)
 
 
-def _outcome(values: Any, logged: Logged) -> Outcome:
-    try:
-        if logged.mistake:
-            raise RewardContractError(logged.mistake)
-        return Outcome("ok", checked(values, logged.num_rows), logged=logged)
-    except RewardContractError as error:
+def _failure(error: BaseException) -> Outcome:
+    """The outcome of a call that raised: with the traceback from the user's function on."""
+    if isinstance(error, RewardContractError):
         return Outcome("contract", message=str(error))
-
-
-def _error(error: BaseException) -> Outcome:
-    """The outcome of a call that raised, with the traceback from the user's function on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(error.with_traceback(trace)))
-    return Outcome(
-        "error", message=text if len(text) <= MAX_TRACEBACK_LENGTH else f"...\n{text[-MAX_TRACEBACK_LENGTH:]}"
-    )
+    return Outcome("error", message=text[-MAX_TRACEBACK_LENGTH:])
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -241,5 +234,4 @@ def main(descriptor: int, parent: int) -> None:
             answer = error
         if os.getpid() != own_id:  # a child that a reward forked has returned from the reward; it must not answer too
             os._exit(0)
-        sys.stdout.flush()
         connection.send(answer)
