@@ -56,7 +56,7 @@ def weighted_sum(values_PGF: Tensor, weights: Sequence[float]) -> Tensor:
     terms_PGF = values_PGF.nan_to_num(0.0) * weights_F
     rewards_PG = terms_PGF.sum(dim=-1)
     # Half a unit in the last place (2^-24) each for the value, the weight and their product, and for every addition.
-    rounding_PG = terms_PGF.abs().sum(dim=-1) * (len(weights_F) + 2) * 2**-24
+    rounding_PG = (terms_PGF.abs() * ((len(weights_F) + 2) * 2**-24)).sum(dim=-1)
     rewards_PG = rewards_PG.masked_fill(rewards_PG.abs() <= rounding_PG, 0.0)
     return rewards_PG.masked_fill((values_PGF.isnan() | (weights_F == 0)).all(dim=-1), torch.nan)
 

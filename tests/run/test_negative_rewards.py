@@ -25,6 +25,7 @@ def test_a_rounding_error_of_the_sum_is_no_negative_reward():
     values_BF = torch.tensor([[1.0, 3.0], [1.0, 3.0001], [1.0, 0.0]])
     rewards_B = Scores(values_BF, [0.9, -0.3]).rewards_PG
     assert rewards_B[0] == 0 and rewards_B[1] < -2e-5 and rewards_B[2] == torch.tensor(0.9)
+    assert Scores(torch.tensor([[1e38, 2e38]]), [1.0, -1.0]).rewards_PG[0] < 0, "near the largest number of fp32"
     check_not_negative(Scores(values_BF[:1], [0.9, -0.3]), ["right", "length"], step=1)
 
 
