@@ -18,7 +18,7 @@ _TEXT_REWARDS = (
 BUILTIN: dict[str, str] = dict.fromkeys(_TEXT_REWARDS, "grpo.rewards.builtin") | {
     "math_verify": "grpo.rewards.symbolic",
     "r1_zero": "grpo.rewards.symbolic",
-    "python_tests": "grpo.rewards.python_tests",
+    "python_tests": "grpo.rewards.code",
     "reasoning_gym": "grpo.rewards.gym",
 }
 """Name -> the module that defines a function of that name. The module is imported when the reward is loaded."""
