@@ -25,7 +25,7 @@ _BLOCK = re.compile(
     # The rest of the line: empty, or the language with a version or attributes.
     (?: [ \t{.]* (?i:i?python|py) (?![^\W\d]) [^\n`]* \n | [ \t\r]*\n )?
     (?P<code>.*?)
-    (?: (?(ticks)(?P=ticks)|^[ \t]*(?P=tildes)~*\w*[ \t]*$) | \Z)""",
+    (?: (?(ticks)(?P=ticks)`*|^[ \t]*(?P=tildes)~*\w*[ \t]*$) | \Z)""",
     re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 """A fenced block. One without a closing fence, from a truncated response, counts too."""
@@ -149,25 +149,26 @@ def _mistake(given: Any, reason: str) -> ValueError:
 
 def _list_of(given: Any) -> Sequence[Any]:
     """The tests of a row, each still in the form in which it was published."""
-    if isinstance(given, str):
+    tests = given
+    if isinstance(tests, str):
         try:
-            given = json.loads(given)
+            tests = json.loads(tests)
         except (ValueError, RecursionError):
-            return [given] if given.strip() else []
-    if isinstance(given, Mapping):
-        given = {key: value for key, value in given.items() if value is not None}  # a column of structs has every key
-        s = "s" if "inputs" in given or "outputs" in given else ""
-        inputs, outputs = given.get("input" + s), given.get("output" + s)
+            tests = [given]
+    if isinstance(tests, Mapping):
+        fields = {key: value for key, value in tests.items() if value is not None}  # a column of structs has every key
+        s = "s" if "inputs" in fields or "outputs" in fields else ""
+        inputs, outputs, name = fields.get("input" + s), fields.get("output" + s), fields.get("fn_name")
         lists = isinstance(inputs, list) and isinstance(outputs, list)
-        if "test_cases" in given:
-            given = given["test_cases"]
-        elif lists and len(inputs) == len(outputs) and (s or not given.get("fn_name")):
-            given = [{**given, "input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
-        elif not s:
-            given = [given]
-    if not isinstance(given, list | tuple | None):
+        if "test_cases" in fields:
+            tests = fields["test_cases"]
+        elif not s and (name or not lists):
+            tests = [fields]
+        elif lists and len(inputs) == len(outputs):
+            tests = [{"input": i, "output": o, "fn_name": name} for i, o in zip(inputs, outputs, strict=True)]
+    if not isinstance(tests, list | tuple | None):
         raise _mistake(given, "is no test that can be read")
-    return given or []
+    return tests or []
 
 
 def _read_test(test: Any, entry_point: str | None) -> dict[str, str]:
@@ -176,7 +177,8 @@ def _read_test(test: Any, entry_point: str | None) -> dict[str, str]:
     if not isinstance(test, Mapping) or test.get("input") is None or test.get("output") is None:
         raise ValueError("it is no statement and has not both an input and an output")
     arguments, result = test["input"], test["output"]
-    name = test.get("fn_name") or (test.get("metadata") or {}).get("func_name")
+    metadata = test["metadata"] if isinstance(test.get("metadata"), Mapping) else {}
+    name = test.get("fn_name") or metadata.get("func_name")
     kind = test.get("type") or test.get("testtype") or ("functional" if name else "stdin")
     if kind in ("stdin", "stdin_stdout"):
         return {"input": _text(arguments), "output": _text(result)}

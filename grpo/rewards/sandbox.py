@@ -73,17 +73,10 @@ def run_python(
     job = dict(code=code, tests=list(tests), allowed=allow_unsandboxed, missing=pretend_missing, folder=folder)
     # The base interpreter: the sandbox has no virtual environment. The options keep site-packages and environment out.
     python = [getattr(sys, "_base_executable", None) or sys.executable, "-I", "-S", "-B", "-X", "utf8", _CHILD]
+    streams = dict(input=json.dumps(job | asdict(limits)).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    seconds = limits.total_seconds + _LAUNCH_SECONDS
     try:
-        output = subprocess.run(
-            python,
-            input=json.dumps(job | asdict(limits)).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=limits.total_seconds + _LAUNCH_SECONDS,
-            env={},
-            cwd="/",
-            start_new_session=True,
-        ).stdout
+        output = subprocess.run(python, **streams, timeout=seconds, env={}, cwd="/", start_new_session=True).stdout
     except subprocess.TimeoutExpired as late:
         output = late.stdout or b""
     shutil.rmtree(folder, ignore_errors=True)

@@ -59,8 +59,7 @@ def main() -> None:
             os.dup2(null, descriptor)
         deadline = time.monotonic() + job["total_seconds"]
         for test in job["tests"]:
-            limit = min(deadline, time.monotonic() + job["test_seconds"])
-            print(json.dumps(_run_test(job, test, limit, results)), file=results, flush=True)
+            print(json.dumps(_run_test(job, test, deadline, results)), file=results, flush=True)
     except Exception as error:
         print(json.dumps({"error": repr(error)}), file=results, flush=True)
 
@@ -69,6 +68,7 @@ def _run_test(job: dict, test: dict, deadline: float, results) -> dict:
     """Run one test in a child, and kill every process that the test leaves behind."""
     if time.monotonic() >= deadline:
         return {"status": "timeout", "output": ""}
+    deadline = min(deadline, time.monotonic() + job["test_seconds"])
     # The child writes this secret when a statement has passed. Code that ends the child early, by os._exit(0), fails.
     secret = os.urandom(16)
     output, output_end = os.pipe()
@@ -127,7 +127,7 @@ def _run_code(job: dict, test: dict, output: int, secret: bytes) -> None:
         os.dup2(output, 1)
     limits = {
         resource.RLIMIT_AS: job["memory_mb"] << 20,
-        resource.RLIMIT_CPU: int(job["test_seconds"]) + 2,
+        resource.RLIMIT_CPU: int(job["test_seconds"]) + 1,
         resource.RLIMIT_FSIZE: job["disk_mb"] << 20,
         resource.RLIMIT_NPROC: job["processes"] + 1,  # the driver is not part of the test
         resource.RLIMIT_NOFILE: 64,

@@ -21,6 +21,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
     1 << 18,
 )
 _READ_ONLY = MS_RDONLY | MS_NOSUID | MS_NODEV  # mount_setattr(2) has the same three values
+_KEPT = MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048  # the last are noatime and nodiratime; relatime is the default
 _MOUNT_SETATTR = 442
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
@@ -92,8 +93,7 @@ def enter_namespaces() -> None:
         user, group = os.geteuid(), os.getegid()
         identity = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         unshare(CLONE_NEWUSER | _PID_NET_IPC_UTS)
-    first = os.fork()
-    if first:
+    if first := os.fork():
         os.waitpid(first, 0)
         os._exit(0)
     for name, text in identity.items():
@@ -125,9 +125,7 @@ def _make_read_only(folder: str, flags: int = _READ_ONLY) -> None:
     for path in mounts:
         if (path + "/").startswith(folder + "/"):
             # In a user namespace, flags that the mount already has are locked and must be set again.
-            present = os.statvfs(path).f_flag
-            kept = present & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048) | ((1 << 21) if present & 4096 else 0)
-            mount("none", path, flags=MS_REMOUNT | MS_BIND | flags | kept)
+            mount("none", path, flags=MS_REMOUNT | MS_BIND | flags | os.statvfs(path).f_flag & _KEPT)
 
 
 def enter_private_root(disk_mb: int) -> None:
