@@ -46,7 +46,6 @@ _DENIED = {
     "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
 }  # fmt: skip
-_CLONE, _CLONE3, _PRLIMIT64 = (56, 220), 435, (302, 261)
 _ARCHITECTURES = {("x86_64", 8): (0, 0xC000003E), ("aarch64", 8): (1, 0xC00000B7)}
 """Machine and size of a pointer -> index in the pairs above, and the machine's name in seccomp."""
 
@@ -54,7 +53,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(function: str, *arguments: int | bytes) -> None:
-    """Call a function of libc."""
+    """Call a function of libc; ``OSError`` if it fails."""
     if getattr(_libc, function)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments)) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}{arguments}: {os.strerror(number)}")
@@ -133,33 +132,24 @@ def enter_private_root(disk_mb: int) -> None:
 
     It is mounted over ``/sys`` in a mount namespace of this process: nothing changes or is left on the host.
     """
-    with open(
-        "/proc/self/oom_score_adj", "w"
-    ) as file:  # without memory, the kernel ends the sandbox before the trainer
+    # Without memory, the kernel ends the sandbox before the trainer.
+    with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     unshare(CLONE_NEWNS)
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     root = "/sys"
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
     os.umask(0o022)
-    libraries = [
-        "/usr/lib",
-        "/usr/lib64",
-        "/lib",
-        "/lib64",
-        f"{sys.base_exec_prefix}/lib",
-        os.path.dirname(os.__file__),
-    ]
-    devices = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
-    for path in map(os.path.normpath, [*libraries, *devices, "/etc/ld.so.cache"]):
+    folders = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", f"{sys.base_exec_prefix}/lib", os.path.dirname(os.__file__)]
+    files = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/etc/ld.so.cache"]
+    for path in map(os.path.normpath, folders + files):
         target = root + path
         if os.path.lexists(target) or not os.path.exists(path):
             continue
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        is_folder = os.path.isdir(path)
-        (os.mkdir if is_folder else os.mknod)(target)
+        (os.mknod if path in files else os.mkdir)(target)
         mount(path, target, flags=MS_BIND | MS_REC)
-        _make_read_only(target, _READ_ONLY if is_folder else MS_RDONLY | MS_NOSUID)
+        _make_read_only(target, MS_RDONLY | MS_NOSUID if path in files else _READ_ONLY)
     os.mkdir(root + WORK)
     mount("tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mb}m,nr_inodes=1k,mode=777")
     if not os.path.lexists(root + "/tmp"):  # it exists if this Python is installed below /tmp
@@ -183,6 +173,7 @@ def drop_capabilities() -> None:
 def deny_system_calls() -> None:
     """Install a seccomp filter for this process and its children: the system calls in ``_DENIED`` fail with EPERM."""
     index, architecture = _architecture()
+    clone, clone3, prlimit64 = (56, 220)[index], 435, (302, 261)[index]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown = 0x7FFF0000, 0x00050001, 0x00050026  # ALLOW, ERRNO | EPERM, ERRNO | ENOSYS
     denied = [((equal, 0, 1, numbers[index]), (give, 0, 0, refuse)) for numbers in _DENIED.values()]
@@ -191,10 +182,10 @@ def deny_system_calls() -> None:
         (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, refuse),  # system calls of the x32 ABI
         *[instruction for pair in denied for instruction in pair],
         # The filter cannot read the flags of clone3, which lie behind a pointer. With ENOSYS, libc falls back to clone.
-        (equal, 0, 1, _CLONE3), (give, 0, 0, unknown),
-        (equal, 0, 3, _CLONE[index]), (load, 0, 0, 16), (any_bit, 0, 1, _ALL_NAMESPACES), (give, 0, 0, refuse),
+        (equal, 0, 1, clone3), (give, 0, 0, unknown),
+        (equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, _ALL_NAMESPACES), (give, 0, 0, refuse),
         # The limits of the process itself (0) may be changed, those of another, such as the driver, not.
-        (load, 0, 0, 0), (equal, 0, 3, _PRLIMIT64[index]), (load, 0, 0, 16), (equal, 1, 0, 0), (give, 0, 0, refuse),
+        (load, 0, 0, 0), (equal, 0, 3, prlimit64), (load, 0, 0, 16), (equal, 1, 0, 0), (give, 0, 0, refuse),
         (give, 0, 0, allow),
     ]  # fmt: skip
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
