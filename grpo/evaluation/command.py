@@ -36,7 +36,7 @@ from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
 from grpo.logprobs import CompletionScorer
 from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
-from grpo.rewards.code_tests import check_rows
+from grpo.rewards.code import check_rows
 from grpo.rewards.scores import messages_warning
 from grpo.rollout import Engine, check_sampling, sampling_weights, split_stop
 from grpo.system import write_atomically

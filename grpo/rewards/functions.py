@@ -23,7 +23,7 @@ _TEXT_REWARDS = (
     "math_verify", "r1_zero", "reasoning_gym",
 )  # fmt: skip
 BUILTIN: dict[str, str] = dict.fromkeys(_TEXT_REWARDS, "grpo.rewards.builtin") | {
-    "python_tests": "grpo.rewards.python_tests",
+    "python_tests": "grpo.rewards.code",
 }
 """Name -> the module that defines a function of that name. The module is imported when the reward is loaded."""
 

@@ -1,206 +1,193 @@
 """Linux kernel features that confine a process. Every function raises ``OSError`` if the kernel refuses.
 
-Uses the standard library only: ``sandbox_child.py`` imports this file as a plain file, in an interpreter without site-packages.
+``sandbox_child.py`` imports this file as a plain file, in an interpreter without site-packages.
 """
 
 import ctypes
 import os
-import platform
 import signal
 import struct
 import sys
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
-CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+CLONE_NEWNS, CLONE_NEWUSER, _PID_NET_IPC_UTS, _ALL_NAMESPACES = 0x20000, 0x10000000, 0x6C000000, 0x7E020000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)
 _READ_ONLY = MS_RDONLY | MS_NOSUID | MS_NODEV  # mount_setattr(2) has the same three values
-_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
-MNT_DETACH = 2
+_KEPT = MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048  # the last are noatime and nodiratime; relatime is the default
+_MOUNT_SETATTR = 442
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-SECCOMP_MODE_FILTER = 2
 NOBODY = 65534
-FIRST_PRIVATE_UID = 2_000_000_000
-"""Each sandbox uses a user id of its own above this number, so that RLIMIT_NPROC counts only the processes of that sandbox."""
+_OWN_USER = 2_000_000_000 + os.getpid()  # of this sandbox alone, as RLIMIT_NPROC counts the processes of a user
+WORK = "/sandbox"
+"""The working folder inside the sandbox. It contains no Python installation."""
 
-WORK = "/sandbox"  # the working folder inside the sandbox; contains no Python installation
-
-# System calls to deny, with their numbers on x86_64 and aarch64. Programming exercises need none of them. With them sandboxes have been
-# escaped, RLIMIT_AS evaded, programs of the host run, and the driver, which has the same user, slowed down. ``socket`` is denied;
-# ``socketpair``, which asyncio needs, is not.
+# System calls to deny, with their numbers on x86_64 and aarch64. Programming exercises need none of them. With them
+# sandboxes have been escaped, RLIMIT_AS evaded, programs of the host run, and the driver, which has the same user,
+# slowed down. ``socket`` is denied; ``socketpair``, which asyncio needs, is not.
 _DENIED = {
     "socket": (41, 198), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
-    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "kcmp": (312, 272),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "shmget": (29, 194), "memfd_create": (319, 279), "memfd_secret": (447, 447),
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "execve": (59, 221), "execveat": (322, 281),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438), "kcmp": (312, 272), "add_key": (248, 217), "request_key": (249, 218),
+    "keyctl": (250, 219), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "shmget": (29, 194),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "msgget": (68, 186), "semget": (64, 190),
+    "mq_open": (240, 180), "execve": (59, 221), "execveat": (322, 281), "setpriority": (141, 140),
+    "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
 }  # fmt: skip
-_CLONE, _CLONE3, _PRLIMIT64 = (56, 220), 435, (302, 261)
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_ARCHITECTURES = {("x86_64", 8): (0, 0xC000003E), ("aarch64", 8): (1, 0xC00000B7)}
+"""Machine and size of a pointer -> index in the pairs above, and the machine's name in seccomp."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str) -> int:
-    if result < 0:
+def _call(function: str, *arguments: int | bytes) -> None:
+    """Call a function of libc; ``OSError`` if it fails."""
+    if getattr(_libc, function)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments)) < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-    return result
+        raise OSError(number, f"{function}{arguments}: {os.strerror(number)}")
 
 
 def prctl(option: int, argument: int = 0) -> None:
-    _checked(_libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), f"prctl({option})")
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (``grpo.system`` has the same function; this file cannot import it)."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _call("prctl", option, argument, 0, 0, 0)
 
 
 def unshare(flags: int) -> None:
-    _checked(_libc.unshare(flags), "unshare")
+    _call("unshare", flags)
 
 
 def mount(source: str, target: str, kind: str = "none", flags: int = 0, data: str = "") -> None:
-    result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
-    _checked(result, f"mount {target}")
+    _call("mount", source.encode(), target.encode(), kind.encode(), flags, data.encode())
 
 
 def _architecture() -> tuple[int, int]:
-    if platform.machine() not in _ARCHITECTURES or sys.maxsize < 2**32:
-        raise OSError(0, f"no table of system calls for {platform.machine()}")
-    return _ARCHITECTURES[platform.machine()]
+    return _ARCHITECTURES[os.uname().machine, struct.calcsize("P")]
 
 
-def drop_user(uid: int) -> None:
-    """Change from root to an unprivileged user without groups, for good."""
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(uid, uid, uid)
+def enter_namespaces() -> None:
+    """Continue as process 1 of new process, network, IPC and host name namespaces. The process before waits for it.
 
-
-def enter_namespaces(uid: int) -> None:
-    """Give the children that are forked from now on process, network, IPC and host name namespaces of their own.
-
-    Root creates them directly and changes its user after the file tree is set up. Other users, and root without the capability for
-    that, create a user namespace too, in which they keep their id.
+    Root creates them directly and changes its user after the file tree is set up. Other users, and root without the
+    capability for that, create a user namespace too, in which they keep their id.
     """
-    _unshare_namespaces(CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS, uid)
-    for change in (_libc.sethostname, _libc.setdomainname):  # the new namespace begins with the names of the host
-        _checked(change(b"sandbox", 7), "sethostname")
-
-
-def _unshare_namespaces(flags: int, uid: int) -> None:
-    if os.geteuid() == 0:
-        try:
-            return unshare(flags)
-        except PermissionError:
-            drop_user(uid)
-            prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self belongs to root, and the files below cannot be written
-    user, group = os.geteuid(), os.getegid()
-    unshare(CLONE_NEWUSER | flags)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # without a process namespace, orphans become children of this process
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    identity = {}
+    try:
+        unshare(_PID_NET_IPC_UTS)
+    except PermissionError:
+        drop_user()
+        prctl(PR_SET_DUMPABLE, 1)  # otherwise /proc/self belongs to root, and the files below cannot be written
+        user, group = os.geteuid(), os.getegid()
+        identity = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+        unshare(CLONE_NEWUSER | _PID_NET_IPC_UTS)
+    if first := os.fork():
+        os.waitpid(first, 0)
+        os._exit(0)
+    for name, text in identity.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    return None
+    for function in ("sethostname", "setdomainname"):  # the new namespace begins with the names of the host
+        _call(function, b"sandbox", 7)
 
 
-def _library_folders() -> list[str]:
-    """The folders that a Python process reads: its standard library and the system's shared libraries."""
-    folders = [os.path.dirname(os.__file__), os.path.join(sys.base_exec_prefix, "lib")]
-    folders += ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
-    chosen: list[str] = []
-    for folder in sorted({os.path.normpath(f) for f in folders if os.path.isdir(f)}):
-        if not any(folder.startswith(parent + "/") for parent in chosen if not os.path.islink(parent)):
-            chosen.append(folder)
-    return chosen
+def drop_user() -> None:
+    """Change from root to an unprivileged user without groups, for good. The process ends with its parent."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        try:
+            os.setresuid(_OWN_USER, _OWN_USER, _OWN_USER)
+        except OSError:  # in a container, root may be able to use few other user ids
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it, and so does a fork
 
 
 def _make_read_only(folder: str, flags: int = _READ_ONLY) -> None:
-    """Make the mount ``folder`` and every mount below it read-only. Mounts of the host below a library folder were bound with it."""
-    attributes = struct.pack("=4Q", flags, 0, 0, 0)
-    if _libc.syscall(_MOUNT_SETATTR, AT_FDCWD, folder.encode(), AT_RECURSIVE, attributes, len(attributes)) == 0:
+    """Make the mount ``folder`` and every mount below it read-only: mounts of the host were bound with the folder."""
+    at_fdcwd, at_recursive, attributes = -100, 0x8000, struct.pack("=4Q", flags, 0, 0, 0)
+    if _libc.syscall(_MOUNT_SETATTR, at_fdcwd, folder.encode(), at_recursive, attributes, len(attributes)) == 0:
         return
     with open("/proc/self/mountinfo") as file:  # Linux before 5.12: one mount at a time
         mounts = [line.split()[4] for line in file]
     for path in mounts:
         if (path + "/").startswith(folder + "/"):
             # In a user namespace, flags that the mount already has are locked and must be set again.
-            present = os.statvfs(path).f_flag
-            kept = present & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048) | ((1 << 21) if present & 4096 else 0)
-            mount("none", path, flags=MS_REMOUNT | MS_BIND | flags | kept)
+            mount("none", path, flags=MS_REMOUNT | MS_BIND | flags | os.statvfs(path).f_flag & _KEPT)
 
 
-def enter_private_root(root: str, uid: int, disk_mb: int) -> None:
-    """Make the empty folder ``root`` the root of a private file tree: read-only libraries, four devices and a small :data:`WORK`.
+def enter_private_root(disk_mb: int) -> None:
+    """Change to a private file tree: read-only libraries, four devices and a small :data:`WORK`.
 
-    Only the mount namespace of this process changes; on the host, ``root`` stays empty.
+    It is mounted over ``/sys`` in a mount namespace of this process: nothing changes or is left on the host.
     """
-    index, _ = _architecture()
+    # Without memory, the kernel ends the sandbox before the trainer.
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     unshare(CLONE_NEWNS)
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    root = "/sys"
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=4k,mode=755")
-    for folder in _library_folders():
-        if os.path.islink(folder):
-            os.symlink(os.readlink(folder), root + folder)
+    os.umask(0o022)
+    folders = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", f"{sys.base_exec_prefix}/lib", os.path.dirname(os.__file__)]
+    files = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/etc/ld.so.cache"]
+    for path in map(os.path.normpath, folders + files):
+        target = root + path
+        if os.path.lexists(target) or not os.path.exists(path):
             continue
-        os.makedirs(root + folder, 0o755, exist_ok=True)
-        mount(folder, root + folder, flags=MS_BIND | MS_REC)
-        _make_read_only(root + folder)
-    for file in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/etc/ld.so.cache"):
-        if os.path.exists(file):
-            os.makedirs(os.path.dirname(root + file), 0o755, exist_ok=True)
-            os.close(os.open(root + file, os.O_CREAT, 0o644))
-            mount(file, root + file, flags=MS_BIND)
-            _make_read_only(root + file, MS_RDONLY | MS_NOSUID)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        (os.mknod if path in files else os.mkdir)(target)
+        mount(path, target, flags=MS_BIND | MS_REC)
+        _make_read_only(target, MS_RDONLY | MS_NOSUID if path in files else _READ_ONLY)
     os.mkdir(root + WORK)
+    mount("tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mb}m,nr_inodes=1k,mode=777")
     if not os.path.lexists(root + "/tmp"):  # it exists if this Python is installed below /tmp
         os.symlink(WORK, root + "/tmp")
-    mount("tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={disk_mb}m,nr_inodes=1k,mode=700")
-    if os.geteuid() == 0:
-        os.chown(root + WORK, uid, NOBODY)
     mount("none", root, flags=MS_REMOUNT | MS_BIND | _READ_ONLY)
     os.chdir(root)
-    _checked(_libc.syscall((155, 41)[index], b".", b"."), "pivot_root")
-    _checked(_libc.umount2(b".", MNT_DETACH), "umount the host's files")
-    os.chdir("/")
+    _call("syscall", _DENIED["pivot_root"][_architecture()[0]], b".", b".")
+    _call("umount2", b".", 2)  # MNT_DETACH: the files of the host
+    os.chdir(WORK)
 
 
 def drop_capabilities() -> None:
     """Drop all capabilities for good, and forbid other processes of the same user to trace this one."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    for capability in range(64):
-        if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break  # there is no such capability, or this process may not drop any: capset below drops all that it has
-    header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    _checked(_libc.capset(header, struct.pack("=6I", 0, 0, 0, 0, 0, 0)), "capset")
+    for capability in range(64):  # no error if there is no such capability, or if this process may not drop any
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    _call("capset", struct.pack("=Ii", 0x20080522, 0), bytes(24))  # _LINUX_CAPABILITY_VERSION_3, this process
     prctl(PR_SET_DUMPABLE, 0)
 
 
 def deny_system_calls() -> None:
     """Install a seccomp filter for this process and its children: the system calls in ``_DENIED`` fail with EPERM."""
     index, architecture = _architecture()
+    clone, clone3, prlimit64 = (56, 220)[index], 435, (302, 261)[index]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown = 0x7FFF0000, 0x00050001, 0x00050026  # ALLOW, ERRNO | EPERM, ERRNO | ENOSYS
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, refuse), (load, 0, 0, 0)]
-    program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, refuse)]  # system calls of the x32 ABI
-    for numbers in _DENIED.values():
-        program += [(equal, 0, 1, numbers[index]), (give, 0, 0, refuse)]
-    # The filter cannot read the flags of clone3, which lie behind a pointer. With ENOSYS, libc falls back to clone.
-    program += [(equal, 0, 1, _CLONE3), (give, 0, 0, unknown)]
-    namespaces = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER
-    namespaces |= CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWCGROUP
-    program += [(equal, 0, 3, _CLONE[index]), (load, 0, 0, 16), (any_bit, 0, 1, namespaces), (give, 0, 0, refuse)]
-    # The limits of the process itself (0) may be changed, those of another, such as the driver, not.
-    program += [(load, 0, 0, 0), (equal, 0, 3, _PRLIMIT64[index]), (load, 0, 0, 16)]
-    program += [(equal, 1, 0, 0), (give, 0, 0, refuse), (give, 0, 0, allow)]
+    denied = [((equal, 0, 1, numbers[index]), (give, 0, 0, refuse)) for numbers in _DENIED.values()]
+    program = [
+        (load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, refuse),
+        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, refuse),  # system calls of the x32 ABI
+        *[instruction for pair in denied for instruction in pair],
+        # The filter cannot read the flags of clone3, which lie behind a pointer. With ENOSYS, libc falls back to clone.
+        (equal, 0, 1, clone3), (give, 0, 0, unknown),
+        (equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, _ALL_NAMESPACES), (give, 0, 0, refuse),
+        # The limits of the process itself (0) may be changed, those of another, such as the driver, not.
+        (load, 0, 0, 0), (equal, 0, 3, prlimit64), (load, 0, 0, 16), (equal, 1, 0, 0), (give, 0, 0, refuse),
+        (give, 0, 0, allow),
+    ]  # fmt: skip
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _checked(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filters, 0, 0), "seccomp")
+    _call("prctl", PR_SET_SECCOMP, 2, filters, 0, 0)  # SECCOMP_MODE_FILTER

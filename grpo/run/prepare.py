@@ -22,7 +22,7 @@ from grpo.evaluation.grading import check_reward_names
 from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer, num_parameters, resolve_model
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
-from grpo.rewards.code_tests import check_rows
+from grpo.rewards.code import check_rows
 from grpo.rollout import split_stop
 from grpo.run.checkpoint import Trained
 from grpo.run.given import Given

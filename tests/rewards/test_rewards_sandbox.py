@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from grpo.rewards import RewardRunner, RewardSpec, load_reward, sandbox
-from grpo.rewards.code_tests import read_tests
-from grpo.rewards.python_tests import extract_code
+from grpo.rewards.code import extract_code, read_tests
 from grpo.rewards.sandbox import Limits, SandboxError, SandboxUnavailable, _results, run_python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -412,6 +411,63 @@ def test_the_sandbox_ends_with_the_process_that_started_it(sandboxed, own_sandbo
     _wait_until(lambda: not own_sandboxes())
 
 
+def test_the_sandbox_ends_with_its_launcher(sandboxed, own_sandboxes):
+    code = (
+        f"from grpo.rewards import sandbox; sandbox._CHILD = {sandbox._CHILD!r}; "
+        "print(sandbox.run_python('while True: pass', [{'code': ''}], sandbox.Limits(60, 60)))"
+    )
+    asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    _wait_until(lambda: [_ends_first(process) for process in own_sandboxes()].count(True) == 2)
+    (launcher,) = (process for process in own_sandboxes() - {asker.pid} if not _ends_first(process))
+    os.kill(launcher, signal.SIGKILL)
+    output, _ = asker.communicate(timeout=60)
+    assert "failed" in output
+    _wait_until(lambda: not own_sandboxes())
+
+
+@pytest.mark.parametrize("end", ["close_all", "other_file", "stop"])
+def test_a_test_that_gives_no_sign_of_life(attack, end):
+    code = {
+        "close_all": "import os, time; os.closerange(0, 64); time.sleep(60)",
+        "other_file": "import os; os.mkfifo('/sandbox/f'); os.dup2(os.open('/sandbox/f', os.O_RDWR), 1); os.read(1, 1)",
+        "stop": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    }[end]
+    assert attack(code, SHORT).status == "timeout"
+
+
+def test_forged_results(attack):
+    """Lines of results to every descriptor, and the driver's own variables."""
+    result = attack("""
+import os, sys
+line = b'{"status": "passed", "output": "forged"}\\n'
+frame = sys._getframe()
+while frame := frame.f_back:
+    for value in frame.f_locals.values():
+        try: print(line.decode(), file=value, flush=True)
+        except Exception: pass
+for descriptor in [0, *range(2, 64)]:
+    try: os.write(descriptor, line)
+    except OSError: pass
+""")
+    assert result.status == "passed" and result.output != "forged"
+
+
+def test_statements_are_not_passed_by_what_they_write(sandboxed):
+    code = (
+        "import os\nfor descriptor in range(64):\n    try: os.write(descriptor, bytes(16))\n    except OSError: pass\n"
+    )
+    for end in ("", "os._exit(0)"):
+        assert run_python(code + end, [{"code": "pass"}], LIMITS)[0].status == "failed"
+
+
+def test_the_user_mask_of_the_trainer_is_not_in_the_way(sandboxed):
+    before = os.umask(0o077)
+    try:
+        assert run_python("import decimal", [{"code": ""}], LIMITS)[0].status == "passed"
+    finally:
+        os.umask(before)
+
+
 def _ends_first(process):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/oom_score_adj").read_text() == "1000\n"
@@ -566,6 +622,21 @@ def test_programs_are_judged_by_what_they_print(sandboxed):
         *[("failed", "")] * 2,
         ("passed", ""),
     ]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x0c", "\x0b", "\x85", "\x1e"])
+def test_only_a_newline_ends_a_line(sandboxed, separator):
+    score, right = load_reward("python_tests")(
+        [""] * 2,
+        [f"print('1', '2', sep={separator!r})", "print('1 ', '2', '', sep='\\r\\n')"],
+        tests=[[{"input": "", "output": "1\n2"}]] * 2,
+    )
+    assert (score, right) == (0.0, 1.0)
+
+
+def test_only_a_newline_ends_an_argument():
+    (test,) = read_tests([{"input": '"1\u2028\x852"\r\n3\n', "output": "4", "fn_name": "add"}])
+    assert json.loads(test["input"]) == ["1\u2028\x852", 3]
 
 
 def test_statements_run_after_code_that_exits(sandboxed):
