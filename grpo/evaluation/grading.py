@@ -7,8 +7,8 @@ from grpo.config import EvalConfig
 from grpo.evaluation.estimate import CompletionResult
 from grpo.rewards import RewardRunner
 from grpo.rewards.answers import answers_equal, extract_answer, has_format
-from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
+from grpo.rewards.worker import OUTSIDE_TRAINING, TrainerState
 
 ANSWER_CHECKERS = (
     "accuracy", "math_verify", "countdown", "r1_zero", "pattern_answer", "exact_or_stripped", "python_tests", "reasoning_gym",

@@ -5,8 +5,7 @@ The worker processes import this package too, so it imports no torch.
 
 from grpo.rewards.answers import completion_text
 from grpo.rewards.functions import BUILTIN, load_reward
-from grpo.rewards.result import RewardResult, RewardSpec
-from grpo.rewards.runner import RewardRunner
+from grpo.rewards.runner import RewardResult, RewardRunner, RewardSpec
 from grpo.rewards.worker import RewardContractError
 
 __all__ = [

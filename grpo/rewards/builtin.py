@@ -6,6 +6,7 @@ arguments before any row, so a call without rows checks a configuration.
 """
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -14,9 +15,11 @@ from functools import partial
 from typing import Any
 
 from grpo.rewards import answers
-from grpo.rewards.arguments import Scores, column_values, is_missing, require_number, require_tag
+from grpo.rewards.functions import check_columns
 from grpo.system import import_extra
 
+Rewards = list[float | None]
+"""One reward per completion. ``None`` marks a row that cannot be scored."""
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 """Five groups: one for each tag, and one that matches if nothing follows the last tag."""
 MAX_LENGTH = 500
@@ -30,7 +33,7 @@ _OPERATIONS = {
 }  # fmt: skip
 
 
-def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", column="answer", **columns) -> Scores:
+def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", column="answer", **columns) -> Rewards:
     """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference answer, else 0.
 
     Numbers are compared exactly, anything else as text.
@@ -42,14 +45,14 @@ def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", co
     return _score_rows(read, _value_if(answers.answers_equal, value), completions, columns, "accuracy", column)
 
 
-def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Scores:
+def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Rewards:
     """``value`` where the whole response matches ``pattern``; the default is :data:`answers.DEFAULT_FORMAT`."""
     compiled = _compile(answers.DEFAULT_FORMAT if pattern is None else pattern)
     require_number(value=value)
     return [float(value) if compiled.fullmatch(answers.completion_text(c)) else 0.0 for c in completions]
 
 
-def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max_value=0.5, **columns) -> Scores:
+def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max_value=0.5, **columns) -> Rewards:
     """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most ``max_value``.
 
     A repeated match earns nothing. Source of the values (0.1 and 0.5): "The One Big Beautiful Blog on GRPO".
@@ -68,7 +71,7 @@ def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max
 
 def pattern_answer(
     prompts, completions, *, pattern: str, value=1.0, group="answer", column="answer", **columns
-) -> Scores:
+) -> Rewards:
     """``value`` where the whole response matches ``pattern`` and the group equals the reference answer, else 0."""
     read = _group_reader(pattern, group)
     require_number(value=value)
@@ -78,7 +81,7 @@ def pattern_answer(
 
 def exact_or_stripped(
     prompts, completions, *, exact=3.0, stripped=1.5, tag="answer", pattern=None, column="answer", **columns
-) -> Scores:
+) -> Rewards:
     """``exact`` where the text in the tag is the reference answer, ``stripped`` where white space around it differs.
 
     With ``pattern``, which the whole response must match, the text is its group ``(?P<answer>...)``; no tag is read.
@@ -96,7 +99,7 @@ def exact_or_stripped(
     return _score_rows(read, score, completions, columns, "exact_or_stripped", column)
 
 
-def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cache_length: int, **columns) -> Scores:
+def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cache_length: int, **columns) -> Rewards:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13, with 20480 and 4096 tokens).
 
     0 for up to ``max_length - cache_length`` tokens, then a linear decrease to -1 at ``max_length``, and -1 beyond.
@@ -108,7 +111,7 @@ def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cach
     return [max(-1.0, min(0.0, (free_length - len(ids)) / cache_length)) for ids in completion_ids]
 
 
-def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", **columns) -> Scores:
+def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", **columns) -> Rewards:
     """``value`` where math-verify finds the answer after the thinking equal to the reference answer, else 0.
 
     The answer is the text inside the last ``<answer>...</answer>``, or without one the last expression. With ``tag`` it
@@ -130,7 +133,7 @@ def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", *
     return _score_rows(answers.after_thinking, score, completions, columns, "math_verify", column)
 
 
-def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer", **columns) -> Scores:
+def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer", **columns) -> Rewards:
     """The reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end with ``<think>``.
 
     ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is ``</think> <answer>``
@@ -153,7 +156,7 @@ math_verify.row_by_row = r1_zero.row_by_row = True
 
 def reasoning_gym(
     prompts, completions, *, value=1.0, tag="answer", column="answer", metadata_column="metadata", **columns
-) -> Scores:
+) -> Rewards:
     """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag; 0 without a well-formed tag.
 
     The row's metadata names the task. Many of its scorers give a wrong answer 0.01, some give partial scores.
@@ -179,7 +182,7 @@ def reasoning_gym(
 def countdown(
     prompts, completions, *, value=1.0, format_value=0.0, tag="answer", numbers_column="numbers",
     target_column="target", **columns,
-) -> Scores:  # fmt: skip
+) -> Rewards:  # fmt: skip
     """``value`` where the expression in the tag uses each number of the row exactly once and equals the row's target.
 
     ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. The expression may be the
@@ -231,10 +234,35 @@ def _value(node: ast.expr) -> Fraction:
     raise ValueError("only integers, + - * / and parentheses may be used")
 
 
+def column_values(columns: dict[str, Any], name: str, completions: Sequence[Any], reward: str) -> Sequence[Any]:
+    """The column ``name``, one value per completion. Without completions the column may be missing."""
+    if completions:
+        check_columns(reward, [name], columns)
+    return columns.get(name, [])
+
+
+def require_number(**arguments: Any) -> None:
+    """Check that every argument is a finite number."""
+    for name, value in arguments.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+
+
+def require_tag(tag: Any) -> None:
+    """Check that ``tag`` is the name of a tag without its angle brackets."""
+    if not isinstance(tag, str) or not tag or set(tag) & set("<>/ "):
+        raise ValueError(f"tag must be a bare name such as 'answer' (no angle brackets), got {tag!r}")
+
+
+def is_missing(reference: Any) -> bool:
+    """True if a row has no reference answer (``None`` or blank text): its completions cannot be scored."""
+    return reference is None or (isinstance(reference, str) and not reference.strip())
+
+
 def _score_rows(
     read: Callable[[str], Any], score: Callable[..., float | None], completions: Sequence[Any], columns: dict[str, Any],
     reward: str, *names: str,
-) -> Scores:  # fmt: skip
+) -> Rewards:  # fmt: skip
     """For each completion ``score(read(text), *values)``, with the row's values of the named columns.
 
     0 where ``read`` finds no answer (``None``); ``None`` where a value is missing or ``score`` returns ``None``.

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo.rewards.answers import completion_text, tag_content
-from grpo.rewards.arguments import Scores, column_values, require_number, require_tag
-from grpo.rewards.result import RewardSpec
+from grpo.rewards.builtin import Rewards, column_values, require_number, require_tag
 from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
@@ -49,7 +48,7 @@ result is JSON on stdout: the expected result is compared outside the sandbox.""
 def python_tests(
     prompts, completions, *, value=1.0, tag=None, column="tests", test_seconds=2.0, total_seconds=6.0, memory_mb=512,
     processes=8, output_kb=1024, allow_unsandboxed=False, **columns,
-) -> Scores:  # fmt: skip
+) -> Rewards:  # fmt: skip
     """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
 
     :func:`extract_code` finds the code, :func:`read_tests` reads the tests. Outputs are compared outside the sandbox,
@@ -62,7 +61,7 @@ def python_tests(
     limits = Limits(test_seconds, total_seconds, memory_mb=memory_mb, processes=processes, output_kb=output_kb)
     if not completions:  # this call checks a configuration: fail now on a machine that cannot provide the sandbox
         run_python("", [{"code": ""}], limits, allow_unsandboxed=allow_unsandboxed)
-    rewards: Scores = []
+    rewards: Rewards = []
     tests_of_rows = column_values(columns, column, completions, "python_tests")
     entry_points = columns.get("entry_point") or [None] * len(completions)
     for completion, given, entry_point in zip(completions, tests_of_rows, entry_points, strict=True):
@@ -114,7 +113,7 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
     return textwrap.dedent(code) if code.strip() and len(code) <= MAX_CODE_LENGTH else None
 
 
-def check_rows(specs: Iterable[RewardSpec], rows: Sequence[Mapping[str, Any]], source: str) -> None:
+def check_rows(specs: Iterable[Any], rows: Sequence[Mapping[str, Any]], source: str) -> None:
     """Raise ``ValueError``, with the row, if a ``python_tests`` among the rewards cannot read the tests of a row."""
     for column in {spec.args.get("column", "tests") for spec in specs if spec.name == "python_tests"}:
         for number, row in enumerate(rows, 1):

@@ -261,3 +261,11 @@ def _needed_columns(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     parameters, _ = _parameters(function)
     required = {name for name, p in parameters.items() if p.default is p.empty}
     return frozenset(required - set(TRAINER_ARGUMENTS) - set(arguments))
+
+
+def check_columns(reward: str, needed: Collection[str], available: Collection[str]) -> None:
+    """Check that the rows have every column that a reward needs."""
+    missing = sorted(set(needed) - set(available))
+    if missing:
+        existing = ", ".join(sorted(available)) or "none"
+        raise ValueError(f"reward {reward!r} needs the column(s) {', '.join(missing)}; the rows have {existing}")

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo.rewards.functions import FunctionInfo
-from grpo.rewards.worker import NotSent, Outcome
+from grpo.rewards.worker import Outcome
 from grpo.system import first_line
 
 LOAD_SECONDS = 120.0
@@ -32,6 +32,10 @@ _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
+
+
+class NotSent(ValueError):
+    """A function that was given as an object cannot be pickled."""
 
 
 class WorkerLost(Exception):

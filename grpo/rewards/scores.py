@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from grpo.batch import Group, Problem
 from grpo.config import Config
-from grpo.rewards.logged import OUTSIDE_TRAINING, TrainerState
-from grpo.rewards.result import RewardResult
-from grpo.rewards.runner import RewardRunner
+from grpo.rewards.runner import RewardResult, RewardRunner
+from grpo.rewards.worker import OUTSIDE_TRAINING, TrainerState
 
 
 def score_groups(

@@ -9,7 +9,6 @@ import inspect
 import math
 import os
 import pickle
-import reprlib
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,20 +25,98 @@ from grpo.rewards.functions import (
     load_reward,
     passed_names,
 )
-from grpo.rewards.logged import OUTSIDE_TRAINING, Logged, TrainerState
-from grpo.system import UserError, end_with_parent, first_line
+from grpo.system import UserError, end_with_parent
 
 MAX_TRACEBACK_LENGTH = 8000
 MAX_REWARD = 3.4028234663852886e38
 """The largest number in fp32, in which the trainer stores rewards."""
 
 
+METRICS = frozenset({
+    "step", "epoch", "reward", "reward_std", "reward_group_std", "frac_reward_zero_std", "frac_unscorable", "loss",
+    "kl", "entropy", "grad_norm", "learning_rate", "ratio", "ratio_histogram", "skipped_updates", "num_tokens",
+    "completion_tokens", "step_time", "tokens_per_second",
+})  # fmt: skip
+"""Metrics of the trainer: ``log_metric`` refuses these names."""
+METRIC_GROUPS = ("clip_ratio/", "completions/", "eval/", "histograms/", "rewards/", "sampling/", "tables/", "time/")
+"""``log_metric`` refuses names that start with one of these too."""
+COLUMNS = frozenset({
+    "step", "problem", "prompt", "answer", "completion", "rewards", "reward", "advantage", "length", "finished",
+    "token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprobs", "logged",
+})  # fmt: skip
+"""Columns of the completions that a run keeps: ``log_extra`` refuses these names."""
+
+
 class RewardContractError(UserError):
     """A reward returned something that is not one float or ``None`` per completion."""
 
 
-class NotSent(ValueError):
-    """A function that was given as an object cannot be rebuilt in another process."""
+@dataclass(frozen=True)
+class TrainerState:
+    """The position of the run, under the names of ``transformers.TrainerState``. Outside training all are 0."""
+
+    global_step: int = 0
+    """Steps that are complete: 0 in the first step."""
+    epoch: float = 0.0
+    max_steps: int = 0
+
+
+OUTSIDE_TRAINING = TrainerState()
+
+
+@dataclass
+class Logged:
+    """The metrics and columns that one call of a reward with ``num_rows`` completions reported."""
+
+    num_rows: int
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Name -> ``(sum, count)`` of its values. Each value counts once per completion of the call."""
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """Column -> one value per completion."""
+    mistake: str | None = None
+    """The first misuse. Kept instead of raised: a reward may catch exceptions."""
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Report a number for this batch. NaN is left out."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.inf
+        if not _is_name(name) or name in METRICS or name.startswith(METRIC_GROUPS):
+            self._refuse(f"called log_metric({name!r}, ...): choose a name that no metric of the trainer has")
+        elif math.isinf(number):
+            kind = "infinity" if isinstance(value, float) else f"a value of type {type(value).__name__}"
+            self._refuse(f"called log_metric({name!r}, ...) with {kind}: expected a finite number")
+        elif not math.isnan(number):
+            total, count = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = (total + number * self.num_rows, count + self.num_rows)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Report a column for the completions that the run keeps. What is no number or ``None`` is kept as its text."""
+        values = list(values.tolist() if hasattr(values, "tolist") else values)
+        if not _is_name(column) or column in COLUMNS or column.startswith("rewards/"):
+            self._refuse(f"called log_extra({column!r}, ...): choose a name that no column of the completions has")
+        elif len(values) != self.num_rows:
+            number = f"{len(values)} values for {self.num_rows} completions"
+            self._refuse(f"called log_extra({column!r}, ...) with {number}: expected one per completion")
+        else:
+            self.extra[column] = [_plain(value) for value in values]
+
+    def _refuse(self, mistake: str) -> None:
+        self.mistake = self.mistake or mistake
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name != "" and name.isprintable()
+
+
+def _plain(value: Any) -> str | int | float | None:
+    """Numbers and text as Python's own types, which the trainer can read without the modules of the reward."""
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int) and abs(value) <= 2**53:  # a float holds it exactly
+        return int(value)
+    return None if value is None else str(value)
 
 
 @dataclass(frozen=True)
@@ -107,10 +184,10 @@ def checked(values: Any, logged: Logged) -> list[float | None]:
     if callable(values):
         raise RewardContractError(f"returned a function: it makes the reward; {MAKE_IT_IN_THE_FILE}")
     if not isinstance(values, (list, tuple)):
-        raise RewardContractError(f"returned {_short_repr(values)} of type {type(values).__name__}; {expected}")
+        raise RewardContractError(f"returned {values!r:.100} of type {type(values).__name__}; {expected}")
     if len(values) != num_rows:
         count = f"{len(values)} values for {num_rows} completions"
-        raise RewardContractError(f"returned {count}: {_short_repr(values)}; {expected}")
+        raise RewardContractError(f"returned {count}: {values!r:.100}; {expected}")
     return [_number(value, f"for completion {row}; {expected}") for row, value in enumerate(values)]
 
 
@@ -120,13 +197,8 @@ def _number(value: Any, expected: str) -> float | None:
     except (TypeError, ValueError, OverflowError):
         number = math.inf
     if abs(number) > MAX_REWARD:
-        raise RewardContractError(f"returned {_short_repr(value)} of type {type(value).__name__} {expected}")
+        raise RewardContractError(f"returned {value!r:.100} of type {type(value).__name__} {expected}")
     return None if math.isnan(number) else number
-
-
-_reprs = reprlib.Repr()  # reads the first elements only, however large the value is
-_reprs.maxstring = _reprs.maxother = 100
-_short_repr = _reprs.repr
 
 
 class Worker:
@@ -144,12 +216,9 @@ class Worker:
     def load(self, key: int, spec: str, args: dict[str, Any], given: bytes | Callable[..., Any] | None) -> FunctionInfo:
         """Load the function that ``spec`` names, or the one that is ``given``: pickled, or as it is.
 
-        ``ValueError`` if there is none, or if its arguments are wrong; ``NotSent`` if it cannot be unpickled.
+        ``ValueError`` if there is none, or if its arguments are wrong.
         """
-        try:
-            function = pickle.loads(given) if isinstance(given, bytes) else given
-        except Exception as error:  # of any type: each object may raise its own
-            raise NotSent(f"{type(error).__name__}: {first_line(error)}") from None
+        function = pickle.loads(given) if isinstance(given, bytes) else given
         try:
             function = load_reward(spec) if function is None else function
             check_arguments(spec, function, args)

@@ -24,8 +24,8 @@ from grpo.loss import entropy_threshold
 from grpo.model import Policy, sync_reference
 from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardResult, RewardRunner
-from grpo.rewards.logged import TrainerState
 from grpo.rewards.scores import score_groups
+from grpo.rewards.worker import TrainerState
 from grpo.rollout import BuiltinEngine, Engine, SamplingParams, sampling_weights
 from grpo.run.output_folder import Lock
 from grpo.run.saver import Progress, Saver

@@ -20,7 +20,7 @@ from grpo.config.arguments import keys_of
 from grpo.config.help import unknown_key
 from grpo.loss import loss_denominator, policy_loss
 from grpo.rewards import load_reward
-from grpo.rewards.logged import Logged
+from grpo.rewards.worker import Logged
 from grpo.telemetry.samples import _COLUMNS
 
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])

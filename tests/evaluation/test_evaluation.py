@@ -18,7 +18,7 @@ from grpo.evaluation import CompletionResult, estimates, metric_names, pass_at_k
 from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.estimate import mean_of, rate_of, wilson
 from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
-from grpo.rewards.result import RewardSpec
+from grpo.rewards.runner import RewardSpec
 from grpo.rollout import BuiltinEngine, SamplingParams
 
 ALONE = World(0, 1, 0, torch.device("cpu"))

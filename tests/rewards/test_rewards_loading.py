@@ -10,8 +10,7 @@ import pytest
 
 from grpo.rewards import load_reward
 from grpo.rewards.functions import BUILTIN, check_arguments, display_name
-from grpo.rewards.logged import Logged, TrainerState
-from grpo.rewards.worker import RewardInputs, call_reward
+from grpo.rewards.worker import Logged, RewardInputs, TrainerState, call_reward
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from grpo.rewards import RewardContractError, RewardRunner, RewardSpec, pool
-from grpo.rewards.logged import Logged
 from grpo.rewards.runner import MAX_LOST_WORKERS
+from grpo.rewards.worker import Logged
 
 ROOT = Path(__file__).parents[2]
 
