@@ -100,17 +100,14 @@ class WorkerProcess:
     def _forward_output(self) -> None:
         with self._process.stdout as output:
             while chunk := os.read(output.fileno(), 65536):
-                num_allowed = max(MAX_OUTPUT_BYTES - self.num_printed_bytes, 0)
-                is_first_beyond = self.num_printed_bytes <= MAX_OUTPUT_BYTES < self.num_printed_bytes + len(chunk)
+                num_allowed = MAX_OUTPUT_BYTES - self.num_printed_bytes
                 self.num_printed_bytes += len(chunk)
-                text = chunk[:num_allowed].decode(errors="replace")
-                if is_first_beyond:
-                    text += (
-                        f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
-                    )
+                if num_allowed < 0:
+                    continue
+                limit = f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
+                text = chunk[:num_allowed].decode(errors="replace") + limit * (len(chunk) > num_allowed)
                 with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
-                    sys.stderr.write(text)
-                    sys.stderr.flush()
+                    print(text, end="", file=sys.stderr, flush=True)
 
 
 def _worker_sys_path(directory: str) -> list[str]:

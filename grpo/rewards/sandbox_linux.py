@@ -10,16 +10,8 @@ import struct
 import sys
 
 CLONE_NEWNS, CLONE_NEWUSER, _PID_NET_IPC_UTS, _ALL_NAMESPACES = 0x20000, 0x10000000, 0x6C000000, 0x7E020000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
-    1,
-    2,
-    4,
-    8,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
+MS_REC, MS_PRIVATE = 16384, 1 << 18
 _READ_ONLY = MS_RDONLY | MS_NOSUID | MS_NODEV  # mount_setattr(2) has the same three values
 _KEPT = MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048  # the last are noatime and nodiratime; relatime is the default
 _MOUNT_SETATTR = 442

@@ -16,22 +16,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from grpo.rewards.functions import (
-    MAKE_IT_IN_THE_FILE,
-    FunctionInfo,
-    check_arguments,
-    describe,
-    is_builtin,
-    load_reward,
-    passed_names,
-)
+from grpo.rewards import functions
 from grpo.system import UserError, end_with_parent
 
 MAX_TRACEBACK_LENGTH = 8000
 MAX_REWARD = 3.4028234663852886e38
 """The largest number in fp32, in which the trainer stores rewards."""
-
-
 METRICS = frozenset({
     "step", "epoch", "reward", "reward_std", "reward_group_std", "frac_reward_zero_std", "frac_unscorable", "loss",
     "kl", "entropy", "grad_norm", "learning_rate", "ratio", "ratio_histogram", "skipped_updates", "num_tokens",
@@ -166,7 +156,7 @@ def call_reward(function: Callable[..., Any], args: dict[str, Any], inputs: Rewa
     given = dict(prompts=inputs.prompts, completions=inputs.completions, completion_ids=inputs.completion_ids)
     given |= dict(trainer_state=inputs.trainer_state, log_metric=logged.log_metric, log_extra=logged.log_extra)
     available = {**inputs.columns, **given}
-    return function(**{name: available[name] for name in passed_names(function, available, args)}, **args)
+    return function(**{name: available[name] for name in functions.passed_names(function, available, args)}, **args)
 
 
 def checked(values: Any, logged: Logged) -> list[float | None]:
@@ -182,7 +172,7 @@ def checked(values: Any, logged: Logged) -> list[float | None]:
     if hasattr(values, "tolist"):  # numpy, torch
         values = values.tolist()
     if callable(values):
-        raise RewardContractError(f"returned a function: it makes the reward; {MAKE_IT_IN_THE_FILE}")
+        raise RewardContractError(f"returned a function: it makes the reward; {functions.MAKE_IT_IN_THE_FILE}")
     if not isinstance(values, (list, tuple)):
         raise RewardContractError(f"returned {values!r:.100} of type {type(values).__name__}; {expected}")
     if len(values) != num_rows:
@@ -213,22 +203,26 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = ThreadPoolExecutor(1, "async rewards") if loop_in_thread else None
 
-    def load(self, key: int, spec: str, args: dict[str, Any], given: bytes | Callable[..., Any] | None) -> FunctionInfo:
+    def load(
+        self, key: int, spec: str, args: dict[str, Any], given: bytes | Callable[..., Any] | None
+    ) -> functions.FunctionInfo:
         """Load the function that ``spec`` names, or the one that is ``given``: pickled, or as it is.
 
         ``ValueError`` if there is none, or if its arguments are wrong.
         """
         function = pickle.loads(given) if isinstance(given, bytes) else given
         try:
-            function = load_reward(spec) if function is None else function
-            check_arguments(spec, function, args)
-            if is_builtin(function):  # it checks its arguments before any row, so a call without rows checks them
+            function = functions.load_reward(spec) if function is None else function
+            functions.check_arguments(spec, function, args)
+            if functions.is_builtin(
+                function
+            ):  # it checks its arguments before any row, so a call without rows checks them
                 call_reward(function, args, RewardInputs([], [], {}, []), Logged(0))
         except ValueError as error:
             message = str(error)
             raise ValueError(message if spec in message else f"reward {spec!r}: {message}") from None
         self.functions[key] = (function, args)
-        return describe(spec, function, args)
+        return functions.describe(spec, function, args)
 
     def run(self, calls: Sequence[tuple[int, bytes]], is_async: bool, timeout_s: float) -> list[Outcome]:
         """Call functions by their keys with pickled ``RewardInputs``, so that each call has a copy of its own.
