@@ -19,7 +19,7 @@ class ClassifierReward:
     """``fn(prompts, completions) -> [B]`` logits of the model's only label.
 
     Raises:
-        ValueError: if the model cannot be loaded, has another number of labels, or its tokenizer has neither pad nor EOS.
+        ValueError: if the model cannot be loaded, has another number of labels, or has neither a pad nor an EOS token.
     """
 
     def __init__(self, name_or_path: str):
@@ -58,7 +58,7 @@ class ClassifierReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, batch_size: int = 16, max_length: int | None = None
     ) -> list[float]:
-        """Score prompt and completion together: concatenated text, or the tokenizer's chat template (if it has one) for messages.
+        """Score prompt and completion together: text is concatenated, messages go through the chat template, if any.
 
         ``max_length`` (tokens) truncates; by default nothing is truncated.
         """

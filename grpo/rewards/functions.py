@@ -42,8 +42,6 @@ FILE_MODULE_PREFIX = "grpo_reward_file_"
 def load_reward(spec: str) -> Callable[..., Any]:
     """Load ``fn(prompts, completions, **columns) -> list[float | None]``.
 
-    ``spec`` is a built-in name, ``"package.module:function"``, ``"path/to/file.py:function"`` or ``"classifier:<model>"``.
-
     Raises:
         ValueError: if the function does not exist or its file cannot be imported. The one-line message lists the names
             that exist, or has the file and line that failed.

@@ -20,7 +20,7 @@ from grpo.rewards.worker import Outcome
 from grpo.system import first_line
 
 LOAD_SECONDS = 120.0
-"""Time limit for starting a worker and importing a reward: longer than that of a call, as an import may load a library."""
+"""Time limit for starting a worker and importing a reward, which may load a whole library."""
 GATHER_GRACE_SECONDS = 1.0
 """A worker cancels coroutines at their limit. If it has not answered this many seconds later, it is blocked."""
 MAX_OUTPUT_BYTES = 32 * 1024
@@ -76,7 +76,7 @@ class WorkerProcess:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def request(self, seconds: float, *request: Any) -> Any:
-        """The answer to a request (see ``worker.main``). ``WorkerLost`` if there is none; the process has ended then."""
+        """The answer to a request (see ``worker.main``). ``WorkerLost``: there is none, and the process has ended."""
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6)))
         try:
@@ -91,7 +91,7 @@ class WorkerProcess:
             raise WorkerLost("died", f"{death} ({first_line(error)})") from None
 
     def end(self) -> int:
-        """Kill the process and those that it has started. Returns its exit status, which is its own if it was ending."""
+        """Kill the process and those that it has started. Returns its exit status: its own, if it was just ending."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # another thread has just done it
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -111,7 +111,7 @@ class WorkerProcess:
 
 
 def _worker_sys_path(directory: str) -> list[str]:
-    """Our ``sys.path``, then the working folder: a ``json.py`` there does not replace the module of the standard library."""
+    """Our ``sys.path``, then the working folder: a ``json.py`` there does not replace the standard module."""
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = [entry or os.getcwd() for entry in sys.path]
     path = [entry for entry in path if entry == package_root or entry not in (directory, os.getcwd())]
@@ -119,7 +119,7 @@ def _worker_sys_path(directory: str) -> list[str]:
 
 
 def pickled(function: Callable[..., Any] | None) -> bytes | None:
-    """A function by value: its code, and what its code refers to (modules by name). ``NotSent`` if that is impossible."""
+    """A function by value: its code, and what its code refers to (modules by name). ``NotSent`` if it cannot be."""
     if function is None:
         return None
     try:
@@ -149,7 +149,7 @@ class WorkerPool:
         return self._threads.submit(job, *arguments)
 
     def load(self, key: int, *function: Any) -> FunctionInfo:
-        """Load a function into a worker; the others load it when they need it. Arguments and errors: ``Worker.load``."""
+        """Load a function into a worker; others load it when they need it. Arguments and errors: ``Worker.load``."""
         self._functions[key] = function
         return self.submit(lambda: self._load(self._process(), key)).result()
 

@@ -119,11 +119,11 @@ Call = tuple[int, range]
 
 
 class RewardRunner:
-    """Runs the configured rewards. Each rank starts one runner and ends it with :meth:`close` or by leaving its context.
+    """Runs the configured rewards. Each rank has one runner, which ends with :meth:`close` or by leaving its context.
 
     Args:
-        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check` loads and checks them.
-            A ``function`` that cannot be sent to a worker runs in this process; :attr:`notes` says so.
+        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check` loads them. A
+            ``function`` that cannot be sent to a worker runs in this process; :attr:`notes` says so.
         timeout_s: time limit of one call, in seconds.
         num_workers: worker processes, 1 by default. More help if several functions, or the rows of one, are slow.
         device: where ``classifier:`` rewards run, in this process.
@@ -251,8 +251,8 @@ class RewardRunner:
             if outcome.kind == "timeout" and not self._infos[key].is_async and not result.timeouts[key]:
                 self._row_by_row.add(key)
                 logger.warning(
-                    "reward %r takes longer than reward.timeout_s = %g s for a batch of %d, but not for any single row: "
-                    "from now on it is called row by row (a larger timeout_s avoids that)",
+                    "reward %r takes longer than reward.timeout_s = %g s for a batch of %d, but not for any single "
+                    "row: from now on it is called row by row (a larger timeout_s avoids that)",
                     *(self.names[key], self.timeout_s, len(rows)),
                 )
 

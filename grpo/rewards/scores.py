@@ -1,4 +1,4 @@
-"""Score sampled groups. ``grpo.rewards`` does not import this module: it imports torch, which reward workers do not need."""
+"""Score sampled groups. This module imports torch, which reward workers do not need: they do not import it."""
 
 from collections.abc import Sequence
 

@@ -192,7 +192,7 @@ def _number(value: Any, expected: str) -> float | None:
 
 
 class Worker:
-    """Loaded functions by key, and one event loop for all their coroutines, because an HTTP client is bound to its loop.
+    """Loaded functions by key, and one event loop for their coroutines, because an HTTP client is bound to its loop.
 
     Args:
         loop_in_thread: run coroutines in another thread: the cell of a notebook runs inside an event loop already.
@@ -282,7 +282,7 @@ def _failure(error: BaseException) -> Outcome:
 def main(descriptor: int, parent: int) -> None:
     """Answer requests from the connection on file ``descriptor``; ``parent`` is the process id of the other end.
 
-    A request is the name of a method of :class:`Worker` and its arguments. The answer is what it returns, or its ``ValueError``.
+    A request is a method of :class:`Worker` and its arguments; the answer is what it returns, or its ``ValueError``.
     """
     end_with_parent()
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
