@@ -86,9 +86,10 @@ class WorkerProcess:
             code = self.end()
             if isinstance(error, BlockingIOError) and code == -signal.SIGKILL:
                 raise WorkerLost("timeout", f"did not answer within {seconds:g} s") from None
-            # OSError: a reward has written to the connection, or the answer is too long.
             death = f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-            raise WorkerLost("died", f"{death} ({first_line(error)})") from None
+            if code == -signal.SIGKILL:
+                death += " (out of memory, an answer of more than 256 MiB, or a reward that wrote to the connection?)"
+            raise WorkerLost("died", death) from None
 
     def end(self) -> int:
         """Kill the process and those that it has started. Returns its exit status: its own, if it was just ending."""
