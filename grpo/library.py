@@ -155,9 +155,9 @@ def _inputs(
     if "eval_dataset" in rows:
         names["data.eval_split"] = None
     checked = make_config(config, settings, names)
-    is_named = "output_dir" in checked.model_fields_set or "resume" in checked.checkpoint.model_fields_set
-    if functions and not is_named:
-        # The code of objects is not compared, so the run in the default folder may have had other functions.
+    given_here = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
+    if functions and "output_dir" not in given_here and "resume" not in checked.checkpoint.model_fields_set:
+        # What objects do is not compared, so the run in a folder that a file names, or none, may have had others.
         checked = make_config(checked, {"checkpoint.resume": "never"})
     if "dataset" in rows and checked.data.eval_dataset is None and checked.data.eval_split is not None:
         split = f"data.eval_split={checked.data.eval_split} names a split of data.dataset"

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -16,13 +15,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo.rewards.functions import FunctionInfo
-from grpo.rewards.worker import Outcome
+from grpo.rewards.worker import GATHER_GRACE_SECONDS, Outcome
 from grpo.system import first_line
 
 LOAD_SECONDS = 120.0
 """Time limit for starting a worker and importing a reward, which may load a whole library."""
-GATHER_GRACE_SECONDS = 1.0
-"""A worker cancels coroutines at their limit. If it has not answered this many seconds later, it is blocked."""
 MAX_OUTPUT_BYTES = 32 * 1024
 """Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
 MAX_ANSWER_BYTES = 256 * 1024**2
@@ -50,8 +47,9 @@ class WorkerProcess:
     """One process that runs ``grpo.rewards.worker`` in a folder. One thread at a time may send it requests."""
 
     def __init__(self, directory: str):
-        self.loaded: set[int] = set()
+        self.loaded: dict[int, FunctionInfo] = {}
         self.num_printed_bytes = 0
+        self._is_late = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             python = [sys.executable, "-u", "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
@@ -71,32 +69,45 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        if self._process.returncode is not None:
-            return True
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        with contextlib.suppress(ChildProcessError):  # it has been waited for
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        return True
 
     def request(self, seconds: float, *request: Any) -> Any:
         """The answer to a request (see ``worker.main``). ``WorkerLost``: there is none, and the process has ended."""
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6)))
+        timer = threading.Timer(seconds, self._end_late)
+        timer.start()
         try:
             self._connection.send(request)
-            return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            answer = pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
+        except Exception:  # it has ended, or a reward has written something else to the connection
             code = self.end()
-            if isinstance(error, BlockingIOError) and code == -signal.SIGKILL:
+            self._connection.close()
+            if self._is_late:
                 raise WorkerLost("timeout", f"did not answer within {seconds:g} s") from None
             death = f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
             if code == -signal.SIGKILL:
                 death += " (out of memory, an answer of more than 256 MiB, or a reward that wrote to the connection?)"
             raise WorkerLost("died", death) from None
+        finally:
+            timer.cancel()
+            timer.join()  # a late kill must not hit the next request
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
 
     def end(self) -> int:
         """Kill the process and those that it has started. Returns its exit status: its own, if it was just ending."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # another thread has just done it
                 os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # a process that has left the group may hold the other end
         return self._process.wait()
+
+    def _end_late(self) -> None:
+        self._is_late = not self.has_ended
+        self.end()
 
     def _forward_output(self) -> None:
         with self._process.stdout as output:
@@ -154,16 +165,17 @@ class WorkerPool:
         self._functions[key] = function
         return self.submit(lambda: self._load(self._process(), key)).result()
 
-    def run(self, calls: Sequence[tuple[int, bytes]], is_async: bool, timeout_s: float) -> list[Outcome]:
+    def run(self, calls: Sequence[tuple[int, bytes]], timeout_s: float) -> list[Outcome]:
         """``Worker.run`` in the worker of this thread; ``WorkerLost`` if it does not answer in time."""
         process = self._process()
         try:
-            for key in {key for key, _ in calls} - process.loaded:
+            for key in {key for key, _ in calls} - process.loaded.keys():
                 self._load(process, key)
         except (ValueError, WorkerLost) as error:
             raise WorkerLost("died", f"was restarted and could not load the function again: {error}") from None
+        is_async = any(process.loaded[key].is_async for key, _ in calls)
         seconds = timeout_s + (GATHER_GRACE_SECONDS if is_async else 0)
-        return process.request(seconds, "run", calls, is_async, timeout_s)
+        return process.request(seconds, "run", calls, timeout_s)
 
     def begin_step(self) -> None:
         """Print up to :data:`MAX_OUTPUT_BYTES` of each worker's output again."""
@@ -190,8 +202,5 @@ class WorkerPool:
         return process
 
     def _load(self, process: WorkerProcess, key: int) -> FunctionInfo:
-        answer = process.request(LOAD_SECONDS, "load", key, *self._functions[key])
-        if isinstance(answer, ValueError):
-            raise answer
-        process.loaded.add(key)
-        return answer
+        process.loaded[key] = process.request(LOAD_SECONDS, "load", key, *self._functions[key])
+        return process.loaded[key]

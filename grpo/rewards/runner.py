@@ -146,7 +146,7 @@ class RewardRunner:
         """Messages of :meth:`check` for the user, one line each."""
         self._device = device
         self._infos: list[FunctionInfo] = []
-        self._pool, self._here = WorkerPool(num_workers or 1), Worker(loop_in_thread=True)
+        self._pool, self._here = WorkerPool(num_workers or 1), Worker(is_process=False)
         self._row_by_row: set[int] = set()
         self._logged: set[tuple[str, str]] = set()
 
@@ -243,10 +243,11 @@ class RewardRunner:
         """Call every function with the whole batch, all at the same time; then call those that failed once per row."""
         whole = [(key, range(len(inputs.completions))) for key in range(len(self.specs))]
         at_once = [call for call in whole if call[0] not in self._row_by_row]
-        failed = self._run(at_once, inputs, result)
+        failed = self._run(at_once, inputs, result, job=lambda call: "all")
         again = [call for call in whole if call in failed or call not in at_once]
-        lost = self._run([(key, range(row, row + 1)) for key, rows in again for row in rows], inputs, result)
-        self._run(list(lost), inputs, result, alone=True)
+        rows = [(key, range(row, row + 1)) for key, rows in again for row in rows]
+        lost = self._run(rows, inputs, result, job=lambda call: call[0])
+        self._run(list(lost), inputs, result, job=lambda call: call)
         for (key, rows), outcome in failed.items():
             if outcome.kind == "timeout" and not self._infos[key].is_async and not result.timeouts[key]:
                 self._row_by_row.add(key)
@@ -257,16 +258,16 @@ class RewardRunner:
                 )
 
     def _run(
-        self, calls: Sequence[Call], inputs: RewardInputs, result: RewardResult, *, alone: bool = False
+        self, calls: Sequence[Call], inputs: RewardInputs, result: RewardResult, *, job: Callable[[Call], Any]
     ) -> dict[Call, Outcome]:
         """Make some calls and record their results. Returns the calls that have to be made again in smaller parts.
 
-        Coroutines run together in one worker, unless ``alone``.
+        Calls of async functions with the same ``job(call)`` run together in one worker.
         """
         jobs: dict[Any, list[Call]] = defaultdict(list)
         for call in calls:
             is_here, is_async = call[0] in self._here.functions, self._infos[call[0]].is_async
-            jobs[is_here, "together" if is_async and not alone else call].append(call)
+            jobs[is_here, job(call) if is_async else call].append(call)
         submit = self._pool.submit
         futures = [submit(self._do, self._pool, job, inputs, result) for (here, _), job in jobs.items() if not here]
         # In this process, while the workers run the other functions.
@@ -283,8 +284,8 @@ class RewardRunner:
             result.record(key, rows, Outcome("timeout"))
             return {}
         try:
-            parts = [(key, inputs.pickled(rows)) for key, rows in job]
-            outcomes = worker.run(parts, self._infos[key].is_async, self.timeout_s)
+            parts = {rows: inputs.pickled(rows) for _, rows in job}
+            outcomes = worker.run([(key, parts[rows]) for key, rows in job], self.timeout_s)
         except WorkerLost as lost:
             outcomes = [Outcome(lost.kind, message=f"its worker process {lost}")] * len(job)
             if len(job) > 1:  # it is not known which of the calls hung or killed the worker

@@ -9,9 +9,10 @@ import inspect
 import math
 import os
 import pickle
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 from grpo.rewards import functions
 from grpo.system import UserError, end_with_parent
 
+GATHER_GRACE_SECONDS = 1.0
+"""Coroutines are cancelled at their limit. If they have not ended this many seconds later, they block."""
 MAX_TRACEBACK_LENGTH = 8000
 MAX_REWARD = 3.4028234663852886e38
 """The largest number in fp32, in which the trainer stores rewards."""
@@ -79,7 +82,7 @@ class Logged:
             self._refuse(f"called log_metric({name!r}, ...) with {kind}: expected a finite number")
         elif not math.isnan(number):
             total, count = self.metrics.get(name, (0.0, 0.0))
-            self.metrics[name] = (total + number * self.num_rows, count + self.num_rows)
+            self.metrics["".join(name)] = (total + number * self.num_rows, count + self.num_rows)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Report a column for the completions that the run keeps. What is no number or ``None`` is kept as its text."""
@@ -90,7 +93,7 @@ class Logged:
             number = f"{len(values)} values for {self.num_rows} completions"
             self._refuse(f"called log_extra({column!r}, ...) with {number}: expected one per completion")
         else:
-            self.extra[column] = [_plain(value) for value in values]
+            self.extra["".join(column)] = [_plain(value) for value in values]
 
     def _refuse(self, mistake: str) -> None:
         self.mistake = self.mistake or mistake
@@ -101,12 +104,12 @@ def _is_name(name: Any) -> bool:
 
 
 def _plain(value: Any) -> str | int | float | None:
-    """Numbers and text as Python's own types, which the trainer can read without the modules of the reward."""
+    """Numbers and text as Python's own types: the trainer cannot import the classes of the reward's module."""
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int) and abs(value) <= 2**53:  # a float holds it exactly
         return int(value)
-    return None if value is None else str(value)
+    return None if value is None else "".join(str(value))
 
 
 @dataclass(frozen=True)
@@ -195,13 +198,14 @@ class Worker:
     """Loaded functions by key, and one event loop for their coroutines, because an HTTP client is bound to its loop.
 
     Args:
-        loop_in_thread: run coroutines in another thread: the cell of a notebook runs inside an event loop already.
+        is_process: this is a process of its own, which may be killed, and in which no Ctrl-C arrives. Otherwise
+            coroutines run in another thread: the cell of a notebook runs inside an event loop already.
     """
 
-    def __init__(self, loop_in_thread: bool = False):
+    def __init__(self, is_process: bool):
         self.functions: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
+        self.is_process = is_process
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = ThreadPoolExecutor(1, "async rewards") if loop_in_thread else None
 
     def load(
         self, key: int, spec: str, args: dict[str, Any], given: bytes | Callable[..., Any] | None
@@ -224,48 +228,60 @@ class Worker:
         self.functions[key] = (function, args)
         return functions.describe(spec, function, args)
 
-    def run(self, calls: Sequence[tuple[int, bytes]], is_async: bool, timeout_s: float) -> list[Outcome]:
+    def run(self, calls: Sequence[tuple[int, bytes]], timeout_s: float) -> list[Outcome]:
         """Call functions by their keys with pickled ``RewardInputs``, so that each call has a copy of its own.
 
-        Coroutine functions (``is_async``) run concurrently, and each is cancelled after ``timeout_s``.
+        Coroutines run concurrently, and each is cancelled after ``timeout_s``. Nothing else is stopped here.
         """
-        if is_async:
-            return self._complete(_gather([self._await(*call, timeout_s) for call in calls]))
-        return [self._call(*call) for call in calls]
+        started = [self._start(*call, timeout_s) for call in calls]
+        waiting = [outcome for outcome in started if inspect.iscoroutine(outcome)]
+        finished = iter(self._complete(waiting, timeout_s) if waiting else ())
+        return [next(finished) if inspect.iscoroutine(outcome) else outcome for outcome in started]
 
-    def _start(self, key: int, inputs: bytes) -> tuple[Any, Logged]:
-        rows = pickle.loads(inputs)
-        logged = Logged(len(rows.completions))  # counted before the call, which may empty the lists
-        return call_reward(*self.functions[key], rows, logged), logged
-
-    def _call(self, key: int, inputs: bytes) -> Outcome:
+    def _start(self, key: int, inputs: bytes, timeout_s: float) -> Outcome | Coroutine[Any, Any, Outcome]:
         try:
-            values, logged = self._start(key, inputs)
-            if inspect.isawaitable(values):  # a plain function that returns a coroutine
-                values = self._complete(_gather([values]))[0]
+            rows = pickle.loads(inputs)
+            logged = Logged(len(rows.completions))  # counted before the call, which may empty the lists
+            values = call_reward(*self.functions[key], rows, logged)
+            if inspect.isawaitable(values):
+                return self._finish(values, logged, timeout_s)
             return Outcome("ok", checked(values, logged), logged=logged)
-        except (Exception, SystemExit) as error:
+        except self._caught as error:
             return _failure(error)
 
-    async def _await(self, key: int, inputs: bytes, timeout_s: float) -> Outcome:
+    async def _finish(self, values: Any, logged: Logged, timeout_s: float) -> Outcome:
         limit = asyncio.timeout(timeout_s)
         try:
-            values, logged = self._start(key, inputs)
             async with limit:
                 values = await values
             return Outcome("ok", checked(values, logged), logged=logged)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            return Outcome("timeout") if limit.expired() else _failure(error)
+        except self._caught as error:
+            if not limit.expired():
+                return _failure(error)
+            # What the coroutine ran by asyncio.to_thread may hang on: the next ones need other threads.
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+            return Outcome("timeout")
 
-    def _complete(self, coroutine: Any) -> Any:
-        self._loop = self._loop or asyncio.new_event_loop()
-        if self._thread is not None:
-            return self._thread.submit(self._loop.run_until_complete, coroutine).result()
-        return self._loop.run_until_complete(coroutine)
+    @property
+    def _caught(self) -> Any:
+        return BaseException if self.is_process else (Exception, SystemExit, asyncio.CancelledError)
 
+    def _complete(self, coroutines: Sequence[Coroutine[Any, Any, Outcome]], timeout_s: float) -> list[Outcome]:
+        async def gather() -> list[Outcome]:
+            outcomes = await asyncio.gather(*coroutines, return_exceptions=True)  # a task may have cancelled itself
+            return [found if isinstance(found, Outcome) else _failure(found) for found in outcomes]
 
-async def _gather(awaitables: Sequence[Any]) -> list[Any]:
-    return await asyncio.gather(*awaitables)
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            if not self.is_process:
+                threading.Thread(target=self._loop.run_forever, daemon=True, name="async rewards").start()
+        if self.is_process:
+            return self._loop.run_until_complete(gather())
+        future = asyncio.run_coroutine_threadsafe(gather(), self._loop)
+        if wait([future], timeout_s + GATHER_GRACE_SECONDS).done:
+            return future.result()
+        future.cancel()
+        return [Outcome("timeout") for _ in coroutines]
 
 
 def _failure(error: BaseException) -> Outcome:
@@ -288,7 +304,7 @@ def main(descriptor: int, parent: int) -> None:
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
     os.set_inheritable(descriptor, False)  # programs that a reward starts do not get the connection
-    connection, worker, own_id = Connection(descriptor), Worker(), os.getpid()
+    connection, worker, own_id = Connection(descriptor), Worker(is_process=True), os.getpid()
     while True:
         method, *arguments = connection.recv()
         try:

@@ -85,7 +85,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     with world.fail_together():
         train_rows, eval_rows = _checked_rows(config, world, rewards, given)
     notes = list(rewards.notes)
-    if given.rewards:
+    if len(given.rewards) > len(notes):  # a note tells of each that is not sent to a worker
         notes.append(
             "note: functions given as rewards run in worker processes: a list or a counter that they change stays as it "
             "is in this process; log_metric and log_extra report values"

@@ -197,10 +197,13 @@ def test_a_run_without_a_folder_of_its_own_starts_afresh_with_function_objects(r
     def from_table(completions, **columns):
         return [table["1"] for _ in completions]
 
-    first = train(options, reward_functions=from_table, dataset=ROWS)
-    table["1"] = 2.0
-    again = train(options, reward_functions=from_table, dataset=ROWS)
-    assert [result.metrics[-1]["reward"] for result in (first, again)] == [1.0, 2.0]
+    Path("file.yaml").write_text("output_dir: runs/named_by_the_file\n")
+    for config in (None, "file.yaml"):
+        table["1"] = 1.0
+        first = train(config, reward_functions=from_table, dataset=ROWS, **options)
+        table["1"] = 2.0
+        again = train(config, reward_functions=from_table, dataset=ROWS, **options)
+        assert [result.metrics[-1]["reward"] for result in (first, again)] == [1.0, 2.0]
 
 
 def test_a_failing_step_raises_and_the_same_call_continues(random_model, tmp_path):
@@ -278,14 +281,18 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
 
         await asyncio.sleep(60 + next(generator))
 
+    def returns_a_coroutine(completions, **columns):
+        return hangs_here(completions)
+
     partial = functools.partial(rewards_for_tests.share_of_digits)
     functions = {"hangs": hangs, "hangs_here": hangs_here, "share": share_of("1"), "partial": partial}
+    functions["returns_a_coroutine"] = returns_a_coroutine
     specs = [RewardSpec(f"python:{name}", function=function) for name, function in functions.items()]
     with RewardRunner(specs, timeout_s=0.5) as runner:
         result = runner.score(["p"], ["1a"], {})
-    assert result.values == [[None, None, 0.25, 1.0]]
-    assert result.timeouts == [1, 1, 0, 0]
-    assert len(runner.notes) == 1 and "hangs_here" in runner.notes[0]
+    assert result.values == [[None, None, 0.25, 1.0, None]]
+    assert result.timeouts == [1, 1, 0, 0, 1]
+    assert len(runner.notes) == 2 and "hangs_here" in runner.notes[0]
 
 
 def test_names_of_functions_given_as_objects():

@@ -22,7 +22,7 @@ from grpo.rewards.worker import Logged
 ROOT = Path(__file__).parents[2]
 
 REWARDS = """
-import asyncio, math, os, sys, threading, time
+import asyncio, enum, math, os, sys, threading, time
 
 def length(prompts, completions, **columns):
     return [float(len(c)) for c in completions]
@@ -137,11 +137,20 @@ async def waits_for_another(completions, **kwargs):
 async def waits_too(completions, **kwargs):
     return await waits_for_another(completions)
 
+class Key(enum.StrEnum):                           # the trainer cannot import it
+    LENGTH = "mean_length"
+
+def logs_by_key(completions, log_metric, log_extra):
+    log_metric(Key.LENGTH, 1.0)
+    log_extra(Key.LENGTH, [Key.LENGTH for c in completions])
+    return [1.0] * len(completions)
+
 async def async_moody(completions, **kwargs):
     for c in completions:
         if "raise" in c: raise RuntimeError("a bad row")
         if "hang" in c: await asyncio.sleep(1000)
         if "block" in c: time.sleep(1000)
+        if "cancel" in c: asyncio.current_task().cancel()
     return [1.0] * len(completions)
 """
 
@@ -313,6 +322,8 @@ def test_what_rewards_log_comes_back_with_the_scores(run):
         "count": [2, None, "1" + "0" * 20],
         "later": ["ab", "raise", "big"],
     }
+    result = run("logs_by_key", ["a"])
+    assert result.metrics == {"mean_length": (1.0, 1.0)} and result.extra == {"mean_length": ["mean_length"]}
     assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
 
 
@@ -465,6 +476,11 @@ def test_async_rows_fail_alone(run):
     assert column(result) == [1.0, None, None] and column(result, 1) == [1.0] * 3
     assert result.errors == [1, 0] and result.timeouts == [1, 0]
     assert "a bad row" in result.first_traceback["async_moody"] or "timeout_s" in result.first_traceback["async_moody"]
+
+
+def test_a_coroutine_that_cancels_itself_costs_its_row(run):
+    result = run("async_moody", ["cancel"] * (MAX_LOST_WORKERS + 1) + ["ok"])
+    assert column(result) == [None] * (MAX_LOST_WORKERS + 1) + [1.0] and result.failures == [MAX_LOST_WORKERS + 1]
 
 
 @pytest.mark.slow
