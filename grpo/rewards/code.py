@@ -28,6 +28,7 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 """A fenced block. One without a closing fence, from a truncated response, counts too."""
+_FENCE_OR_TAG = re.compile(r"```|(^[ \t]*)?(</?think>)", re.MULTILINE)
 _CALL_PROGRAM = """
 import io, json, sys, types
 arguments, output = json.load(sys.stdin), sys.stdout
@@ -103,14 +104,25 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
 
     With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag).
     """
-    if tag is None:  # a tag of the thinking beside a quotation mark is part of the code
-        text = re.split(r"""(?<!['"])</think>(?!['"])""", text)[-1]
-        text = re.split(r"""(?<!['"])<think>(?!['"])""", text)[0]
-    else:
-        text = tag_content(text, tag) or ""
+    text = _after_thinking(text) if tag is None else tag_content(text, tag) or ""
     blocks = list(_BLOCK.finditer(text))
     code = blocks[-1]["code"] if blocks else text
     return textwrap.dedent(code) if code.strip() and len(code) <= MAX_CODE_LENGTH else None
+
+
+def _after_thinking(text: str) -> str:
+    """As ``answers.after_thinking``, but a tag inside a fenced block, after other text of its line, is code."""
+    start, end, inside = 0, len(text), False
+    for found in _FENCE_OR_TAG.finditer(text):
+        at_line_start, tag = found.groups()
+        if tag is None:
+            inside = not inside
+        elif not inside or at_line_start is not None:
+            if tag == "</think>":
+                start, end, inside = found.end(), len(text), False
+            else:
+                end = min(end, found.start(2))
+    return text[start:end]
 
 
 def check_rows(specs: Iterable[Any], rows: Sequence[Mapping[str, Any]], source: str) -> None:

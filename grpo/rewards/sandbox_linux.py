@@ -48,7 +48,7 @@ def _call(function: str, *arguments: int | bytes) -> None:
     """Call a function of libc; ``OSError`` if it fails."""
     if getattr(_libc, function)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments)) < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{function}{arguments}: {os.strerror(number)}")
+        raise OSError(number, f"{function}: {os.strerror(number)}")
 
 
 def prctl(option: int, argument: int = 0) -> None:
@@ -85,8 +85,11 @@ def enter_namespaces() -> None:
         identity = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         unshare(CLONE_NEWUSER | _PID_NET_IPC_UTS)
     if first := os.fork():
-        os.waitpid(first, 0)
-        os._exit(0)
+        try:
+            os.waitpid(first, 0)
+        finally:
+            os._exit(0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for name, text in identity.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -103,7 +106,7 @@ def drop_user() -> None:
             os.setresuid(_OWN_USER, _OWN_USER, _OWN_USER)
         except OSError:  # in a container, root may be able to use few other user ids
             os.setresuid(NOBODY, NOBODY, NOBODY)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it, and so does a fork
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
 
 
 def _make_read_only(folder: str, flags: int = _READ_ONLY) -> None:
@@ -124,6 +127,8 @@ def enter_private_root(disk_mb: int) -> None:
 
     It is mounted over ``/sys`` in a mount namespace of this process: nothing changes or is left on the host.
     """
+    if os.getpid() != 1:
+        raise OSError("it needs a process namespace")
     # Without memory, the kernel ends the sandbox before the trainer.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

@@ -460,12 +460,13 @@ def test_statements_are_not_passed_by_what_they_write(sandboxed):
         assert run_python(code + end, [{"code": "pass"}], LIMITS)[0].status == "failed"
 
 
-def test_the_user_mask_of_the_trainer_is_not_in_the_way(sandboxed):
-    before = os.umask(0o077)
+def test_the_user_mask_and_ignored_signals_of_the_trainer_are_not_in_the_way(sandboxed):
+    umask, handler = os.umask(0o077), signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        assert run_python("import decimal", [{"code": ""}], LIMITS)[0].status == "passed"
+        results = run_python("import decimal", [{"code": ""}, {"code": "while True: pass"}], SHORT)
+        assert [result.status for result in results] == ["passed", "timeout"]
     finally:
-        os.umask(before)
+        os.umask(umask), signal.signal(signal.SIGCHLD, handler)
 
 
 def _ends_first(process):
@@ -662,6 +663,11 @@ def test_statements_run_after_code_that_exits(sandboxed):
         ("<think>or\n```\nx = 1\n```", None),
         ("```python\nx = '</think>'\ny = '<think>'\n```", "x = '</think>'\ny = '<think>'\n"),
         ("<think>```\nx = 1\n</think>\n```\nx = 2\n```", "x = 2\n"),
+        ('<think>print "No"</think>\n```python\nx = 1\n```', "x = 1\n"),
+        (
+            "```python\nx = y.sub(r'<think>.*?</think>', '')  # no </think>\n```",
+            "x = y.sub(r'<think>.*?</think>', '')  # no </think>\n",
+        ),
         ('```python title="a.py"\nx = 1\n```', "x = 1\n"),
         ("```Python3.11\nx = 1\n```", "x = 1\n"),
         ("'''\n~~~\n'''\nx = 1", "'''\n~~~\n'''\nx = 1"),
