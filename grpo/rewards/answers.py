@@ -138,8 +138,10 @@ def parse_number(text: str) -> Fraction | None:
     match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     if match is None or (match["sign"] and match["inner"]):
         return None
-    digits = match["whole"].replace(",", "") + (match["decimals"] or "")
-    value = Fraction(f"{digits}e{match['exponent'] or 0}") / int(match["denominator"] or 1)
+    whole, decimals = match["whole"].replace(",", ""), (match["decimals"] or ".")[1:]
+    value = Fraction(int(whole + decimals), 10 ** len(decimals) * int(match["denominator"] or 1))
+    if match["exponent"]:
+        value *= Fraction(10) ** int(match["exponent"])
     return -value if "-" in (match["sign"], match["inner"]) else value
 
 

@@ -211,8 +211,9 @@ def _settings(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def passed_names(function: Callable[..., Any], available: Collection[str], arguments: Collection[str]) -> list[str]:
     """The names among ``available`` (columns, and what the trainer gives) that a reward with these ``args`` gets."""
     parameters, takes_any = _parameters(function)
+    by_configuration = {*arguments, *_settings(function)}
     accepted = [n for n in available if n in parameters or (takes_any and n not in ONLY_IF_NAMED)]
-    return [name for name in accepted if name not in {*arguments, *_settings(function)}]
+    return [name for name in accepted if name not in by_configuration]
 
 
 def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ class WorkerProcess:
         self.loaded: dict[int, FunctionInfo] = {}
         self.num_printed_bytes = 0
         self._is_late = False
+        self._watchdog = ThreadPoolExecutor(1, "reward time limit")
         self._socket, theirs = socket.socketpair()
         with theirs:
             python = [sys.executable, "-u", "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
@@ -75,8 +76,8 @@ class WorkerProcess:
 
     def request(self, seconds: float, *request: Any) -> Any:
         """The answer to a request (see ``worker.main``). ``WorkerLost``: there is none, and the process has ended."""
-        timer = threading.Timer(seconds, self._end_late)
-        timer.start()
+        has_answer = threading.Event()
+        watch = self._watchdog.submit(self._end_late, has_answer, seconds)
         try:
             self._connection.send(request)
             answer = pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
@@ -90,8 +91,8 @@ class WorkerProcess:
                 death += " (out of memory, an answer of more than 256 MiB, or a reward that wrote to the connection?)"
             raise WorkerLost("died", death) from None
         finally:
-            timer.cancel()
-            timer.join()  # a late kill must not hit the next request
+            has_answer.set()
+            watch.result()  # a late kill must not hit the next request
         if isinstance(answer, ValueError):
             raise answer
         return answer
@@ -105,9 +106,10 @@ class WorkerProcess:
                 self._socket.shutdown(socket.SHUT_RDWR)  # a process that has left the group may hold the other end
         return self._process.wait()
 
-    def _end_late(self) -> None:
-        self._is_late = not self.has_ended
-        self.end()
+    def _end_late(self, has_answer: threading.Event, seconds: float) -> None:
+        if not has_answer.wait(seconds):
+            self._is_late = not self.has_ended
+            self.end()
 
     def _forward_output(self) -> None:
         with self._process.stdout as output:
