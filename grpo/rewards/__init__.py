@@ -1,4 +1,4 @@
-"""Reward functions, built-in and the user's own, run in worker processes that can be killed. See ``docs/rewards.md``.
+"""Reward functions, built-in and the user's own, most of them in worker processes. See ``docs/rewards.md``.
 
 The worker processes import this package too, so it imports no torch.
 """

@@ -1,8 +1,8 @@
-"""The built-in rewards that read only the text and the columns of a row.
+"""The built-in rewards that run no code of the completion.
 
 ``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion; prompts and
-completions are texts or lists of messages. Defaults of the arguments are published values. Each function checks its
-arguments before any row, so a call without rows checks a configuration.
+completions are texts or lists of messages. Where a docstring names a source, the defaults are those published there.
+Each function checks its arguments before any row, so a call without rows checks a configuration.
 """
 
 import ast
@@ -211,7 +211,8 @@ def _solves_countdown(text: str, numbers: Collection[Any], target: Any) -> bool:
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and its integers in order.
 
-    ``ValueError`` if ``text`` is not such an expression, divides by zero, or exceeds the limits above.
+    ``ValueError`` if ``text`` is not such an expression, divides by zero, or exceeds ``MAX_LENGTH`` or
+    ``MAX_PARENTHESES``.
     """
     expression = " ".join(text.translate(_OTHER_OPERATORS).split())
     if len(text) > MAX_LENGTH or expression.count("(") > MAX_PARENTHESES or re.search(r"[^-+*/() 0-9]", expression):

@@ -62,8 +62,8 @@ class ClassifierReward:
 
         ``max_length`` (tokens) truncates; by default nothing is truncated.
         """
-        for name, value in {"batch_size": batch_size, "max_length": max_length}.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
+        for name, value in {"batch_size": batch_size, "max_length": 1 if max_length is None else max_length}.items():
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         # A chat template writes the special tokens into the text, so the tokenizer must not add them again.

@@ -47,8 +47,9 @@ result is JSON on stdout: the expected result is compared outside the sandbox.""
 
 
 def python_tests(
-    prompts, completions, *, value=1.0, tag=None, column="tests", test_seconds=2.0, total_seconds=6.0, memory_mb=512,
-    processes=8, output_kb=1024, allow_unsandboxed=False, **columns,
+    prompts, completions, *, value=1.0, tag=None, column="tests", test_seconds=Limits.test_seconds,
+    total_seconds=Limits.total_seconds, memory_mb=Limits.memory_mb, processes=Limits.processes,
+    output_kb=Limits.output_kb, allow_unsandboxed=False, **columns,
 ) -> Rewards:  # fmt: skip
     """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
 
@@ -111,7 +112,7 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
 
 
 def _after_thinking(text: str) -> str:
-    """As ``answers.after_thinking``, but a tag inside a fenced block, after other text of its line, is code."""
+    """As ``answers.after_thinking``, but a tag in a block fenced by backticks counts only at the start of a line."""
     start, end, inside = 0, len(text), False
     for found in _FENCE_OR_TAG.finditer(text):
         at_line_start, tag = found.groups()

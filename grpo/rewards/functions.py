@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-_TEXT_REWARDS = (
+_IN_BUILTIN = (
     "accuracy", "format", "tag_groups", "pattern_answer", "exact_or_stripped", "soft_overlong", "countdown",
     "math_verify", "r1_zero", "reasoning_gym",
 )  # fmt: skip
-BUILTIN: dict[str, str] = dict.fromkeys(_TEXT_REWARDS, "grpo.rewards.builtin") | {
+BUILTIN: dict[str, str] = dict.fromkeys(_IN_BUILTIN, "grpo.rewards.builtin") | {
     "python_tests": "grpo.rewards.code",
 }
 """Name -> the module that defines a function of that name. The module is imported when the reward is loaded."""
@@ -162,8 +162,8 @@ class FunctionInfo:
     """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
     needed_columns: frozenset[str]
     source_files: dict[str, str]
-    """Name for messages -> path of the file that the reward's name has, and of the file that defines it if that is
-    another. Empty for built-in rewards, which belong to the version of this package."""
+    """Name for messages -> path of the file that the reward's name points to, and of the file that defines the function
+    if that is another. Empty for built-in rewards, which belong to the version of this package."""
 
 
 def describe(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> FunctionInfo:

@@ -1,7 +1,6 @@
 """Worker processes for reward functions, with a time limit for every request."""
 
 import contextlib
-import importlib
 import os
 import pickle
 import signal
@@ -24,7 +23,7 @@ MAX_OUTPUT_BYTES = 32 * 1024
 """Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
 MAX_ANSWER_BYTES = 256 * 1024**2
 
-# Until sys.path is set, the working folder comes first in it: nothing but sys, which is no file, may be imported.
+# With -c, Python puts the working folder first in sys.path: until that is replaced, only built-in modules are imported.
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
@@ -70,6 +69,7 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
+        # Not poll(): that would free the process id, by which end() kills the group.
         with contextlib.suppress(ChildProcessError):  # it has been waited for
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         return True
@@ -86,9 +86,11 @@ class WorkerProcess:
             self._connection.close()
             if self._is_late:
                 raise WorkerLost("timeout", f"did not answer within {seconds:g} s") from None
-            death = f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+            name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+            death = f"exited with status {code}" if code >= 0 else f"was killed by {name}"
             if code == -signal.SIGKILL:
-                death += " (out of memory, an answer of more than 256 MiB, or a reward that wrote to the connection?)"
+                limit = f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB"
+                death += f" (out of memory, {limit}, or a reward that wrote to the connection?)"
             raise WorkerLost("died", death) from None
         finally:
             has_answer.set()
@@ -98,7 +100,7 @@ class WorkerProcess:
         return answer
 
     def end(self) -> int:
-        """Kill the process and those that it has started. Returns its exit status: its own, if it was just ending."""
+        """Kill the process and those that it has started. Returns its exit status: its own, if it ended before that."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # another thread has just done it
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -125,7 +127,10 @@ class WorkerProcess:
 
 
 def _worker_sys_path(directory: str) -> list[str]:
-    """Our ``sys.path``, then the working folder: a ``json.py`` there does not replace the standard module."""
+    """Our ``sys.path`` with the working folder last: a ``json.py`` there does not replace the standard module.
+
+    The folder of this package keeps its place.
+    """
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = [entry or os.getcwd() for entry in sys.path]
     path = [entry for entry in path if entry == package_root or entry not in (directory, os.getcwd())]
@@ -137,7 +142,9 @@ def pickled(function: Callable[..., Any] | None) -> bytes | None:
     if function is None:
         return None
     try:
-        return importlib.import_module("dill").dumps(function, recurse=True)
+        import dill
+
+        return dill.dumps(function, recurse=True)
     except Exception as error:  # of any type: each object may raise its own
         raise NotSent(f"{type(error).__name__}: {first_line(error)}") from None
 
@@ -159,7 +166,7 @@ class WorkerPool:
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
         """Run a job in a thread of the pool. Jobs may call :meth:`run`."""
         if self._threads is None:
-            self._threads, self._own = ThreadPoolExecutor(self._num_workers, "rewards"), threading.local()
+            self._threads = ThreadPoolExecutor(self._num_workers, "rewards")
         return self._threads.submit(job, *arguments)
 
     def load(self, key: int, *function: Any) -> FunctionInfo:

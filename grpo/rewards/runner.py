@@ -1,10 +1,10 @@
-"""Score completions with several reward functions. No function can hang or kill the training process.
+"""Score completions with several reward functions. In a worker process none can hang or kill the training process.
 
-``B`` rows (completions), ``F`` functions. Each function is called once with the whole batch. If that call raises, hangs
-or kills its worker, the function is called once per row, so that one bad row costs one reward. The time per function
-and step is bounded: ``timeout_s`` for the batch, then ``timeout_s`` per row. After ``MAX_LOST_WORKERS`` rows that
-hung or killed a worker, the remaining rows are skipped (``None``, counted as timeouts). This module does not
-communicate between ranks: the training loop makes all ranks agree on a failure.
+``B`` rows (completions), ``F`` functions. Each function is called once with the whole batch, or row by row if it asks
+for that. If the call raises, hangs or kills its worker, the function is called once per row, so that one bad row costs
+one reward. The time per function and step is bounded: ``timeout_s`` for the batch, then ``timeout_s`` per row.
+After ``MAX_LOST_WORKERS`` rows that hung or killed a worker, the remaining rows are skipped (``None``, counted as
+timeouts). This module does not communicate between ranks: the training loop makes all ranks agree on a failure.
 """
 
 import logging
@@ -54,10 +54,10 @@ class RewardResult:
         self.errors = [0] * len(names)
         """``[F]`` rows in which the function raised an exception or killed its worker."""
         self.timeouts = [0] * len(names)
-        """``[F]`` rows in which it hung, or was no longer called because too many rows had hung before."""
-        self.num_lost_workers = [0] * len(names)
+        """``[F]`` rows in which it hung, or was not called because too many had hung or killed their worker before."""
+        self.num_hung_or_killed = [0] * len(names)
         self.first_traceback: dict[str, str] = {}
-        """Function name -> traceback of the first row that failed."""
+        """Function name -> the first failure: a traceback, or a sentence for a timeout or a death."""
         self.metrics: dict[str, tuple[float, float]] = {}
         """Name -> ``(sum, count)`` of what the functions gave to ``log_metric``. As in TRL they may share a name."""
         self.extra: dict[str, list[Any]] = {}
@@ -89,7 +89,7 @@ class RewardResult:
             else:
                 self.errors[key] += len(rows)
                 self.first_traceback.setdefault(name, outcome.message)
-            self.num_lost_workers[key] += outcome.kind in ("timeout", "died")
+            self.num_hung_or_killed[key] += outcome.kind in ("timeout", "died")
 
     def _record_values(self, key: int, rows: range, outcome: Outcome) -> None:
         for row, value in zip(rows, outcome.values, strict=True):
@@ -125,14 +125,15 @@ class RewardRunner:
         functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check` loads them. A
             ``function`` that cannot be sent to a worker runs in this process; :attr:`notes` says so.
         timeout_s: time limit of one call, in seconds.
-        num_workers: worker processes, 1 by default. More help if several functions, or the rows of one, are slow.
+        num_workers: worker processes, 1 by default. More help if several functions are slow, or one that is called row
+            by row.
         device: where ``classifier:`` rewards run, in this process.
     """
 
     def __init__(
         self, functions: Sequence[Any], *, timeout_s: float = 10.0, num_workers: int | None = None, device: Any = "cpu"
     ):
-        if not functions or not timeout_s > 0 or num_workers == 0:
+        if not functions or not timeout_s > 0 or (num_workers is not None and num_workers < 1):
             raise ValueError("rewards need at least one function, and timeout_s and num_workers above 0")
         self.specs = []
         for f in functions:
@@ -189,15 +190,15 @@ class RewardRunner:
             classifier = load_reward(spec.name)
             return self._here.load(key, spec.name, spec.args, classifier.to(self._device))
         seconds = spec.args.get("total_seconds", Limits.total_seconds)
-        if spec.name == "python_tests" and seconds >= self.timeout_s:
+        if spec.name == "python_tests" and isinstance(seconds, (int, float)) and seconds >= self.timeout_s:
             limit = f"reward.timeout_s = {self.timeout_s:g}"  # otherwise code that hangs scores None, not 0
             raise ValueError(f"reward 'python_tests': total_seconds = {seconds:g} must be less than {limit}")
         try:
             info = self._pool.load(key, spec.name, spec.args, pickled(spec.function))
         except NotSent as reason:
-            lost = "runs in this process, where a call that hangs cannot be stopped"
+            here = "runs in this process, where a call that hangs cannot be stopped"
             self.notes.append(
-                f"note: reward {spec.name!r} {lost}, because it cannot be sent to a worker process ({reason})"
+                f"note: reward {spec.name!r} {here}, because it cannot be sent to a worker process ({reason})"
             )
             info = self._here.load(key, spec.name, spec.args, spec.function)
         except WorkerLost as lost:
@@ -243,11 +244,11 @@ class RewardRunner:
         """Call every function with the whole batch, all at the same time; then call those that failed once per row."""
         whole = [(key, range(len(inputs.completions))) for key in range(len(self.specs))]
         at_once = [call for call in whole if call[0] not in self._row_by_row]
-        failed = self._run(at_once, inputs, result, job=lambda call: "all")
-        again = [call for call in whole if call in failed or call not in at_once]
+        failed = self._run(at_once, inputs, result, job_of=lambda call: "all")
+        again = [call for call in whole if call in failed or call[0] in self._row_by_row]
         rows = [(key, range(row, row + 1)) for key, rows in again for row in rows]
-        lost = self._run(rows, inputs, result, job=lambda call: call[0])
-        self._run(list(lost), inputs, result, job=lambda call: call)
+        lost = self._run(rows, inputs, result, job_of=lambda call: call[0])
+        self._run(list(lost), inputs, result, job_of=lambda call: call)
         for (key, rows), outcome in failed.items():
             if outcome.kind == "timeout" and not self._infos[key].is_async and not result.timeouts[key]:
                 self._row_by_row.add(key)
@@ -258,16 +259,16 @@ class RewardRunner:
                 )
 
     def _run(
-        self, calls: Sequence[Call], inputs: RewardInputs, result: RewardResult, *, job: Callable[[Call], Any]
+        self, calls: Sequence[Call], inputs: RewardInputs, result: RewardResult, *, job_of: Callable[[Call], Any]
     ) -> dict[Call, Outcome]:
         """Make some calls and record their results. Returns the calls that have to be made again in smaller parts.
 
-        Calls of async functions with the same ``job(call)`` run together in one worker.
+        Calls of async functions with the same ``job_of(call)`` run together in one worker.
         """
         jobs: dict[Any, list[Call]] = defaultdict(list)
         for call in calls:
             is_here, is_async = call[0] in self._here.functions, self._infos[call[0]].is_async
-            jobs[is_here, job(call) if is_async else call].append(call)
+            jobs[is_here, job_of(call) if is_async else call].append(call)
         submit = self._pool.submit
         futures = [submit(self._do, self._pool, job, inputs, result) for (here, _), job in jobs.items() if not here]
         # In this process, while the workers run the other functions.
@@ -280,7 +281,7 @@ class RewardRunner:
     ) -> dict[Call, Outcome]:
         """Make the calls of one job at once. Returns those that have to be made again."""
         key, rows = job[0]
-        if len(job) == len(rows) == 1 and result.num_lost_workers[key] >= MAX_LOST_WORKERS:
+        if len(job) == len(rows) == 1 and result.num_hung_or_killed[key] >= MAX_LOST_WORKERS:
             result.record(key, rows, Outcome("timeout"))
             return {}
         try:

@@ -68,7 +68,8 @@ def run_python(
     A test ``{"code": source}`` runs after ``code`` in the same module and passes if it raises nothing. For ``{"input":
     text}``, ``code`` is a program and ``text`` its stdin; the program's output is returned, and the caller compares it.
     The limits are for all tests together. With ``allow_unsandboxed`` the code runs also if a layer of the sandbox is
-    missing; otherwise that raises :class:`SandboxUnavailable`. ``pretend_missing`` names a layer to report as missing.
+    missing; otherwise that raises :class:`SandboxUnavailable`. ``pretend_missing``, for tests, names a layer to
+    report as missing.
     """
     folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"  # made only if a layer is missing
     job = dict(code=code, tests=list(tests), allowed=allow_unsandboxed, missing=pretend_missing, folder=folder)

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo.rewards import functions
-from grpo.system import UserError, end_with_parent
+from grpo.system import UserError, end_with_parent, first_line
 
 GATHER_GRACE_SECONDS = 1.0
 """Coroutines are cancelled at their limit. If they have not ended this many seconds later, they block."""
@@ -41,7 +41,7 @@ COLUMNS = frozenset({
 
 
 class RewardContractError(UserError):
-    """A reward returned something that is not one float or ``None`` per completion."""
+    """A reward did not return one float or ``None`` per completion, or misused ``log_metric`` or ``log_extra``."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Logged:
     def log_metric(self, name: str, value: Any) -> None:
         """Report a number for this batch. NaN is left out."""
         try:
-            number = float(value)
+            number = math.inf if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.inf
         if not _is_name(name) or name in METRICS or name.startswith(METRIC_GROUPS):
@@ -105,6 +105,7 @@ def _is_name(name: Any) -> bool:
 
 def _plain(value: Any) -> str | int | float | None:
     """Numbers and text as Python's own types: the trainer cannot import the classes of the reward's module."""
+    value = value.item() if hasattr(value, "item") else value  # numpy, torch
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int) and abs(value) <= 2**53:  # a float holds it exactly
@@ -146,7 +147,7 @@ class Outcome:
     """The result of one call of a reward."""
 
     kind: str
-    """``"ok"``; ``"error"``: it raised; ``"timeout"``; ``"died"``: its process ended; ``"contract"``: no rewards."""
+    """``"ok"``; ``"error"``: it raised; ``"timeout"``; ``"died"``: its process ended; ``"contract"``: wrong values."""
     values: list[float | None] = field(default_factory=list)
     """``[B]`` if ``kind`` is ``"ok"``."""
     message: str = ""
@@ -214,16 +215,16 @@ class Worker:
 
         ``ValueError`` if there is none, or if its arguments are wrong.
         """
-        function = pickle.loads(given) if isinstance(given, bytes) else given
         try:
+            function = pickle.loads(given) if isinstance(given, bytes) else given
             function = functions.load_reward(spec) if function is None else function
             functions.check_arguments(spec, function, args)
             if functions.is_builtin(
                 function
             ):  # it checks its arguments before any row, so a call without rows checks them
                 call_reward(function, args, RewardInputs([], [], {}, []), Logged(0))
-        except ValueError as error:
-            message = str(error)
+        except Exception as error:  # of any type: an object may fail to be unpickled, the sandbox to start
+            message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(message if spec in message else f"reward {spec!r}: {message}") from None
         self.functions[key] = (function, args)
         return functions.describe(spec, function, args)
@@ -258,12 +259,13 @@ class Worker:
         except self._caught as error:
             if not limit.expired():
                 return _failure(error)
-            # What the coroutine ran by asyncio.to_thread may hang on: the next ones need other threads.
+            # A thread that the coroutine started by asyncio.to_thread may still hang: the next ones get new threads.
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
             return Outcome("timeout")
 
     @property
     def _caught(self) -> Any:
+        """The exceptions that cost a call only: in a worker all, in the trainer's process not a Ctrl-C."""
         return BaseException if self.is_process else (Exception, SystemExit, asyncio.CancelledError)
 
     def _complete(self, coroutines: Sequence[Coroutine[Any, Any, Outcome]], timeout_s: float) -> list[Outcome]:
@@ -281,6 +283,7 @@ class Worker:
         if wait([future], timeout_s + GATHER_GRACE_SECONDS).done:
             return future.result()
         future.cancel()
+        self._loop = None  # it is blocked, perhaps for ever: the next call gets a loop and a thread of its own
         return [Outcome("timeout") for _ in coroutines]
 
 
