@@ -33,7 +33,7 @@ OBJECT_PREFIX = "python:"
 ONLY_IF_NAMED = ("trainer_state", "log_metric", "log_extra")
 """Arguments that a reward gets only if it has a parameter of that name: rewards expect columns in ``**kwargs``."""
 TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids", *ONLY_IF_NAMED)
-"""What the trainer passes to a reward besides the columns of the rows. A column of such a name is not passed."""
+"""The arguments that the trainer passes to a reward besides the columns. A column of such a name is not passed."""
 MAKE_IT_IN_THE_FILE = "in its file write reward = Name(...), and name that"
 FILE_MODULE_PREFIX = "grpo_reward_file_"
 """Begins the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""

@@ -104,7 +104,7 @@ class RewardResult:
             self.extra.setdefault(column, [None] * len(self.values))[rows.start : rows.stop] = entries
 
     def add_hints(self, completions: Sequence[Any]) -> None:
-        """Where every row failed as it does if text and messages are confused, add the remedy to the traceback."""
+        """Add the remedy to the tracebacks of functions that failed on every row by confusing text and messages."""
         is_text = isinstance(completions[0], str)
         here, there, key = ("text", "lists of messages", "true") if is_text else ("lists of messages", "text", "false")
         for name in self.failed_everywhere:
