@@ -166,7 +166,7 @@ def answers_equivalent(answer: str, reference: Any) -> bool:
 
 
 def parse_answer(text: str) -> list[Any]:
-    """The expressions of an answer, read by math-verify; it may be LaTeX without delimiters (``\\frac{1}{2}``); empty if none.
+    """The expressions that math-verify reads in an answer, also LaTeX without delimiters (``\\frac{1}{2}``), if any.
 
     This function and the two below need the package math-verify (the extra ``math``).
     """
