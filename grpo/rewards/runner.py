@@ -285,7 +285,7 @@ class RewardRunner:
             result.record(key, rows, Outcome("timeout"))
             return {}
         try:
-            parts = {rows: inputs.pickled(rows) for _, rows in job}
+            parts = {rows: inputs.pickled(rows) for _, rows in job}  # several functions may get the same rows
             outcomes = worker.run([(key, parts[rows]) for key, rows in job], self.timeout_s)
         except WorkerLost as lost:
             outcomes = [Outcome(lost.kind, message=f"its worker process {lost}")] * len(job)

@@ -219,9 +219,8 @@ class Worker:
             function = pickle.loads(given) if isinstance(given, bytes) else given
             function = functions.load_reward(spec) if function is None else function
             functions.check_arguments(spec, function, args)
-            if functions.is_builtin(
-                function
-            ):  # it checks its arguments before any row, so a call without rows checks them
+            # A built-in checks its arguments before any row, so a call without rows checks them.
+            if functions.is_builtin(function):
                 call_reward(function, args, RewardInputs([], [], {}, []), Logged(0))
         except Exception as error:  # of any type: an object may fail to be unpickled, the sandbox to start
             message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
@@ -283,7 +282,7 @@ class Worker:
         if wait([future], timeout_s + GATHER_GRACE_SECONDS).done:
             return future.result()
         future.cancel()
-        self._loop = None  # it is blocked, perhaps for ever: the next call gets a loop and a thread of its own
+        self._loop = None  # a coroutine blocks it: the next call gets a new loop in a new thread
         return [Outcome("timeout") for _ in coroutines]
 
 

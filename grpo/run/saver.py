@@ -69,7 +69,7 @@ class Progress:
 
 
 def bits_depend_on(world: World) -> dict[str, Any]:
-    """What the last bits of a run depend on, beside its configuration."""
+    """The facts besides the configuration on which the last bits of a run depend."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
