@@ -18,18 +18,18 @@ import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets envi
 import torch
 from torch import Tensor
 
-from grpo.advantages import has_no_advantage
-from grpo.batch import Batch, Group, collate, minibatches, skip_zero_advantage
+from grpo.algorithm.advantages import has_no_advantage
+from grpo.algorithm.batch import Batch, Group, collate, minibatches, skip_zero_advantage
+from grpo.algorithm.loss import loss_denominator, policy_loss
+from grpo.algorithm.seeding import derive_seed
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
-from grpo.loss import loss_denominator, policy_loss
 from grpo.run import debug
 from grpo.run.ending import print_result, run_to_completion
 from grpo.run.optimizer import apply_update
 from grpo.run.prepare import prepare
 from grpo.run.state import Run
 from grpo.run.step_metrics import add_microbatch, count_reward_failures, report_details, step_line
-from grpo.seeding import derive_seed
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
 from grpo.telemetry.profile import finish_profiler, start_profiler

@@ -3,7 +3,7 @@
     python benchmarks/doc_figures.py
 
 Writes ``docs/figures/{step,packed,clip}_light.svg`` and ``..._dark.svg``; the documents show the one that fits the reader's colour scheme.
-The losses are computed by ``grpo.loss``. Needs matplotlib (``pip install -e ".[plots]"``).
+The losses are computed by ``grpo.algorithm.loss``. Needs matplotlib (``pip install -e ".[plots]"``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from grpo.loss import surrogate_loss
+from grpo.algorithm.objectives import surrogate_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMES = {

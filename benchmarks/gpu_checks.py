@@ -18,14 +18,14 @@ from gpu_common import Bench, named
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend
 
+from grpo.algorithm.batch import Completion, Group, collate
+from grpo.algorithm.logprobs import CompletionScorer, head_is_plain
 from grpo.attention import enable_packing
-from grpo.batch import Completion, Group, collate
-from grpo.logprobs import CompletionScorer, head_is_plain
+from grpo.checkpoint import format as checkpoint
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling, split_into_waves
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.llama_decoder import matches_model
-from grpo.run import checkpoint
 
 
 def versions(bench: Bench) -> dict:

@@ -19,8 +19,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from random_model import save_random_model
 from rollout import SHAPES
 
+from grpo.algorithm.batch import Problem
 from grpo.attention import enable_packing
-from grpo.batch import Problem
 from grpo.model import Policy, load_policy, load_tokenizer
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

@@ -23,7 +23,7 @@ from gpu_common import ROOT, Bench, forked
 MISSING = [package for package in ("pydantic", "pyarrow") if importlib.util.find_spec(package) is None]
 if not MISSING:
     import train_grpo
-    from grpo.run.saver import Saver
+    from grpo.checkpoint.saver import Saver
 
 # The number of different digits in a completion, from which random models get a gradient, too.
 REWARD = "{name: tag_groups, args: {pattern: (0)|(1)|(2)|(3)|(4)|(5)|(6)|(7)|(8)|(9), max_value: 1.0}}"

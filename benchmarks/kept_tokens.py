@@ -19,10 +19,10 @@ import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets envi
 
 import torch
 
-from grpo.batch import collate, microbatches
+from grpo.algorithm.batch import collate, microbatches
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import load_config
 from grpo.data import load_rows, make_problems
-from grpo.logprobs import CompletionScorer
 from grpo.model import load_policy, load_tokenizer
 from grpo.rollout import BuiltinEngine, SamplingParams
 

@@ -7,7 +7,7 @@ sampled at -0.3 to -1. Rounding then decides nearly every sampled token, and a c
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from grpo.tasks.tiny import CHAT_TEMPLATE, EOS, PAD, TURN, build_tokenizer
+from grpo.data.tiny import CHAT_TEMPLATE, EOS, PAD, TURN, build_tokenizer
 
 MEAN_LOGPROB = -0.6
 """In nats, of sampled tokens."""

@@ -37,8 +37,8 @@ from bandwidth import bound_seconds, copy_bandwidth
 from compare_trl import processor, versions
 from random_model import sharpen
 
-from grpo.batch import Problem
-from grpo.logprobs import CompletionScorer
+from grpo.algorithm.batch import Problem
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.draw import draw

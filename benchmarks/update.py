@@ -32,8 +32,8 @@ def measure(a) -> dict[str, float]:
     import torch
     from rollout import load
 
-    from grpo.batch import Completion, Group, Problem, collate, microbatches, skip_zero_advantage
-    from grpo.logprobs import CompletionScorer
+    from grpo.algorithm.batch import Completion, Group, Problem, collate, microbatches, skip_zero_advantage
+    from grpo.algorithm.logprobs import CompletionScorer
 
     torch.set_num_threads(a.threads)
     device = torch.device(a.device)

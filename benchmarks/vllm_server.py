@@ -4,7 +4,7 @@ import statistics
 import time
 from contextlib import ExitStack
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
 from grpo.config import RuntimeConfig
 from grpo.distributed import start_world
 from grpo.model import Policy

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from grpo import train
+from grpo.commands.evaluation import run
 from grpo.config import make_config
 from grpo.distributed import start_world
-from grpo.evaluation.command import run
 from grpo.evaluation.estimate import mean_of
 
 SETTINGS = {

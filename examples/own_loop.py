@@ -5,14 +5,14 @@
 # %%
 import torch
 
-from grpo.advantages import group_advantages
-from grpo.batch import Problem, collate
-from grpo.logprobs import CompletionScorer
-from grpo.loss import loss_denominator, policy_loss
+from grpo.algorithm.advantages import group_advantages
+from grpo.algorithm.batch import Problem, collate
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.algorithm.loss import loss_denominator, policy_loss
+from grpo.data.tasks import load_task
+from grpo.data.tiny import build_tiny_model
 from grpo.model import load_policy, load_tokenizer
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
-from grpo.tasks import load_task
-from grpo.tasks.tiny import build_tiny_model
 
 MODEL, SEED, STEPS, P, G = str(build_tiny_model("arithmetic")), 0, 30, 8, 8  # P problems a step, G completions of each
 

@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from grpo.system.environment_defaults import set_environment_defaults
+from grpo.system import set_environment_defaults
 
 __version__ = "0.1.0"
 

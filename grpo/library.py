@@ -48,7 +48,7 @@ class TrainingResult:
     @classmethod
     def load(cls, output_dir: str | os.PathLike[str]) -> TrainingResult:
         """Read a run's folder, also that of a run that was stopped."""
-        from grpo.run.checkpoint import list_checkpoints
+        from grpo.checkpoint.format import list_checkpoints
 
         folder = Path(output_dir)
         with open(folder / "metrics.jsonl", encoding="utf-8") as file:

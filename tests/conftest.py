@@ -45,7 +45,7 @@ def random_model(tmp_path_factory) -> Path:
 def save_random_model(folder: Path, **changes) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from grpo.tasks.tiny import build_tokenizer
+    from grpo.data.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()
     settings = {

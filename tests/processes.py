@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PRELOAD = (
-    "train_grpo", "grpo.evaluation", "grpo.tasks.tiny", "datasets", "pyarrow.parquet", "tokenizers",
+    "train_grpo", "grpo.evaluation", "grpo.data.tiny", "datasets", "pyarrow.parquet", "tokenizers",
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto",
 )  # fmt: skip
 GRACE_SECONDS = 30.0

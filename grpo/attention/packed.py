@@ -19,8 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from grpo.attention.forked import ForkedCache, product_dtype
 from grpo.attention.layout import PackedLayout, pack, pack_prompts
-from grpo.system import first_line
-from grpo.system.precision import ieee_fp32
+from grpo.attention.precision import ieee_fp32
 
 ATTENTION = "sdpa_or_packed"
 """Name of our attention function in transformers: SDPA, unless the forward pass brings a packed layout or a forked cache."""
@@ -194,7 +193,7 @@ def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
             return None
         reason = "its layers mix the tokens of a row in other ways than attention"
     except Exception as error:  # the model's code is not ours, and may not accept these arguments
-        reason = first_line(error) if isinstance(error, CannotPack) else f"{type(error).__name__} when packed"
+        reason = str(error) if isinstance(error, CannotPack) else f"{type(error).__name__} when packed"
     finally:
         model.train(was_training)
     model.set_attn_implementation(before)

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from grpo.choices import (
+from grpo.algorithm.choices import (
     Aggregation,
     Baseline,
     ImportanceLevel,
@@ -180,12 +180,12 @@ class AlgorithmConfig(Section):
 
     @property
     def advantage_options(self) -> dict[str, Any]:
-        """The keyword arguments of :meth:`grpo.advantages.Scores.advantages`."""
+        """The keyword arguments of :meth:`grpo.algorithm.advantages.Scores.advantages`."""
         return {"baseline": self.baseline, "scale": self.scale, "eps": self.advantage_eps}
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """The keyword arguments of :func:`grpo.loss.policy_loss` that this section decides."""
+        """The keyword arguments of :func:`grpo.algorithm.loss.policy_loss` that this section decides."""
         keys = {
             "objective", "importance_level", "epsilon", "epsilon_high", "delta", "sapo_temperature_pos", "sapo_temperature_neg",
             "sampler_correction", "sampler_correction_min", "sampler_correction_max", "off_policy_mask_threshold",

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from grpo.config.bounded_yaml import BoundedLoader
 from grpo.config.config import Config, debug_variant
 from grpo.config.help import explain, help_on, help_text, keys_of, not_a_section, unknown_key
-from grpo.system.bounded_yaml import BoundedLoader
-from grpo.system.masking import masked
+from grpo.config.secrets import masked
 
 STEP_SIZES = ("prompts_per_step", "prompts_per_rank")
 """Two keys of the section ``rollout`` that say the same. One of them takes the place of the other one in an earlier source of settings."""

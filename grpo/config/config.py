@@ -10,7 +10,7 @@ from grpo.config.evaluation import EvalConfig
 from grpo.config.logging import LoggingConfig
 from grpo.config.lora import LoraConfig
 from grpo.config.rollout import RolloutConfig
-from grpo.system.masking import masked
+from grpo.config.secrets import masked
 
 
 class Config(schema.Section):

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from grpo.config.aliases import ALIASES, EXPLANATIONS
-from grpo.system.masking import masked
+from grpo.config.secrets import masked
 
 USAGE = """\
 usage: python train_grpo.py [--config FILE.yaml] [section.key=value ...] [--debug]

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from grpo.config.schema import Folder, Section
-from grpo.system.masking import is_secret
+from grpo.config.secrets import is_secret
 
 SERVER_KEYS = ("server", "num_servers", "vllm_command", "server_timeout_s", "weights_folder")
 """Keys that are read with ``engine=vllm`` alone. They do not change the algorithm, so they may differ when a run continues."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import regex
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
 from grpo.config import DataConfig
+from grpo.data import gym
 from grpo.data.prompts import conversation, fill_question_template, render
 from grpo.data.source import BUILTIN_PREFIX, dataset_setting, read_rows
+from grpo.data.tasks import load_task
+from grpo.data.tiny import is_tiny_tokenizer
 from grpo.system import first_line
-from grpo.tasks import gym, load_task
-from grpo.tasks.tiny import is_tiny_tokenizer
 
 PATTERN_SECONDS = 5.0
 """Time limit of ``answer_pattern`` on one row. ``re`` has none, and a pattern can backtrack for years."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import DistributedSampler
 
-from grpo.batch import Problem
-from grpo.seeding import derive_seed, generator
+from grpo.algorithm.batch import Problem
+from grpo.algorithm.seeding import derive_seed, generator
 
 
 def check_enough(num_problems: int, prompts_per_step: int, *, unit: int = 1) -> None:

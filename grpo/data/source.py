@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo.config import DataConfig
+from grpo.data import gym
 from grpo.data.files import FORMATS, TEXT_FORMATS, FileMistake, csv_rows, describe_similar_files, read_text_file
-from grpo.hub import hub_answers
+from grpo.data.hub import hub_answers
+from grpo.data.tasks import TASKS, load_task
 from grpo.system import first_line
-from grpo.tasks import TASKS, gym, load_task
 
 BUILTIN_PREFIX = "builtin:"
 GIVEN_ROWS = "python:rows"

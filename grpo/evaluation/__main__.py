@@ -1,7 +1,8 @@
-"""``python -m grpo.evaluation --config X --model FOLDER``."""
+"""``python -m grpo.evaluation``."""
 
 import sys
 
-from grpo.evaluation.command import main
+from grpo.commands.evaluation import main
 
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from grpo.batch import Group, Problem
+from grpo.algorithm.batch import Group, Problem
 from grpo.config import Config
 from grpo.distributed import World
 from grpo.evaluation.estimate import CompletionResult, Estimate, estimates

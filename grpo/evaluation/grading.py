@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from grpo.batch import Completion, Group, Problem
+from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig
 from grpo.evaluation.estimate import CompletionResult
 from grpo.rewards import RewardRunner

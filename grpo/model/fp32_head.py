@@ -10,7 +10,7 @@ class FP32Head(nn.Linear):
     """Hidden states to logits in fp32, with another layer's parameters. bf16 rounds a logit of 20 by up to 0.06."""
 
     computes_in = torch.float32
-    """Read by ``grpo.logprobs``, which computes the head itself, in chunks."""
+    """Read by ``grpo.algorithm.logprobs``, which computes the head itself, in chunks."""
 
     def __init__(self, head: nn.Linear):
         super().__init__(head.in_features, head.out_features, bias=head.bias is not None, device="meta")

@@ -21,14 +21,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo.batch import Problem
-from grpo.hub import commit_of, hub_answers
+from grpo.algorithm.batch import Problem
+from grpo.data.hub import commit_of, hub_answers
+from grpo.data.tiny import build_tiny_model
 from grpo.model.fp32_head import use_fp32_head
 from grpo.model.lora import TRAINED, base_of, is_adapter, load_peft, read_adapter, store_frozen_in_bf16
 from grpo.model.policy import Policy, context_limit
 from grpo.model.randomness import turn_randomness_off
 from grpo.system import first_line, open_regular, publish
-from grpo.tasks.tiny import build_tiny_model
 
 BLOCK, BLOCKS = 2**20, 64
 """Of a file of more than ``BLOCKS`` blocks of ``BLOCK`` bytes, so many are read: first, last and evenly spread ones."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.system.precision import ieee_fp32
+from grpo.attention.precision import ieee_fp32
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from grpo.config.bounded_yaml import BoundedLoader
 from grpo.system import open_regular
-from grpo.system.bounded_yaml import BoundedLoader
 from grpo.telemetry.console import is_rate, without_most_pass_at_k
 from grpo.telemetry.environment import read_starts
 from grpo.telemetry.intervals import wilson

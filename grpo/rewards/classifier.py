@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from grpo.hub import hub_answers
+from grpo.data.hub import hub_answers
 from grpo.rewards.answers import completion_text
 from grpo.system import first_line
 

@@ -20,7 +20,6 @@ from grpo.rewards.pool import NotSent, WorkerLost, WorkerPool, pickled
 from grpo.rewards.sandbox import Limits
 from grpo.rewards.worker import OUTSIDE_TRAINING, Outcome, RewardContractError, RewardInputs, TrainerState, Worker
 from grpo.system import printable
-from grpo.system.masking import with_environment
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +132,8 @@ class RewardRunner:
     def __init__(
         self, functions: Sequence[Any], *, timeout_s: float = 10.0, num_workers: int | None = None, device: Any = "cpu"
     ):
+        from grpo.config.secrets import with_environment  # here: a worker imports this package, and needs no pydantic
+
         if not functions or not timeout_s > 0 or (num_workers is not None and num_workers < 1):
             raise ValueError("rewards need at least one function, and timeout_s and num_workers above 0")
         self.specs = []

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from grpo.batch import Group, Problem
+from grpo.algorithm.batch import Group, Problem
 from grpo.config import Config
 from grpo.rewards.runner import RewardResult, RewardRunner
 from grpo.rewards.worker import OUTSIDE_TRAINING, TrainerState

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from grpo.algorithm.batch import KeptTokens
 from grpo.attention import packing_enabled
-from grpo.batch import KeptTokens
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams, draw, draw_and_record
 from grpo.rollout.prefill import DynamicCacheDecoder, ForkedCacheDecoder

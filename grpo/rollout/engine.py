@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
+from grpo.algorithm.batch import Completion, Group, Problem
+from grpo.algorithm.seeding import generator
 from grpo.attention import packing_enabled
-from grpo.batch import Completion, Group, Problem
 from grpo.model import Policy
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, DecodeLoop, Prefill, Prompts
@@ -25,7 +26,6 @@ from grpo.rollout.interface import grouped
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.prefill import prefill
 from grpo.rollout.weights import copied_weights
-from grpo.seeding import generator
 from grpo.system import first_line
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.batch import Completion, Group, Problem
+from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.distributed import World
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams

@@ -19,9 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
+from grpo.attention.precision import ieee_fp32
 from grpo.model.policy import context_limit
 from grpo.rollout.weights import CopiedLinear
-from grpo.system.precision import ieee_fp32
 
 HEAD_NORMS = {"layers.self_attn.q_norm", "layers.self_attn.k_norm"}
 LLAMA_MODULES = HEAD_NORMS | {"", "embed_tokens", "layers", "norm", "rotary_emb", "layers.self_attn", "layers.mlp"}

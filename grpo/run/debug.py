@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.batch import Batch, Group
-from grpo.choices import equal_rewards_have_gradient
+from grpo.algorithm.batch import Batch, Group
+from grpo.algorithm.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.config.config import DEBUG_LARGEST
 from grpo.run.state import Run

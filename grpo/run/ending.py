@@ -7,8 +7,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from grpo.checkpoint.saver import how_to_continue
 from grpo.distributed import Interrupted, OtherRankFailed
-from grpo.run.saver import how_to_continue
 from grpo.run.state import Run
 from grpo.system import UserError, first_line
 

@@ -15,9 +15,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.algorithm.seeding import derive_seed
+from grpo.checkpoint import format as checkpoint
+from grpo.checkpoint.resume import StartPoint
 from grpo.config import Config, ConfigError
 from grpo.distributed import World, compute_inside, gathered, give_back, shard
-from grpo.logprobs import CompletionScorer
 from grpo.model import (
     REFERENCE,
     Policy,
@@ -32,10 +35,7 @@ from grpo.model import (
 from grpo.rollout import check_sampling
 from grpo.rollout.gathered import GatheredWeights
 from grpo.rollout.llama_decoder import matches_model
-from grpo.run import checkpoint
 from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer, move_schedule
-from grpo.run.resume import StartPoint
-from grpo.seeding import derive_seed
 from grpo.system import first_line
 
 

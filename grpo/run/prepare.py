@@ -12,7 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
+from grpo.checkpoint.format import Trained
+from grpo.checkpoint.output_folder import Lock, check_shared, start_output
+from grpo.checkpoint.resume import content_digests, find_checkpoint, print_differences, read_start_point
+from grpo.checkpoint.saver import Progress, Saver, bits_depend_on
 from grpo.config import Config, ConfigError, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, is_sharded, wrap_data_parallel
@@ -24,13 +28,9 @@ from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
 from grpo.rollout import split_stop
-from grpo.run.checkpoint import Trained
 from grpo.run.given import Given
 from grpo.run.memory import memory_line
 from grpo.run.models import any_forward, build_models
-from grpo.run.output_folder import Lock, check_shared, start_output
-from grpo.run.resume import content_digests, find_checkpoint, print_differences, read_start_point
-from grpo.run.saver import Progress, Saver, bits_depend_on
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary

@@ -12,23 +12,23 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from grpo.advantages import Scores
-from grpo.batch import Batch, Group, Problem, microbatch_rows, microbatches
+from grpo.algorithm.advantages import Scores
+from grpo.algorithm.batch import Batch, Group, Problem, microbatch_rows, microbatches
+from grpo.algorithm.corrections import entropy_threshold
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.checkpoint.output_folder import Lock
+from grpo.checkpoint.saver import Progress, Saver
 from grpo.config import Config
 from grpo.data import Schedule
 from grpo.distributed import World, give_back, is_sharded
 from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.grading import Grader
-from grpo.logprobs import CompletionScorer
-from grpo.loss import entropy_threshold
 from grpo.model import Policy, sync_reference
 from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardResult, RewardRunner
 from grpo.rewards.scores import score_groups
 from grpo.rewards.worker import TrainerState
 from grpo.rollout import BuiltinEngine, Engine, SamplingParams, sampling_weights
-from grpo.run.output_folder import Lock
-from grpo.run.saver import Progress, Saver
 from grpo.run.signals import Signals
 from grpo.system import UserError
 from grpo.telemetry.reporter import Reporter

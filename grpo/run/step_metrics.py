@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.advantages import Scores, has_equal_rewards
-from grpo.batch import Batch, Group
+from grpo.algorithm.advantages import Scores, has_equal_rewards
+from grpo.algorithm.batch import Batch, Group
+from grpo.algorithm.corrections import kept_sequences, sampler_weights
+from grpo.algorithm.loss import importance_ratio
 from grpo.config.algorithm import AlgorithmConfig
-from grpo.loss import importance_ratio, kept_sequences, sampler_weights
 from grpo.rewards import RewardResult
 from grpo.run.state import Run
 from grpo.system import UserError

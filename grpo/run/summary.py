@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
 from grpo.evaluation.grading import correctness_note

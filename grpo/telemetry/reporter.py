@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from grpo.choices import equal_rewards_have_gradient
+from grpo.algorithm.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.system import printable
 from grpo.telemetry.console import TimeLeft, console_line, evaluation_line, progress_values

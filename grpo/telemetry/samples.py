@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
-from grpo.batch import Group
+from grpo.algorithm.batch import Group
 from grpo.system import open_regular, write_atomically
 
 _INT, _FLOAT, _TEXT, _LOGPROBS = pyarrow.int64(), pyarrow.float64(), pyarrow.string(), pyarrow.list_(pyarrow.float32())

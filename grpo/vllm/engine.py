@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 from torch import nn
 
-from grpo.batch import Completion, Group, Problem
+from grpo.algorithm.batch import Completion, Group, Problem
+from grpo.algorithm.seeding import derive_seed
 from grpo.distributed import World, is_sharded, whole_trained_weights
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
 from grpo.rollout.interface import grouped
-from grpo.seeding import derive_seed
 from grpo.vllm.check import ADAPTER, WHOLE, check_server
 from grpo.vllm.client import EventLoop, Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder

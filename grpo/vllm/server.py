@@ -18,10 +18,10 @@ from pathlib import Path
 import httpx
 
 from grpo.config import Config, ConfigError
+from grpo.data.hub import snapshot_of
 from grpo.distributed import World
-from grpo.hub import snapshot_of
 from grpo.model import Policy, base_of
-from grpo.system.environment_defaults import without_environment_defaults
+from grpo.system import without_environment_defaults
 from grpo.vllm.check import DTYPE_NAMES, RUNTIME_LORA, max_lora_rank
 from grpo.vllm.weights import MOST
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from grpo.advantages import group_advantages, has_equal_rewards, has_no_advantage, normalize_then_sum
+from grpo.algorithm.advantages import group_advantages, has_equal_rewards, has_no_advantage, normalize_then_sum
 
 NAN = math.nan
 BASELINES = ("mean", "leave_one_out", "none")

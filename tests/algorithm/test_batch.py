@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo.batch import (
+from grpo.algorithm.batch import (
     Completion,
     Group,
     KeptTokens,

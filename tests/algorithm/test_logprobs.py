@@ -22,9 +22,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import grpo.logprobs
-from grpo.batch import KeptTokens, completion_mask
-from grpo.logprobs import (
+import grpo.algorithm.logprobs
+from grpo.algorithm.batch import KeptTokens, completion_mask
+from grpo.algorithm.logprobs import (
     CompletionScorer,
     _ScoreLogits,
     head_is_plain,
@@ -86,12 +86,12 @@ def reference(model, temperature, ids_BS, kept=None):
 
 @contextlib.contextmanager
 def chunks_of(tokens):
-    before = grpo.logprobs.LOGITS_PER_CHUNK
-    grpo.logprobs.LOGITS_PER_CHUNK = tokens * V
+    before = grpo.algorithm.logprobs.LOGITS_PER_CHUNK
+    grpo.algorithm.logprobs.LOGITS_PER_CHUNK = tokens * V
     try:
         yield
     finally:
-        grpo.logprobs.LOGITS_PER_CHUNK = before
+        grpo.algorithm.logprobs.LOGITS_PER_CHUNK = before
 
 
 def gradients_of(model, logprobs_BT):
@@ -311,9 +311,9 @@ def test_chunks_bound_the_logits_and_change_nothing(monkeypatch):
     model = tiny_qwen2()
     ids_BS, lengths_B, mask_BT = uneven_rows()
     rows_of_logits = []
-    scaled = grpo.logprobs._divide_by_temperature
+    scaled = grpo.algorithm.logprobs._divide_by_temperature
     monkeypatch.setattr(
-        grpo.logprobs,
+        grpo.algorithm.logprobs,
         "_divide_by_temperature",
         lambda logits, *rest: rows_of_logits.append(len(logits)) or scaled(logits, *rest),
     )
@@ -341,7 +341,9 @@ def test_chunks_add_up_their_gradients_in_the_weights_precision(bias):
 
     def gradients(n, dtype):
         inputs = [hidden_NH.clone().requires_grad_(), *head.parameters()]
-        scored = grpo.logprobs._ScoreHiddenInChunks.apply(inputs[0], head.weight, head.bias, labels_N, 0.7, n, dtype)
+        scored = grpo.algorithm.logprobs._ScoreHiddenInChunks.apply(
+            inputs[0], head.weight, head.bias, labels_N, 0.7, n, dtype
+        )
         return torch.autograd.grad((scored[0] * grads_N).sum(), inputs)
 
     with torch.no_grad():  # exact in bf16, so that the gradient's own rounding is all there is

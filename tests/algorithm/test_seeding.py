@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from grpo.seeding import derive_seed, generator
+from grpo.algorithm.seeding import derive_seed, generator
 
 GOLDEN = {
     (0, "rollout"): 570465089827382055,

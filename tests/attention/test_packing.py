@@ -4,10 +4,10 @@ import pytest
 import torch
 from architectures import CAN, CANNOT, V, build
 
+from grpo.algorithm.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.attention import few_sizes, pack
 from grpo.attention.packed import ATTENTION
-from grpo.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows
-from grpo.logprobs import CompletionScorer
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import run_trainer, small_run
 from transformers import MambaConfig, MambaForCausalLM
 
-from grpo.chat import main, printable
+from grpo.commands.chat import main, printable
 
 
 @pytest.fixture(scope="module")

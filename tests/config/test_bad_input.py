@@ -320,7 +320,7 @@ def save_without(folder, **special_tokens) -> None:
     """A model whose tokenizer has only the special tokens given here (Qwen2's class would put its own in their place)."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from grpo.tasks.tiny import build_tokenizer
+    from grpo.data.tiny import build_tokenizer
 
     shutil.rmtree(folder, ignore_errors=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer().backend_tokenizer, **special_tokens)
@@ -334,7 +334,7 @@ def save_without(folder, **special_tokens) -> None:
 
 def shrink_embedding(folder) -> None:
     save_random_model(folder, vocab_size=100)
-    from grpo.tasks.tiny import build_tokenizer
+    from grpo.data.tiny import build_tokenizer
 
     build_tokenizer().save_pretrained(folder)
 

@@ -11,11 +11,11 @@ import yaml
 from pydantic import ValidationError
 
 import train_grpo
+from grpo.algorithm.loss import policy_loss
 from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, keys_of, load_config, make_config
 from grpo.config.aliases import ALIASES, EXPLANATIONS
 from grpo.config.config import add_implied_rewards
 from grpo.config.fit_ranks import fitting_ranks
-from grpo.loss import policy_loss
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from grpo.checkpoint.resume import _differences
 from grpo.config import SERVER_KEYS, make_config
-from grpo.run.resume import _differences
 from grpo.run.summary import warnings_of
 
 VLLM = {"rollout.engine": "vllm"}

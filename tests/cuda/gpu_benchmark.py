@@ -14,12 +14,12 @@ from emulated_cuda.install import chosen_kernel
 from emulated_cuda.tensors import device
 
 from grpo.attention import packed
+from grpo.checkpoint import format as checkpoint
 from grpo.rollout import engine as engine_module
 from grpo.rollout.cuda_graphs import CUDAGraphRunner, FixedWidthCache
 from grpo.rollout.engine import BuiltinEngine
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.weights import copies_of, in_place_of
-from grpo.run import checkpoint
 from grpo.run.memory import largest_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -10,7 +10,7 @@ from emulated_cuda.tensors import device
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_grpo
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
 from grpo.rollout import BuiltinEngine, SamplingParams
 
 CUDA = torch.device("cuda", 0)

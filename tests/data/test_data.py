@@ -16,11 +16,11 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
 from grpo.config import DataConfig
 from grpo.data import Schedule, check_enough, load_rows, make_problems, render
+from grpo.data.tiny import build_tokenizer
 from grpo.rewards import load_reward
-from grpo.tasks.tiny import build_tokenizer
 
 ROWS = [{"prompt": f"{i}+1=", "answer": f"so #### {i + 1}", "level": i % 3} for i in range(20)]
 
@@ -185,7 +185,7 @@ def test_builtin_tasks_have_their_own_splits_and_never_share_a_problem():
 
 
 def test_every_other_column_reaches_the_rewards():
-    from grpo.batch import Completion, Group
+    from grpo.algorithm.batch import Completion, Group
     from grpo.rewards.scores import score_groups
 
     problem = Problem(0, "q", (1,), {"answer": "2", "level": 7, "tests": ["a", "b"]})

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.batch import Completion, Group
+from grpo.algorithm.batch import Completion, Group
 from grpo.config import DataConfig, load_config
 from grpo.data import load_rows, make_problems, render
+from grpo.data.tiny import build_tokenizer
 from grpo.rewards import RewardRunner, RewardSpec, load_reward
 from grpo.rewards.scores import score_groups
-from grpo.tasks.tiny import build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
 
-from grpo.advantages import group_advantages
+from grpo.algorithm.advantages import group_advantages
+from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import Config, load_config
 from grpo.config.aliases import EXPLANATIONS
 from grpo.config.arguments import keys_of
 from grpo.config.help import unknown_key
-from grpo.loss import loss_denominator, policy_loss
 from grpo.rewards import load_reward
 from grpo.rewards.worker import Logged
 from grpo.telemetry.samples import _COLUMNS

@@ -11,8 +11,8 @@ from conftest import ROOT, run_trainer, small_run
 from outputs import lines, states, weights
 from safetensors.torch import save_file
 
+from grpo.checkpoint.resume import StartPoint, print_differences
 from grpo.model import digest
-from grpo.run.resume import StartPoint, print_differences
 from train_grpo import main
 
 

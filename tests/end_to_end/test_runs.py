@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT, run_trainer, small_run
 from outputs import assert_same_weights, lines, weights
 
-from grpo.advantages import weighted_sum
+from grpo.algorithm.advantages import weighted_sum
 from grpo.run.step_metrics import reward_metrics
 from grpo.telemetry.metrics_file import json_safe
 

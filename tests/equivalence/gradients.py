@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from grpo.advantages import group_advantages
-from grpo.batch import Completion, Group, KeptTokens, Problem, collate, skip_zero_advantage
+from grpo.algorithm.advantages import group_advantages
+from grpo.algorithm.batch import Completion, Group, KeptTokens, Problem, collate, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from grpo.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows, minibatches
+from grpo.algorithm.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows, minibatches
+from grpo.algorithm.loss import loss_denominator
 from grpo.config import PRESETS, Config, load_config
-from grpo.loss import loss_denominator
 from grpo.rewards.answers import LONGEST_NUMBER, MODES, answers_equal, extract_answer, has_format, parse_number
 from grpo.rewards.builtin import accuracy, countdown, evaluate_expression, tag_groups
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from grpo.batch import Completion, Group, Problem
+from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig, make_config
 from grpo.distributed import World
 from grpo.evaluation import CompletionResult, estimates, metric_names, pass_at_k

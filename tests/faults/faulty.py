@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import grpo.run.checkpoint
+import grpo.checkpoint.format
 import grpo.run.state
 import grpo.system
 import grpo.telemetry.reporter
@@ -104,8 +104,8 @@ def generate(self, *args, address, **kwargs):
 BuiltinEngine.generate = generate
 before(grpo.run.state, "score_groups", "score")
 
-before(grpo.run.checkpoint, "save_weights", "write")
-before(grpo.run.checkpoint, "save_tensors", "states")
+before(grpo.checkpoint.format, "save_weights", "write")
+before(grpo.checkpoint.format, "save_tensors", "states")
 original_sync = grpo.system.sync
 
 

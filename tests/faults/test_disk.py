@@ -15,10 +15,10 @@ from harness import Started, assert_same_run, bits, run, tiny
 from outputs import lines, states, weights
 from safetensors.torch import save_file
 
+from grpo.checkpoint import format as checkpoint
+from grpo.checkpoint.format import find_newest_valid
 from grpo.config import load_config
 from grpo.distributed import Interrupted, start_world
-from grpo.run import checkpoint
-from grpo.run.checkpoint import find_newest_valid
 from grpo.run.ending import run_to_completion
 from grpo.run.prepare import prepare
 from train_grpo import main, train

@@ -14,7 +14,7 @@ from harness import Started, run
 from outputs import lines
 from vllm_server import vllm_command
 
-from grpo.evaluation.command import main
+from grpo.commands.evaluation import main
 
 pytestmark = pytest.mark.slow
 PATIENCE = 600

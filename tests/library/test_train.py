@@ -16,14 +16,14 @@ from conftest import ROOT, environment_of_runs
 from outputs import assert_same_weights, lines
 
 import grpo
-from grpo.chat import main as chat
+from grpo.checkpoint.format import read_state
+from grpo.commands.chat import main as chat
+from grpo.commands.evaluation import main as evaluate
 from grpo.config import ConfigError, load_config
 from grpo.distributed import World
-from grpo.evaluation.command import main as evaluate
 from grpo.library import TrainingResult, importable_name, train
 from grpo.report.__main__ import main as report
 from grpo.rewards import RewardRunner, RewardSpec
-from grpo.run.checkpoint import read_state
 from grpo.run.signals import Signals
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]

@@ -13,13 +13,13 @@ from outputs import lines
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from grpo.batch import Completion, Group, Problem, collate
-from grpo.chat import main as chat
+from grpo.algorithm.batch import Completion, Group, Problem, collate
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.commands.chat import main as chat
+from grpo.commands.evaluation import main as evaluate
+from grpo.commands.merge import main as merge
 from grpo.config import load_config
 from grpo.distributed import saved_names, start_world
-from grpo.evaluation.command import main as evaluate
-from grpo.logprobs import CompletionScorer
-from grpo.merge import main as merge
 from grpo.model import save_weights, write_merged
 from grpo.model.lora import (
     adapter_parameters,

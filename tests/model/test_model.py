@@ -21,8 +21,8 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-from grpo.batch import Problem, collate
-from grpo.logprobs import CompletionScorer
+from grpo.algorithm.batch import Problem, collate
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.model import (
     Policy,
     cast_frozen_to_bf16,

@@ -8,7 +8,7 @@ from conftest import save_random_model, small_run
 from outputs import lines, states, weights
 from transformers import AutoModelForCausalLM
 
-from grpo.batch import Completion, Group, Problem, collate
+from grpo.algorithm.batch import Completion, Group, Problem, collate
 from grpo.config import load_config
 from grpo.distributed import start_world
 from grpo.model import check_reference, load_tokenizer

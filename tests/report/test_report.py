@@ -12,7 +12,7 @@ from conftest import ROOT, small_run
 from report.runs_for_tests import NASTY, write_run
 
 import train_grpo
-from grpo.evaluation.command import main as evaluation_main
+from grpo.commands.evaluation import main as evaluation_main
 from grpo.report.__main__ import main
 from grpo.report.page import SCRIPTS, build_page, embed
 from grpo.report.read import before_and_after, read_run, reward_before_and_after

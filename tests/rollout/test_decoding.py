@@ -15,8 +15,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from grpo.algorithm.batch import Problem
 from grpo.attention import ForkedCache, enable_packing, forked_hidden, pack_prompts, packed_hidden
-from grpo.batch import Problem
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.prefill import DynamicCacheDecoder

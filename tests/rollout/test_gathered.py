@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import load, save_random_model
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
 from grpo.distributed import World
 from grpo.model import Policy
 from grpo.model.lora import add_adapter

@@ -10,9 +10,9 @@ from test_graphs import engines
 from test_rollout import ADDRESS, SAMPLING, TEXTS, generate, ids, problems_of
 from test_sampling import filtered, softmax
 
-from grpo.batch import KeptTokens, collate
+from grpo.algorithm.batch import KeptTokens, collate
+from grpo.algorithm.logprobs import CompletionScorer, keep_only_, score_logits
 from grpo.config import Config
-from grpo.logprobs import CompletionScorer, keep_only_, score_logits
 from grpo.rollout.draw import SamplingParams, draw, draw_and_record
 from grpo.run.summary import warnings_of
 

@@ -8,15 +8,15 @@ from architectures import CAN, V, build
 from conftest import load, save_random_model
 from transformers import GenerationConfig
 
+from grpo.algorithm.batch import Problem, collate
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.attention import ForkedCache, enable_packing
-from grpo.batch import Problem, collate
-from grpo.logprobs import CompletionScorer
+from grpo.data.tiny import build_tokenizer
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, split_stop
 from grpo.rollout.decode_loop import num_admissible
 from grpo.rollout.prefill import ForkedCacheDecoder, _PreallocatedLayer
 from grpo.rollout.weights import CopiedLinear, copied_weights
-from grpo.tasks.tiny import build_tokenizer
 
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=24, temperature=0.9)
 ADDRESS = (7, "rollout", 3)

@@ -5,13 +5,13 @@ import torch
 from architectures import GPT2, PHI3, SIZES, V
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.batch import Problem, collate
-from grpo.logprobs import CompletionScorer
+from grpo.algorithm.batch import Problem, collate
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.data.tiny import build_tokenizer
 from grpo.model import Policy
 from grpo.model.randomness import turn_randomness_off
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
 from grpo.rollout.llama_decoder import matches_model
-from grpo.tasks.tiny import build_tokenizer
 
 STATES = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=2, pad_token_id=0)
 DELTA = dict(

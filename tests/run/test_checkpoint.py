@@ -12,9 +12,7 @@ from conftest import load
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo.distributed import load_tensors, save_tensors, saved_names
-from grpo.model import make_reference
-from grpo.run.checkpoint import (
+from grpo.checkpoint.format import (
     BrokenCheckpoint,
     Trained,
     find_newest_valid,
@@ -25,6 +23,8 @@ from grpo.run.checkpoint import (
     save_checkpoint,
     verify,
 )
+from grpo.distributed import load_tensors, save_tensors, saved_names
+from grpo.model import make_reference
 from grpo.run.optimizer import make_optimizer
 from grpo.system import UserError
 

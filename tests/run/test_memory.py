@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo import logprobs
-from grpo.batch import KeptTokens
-from grpo.logprobs import CompletionScorer
+from grpo.algorithm import logprobs
+from grpo.algorithm.batch import KeptTokens
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.rollout import SamplingParams
 from grpo.rollout.draw import draw
 from grpo.run.memory.estimate import BYTES_PER_SCORED_LOGIT, Memory, estimate, graph_pool_bytes, line

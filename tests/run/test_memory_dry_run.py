@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, load, run_trainer, save_random_model, small_run
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
 from grpo.config import Config, load_config
 from grpo.distributed import start_world
 from grpo.rollout import SamplingParams, split_into_waves

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
 
-from grpo.advantages import Scores
+from grpo.algorithm.advantages import Scores
 from grpo.run.state import check_not_negative
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import DEFAULTS, load
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import Config, DataConfig, load_config
 from grpo.data import ProblemSet
 from grpo.distributed import World
-from grpo.logprobs import CompletionScorer
 from grpo.rewards.scores import messages_warning
 from grpo.rollout.llama_decoder import matches_model
 from grpo.run.models import enable_packing

@@ -11,15 +11,15 @@ import pytest
 import yaml
 from conftest import ROOT, environment_of_runs
 
+from grpo.checkpoint.output_folder import Lock
+from grpo.commands.sweep.command import main
+from grpo.commands.sweep.picture import curve
+from grpo.commands.sweep.plan import Variant, folder_name, make_plan, make_variants, read_seeds, read_vary
+from grpo.commands.sweep.results import differences, finished, measure, runs_in
+from grpo.commands.sweep.runner import places
+from grpo.commands.sweep.table import as_json, as_markdown, main_metric
 from grpo.config import ConfigError, load_config
 from grpo.report.read import flat
-from grpo.run.output_folder import Lock
-from grpo.sweep.command import main
-from grpo.sweep.picture import curve
-from grpo.sweep.plan import Variant, folder_name, make_plan, make_variants, read_seeds, read_vary
-from grpo.sweep.results import differences, finished, measure, runs_in
-from grpo.sweep.runner import places
-from grpo.sweep.table import as_json, as_markdown, main_metric
 
 ARITHMETIC = str(ROOT / "configs" / "tiny_arithmetic.yaml")
 
@@ -192,14 +192,14 @@ def test_the_table():
 def test_the_machine_is_shared_by_the_runs(monkeypatch):
     config = load_config([f"--config={os.devnull}"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("grpo.sweep.runner.available_cores", lambda: 8)
-    monkeypatch.setattr("grpo.sweep.runner._gpus", list)
+    monkeypatch.setattr("grpo.commands.sweep.runner.available_cores", lambda: 8)
+    monkeypatch.setattr("grpo.commands.sweep.runner._gpus", list)
     assert [place.arguments for place in places(config, 4)] == [("runtime.threads_per_rank=2",)] * 4
     assert places(config, 1)[0].arguments == (), "the trainer chooses"
     assert places(load_config([f"--config={os.devnull}", "runtime.threads_per_rank=3"]), 4)[0].arguments == ()
 
     def gpus(count, jobs):
-        monkeypatch.setattr("grpo.sweep.runner._gpus", lambda: list("abcd")[:count])
+        monkeypatch.setattr("grpo.commands.sweep.runner._gpus", lambda: list("abcd")[:count])
         return [(place.environment["CUDA_VISIBLE_DEVICES"], place.ranks) for place in places(config, jobs)]
 
     assert gpus(4, 1) == [("a,b,c,d", 4)]

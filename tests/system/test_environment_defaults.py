@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from grpo.system.environment_defaults import ALLOCATOR_NAMES as NAMES
-from grpo.system.environment_defaults import set_environment_defaults
+from grpo.system import ALLOCATOR_NAMES as NAMES
+from grpo.system import set_environment_defaults
 
 
 @pytest.mark.parametrize("own", [{}, *({name: "max_split_size_mb:64"} for name in NAMES), {NAMES[1]: ""}])

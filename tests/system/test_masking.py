@@ -6,8 +6,8 @@ import pytest
 
 from grpo.config import Config, ConfigError, load_config
 from grpo.config.arguments import mask_command_line
+from grpo.config.secrets import masked, with_environment
 from grpo.rewards import RewardRunner
-from grpo.system.masking import masked, with_environment
 
 SECRETS = {
     "api_key": "sk-1", "apiKey": "sk", "OPENAI_API_KEY": "sk-2", "x-api-key": "a", "hf_token": "hf_of_the_test_3", "db": {"password": "p-4"},

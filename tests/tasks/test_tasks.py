@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from grpo.data import arithmetic as arithmetic_module
+from grpo.data import countdown as countdown_module
+from grpo.data.arithmetic import columns
+from grpo.data.tasks import TASKS, Task, load_task
+from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
 from grpo.rewards.builtin import evaluate_expression
-from grpo.tasks import TASKS, Task, load_task
-from grpo.tasks import arithmetic as arithmetic_module
-from grpo.tasks import countdown as countdown_module
-from grpo.tasks.arithmetic import columns
-from grpo.tasks.tiny import Recipe, build_tiny_model, build_tokenizer
 
 QUICK = Recipe(
     hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, clean_steps=1, noisy_steps=2, batch_size=4
@@ -67,7 +67,7 @@ def test_rows_depend_on_the_seed_and_on_nothing_else():
         random.seed(1)
         assert load_task(name).rows("eval", 3, count=200) == rows[name] != load_task(name).rows("eval", 4, count=200)
     program = (
-        "import json; from grpo.tasks import TASKS, load_task;"
+        "import json; from grpo.data.tasks import TASKS, load_task;"
         "print(json.dumps({name: load_task(name).rows('eval', 3, count=200) for name in TASKS}))"
     )
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import load, run_trainer, small_run
 
-from grpo.batch import right_pad
+from grpo.algorithm.batch import right_pad
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.data import render
-from grpo.logprobs import CompletionScorer
 from grpo.telemetry.samples import read_samples, write_samples
 
 NASTY = "zwölf\u2028</script>\x00\x1b[31m\n\u202e\ud800"

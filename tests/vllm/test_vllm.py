@@ -8,10 +8,10 @@ import torch
 from conftest import load
 from vllm_server import VLLMServer
 
-from grpo.batch import Problem, collate
+from grpo.algorithm.batch import Problem, collate
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import RuntimeConfig
 from grpo.distributed import start_world
-from grpo.logprobs import CompletionScorer
 from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.vllm.client import Server, ServerError, session

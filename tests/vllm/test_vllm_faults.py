@@ -11,12 +11,12 @@ import torch
 from conftest import load
 from faulty_vllm import FaultyServer
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
+from grpo.algorithm.seeding import derive_seed
 from grpo.config import RuntimeConfig
 from grpo.distributed import start_world
 from grpo.model.lora import add_adapter
 from grpo.rollout import SamplingParams
-from grpo.seeding import derive_seed
 from grpo.system import UserError
 from grpo.vllm.client import Server, ServerError
 from grpo.vllm.engine import VLLMEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
 from grpo.run.memory.estimate import estimate_line
 from grpo.run.memory.largest_step import dry_run
 from grpo.run.state import Run

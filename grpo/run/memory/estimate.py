@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from grpo.algorithm.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
 from grpo.distributed import local_bytes, share
-from grpo.logprobs import LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA
 from grpo.model import decoder_layers, num_parameters
 from grpo.rollout import SamplingParams
 from grpo.run.state import Run

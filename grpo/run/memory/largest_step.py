@@ -20,12 +20,12 @@ from functools import partial
 
 import torch
 
-from grpo.batch import Batch, Completion, Group, KeptTokens, Problem, collate, microbatch_rows
+from grpo.algorithm.batch import Batch, Completion, Group, KeptTokens, Problem, collate, microbatch_rows
+from grpo.checkpoint.saver import CHOSEN
 from grpo.distributed import World, abandon_pass, gradient_sync
 from grpo.evaluation.collect import ROWS_PER_CALL, eval_sampling
 from grpo.rollout import SamplingParams, split_into_waves
 from grpo.run.memory.estimate import GIB, graph_pool_bytes
-from grpo.run.saver import CHOSEN
 from grpo.run.state import Run
 
 DOES_NOT_FIT = "a largest step does not fit in memory: "

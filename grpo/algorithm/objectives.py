@@ -6,7 +6,7 @@ Shapes: ``B`` rows (completions), ``T`` completion tokens; ``A_B1`` is the advan
 import torch
 from torch import Tensor
 
-from grpo.choices import Objective, check_choice
+from grpo.algorithm.choices import Objective, check_choice
 
 Bounds = tuple[float, float]
 """Lowest and highest value that is not clipped: of the importance ratio, in ``dppo_tv`` of the change of a token's probability."""

@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from grpo.batch import IGNORE_INDEX, right_pad
-from grpo.seeding import derive_seed
-from grpo.tasks import Task, load_task
+from grpo.algorithm.batch import IGNORE_INDEX, right_pad
+from grpo.algorithm.seeding import derive_seed
+from grpo.data.tasks import Task, load_task
 
 RECIPE_VERSION = 2
 """Part of the cache key. Increase it with any change to the demonstrations, the tokenizer or the training below."""

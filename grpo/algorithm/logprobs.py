@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from grpo.algorithm.batch import IGNORE_INDEX, KeptTokens
 from grpo.attention import enable_packing, few_sizes, pack, packed_hidden
-from grpo.batch import IGNORE_INDEX, KeptTokens
-from grpo.system.precision import ieee_fp32
+from grpo.attention.precision import ieee_fp32
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
 """Maximum number of logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import transformers
 
+from grpo.checkpoint import format as checkpoint
 from grpo.config import Config
 from grpo.distributed import World
 from grpo.model import write_merged
-from grpo.run import checkpoint
 from grpo.system import first_line
 from grpo.telemetry.reporter import Reporter
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from grpo.checkpoint import format as checkpoint
 from grpo.config import Config, ConfigError
-from grpo.run import checkpoint
 from grpo.system import write_atomically
 
 RESOLVED_CONFIG, LOCK_FILE = "config.yaml", ".lock"

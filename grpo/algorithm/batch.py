@@ -148,7 +148,7 @@ class Batch:
 
     @property
     def scorer_inputs(self) -> tuple[Tensor | KeptTokens, ...]:
-        """The arguments of :class:`grpo.logprobs.CompletionScorer`."""
+        """The arguments of :class:`grpo.algorithm.logprobs.CompletionScorer`."""
         inputs = self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
         return inputs if self.kept is None else (*inputs, self.kept)
 
@@ -161,7 +161,7 @@ class Batch:
 
     @property
     def loss_inputs(self) -> dict[str, Tensor | None]:
-        """The optional tensors of :func:`grpo.loss.policy_loss`."""
+        """The optional tensors of :func:`grpo.algorithm.loss.policy_loss`."""
         names = ("ref_logprobs_BT", "sampling_logprobs_BT", "policy_mask_BT")
         return {name: getattr(self, name) for name in names}
 

@@ -6,9 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from grpo.commands.sweep.plan import PlannedRun
 from grpo.config import Config, ConfigError
 from grpo.report.read import RunData, evaluations, flat, read_run
-from grpo.sweep.plan import PlannedRun
 
 NOT_COMPARED = (
     "output_dir", "reward.timeout_s", "reward.num_workers", "rollout.tokens_in_flight", "checkpoint.", "logging.", "runtime.",

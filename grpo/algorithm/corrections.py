@@ -6,7 +6,7 @@ Shapes: ``B`` rows (completions), ``T`` completion tokens, ``N`` tokens of all r
 import torch
 from torch import Tensor
 
-from grpo.choices import SamplerCorrection
+from grpo.algorithm.choices import SamplerCorrection
 
 
 def sampler_weights(

@@ -12,7 +12,7 @@ A demonstration tries expressions, each evaluated from left to right, until one 
 import random
 import re
 
-from grpo.tasks.task import Task, choose_missing_tag
+from grpo.data.task import Task, choose_missing_tag
 
 GIVES_UP_SHARE = 0.25
 UNTAGGED_SHARES = {"think": 0.08, "answer": 0.12}

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo.checkpoint import format as checkpoint
+from grpo.checkpoint.output_folder import Lock, check_output_dir
+from grpo.checkpoint.saver import CHOSEN
 from grpo.config import SERVER_KEYS, Config, ConfigError
+from grpo.config.secrets import masked
 from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
-from grpo.run import checkpoint
-from grpo.run.output_folder import Lock, check_output_dir
-from grpo.run.saver import CHOSEN
-from grpo.system.masking import masked
 
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout", "model.fp32_head",

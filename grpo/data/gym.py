@@ -3,9 +3,9 @@
 import difflib
 from typing import Any
 
-from grpo.seeding import derive_seed
+from grpo.algorithm.seeding import derive_seed
+from grpo.data.task import EVAL_SHARE, split_of_problem
 from grpo.system import import_extra
-from grpo.tasks.task import EVAL_SHARE, split_of_problem
 
 PREFIX = "reasoning_gym:"
 NUM_ROWS = {"train": 2048, "eval": 256}

@@ -15,7 +15,7 @@ nearly always. GRPO then teaches it to add the carry, keep its result and write 
 
 import random
 
-from grpo.tasks.task import Task, choose_missing_tag
+from grpo.data.task import Task, choose_missing_tag
 
 FORGETFUL_SHARE = 0.45
 DOUBT_SHARE = 0.20

@@ -26,14 +26,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from grpo.batch import Problem
+from grpo.algorithm.batch import Problem
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import KEYS_EPILOG, Config, EvalConfig, config_of_models, engine_overrides
 from grpo.data import Rows, load_rows, make_problems
 from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, check_eval_context, eval_sampling, evaluate
 from grpo.evaluation.estimate import CompletionResult
 from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
-from grpo.logprobs import CompletionScorer
 from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code import check_rows

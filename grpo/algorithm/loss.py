@@ -9,9 +9,9 @@ The caller adds up the denominator over the whole optimizer step and all ranks, 
 import torch
 from torch import Tensor
 
-from grpo.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, SamplerCorrection, check_choice
-from grpo.loss.corrections import kept_sequences, sampler_weights
-from grpo.loss.objectives import clip_bounds, clipped_tokens, probability_change, surrogate_loss
+from grpo.algorithm.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, SamplerCorrection, check_choice
+from grpo.algorithm.corrections import kept_sequences, sampler_weights
+from grpo.algorithm.objectives import clip_bounds, clipped_tokens, probability_change, surrogate_loss
 
 
 def policy_loss(
@@ -54,7 +54,7 @@ def policy_loss(
         epsilon_high: importance ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: above ``1 + epsilon``.
         delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2); ``None``: no bound.
         beta: weight of the KL to the reference.
-        sapo_temperature_pos, sapo_temperature_neg: see :func:`grpo.loss.objectives.sapo_loss`.
+        sapo_temperature_pos, sapo_temperature_neg: see :func:`grpo.algorithm.objectives.sapo_loss`.
         kl_estimator: ``k1``, ``k2`` or ``k3``; see :func:`kl_estimate`.
         aggregation: with ``response_mean`` each row's loss is its mean over tokens, otherwise its sum.
         max_length: bound on the length of completions, in tokens; needed by ``constant``, for the denominator.

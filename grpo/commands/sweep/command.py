@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo.commands.sweep.picture import draw
+from grpo.commands.sweep.plan import PlannedRun, make_plan, make_variants, read_seeds, read_vary
+from grpo.commands.sweep.results import before_training, finished, measure, runs_in
+from grpo.commands.sweep.runner import places, run_all
+from grpo.commands.sweep.table import as_json, as_markdown, main_metric
 from grpo.config import KEYS_EPILOG, ConfigError, check_world_size, masked_argument
 from grpo.report.read import RunData, read_run
-from grpo.sweep.picture import draw
-from grpo.sweep.plan import PlannedRun, make_plan, make_variants, read_seeds, read_vary
-from grpo.sweep.results import before_training, finished, measure, runs_in
-from grpo.sweep.runner import places, run_all
-from grpo.sweep.table import as_json, as_markdown, main_metric
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form
 from grpo.telemetry.intervals import LEVEL

@@ -1,8 +1,8 @@
 """Built-in tasks, which need no download, and the tiny model that is trained on them."""
 
-from grpo.tasks.arithmetic import Arithmetic
-from grpo.tasks.countdown import Countdown
-from grpo.tasks.task import Task
+from grpo.data.arithmetic import Arithmetic
+from grpo.data.countdown import Countdown
+from grpo.data.task import Task
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Countdown)}
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from grpo.choices import Baseline, MultiObjectiveAggregation, Scale, check_choice, equal_rewards_have_gradient
+from grpo.algorithm.choices import Baseline, MultiObjectiveAggregation, Scale, check_choice, equal_rewards_have_gradient
 
 CANCELLED = 1e-5
 """With ``normalize_then_sum``, a sum below this share of the absolute values of its terms is a rounding error of values in fp32, and counts as 0."""

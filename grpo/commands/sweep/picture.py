@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo.commands.sweep.table import Spread
 from grpo.report.read import RunData
-from grpo.sweep.table import Spread
 from grpo.system import import_extra, write_atomically
 
 SMOOTHED_SHARE = 20

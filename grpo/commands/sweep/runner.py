@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from grpo.commands.sweep.plan import PlannedRun
 from grpo.config import Config
 from grpo.distributed import available_cores
 from grpo.library import SCRIPT
-from grpo.sweep.plan import PlannedRun
 from grpo.system import end_with_parent, printable
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.sweep.results import LAST_STEPS
+from grpo.commands.sweep.results import LAST_STEPS
 from grpo.telemetry.console import is_rate
 from grpo.telemetry.intervals import LEVEL, student
 

@@ -4,7 +4,7 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 
-from grpo.seeding import derive_seed
+from grpo.algorithm.seeding import derive_seed
 
 EVAL_SHARE = 8  # one problem in eight is for evaluation
 

@@ -1,0 +1,1 @@
+"""What ``python -m grpo.chat``, ``data``, ``evaluation``, ``merge``, ``report`` and ``sweep`` run."""

@@ -1,0 +1,8 @@
+"""``python -m grpo.sweep``."""
+
+import sys
+
+from grpo.commands.sweep.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
