@@ -108,7 +108,7 @@ def sample_and_score(run: Run, step: int, seconds: dict, metrics: Accumulator) -
     groups: list[Group | None] = [None] * len(problems)
     values_PGF = torch.full((len(problems), run.sampling.num_generations, len(run.rewards.names)), torch.nan)
     most_tokens = run.sampling.num_generations * run.sampling.max_completion_length  # of one problem
-    address = (run.config.seed, "rollout", step)  # what the random numbers of sampling depend on
+    seed_key = (run.config.seed, "rollout", step)  # what the random numbers of sampling depend on
     missing = list(range(len(problems)))  # positions in the batch that need a group
     for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
         values, result = values_PGF[missing], None
@@ -116,7 +116,7 @@ def sample_and_score(run: Run, step: int, seconds: dict, metrics: Accumulator) -
         with world.fail_together(), world.interruptible():
             with world.timed("rollout", seconds), run.reporter.bar("rollout", len(missing) * most_tokens) as bar:
                 chosen = [problems[p] for p in missing]
-                sampled = run.engine.generate(chosen, run.sampling, address=address, on_tokens=bar.update)
+                sampled = run.engine.generate(chosen, run.sampling, seed_key=seed_key, on_tokens=bar.update)
             with world.timed("reward", seconds):
                 if sampled:
                     values, result = run.score(sampled)

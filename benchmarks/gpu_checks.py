@@ -53,7 +53,7 @@ def model_checks(bench: Bench) -> dict:
     assert (why := enable_packing(policy.model, policy.backbone)) is None, f"packing is refused: {why}"
     assert matches_model(policy.model), "the written-out decode step does not agree with the model's modules"
     check_sampling(policy)
-    groups = BuiltinEngine(policy).generate(bench.problems(), SamplingParams(8, 32), address=(0, "gpu", 0))
+    groups = BuiltinEngine(policy).generate(bench.problems(), SamplingParams(8, 32), seed_key=(0, "gpu", 0))
     mean = statistics.fmean(x for group in groups for c in group.completions for x in c.sampling_logprobs)
     assert -1 <= mean <= -0.3, f"mean log-prob {mean:.2f}"
     return {"mean log-prob": mean}
@@ -123,7 +123,7 @@ def sdpa(bench: Bench) -> dict:
         policy = bench.policy(precision, packed=packed)
         engine = BuiltinEngine(policy, fast_decode=False)
         with patch.object(F, "scaled_dot_product_attention", checked):
-            engine.generate(bench.problems(), SamplingParams(2, 3), address=(0, "gpu", 0))
+            engine.generate(bench.problems(), SamplingParams(2, 3), seed_key=(0, "gpu", 0))
             with policy.autocast():
                 scored(policy, random_groups(bench), packed=packed)
     return found
@@ -168,7 +168,7 @@ class Sides:
         self.policy.eos_ids = tuple(ends - {token for ids in rows for token in ids[: len(ids) // 4]})
 
     def generate(self, engine: BuiltinEngine, step: int = 0) -> list[Completion]:
-        groups = engine.generate(self.bench.problems(), self.sampling, address=(0, "gpu", step))
+        groups = engine.generate(self.bench.problems(), self.sampling, seed_key=(0, "gpu", step))
         return [completion for group in groups for completion in group.completions]
 
     def replayed(self, step: int = 0) -> tuple[list[Completion], dict[str, int]]:
@@ -314,7 +314,7 @@ def sampling(bench: Bench, side: str, rows: int) -> dict:
         """For so many tokens of each row, none of which ends before."""
         started = time.perf_counter()
         if is_ours:
-            engine.generate(problems, SamplingParams(8, tokens), address=(0, "gpu", 0))
+            engine.generate(problems, SamplingParams(8, tokens), seed_key=(0, "gpu", 0))
         else:
             policy.model.generate(prompts_RL, max_new_tokens=tokens, **options)
         torch.cuda.synchronize()

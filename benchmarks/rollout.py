@@ -114,7 +114,7 @@ def ours(engine, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None)
     sampling = SamplingParams(lengths_UG.shape[1], T, tokens_in_flight=tokens_in_flight)
     engine.lengths_UG = lengths_UG.cpu()
     with patch("grpo.rollout.decode_loop.draw", forced_draw), patch("grpo.rollout.cuda_graphs.draw", forced_draw):
-        groups = engine.generate(problems, sampling, address=(0, "benchmark", 0))
+        groups = engine.generate(problems, sampling, seed_key=(0, "benchmark", 0))
     return sum(len(c.ids) for group in groups for c in group.completions)
 
 

@@ -41,7 +41,7 @@ class Served:
     def __call__(self, _, prompts_UL, lengths_UG, T) -> int:
         problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
         self.engine.lengths_UG = lengths_UG.cpu()
-        groups = self.engine.generate(problems, SamplingParams(lengths_UG.shape[1], T), address=(0, "benchmark", 0))
+        groups = self.engine.generate(problems, SamplingParams(lengths_UG.shape[1], T), seed_key=(0, "benchmark", 0))
         return sum(len(c.ids) for group in groups for c in group.completions)
 
     def stop(self) -> float:

@@ -46,7 +46,7 @@ for index, row in enumerate(load_task("arithmetic").rows("train", seed=SEED, cou
 
 # %%
 for step in range(STEPS):
-    groups = engine.generate(problems[step * P : (step + 1) * P], sampling, address=(SEED, "rollout", step))
+    groups = engine.generate(problems[step * P : (step + 1) * P], sampling, seed_key=(SEED, "rollout", step))
     rewards_PG = torch.tensor(
         [reward([c.text for c in group.completions], [group.problem.columns["answer"]] * G) for group in groups]
     )

@@ -31,30 +31,30 @@ class Problem:
     """The prompt as rewards get it; ``None``: as in the row. If it is a list of messages, they get completions as messages too."""
 
 
-class KeptTokens(NamedTuple):
-    """The tokens that could be drawn at each position: those that top-k, top-p and min-p kept (``rollout.keep_sampling_mask``).
+class AllowedTokens(NamedTuple):
+    """The tokens that could be drawn at each position: those that top-k, top-p and min-p allowed (``rollout.keep_sampling_mask``).
 
     Lists of token ids of uneven lengths, one after the other: a mask of positions x vocabulary would be a thousand times larger.
     """
 
     ids_K: Tensor
-    """int32: the ids kept at the first position, then those at the second, ..., row after row."""
+    """int32: the ids allowed at the first position, then those at the second, ..., row after row."""
     counts: Tensor
-    """int32, of any shape (``[T]`` of a completion, ``[B, T]`` of a batch): ids kept at each position; 0: the whole vocabulary."""
+    """int32, of any shape (``[T]`` of a completion, ``[B, T]`` of a batch): ids allowed at each position; 0: the whole vocabulary."""
 
-    def select(self, rows: Tensor, T: int) -> "KeptTokens":
-        """The kept tokens of some rows of a batch; ``counts`` becomes ``[rows, T]``."""
+    def select(self, rows: Tensor, T: int) -> "AllowedTokens":
+        """The allowed tokens of some rows of a batch; ``counts`` becomes ``[rows, T]``."""
         ids_by_row = self.ids_K.split(self.counts.sum(dim=1).tolist())
-        return KeptTokens(torch.cat([ids_by_row[b] for b in rows.tolist()]), self.counts[rows, :T])
+        return AllowedTokens(torch.cat([ids_by_row[b] for b in rows.tolist()]), self.counts[rows, :T])
 
-    def split(self, n: int) -> list["KeptTokens"]:
-        """The kept tokens of each ``n`` positions in a row, where ``counts`` has one dimension."""
+    def split(self, n: int) -> list["AllowedTokens"]:
+        """The allowed tokens of each ``n`` positions in a row, where ``counts`` has one dimension."""
         counts = self.counts.split(n)
         ids = self.ids_K.split([int(counts_n.sum()) for counts_n in counts])
-        return [KeptTokens(*part) for part in zip(ids, counts, strict=True)]
+        return [AllowedTokens(*part) for part in zip(ids, counts, strict=True)]
 
-    def to(self, device: Device) -> "KeptTokens":
-        return KeptTokens(self.ids_K.to(device), self.counts.to(device))
+    def to(self, device: Device) -> "AllowedTokens":
+        return AllowedTokens(self.ids_K.to(device), self.counts.to(device))
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Completion:
     """True if the response ended with EOS or a stop string, False if it was truncated at ``max_completion_length``."""
     sampling_logprobs: tuple[float, ...] = ()
     """Log-probability of each token at the sampling temperature, as computed while sampling; empty for greedy decoding."""
-    kept: KeptTokens | None = field(default=None, compare=False)
+    allowed: AllowedTokens | None = field(default=None, compare=False)
     """The tokens that could be drawn at each position, with ``rollout.keep_sampling_mask``; None: all."""
     logged: dict[str, Any] = field(default_factory=dict)
     """Column -> the value that a reward gave to ``log_extra`` for this completion."""
@@ -131,7 +131,7 @@ class Batch:
     """Log-probs under the policy that sampled; None: the policy has not been updated since."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model; None: there is no KL term."""
-    kept: KeptTokens | None = None
+    allowed: AllowedTokens | None = None
     """The tokens that could be drawn at each position: log-probs are those of a softmax over these; None: over the vocabulary."""
     policy_mask_BT: Tensor | None = None
     """True at the tokens that have a policy term; None: all that are trained on."""
@@ -147,10 +147,10 @@ class Batch:
         return self.prompt_lengths_B + self.completion_mask_BT.sum(dim=1)
 
     @property
-    def scorer_inputs(self) -> tuple[Tensor | KeptTokens, ...]:
+    def scorer_inputs(self) -> tuple[Tensor | AllowedTokens, ...]:
         """The arguments of :class:`grpo.algorithm.logprobs.CompletionScorer`."""
         inputs = self.sequence_ids_BS, self.prompt_lengths_B, self.completion_mask_BT, self.group_B
-        return inputs if self.kept is None else (*inputs, self.kept)
+        return inputs if self.allowed is None else (*inputs, self.allowed)
 
     @property
     def counted_BT(self) -> Tensor:
@@ -173,7 +173,7 @@ class Batch:
         columns = {"S": (rows, slice(S)), "T": (rows, slice(T)), "B": rows}  # by the last letter of a tensor's name
         tensors = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
         selected = {name: tensor[columns[name[-1]]] for name, tensor in tensors.items()}
-        return replace(self, **selected, kept=self.kept and self.kept.select(rows, T))
+        return replace(self, **selected, allowed=self.allowed and self.allowed.select(rows, T))
 
 
 def collate(
@@ -206,18 +206,20 @@ def collate(
         row_B=torch.arange(len(pairs)),
         sampling_logprobs_BT=sampled_BT,
     )
-    return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()}, kept=_kept_of(pairs, mask_BT, device))
+    return Batch(
+        **{name: tensor.to(device) for name, tensor in tensors.items()}, allowed=_allowed_of(pairs, mask_BT, device)
+    )
 
 
-def _kept_of(pairs: list[tuple[Problem, Completion]], mask_BT: Tensor, device: Device) -> KeptTokens | None:
-    """The kept tokens of all completions; None if no completion has any."""
-    if not any(completion.kept for _, completion in pairs):
+def _allowed_of(pairs: list[tuple[Problem, Completion]], mask_BT: Tensor, device: Device) -> AllowedTokens | None:
+    """The allowed tokens of all completions; None if no completion has any."""
+    if not any(completion.allowed for _, completion in pairs):
         return None
     no_ids = torch.zeros(0, dtype=torch.int32)
-    kept = [c.kept or KeptTokens(no_ids, torch.zeros(len(c.ids), dtype=torch.int32)) for _, c in pairs]
+    allowed = [c.allowed or AllowedTokens(no_ids, torch.zeros(len(c.ids), dtype=torch.int32)) for _, c in pairs]
     counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
-    counts_BT[mask_BT] = torch.cat([tokens.counts for tokens in kept])
-    return KeptTokens(torch.cat([tokens.ids_K for tokens in kept]), counts_BT).to(device)
+    counts_BT[mask_BT] = torch.cat([tokens.counts for tokens in allowed])
+    return AllowedTokens(torch.cat([tokens.ids_K for tokens in allowed]), counts_BT).to(device)
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:

@@ -33,7 +33,7 @@ def sampler_weights(
     return ratio.masked_fill(is_cut, 0.0) if correction.endswith("mask") else bounded, is_cut
 
 
-def kept_sequences(
+def off_policy_mask(
     logprobs_BT: Tensor, sampling_logprobs_BT: Tensor, A_B1: Tensor, mask_BT: Tensor, threshold: float
 ) -> Tensor:
     """``[B, 1]`` booleans: False at completions that off-policy sequence masking (DeepSeek-V3.2) leaves out.

@@ -1,7 +1,7 @@
 """Log-probabilities of completion tokens by shifted cross-entropy, without all the logits in memory at once.
 
 Shapes: ``B`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens, ``V`` vocabulary, ``H`` hidden size, ``N`` completion
-tokens of all rows one after the other, ``n`` tokens of one chunk, ``K`` token ids that the sampler kept at all positions together.
+tokens of all rows one after the other, ``n`` tokens of one chunk, ``K`` token ids that the sampler allowed at all positions together.
 """
 
 from functools import cached_property
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from grpo.algorithm.batch import IGNORE_INDEX, KeptTokens
+from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens
 from grpo.attention import enable_packing, few_sizes, pack, packed_hidden
 from grpo.attention.precision import ieee_fp32
 
@@ -68,7 +68,7 @@ class CompletionScorer(nn.Module):
         prompt_lengths_B: torch.Tensor,
         completion_mask_BT: torch.Tensor,
         group_B: torch.Tensor | None = None,
-        kept: KeptTokens | None = None,
+        allowed: AllowedTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score the completions of right-padded sequences.
 
@@ -78,7 +78,7 @@ class CompletionScorer(nn.Module):
             prompt_lengths_B: ``[B]`` tokens of each prompt.
             completion_mask_BT: ``[B, T]`` True at the tokens of each completion.
             group_B: ``[B]`` group of each row, if ``packed``: rows of one group have the same prompt, which is computed once.
-            kept: the tokens that could be drawn at each position: the distributions are softmaxes over these. None: over all tokens.
+            allowed: the tokens that could be drawn at each position: the distributions are softmaxes over these. None: over all tokens.
 
         Returns:
             ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask; entropies are without gradient.
@@ -90,26 +90,26 @@ class CompletionScorer(nn.Module):
         labels_N = sequence_ids_BS.gather(1, positions_BT)[completion_mask_BT]
         rows_BT = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
         before_N = rows_BT[completion_mask_BT] * sequence_ids_BS.shape[1] + positions_BT[completion_mask_BT] - 1
-        if kept is not None:
+        if allowed is not None:
             # The counts outside of the mask are 0, so the ids are those of the positions inside, in their order.
-            kept = KeptTokens(kept.ids_K, kept.counts[completion_mask_BT])
+            allowed = AllowedTokens(allowed.ids_K, allowed.counts[completion_mask_BT])
         if self.packed and group_B is not None:
             lengths_B = completion_mask_BT.sum(dim=1)
             packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
             hidden_NH = packed_hidden(self.model.base_model, packed)
-            logprobs_N, entropies_N = self._score_hidden(hidden_NH, packed.before_M, labels_N, kept)
+            logprobs_N, entropies_N = self._score_hidden(hidden_NH, packed.before_M, labels_N, allowed)
         elif self.plain_head:
             hidden_BSH = self.model.base_model(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            logprobs_N, entropies_N = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N, kept)
+            logprobs_N, entropies_N = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N, allowed)
         else:
             logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
-            logits_NV = keep_only_(logits_BSV.flatten(0, 1)[before_N], kept, self.temperature)
+            logits_NV = keep_only_(logits_BSV.flatten(0, 1)[before_N], allowed, self.temperature)
             logprobs_N, entropies_N = score_logits(logits_NV, labels_N, self.temperature)
         zeros_BT = logprobs_N.new_zeros(completion_mask_BT.shape)
         return tuple(zeros_BT.masked_scatter(completion_mask_BT, values_N) for values_N in (logprobs_N, entropies_N))
 
     def _score_hidden(
-        self, hidden_MH: torch.Tensor, before_N: torch.Tensor, labels_N: torch.Tensor, kept: KeptTokens | None
+        self, hidden_MH: torch.Tensor, before_N: torch.Tensor, labels_N: torch.Tensor, allowed: AllowedTokens | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies from the last hidden states of ``M`` tokens, of which ``before_N`` predict the labels.
 
@@ -118,39 +118,39 @@ class CompletionScorer(nn.Module):
         N = len(before_N)
         padding = 0, few_sizes(N) - N
         before_N, labels_N = F.pad(before_N, padding), F.pad(labels_N, padding)
-        if kept is not None:
-            kept = KeptTokens(kept.ids_K, F.pad(kept.counts, padding))
-        logprobs_N, entropies_N = self._score_tokens(hidden_MH[before_N], labels_N, kept)
+        if allowed is not None:
+            allowed = AllowedTokens(allowed.ids_K, F.pad(allowed.counts, padding))
+        logprobs_N, entropies_N = self._score_tokens(hidden_MH[before_N], labels_N, allowed)
         return logprobs_N[:N], entropies_N[:N]
 
     def _score_tokens(
-        self, hidden_NH: torch.Tensor, labels_N: torch.Tensor, kept: KeptTokens | None
+        self, hidden_NH: torch.Tensor, labels_N: torch.Tensor, allowed: AllowedTokens | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = self.model.get_output_embeddings()
         kind = hidden_NH.device.type
         n = -(-(LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK) // head.weight.shape[0])
         if len(hidden_NH) <= n:
-            logits_NV = keep_only_(head(hidden_NH), kept, self.temperature)
+            logits_NV = keep_only_(head(hidden_NH), allowed, self.temperature)
             return _ScoreLogits.apply(logits_NV, labels_N, self.temperature)
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         dtype = getattr(head, "computes_in", autocast)
         inputs = hidden_NH, head.weight, head.bias, labels_N
-        return _ScoreHiddenInChunks.apply(*inputs, self.temperature, n, dtype, kept)
+        return _ScoreHiddenInChunks.apply(*inputs, self.temperature, n, dtype, allowed)
 
 
-def keep_only_(logits_NV: torch.Tensor, kept: KeptTokens | None, temperature: float) -> torch.Tensor:
+def keep_only_(logits_NV: torch.Tensor, allowed: AllowedTokens | None, temperature: float) -> torch.Tensor:
     """Lower, in place, the logits of tokens that could not be drawn; ``None``: change nothing.
 
     They get the lowest of all logits minus 30 (at the temperature). Each has then less than e^-30 = 1e-13 of the probability of any token
     that could be drawn, and 150,000 of them together less than 2e-8, which fp32 rounds away. With minus infinity an entropy would be NaN;
     with -1e38 ``exp`` takes 20 times as long on CPU.
     """
-    if kept is None or len(logits_NV) == 0:
+    if allowed is None or len(logits_NV) == 0:
         return logits_NV
-    left_out_NV = (kept.counts > 0)[:, None].repeat(1, logits_NV.shape[1])
-    position_K = torch.arange(len(kept.counts), device=logits_NV.device)
-    position_K = position_K.repeat_interleave(kept.counts, output_size=len(kept.ids_K))
-    left_out_NV[position_K, kept.ids_K] = False
+    left_out_NV = (allowed.counts > 0)[:, None].repeat(1, logits_NV.shape[1])
+    position_K = torch.arange(len(allowed.counts), device=logits_NV.device)
+    position_K = position_K.repeat_interleave(allowed.counts, output_size=len(allowed.ids_K))
+    left_out_NV[position_K, allowed.ids_K] = False
     return logits_NV.masked_fill_(left_out_NV, logits_NV.detach().amin() - 30 * temperature)
 
 
@@ -193,13 +193,13 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype, kept=None):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, labels_N, temperature, n, dtype, allowed=None):
         parts, labels = [], labels_N.split(n)
-        ctx.kept = [None] * len(labels) if kept is None else kept.split(n)
+        ctx.allowed = [None] * len(labels) if allowed is None else allowed.split(n)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-            for hidden_nH, labels_n, kept_n in zip(hidden_NH.to(dtype).split(n), labels, ctx.kept, strict=True):
-                logits_nV = keep_only_(F.linear(hidden_nH, weight, bias), kept_n, temperature)
+            for hidden_nH, labels_n, allowed_n in zip(hidden_NH.to(dtype).split(n), labels, ctx.allowed, strict=True):
+                logits_nV = keep_only_(F.linear(hidden_nH, weight, bias), allowed_n, temperature)
                 parts.append(_score(logits_nV, labels_n, temperature))
         logprobs_N, entropies_N, normalizers_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N, normalizers_N)
@@ -216,11 +216,11 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         with torch.autocast(grad_N.device.type, enabled=False):
             weight, bias = weight_VH.to(ctx.dtype), None if bias_V is None else bias_V.to(ctx.dtype)
-            for start, kept_n in zip(range(0, len(hidden_NH), ctx.n), ctx.kept, strict=True):
+            for start, allowed_n in zip(range(0, len(hidden_NH), ctx.n), ctx.allowed, strict=True):
                 chunk = slice(start, start + ctx.n)
                 hidden_nH = hidden_NH[chunk].to(ctx.dtype)
                 scored = (labels_N[chunk], normalizers_N[chunk], grad_N[chunk])
-                logits_nV = keep_only_(F.linear(hidden_nH, weight, bias), kept_n, ctx.temperature)
+                logits_nV = keep_only_(F.linear(hidden_nH, weight, bias), allowed_n, ctx.temperature)
                 grad_nV = _logits_gradient(logits_nV, *scored, ctx.temperature)
                 grad_hidden_NH[chunk] = grad_nV @ weight
                 if grad_weight_VH is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo.algorithm.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, SamplerCorrection, check_choice
-from grpo.algorithm.corrections import kept_sequences, sampler_weights
+from grpo.algorithm.corrections import off_policy_mask, sampler_weights
 from grpo.algorithm.objectives import clip_bounds, clipped_tokens, probability_change, surrogate_loss
 
 
@@ -62,7 +62,7 @@ def policy_loss(
         policy_mask_BT: ``[B, T]`` False at tokens that have no policy term; their KL stays, and the denominators count them. None: all have one.
         sampling_logprobs_BT: ``[B, T]`` log-probs as computed while sampling, a constant; needed by the two options below.
         sampler_correction, sampler_correction_min, sampler_correction_max: see :func:`sampler_weights`.
-        off_policy_mask_threshold: see :func:`kept_sequences`; None: all completions are kept.
+        off_policy_mask_threshold: see :func:`off_policy_mask`; None: all completions are kept.
 
     Returns:
         ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over micro-batches and ranks.
@@ -99,7 +99,7 @@ def policy_loss(
         loss_BT = loss_BT * sampler_weights(old_logprobs_BT, sampling_logprobs_BT, mask_BT, *correction)[0]
     if off_policy_mask_threshold is not None:
         sampled_BT = sampling_logprobs_BT
-        loss_BT = loss_BT * kept_sequences(logprobs_BT, sampled_BT, A_B1, mask_BT, off_policy_mask_threshold)
+        loss_BT = loss_BT * off_policy_mask(logprobs_BT, sampled_BT, A_B1, mask_BT, off_policy_mask_threshold)
     if ref_logprobs_BT is not None:
         kl_BT = kl_estimate(logprobs_BT, _zero_outside(mask_BT, ref_logprobs_BT.detach()), kl_estimator)
         if unbiased_kl:

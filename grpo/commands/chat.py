@@ -129,7 +129,7 @@ def _sample(
     temperature = r.temperature if options.temperature is None else options.temperature
     filters = dict(top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, stop=tuple(r.stop))
     sampling = SamplingParams(num_samples, max_tokens, temperature=temperature, **filters)
-    (group,) = engine.generate([problem], sampling, address=(options.seed, "chat", turn))
+    (group,) = engine.generate([problem], sampling, seed_key=(options.seed, "chat", turn))
     return group
 
 

@@ -98,7 +98,7 @@ def evaluate(
         num_problems = max(ROWS_PER_CALL // sampling.num_generations, 1)
         for start in range(0, len(by_length), num_problems):
             part = by_length[start : start + num_problems]
-            groups = engine.generate([problems[p] for p in part], sampling, address=(seed, f"evaluation/{name}", step))
+            groups = engine.generate([problems[p] for p in part], sampling, seed_key=(seed, f"evaluation/{name}", step))
             for index, row in zip(part, grade(groups), strict=True):
                 results[index] = row if keep_texts else [replace(result, text=None) for result in row]
             if on_problems is not None:

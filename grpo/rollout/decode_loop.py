@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from grpo.algorithm.batch import KeptTokens
+from grpo.algorithm.batch import AllowedTokens
 from grpo.attention import packing_enabled
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams, draw, draw_and_record
@@ -35,8 +35,8 @@ class Decoded(NamedTuple):
     logprobs_RT: torch.Tensor
     lengths: list[int]
     finished: list[bool]
-    kept: list[KeptTokens] | None = None
-    """Of each row, with ``sampling.records_kept``."""
+    allowed: list[AllowedTokens] | None = None
+    """Of each row, with ``sampling.records_allowed``."""
 
 
 class DecodeLoop:
@@ -57,8 +57,8 @@ class DecodeLoop:
         self.eos_E = torch.tensor([*policy.eos_ids, *self.stops.ids], device=device)
         self.tokens_RT, self.logprobs_RT = torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T)
         self.lengths, self.finished = [T] * R, [False] * R
-        self.kept_ids: list[list[torch.Tensor]] = [[] for _ in prompts]
-        """Of each row, the ids kept at each of its tokens, with ``sampling.records_kept``."""
+        self.allowed_ids: list[list[torch.Tensor]] = [[] for _ in prompts]
+        """Of each row, the ids allowed at each of its tokens, with ``sampling.records_allowed``."""
 
         self.rows_can_join, self.capacity = packing_enabled(policy.model), T
         if self.rows_can_join and num_admissible(prompts, [], 0, sampling, T) < R:
@@ -82,10 +82,10 @@ class DecodeLoop:
             if self.num_live:
                 self.retire()
                 self.compute_logits()
-        kept = None
-        if self.sampling.records_kept:
-            kept = [_joined(ids_T[:length]) for ids_T, length in zip(self.kept_ids, self.lengths, strict=True)]
-        return Decoded(self.tokens_RT, self.logprobs_RT, self.lengths, self.finished, kept)
+        allowed = None
+        if self.sampling.records_allowed:
+            allowed = [_joined(ids_T[:length]) for ids_T, length in zip(self.allowed_ids, self.lengths, strict=True)]
+        return Decoded(self.tokens_RT, self.logprobs_RT, self.lengths, self.finished, allowed)
 
     def admit(self) -> bool:
         """Start waiting rows, if memory allows it. Returns whether any row is live."""
@@ -117,11 +117,11 @@ class DecodeLoop:
         """Draw the next token of every row, and mark the rows that end. Returns the number of rows live before."""
         T = self.sampling.max_completion_length
         u_B = None if self.uniforms_RT is None else self.uniforms_RT[self.rows_B, self.t_B]
-        if self.sampling.records_kept:
-            self.token_B, logprob_B, kept_BV = draw_and_record(self.logits_BV, u_B, self.sampling)
-            ids_K = kept_BV.nonzero()[:, 1].int().cpu()
-            for row, ids_k in zip(self.rows_B, ids_K.split(kept_BV.sum(dim=1).tolist()), strict=True):
-                self.kept_ids[row].append(ids_k)
+        if self.sampling.records_allowed:
+            self.token_B, logprob_B, allowed_BV = draw_and_record(self.logits_BV, u_B, self.sampling)
+            ids_K = allowed_BV.nonzero()[:, 1].int().cpu()
+            for row, ids_k in zip(self.rows_B, ids_K.split(allowed_BV.sum(dim=1).tolist()), strict=True):
+                self.allowed_ids[row].append(ids_k)
         else:
             self.token_B, logprob_B = draw(self.logits_BV, u_B, self.sampling)
         self.tokens_RT[self.rows_B, self.t_B] = self.token_B.cpu()
@@ -163,8 +163,8 @@ class DecodeLoop:
         self.t_B = self.t_B + 1
 
 
-def _joined(ids_T: list[torch.Tensor]) -> KeptTokens:
-    return KeptTokens(torch.cat(ids_T), torch.tensor([len(ids_k) for ids_k in ids_T], dtype=torch.int32))
+def _joined(ids_T: list[torch.Tensor]) -> AllowedTokens:
+    return AllowedTokens(torch.cat(ids_T), torch.tensor([len(ids_k) for ids_k in ids_T], dtype=torch.int32))
 
 
 def num_admissible(prompts: Prompts, in_flight: list[int], num_started: int, sampling, capacity: int) -> int:

@@ -30,7 +30,7 @@ class SamplingParams:
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
     keep_sampling_mask: bool = False
-    """Record the tokens that top-k, top-p and min-p kept; log-probs are then those of a softmax over these tokens."""
+    """Record the tokens that top-k, top-p and min-p allowed; log-probs are then those of a softmax over these tokens."""
 
     @property
     def is_greedy(self) -> bool:
@@ -41,8 +41,8 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
-    def records_kept(self) -> bool:
-        """True if sampling records the kept tokens: it is asked to, and some tokens may be left out."""
+    def records_allowed(self) -> bool:
+        """True if sampling records the allowed tokens: it is asked to, and some tokens may be left out."""
         return self.keep_sampling_mask and self.is_filtered and not self.is_greedy
 
 
@@ -61,7 +61,7 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[t
 
 
 def draw_and_record(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
-    """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the tokens these kept."""
+    """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the tokens these allowed."""
     token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling)
     return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
 
@@ -120,8 +120,8 @@ def filter_probs(probs_RV: torch.Tensor, sampling: SamplingParams) -> torch.Tens
     if top_k:
         keep_RV[:, top_k:] = False
     if sampling.top_p < 1.0:
-        kept_RV = sorted_RV * keep_RV
-        before_RV = (deterministic_cumsum(kept_RV) - kept_RV) / kept_RV.sum(dim=-1, keepdim=True)
+        allowed_RV = sorted_RV * keep_RV
+        before_RV = (deterministic_cumsum(allowed_RV) - allowed_RV) / allowed_RV.sum(dim=-1, keepdim=True)
         keep_RV &= before_RV < sampling.top_p  # the smallest set that reaches top_p; never empty
     if sampling.min_p > 0.0:
         keep_RV &= sorted_RV >= sampling.min_p * sorted_RV[:, :1]

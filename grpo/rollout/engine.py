@@ -68,7 +68,7 @@ class BuiltinEngine:
         problems: Sequence[Problem],
         sampling: SamplingParams,
         *,
-        address: tuple[int, str, int],
+        seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
         """See :meth:`grpo.rollout.interface.Engine.generate`. ValueError if the model computes NaN."""
@@ -77,10 +77,10 @@ class BuiltinEngine:
         completions: list[Completion] = []
         with self._ready() as prefill_rows:
             # CUDA graphs decode a fixed set of rows at a time. The decode loop starts waiting rows as others end.
-            replays = self.graphs and not sampling.records_kept
+            replays = self.graphs and not sampling.records_allowed
             waves = split_into_waves(prompts, sampling) if replays else [slice(None)] if rows else []
             for wave in waves:
-                uniforms_RT = self._uniforms(rows[wave], sampling, address)
+                uniforms_RT = self._uniforms(rows[wave], sampling, seed_key)
                 completions += self._decode(prefill_rows, prompts[wave], uniforms_RT, sampling, on_tokens)
         return grouped(problems, completions, self.policy.tokenizer)
 
@@ -139,11 +139,11 @@ class BuiltinEngine:
                 self.graphs = CUDAGraphRunner(policy)
             yield partial(prefill, policy, LlamaDecoder(policy.backbone) if self._is_llama else None)
 
-    def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, address) -> torch.Tensor | None:
+    def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, seed_key) -> torch.Tensor | None:
         """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None: greedy."""
         if sampling.is_greedy:
             return None
-        generators = [generator(*address, problem.index, g) for problem, g in rows]
+        generators = [generator(*seed_key, problem.index, g) for problem, g in rows]
         uniforms = [torch.rand(sampling.max_completion_length, generator=rng) for rng in generators]
         return torch.stack(uniforms).to(self.policy.device)
 
@@ -152,8 +152,8 @@ class BuiltinEngine:
     ) -> list[Completion]:
         """The completion of each row, without its text."""
         rows = (prefill_rows, prompts, uniforms_RT, sampling)
-        # Captured steps cannot record the kept tokens, whose number differs from token to token.
-        decoded = self._replay(*rows, on_tokens) if self.graphs and not sampling.records_kept else None
+        # Captured steps cannot record the allowed tokens, whose number differs from token to token.
+        decoded = self._replay(*rows, on_tokens) if self.graphs and not sampling.records_allowed else None
         decoded = decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
         if decoded.logprobs_RT.isnan().any():
             raise ValueError(
@@ -163,8 +163,8 @@ class BuiltinEngine:
         completions = []
         for r, (n, finished) in enumerate(zip(decoded.lengths, decoded.finished, strict=True)):
             ids, logprobs = (tuple(values_RT[r, :n].tolist()) for values_RT in (decoded.tokens_RT, decoded.logprobs_RT))
-            kept = None if decoded.kept is None else decoded.kept[r]
-            completions.append(Completion(ids, "", finished, () if sampling.is_greedy else logprobs, kept))
+            allowed = None if decoded.allowed is None else decoded.allowed[r]
+            completions.append(Completion(ids, "", finished, () if sampling.is_greedy else logprobs, allowed))
         return completions
 
     def _replay(

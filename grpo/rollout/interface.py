@@ -30,14 +30,14 @@ class Engine(Protocol):
         problems: Sequence[Problem],
         sampling: SamplingParams,
         *,
-        address: tuple[int, str, int],
+        seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
         """Sample ``num_generations`` completions of each problem; one group per problem, in order.
 
         Args:
             problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part of its seeds.
-            address: ``(seed, purpose, step)``. The random seed of completion g of a problem is
+            seed_key: ``(seed, purpose, step)``. The random seed of completion g of a problem is
                 ``derive_seed(seed, purpose, step, problem.index, g)``. With the built-in engine it and the weights
                 determine the completion.
             on_tokens: called with the number of tokens drawn since the last call, for progress bars.

@@ -33,8 +33,8 @@ def show_step(
     for name, tensor in vars(batch).items():
         if isinstance(tensor, Tensor):
             show(f"  {name:22} {tuple(tensor.shape)!s:12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
-    if batch.kept is not None:
-        per_token = batch.kept.counts[batch.completion_mask_BT].float().mean()
+    if batch.allowed is not None:
+        per_token = batch.allowed.counts[batch.completion_mask_BT].float().mean()
         show(f"  kept                   {per_token:.1f} tokens on average could be drawn at each position")
     problem = groups[0].problem
     show(f"problem {problem.index}, {len(problem.prompt_ids)} prompt tokens, as the model sees it:")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo.algorithm.advantages import Scores, has_equal_rewards
 from grpo.algorithm.batch import Batch, Group
-from grpo.algorithm.corrections import kept_sequences, sampler_weights
+from grpo.algorithm.corrections import off_policy_mask, sampler_weights
 from grpo.algorithm.loss import importance_ratio
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.rewards import RewardResult
@@ -91,7 +91,7 @@ def add_corrections(
         metrics.maximum(f"{name}/max", float(found.max()) if len(found) else -math.inf)
     if algorithm.off_policy_mask_threshold is not None:
         A_B1, threshold = micro.advantages_B[:, None], algorithm.off_policy_mask_threshold
-        is_left_out_B1 = ~kept_sequences(new_BT, sampled_BT, A_B1, mask_BT, threshold)
+        is_left_out_B1 = ~off_policy_mask(new_BT, sampled_BT, A_B1, mask_BT, threshold)
         metrics.add("sampling/off_policy_masked", (is_left_out_B1 & has_tokens_B1).sum(), has_tokens_B1.sum())
 
 
@@ -164,10 +164,10 @@ def report_details(run: Run, groups: list[Group], batch: Batch, all_scores: Scor
     scores = reporter.is_due(step) if run.is_sharded else reporter.is_logged(step)
     if run.config.logging.log_completions and scores:
         values_PGF, rewards_PG = world.own_rows(all_scores.values_PGF), world.own_rows(all_scores.rewards_PG)
-        reporter.completions(step, kept_completions(run, groups, batch, values_PGF, rewards_PG, advantages_PG))
+        reporter.completions(step, logged_completions(run, groups, batch, values_PGF, rewards_PG, advantages_PG))
 
 
-def kept_completions(
+def logged_completions(
     run: Run, groups: list[Group], batch: Batch, values_PGF: Tensor, rewards_PG: Tensor, advantages_PG: Tensor
 ) -> list[dict[str, Any]]:
     """Records of a few completions of the step that is complete, scored once more under the updated weights."""

@@ -37,7 +37,7 @@ def print_summary(
         lines.append(note)
     if why_padded:
         lines.append(padded_note(run.config, run.world.device.type, why_padded))
-    if run.sampling.records_kept and run.may_capture:
+    if run.sampling.records_allowed and run.may_capture:
         lines.append("note      rollout.keep_sampling_mask: rollouts decode without CUDA graphs, evaluations with them")
     if checkpoint:
         lines.append(f"resuming  {checkpoint} at step {run.progress.step}")

@@ -101,7 +101,7 @@ class VLLMEngine:
         problems: Sequence[Problem],
         sampling: SamplingParams,
         *,
-        address: tuple[int, str, int],
+        seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Group]:
         """See :meth:`grpo.rollout.interface.Engine.generate`; ``on_tokens`` is called when a completion has arrived.
@@ -111,7 +111,7 @@ class VLLMEngine:
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise ServerError(f"vLLM samples at temperatures of {LOWEST_TEMPERATURE} or above, or greedily at 0")
         G, stops = sampling.num_generations, Stops(self.policy.tokenizer, sampling.stop)
-        bodies = [self._body(problem, g, sampling, stops, address) for problem in problems for g in range(G)]
+        bodies = [self._body(problem, g, sampling, stops, seed_key) for problem in problems for g in range(G)]
         completions = []
         with self.weights():
             for sampled in self.loop.wait_for(self._sample_all, bodies, on_tokens or (lambda num_tokens: None)):
@@ -157,7 +157,7 @@ class VLLMEngine:
         if problem := self.probe.compare(server, await server.prompt_logprobs(http, self.probe.ids, model)):
             raise ServerError(f"{server} does not compute with the weights it was given: {problem}")
 
-    def _body(self, problem: Problem, g: int, sampling: SamplingParams, stops: Stops, address) -> dict[str, Any]:
+    def _body(self, problem: Problem, g: int, sampling: SamplingParams, stops: Stops, seed_key) -> dict[str, Any]:
         """Of the request for completion ``g``."""
         settings = {
             "max_tokens": sampling.max_completion_length,
@@ -170,7 +170,7 @@ class VLLMEngine:
             "include_stop_str_in_output": True,
             "skip_special_tokens": True,
             "ignore_eos": True,  # the policy's own EOS ids are among the stop tokens
-            "seed": derive_seed(*address, problem.index, g),
+            "seed": derive_seed(*seed_key, problem.index, g),
             "logprobs": 0,
         }
         return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}

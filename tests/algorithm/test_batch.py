@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from grpo.algorithm.batch import (
+    AllowedTokens,
     Completion,
     Group,
-    KeptTokens,
     Problem,
     collate,
     completion_mask,
@@ -76,11 +76,13 @@ def test_right_pad():
 
 def completion(ids, finished=True):
     """Sampling log-probs and kept ids (0 to 3 of them) that say which token they belong to."""
-    kept = KeptTokens(
+    kept = AllowedTokens(
         torch.tensor([i + n for i in ids for n in range(i % 4)], dtype=torch.int32),
         torch.tensor([i % 4 for i in ids], dtype=torch.int32),
     )
-    return Completion(tuple(ids), text="", finished=finished, sampling_logprobs=tuple(-i / 10 for i in ids), kept=kept)
+    return Completion(
+        tuple(ids), text="", finished=finished, sampling_logprobs=tuple(-i / 10 for i in ids), allowed=kept
+    )
 
 
 def two_groups():
@@ -103,8 +105,8 @@ def test_collate_by_hand():
     assert batch.advantages_B.tolist() == [0.5, -0.5, 1.5, -1.5]
     expected = [[-1.1, -1.2, -0.7, 0], [-1.3, -1.4, -1.5, -1.6], [-0.7, 0, 0, 0], [-1.7, -0.7, 0, 0]]
     torch.testing.assert_close(batch.sampling_logprobs_BT, torch.tensor(expected))
-    assert batch.kept.counts.tolist() == [[3, 0, 3, 0], [1, 2, 3, 0], [3, 0, 0, 0], [1, 3, 0, 0]]
-    assert batch.kept.ids_K.tolist() == [11, 12, 13, 7, 8, 9, 13, 14, 15, 15, 16, 17, 7, 8, 9, 17, 7, 8, 9]
+    assert batch.allowed.counts.tolist() == [[3, 0, 3, 0], [1, 2, 3, 0], [3, 0, 0, 0], [1, 3, 0, 0]]
+    assert batch.allowed.ids_K.tolist() == [11, 12, 13, 7, 8, 9, 13, 14, 15, 15, 16, 17, 7, 8, 9, 17, 7, 8, 9]
     assert batch.lengths_B.tolist() == [5, 6, 4, 5]
     assert len(batch) == 4
     assert batch.old_logprobs_BT is None and batch.ref_logprobs_BT is None
@@ -121,7 +123,7 @@ def test_greedy_completions_have_no_sampling_logprobs():
     group = Group(Problem(0, "", (1,)), (Completion((5, 6), "", True), completion([5])))
     batch = collate([group], torch.zeros(1, 2), pad_id=PAD)
     assert batch.sampling_logprobs_BT.tolist() == [[0, 0], [-0.5, 0]]
-    assert batch.kept.counts.tolist() == [[0, 0], [1, 0]] and batch.kept.ids_K.tolist() == [
+    assert batch.allowed.counts.tolist() == [[0, 0], [1, 0]] and batch.allowed.ids_K.tolist() == [
         5
     ]  # 0: the whole vocabulary
 
@@ -173,11 +175,11 @@ def assert_same_rows(part, batch):
         assert part.sequence_ids_BS[b, start : start + n].tolist() == [1000 * number + t for t in range(n)]
     lengths = part.completion_mask_BT.sum(dim=1).tolist()
     expected = [
-        completion([1000 * number + t for t in range(n)]).kept for number, n in zip(numbers, lengths, strict=True)
+        completion([1000 * number + t for t in range(n)]).allowed for number, n in zip(numbers, lengths, strict=True)
     ]
-    assert torch.equal(part.kept.ids_K, torch.cat([kept.ids_K for kept in expected]))
-    assert torch.equal(part.kept.counts[part.completion_mask_BT], torch.cat([kept.counts for kept in expected]))
-    assert part.kept.counts.shape == (len(numbers), T) and not part.kept.counts[~part.completion_mask_BT].any()
+    assert torch.equal(part.allowed.ids_K, torch.cat([kept.ids_K for kept in expected]))
+    assert torch.equal(part.allowed.counts[part.completion_mask_BT], torch.cat([kept.counts for kept in expected]))
+    assert part.allowed.counts.shape == (len(numbers), T) and not part.allowed.counts[~part.completion_mask_BT].any()
     return numbers
 
 
@@ -189,8 +191,8 @@ def test_rows_by_slice_and_by_index():
     batch = many_rows()
     assert assert_same_rows(batch.select(slice(4, 9)), batch) == [4, 5, 6, 7, 8]
     assert assert_same_rows(batch.select(torch.tensor([20, 3, 11])), batch) == [20, 3, 11]
-    without_reference = replace(batch, ref_logprobs_BT=None, kept=None).select(slice(0, 2))
-    assert without_reference.kept is None and len(without_reference.scorer_inputs) == 4
+    without_reference = replace(batch, ref_logprobs_BT=None, allowed=None).select(slice(0, 2))
+    assert without_reference.allowed is None and len(without_reference.scorer_inputs) == 4
     assert without_reference.ref_logprobs_BT is None and without_reference.old_logprobs_BT is not None
 
 

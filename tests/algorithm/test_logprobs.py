@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import grpo.algorithm.logprobs
-from grpo.algorithm.batch import KeptTokens, completion_mask
+from grpo.algorithm.batch import AllowedTokens, completion_mask
 from grpo.algorithm.logprobs import (
     CompletionScorer,
     _ScoreLogits,
@@ -64,18 +64,18 @@ def uneven_rows(padding=0):
     return ids_BS, torch.tensor(PROMPTS), mask_BT
 
 
-def reference(model, temperature, ids_BS, kept=None):
+def reference(model, temperature, ids_BS, allowed=None):
     """Log-probs and entropies from all the logits, row by row and token by token, in the model's dtype.
 
-    ``kept``: for each completion token of all rows, the ids that the softmax is over; empty: all.
+    ``allowed``: for each completion token of all rows, the ids that the softmax is over; empty: all.
     """
-    kept = iter(kept or [[]] * sum(COMPLETIONS))
+    allowed = iter(allowed or [[]] * sum(COMPLETIONS))
     logprobs, entropies = [], []
     for ids, p, c in zip(ids_BS, PROMPTS, COMPLETIONS, strict=True):
         row_logprobs, row_entropies = [torch.zeros(())] * max(COMPLETIONS), [torch.zeros(())] * max(COMPLETIONS)
         logits = model(input_ids=ids[None, : p + c]).logits[0] / temperature  # no padding at all
         for t in range(c):
-            over = torch.tensor(next(kept) or range(V))
+            over = torch.tensor(next(allowed) or range(V))
             distribution = logits[p + t - 1][over].log_softmax(dim=0)
             row_logprobs[t] = distribution[over == ids[p + t]].squeeze()
             row_entropies[t] = -(distribution.exp() * distribution).sum()
@@ -194,23 +194,23 @@ def test_entropy_by_hand():
 
 
 def kept_of(*ids):
-    return KeptTokens(torch.tensor([v for x in ids for v in x]).int(), torch.tensor([len(x) for x in ids]).int())
+    return AllowedTokens(torch.tensor([v for x in ids for v in x]).int(), torch.tensor([len(x) for x in ids]).int())
 
 
 def test_a_softmax_over_the_kept_tokens_by_hand():
     # Weights 1, 2, 3, 4. Kept 1 and 3: probabilities 2/6 and 4/6. Kept 2 alone: 1. No ids: all four, 4/10.
     logits = torch.tensor([1.0, 2.0, 3.0, 4.0]).log().repeat(3, 1).requires_grad_()
-    labels, kept = torch.tensor([3, 2, 3]), kept_of([1, 3], [2], [])
+    labels, allowed = torch.tensor([3, 2, 3]), kept_of([1, 3], [2], [])
     expected = torch.tensor([math.log(4 / 6), 0.0, math.log(4 / 10)])
     entropies = [
         -(2 * math.log(2 / 6) + 4 * math.log(4 / 6)) / 6,
         0.0,
         -sum(w * math.log(w / 10) / 10 for w in (1, 2, 3, 4)),
     ]
-    # One-hot minus softmax; exactly 0 for a token that was not kept.
+    # One-hot minus softmax; exactly 0 for a token that was not allowed.
     slopes = torch.tensor([[0, -1 / 3, 0, 1 / 3], [0, 0, 0, 0], [-0.1, -0.2, -0.3, 0.6]])
     for score in (_ScoreLogits.apply, score_logits):
-        logprobs, found = score(keep_only_(logits.clone(), kept, 1.0), labels, 1.0)
+        logprobs, found = score(keep_only_(logits.clone(), allowed, 1.0), labels, 1.0)
         torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found, torch.tensor(entropies), rtol=1e-6, atol=1e-6)
         (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
@@ -221,14 +221,14 @@ def test_a_softmax_over_the_kept_tokens_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_left_out_logits_stay_finite_at_every_temperature(dtype):
     logits = 30 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
-    labels, kept = torch.arange(4), kept_of([0, 7, 9], [1], [2, 3], [3, 4, 49])
+    labels, allowed = torch.arange(4), kept_of([0, 7, 9], [1], [2, 3], [3, 4, 49])
     for temperature in (0.01, 0.7, 1.0, 3.0):
         expected = [
             (logits[n][ids.long()].double() / temperature).log_softmax(dim=0)
-            for n, ids in enumerate(kept.ids_K.split(kept.counts.tolist()))
+            for n, ids in enumerate(allowed.ids_K.split(allowed.counts.tolist()))
         ]
         for score in (_ScoreLogits.apply, score_logits):
-            logprobs, entropies = score(keep_only_(logits.clone(), kept, temperature), labels, temperature)
+            logprobs, entropies = score(keep_only_(logits.clone(), allowed, temperature), labels, temperature)
             for n, of_kept in enumerate(expected):
                 assert logprobs[n].item() == pytest.approx(of_kept[0].item(), rel=1e-5, abs=1e-5)
                 assert entropies[n].item() == pytest.approx(-(of_kept.exp() * of_kept).sum().item(), abs=1e-4)
@@ -258,17 +258,17 @@ def test_scorer_agrees_with_the_full_logits_in_float64(temperature, tokens_per_c
 
 
 def random_kept(ids_BS, lengths_B, mask_BT):
-    """For each completion token the ids kept, the token's own among them, as lists and as tensors; every fourth: all."""
+    """For each completion token the ids allowed, the token's own among them, as lists and as tensors; every fourth: all."""
     generator = torch.Generator().manual_seed(5)
     tokens = [ids_BS[b, p + t].item() for b, p in enumerate(lengths_B) for t in range(int(mask_BT[b].sum()))]
     sizes = [0 if n % 4 == 3 else int(torch.randint(1, 20, (), generator=generator)) for n in range(len(tokens))]
-    kept = [
+    allowed = [
         sorted({token, *torch.randint(V, (size - 1,), generator=generator).tolist()}) if size else []
         for token, size in zip(tokens, sizes, strict=True)
     ]
     counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
-    counts_BT[mask_BT] = torch.tensor([len(ids) for ids in kept], dtype=torch.int32)
-    return kept, KeptTokens(torch.tensor([v for ids in kept for v in ids]).int(), counts_BT)
+    counts_BT[mask_BT] = torch.tensor([len(ids) for ids in allowed], dtype=torch.int32)
+    return allowed, AllowedTokens(torch.tensor([v for ids in allowed for v in ids]).int(), counts_BT)
 
 
 @pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
@@ -276,9 +276,9 @@ def random_kept(ids_BS, lengths_B, mask_BT):
 def test_a_softmax_over_the_kept_tokens_agrees_with_float64(build_model, temperature):
     """Whole and in chunks of 1 and 5 tokens, packed and padded: log-probs, entropies and the gradients of all parameters."""
     inputs = uneven_rows()
-    kept, tensors = random_kept(*inputs)
+    allowed, tensors = random_kept(*inputs)
     exact_model, model = build_model().double(), build_model()
-    expected_BT, expected_entropies_BT = reference(exact_model, temperature, inputs[0], kept)
+    expected_BT, expected_entropies_BT = reference(exact_model, temperature, inputs[0], allowed)
     expected = gradients_of(exact_model, expected_BT)
     scorer = CompletionScorer(model, temperature)
     for tokens_per_chunk in (1, 5, 1000):
@@ -294,7 +294,7 @@ def test_a_softmax_over_the_kept_tokens_agrees_with_float64(build_model, tempera
         packed_BT, _ = scorer(*inputs, torch.arange(4), tensors)
         torch.testing.assert_close(packed_BT.double(), expected_BT, rtol=0, atol=1e-5)
     whole_BT, _ = scorer(*inputs)
-    assert (whole_BT - expected_BT).abs().max() > 0.1  # the kept tokens make a difference
+    assert (whole_BT - expected_BT).abs().max() > 0.1  # the allowed tokens make a difference
 
 
 def test_a_float64_model_is_scored_in_float64():
@@ -372,8 +372,8 @@ def test_padding_on_the_right_has_no_influence(padding):
 def test_nothing_to_score_still_has_a_graph(build_model, keeps):
     model = build_model()
     ids_BS, lengths_B, mask_BT = uneven_rows()
-    kept = KeptTokens(torch.zeros(0).int(), mask_BT.int() * 0) if keeps else None
-    logprobs_BT, entropies_BT = CompletionScorer(model)(ids_BS, lengths_B, mask_BT & False, None, kept)
+    allowed = AllowedTokens(torch.zeros(0).int(), mask_BT.int() * 0) if keeps else None
+    logprobs_BT, entropies_BT = CompletionScorer(model)(ids_BS, lengths_B, mask_BT & False, None, allowed)
     assert not logprobs_BT.any() and not entropies_BT.any()
     assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
 

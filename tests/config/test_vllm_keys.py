@@ -85,7 +85,7 @@ def test_notes():
         "note: rollout.tokens_in_flight has no effect with rollout.engine=vllm"
     ]
     given = {"rollout.server": "http://a:1", "rollout.vllm_command": "v {model}"}
-    assert notes(VLLM | given) == ["note: rollout.vllm_command has no effect with rollout.server=ADDRESS"]
+    assert notes(VLLM | given) == ["note: rollout.vllm_command has no effect with rollout.server=SEED_KEY"]
     (line,) = notes(VLLM | {"algorithm.sampler_correction": "none"})
     assert "rollout.engine=vllm without algorithm.sampler_correction" in line
     (line,) = notes(VLLM | {"rollout.top_k": 5})

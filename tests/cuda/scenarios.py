@@ -51,7 +51,7 @@ def replays(folder, *, precision, mistake=None):
     equal = []
     for step in range(3):
         sampling, address = SamplingParams(num_generations=8, max_completion_length=24), (0, "rollout", step)
-        both = [engine.generate(problems, sampling, address=address) for engine in (graphs, loop)]
+        both = [engine.generate(problems, sampling, seed_key=address) for engine in (graphs, loop)]
         rows = [[completion.ids for group in groups for completion in group.completions] for groups in both]
         equal.append(sum(a == b for a, b in zip(*rows, strict=True)) / len(rows[0]))
         with torch.no_grad():
@@ -72,7 +72,7 @@ def syncs_when_captured(module, inputs, output):
 def reads_what_is_freed(module, inputs, output):
     if device.is_capturing():
         return output + vars(module).pop("kept")
-    module.kept = torch.zeros(output.shape[-1], device=CUDA)
+    module.allowed = torch.zeros(output.shape[-1], device=CUDA)
     return output
 
 

@@ -1,6 +1,6 @@
 """Started on several ranks: updates a sharded model, syncs its weights to a vLLM server and samples from it.
 
-    python sharded_vllm.py FILE ADDRESS ARGUMENTS OF train_grpo.py
+    python sharded_vllm.py FILE SEED_KEY ARGUMENTS OF train_grpo.py
 
 FILE gets ``weights``, whole tensors by name, and ``ids``, for each rank those of its completions.
 """
@@ -29,7 +29,7 @@ def main(file: str, address: str, arguments: list[str]) -> None:
             any_forward(run.policy)(run.scorer).backward()
         run.optimizer.step()
         with engine.weights(), world.fail_together():
-            groups = engine.generate(run.problems.at(step), run.sampling, address=(0, "rollout", step))
+            groups = engine.generate(run.problems.at(step), run.sampling, seed_key=(0, "rollout", step))
         ids += [c.ids for group in groups for c in group.completions]
     weights = {name: whole(t.detach()).clone() for name, t in run.policy.model.named_parameters()}
     facts = dict(weights=weights, ids=world.gather_objects(ids))

@@ -44,7 +44,7 @@ def preloaded_python(folder: Path, tree: Path, environment: dict[str, str]) -> I
     folder.mkdir()
     address = str(folder / "server")
     for name in ("python", "pytest"):
-        (folder / name).write_text(PROGRAM.format(python=sys.executable, address=address))
+        (folder / name).write_text(PROGRAM.format(python=sys.executable, seed_key=address))
         (folder / name).chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, __file__, address],

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from grpo.algorithm.advantages import group_advantages
-from grpo.algorithm.batch import Completion, Group, KeptTokens, Problem, collate, skip_zero_advantage
+from grpo.algorithm.batch import AllowedTokens, Completion, Group, Problem, collate, skip_zero_advantage
 from grpo.config import load_config
 from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward
@@ -48,10 +48,10 @@ def sampled(completion: Completion) -> Completion:
     """With log-probs of sampling, uneven between completions, and the 40 tokens that could be drawn at every other position."""
     ids = completion.ids
     kept = [sorted({*range(250 - 39, 250), i}) if t % 2 else [] for t, i in enumerate(ids)]
-    kept_ids, counts = [i for of_position in kept for i in of_position], list(map(len, kept))
-    tokens = KeptTokens(torch.tensor(kept_ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
+    allowed_ids, counts = [i for of_position in kept for i in of_position], list(map(len, kept))
+    tokens = AllowedTokens(torch.tensor(allowed_ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
     mean = -3.0 if len(ids) % 2 else -14.0
-    return replace(completion, sampling_logprobs=tuple(mean - i % 4 for i in ids), kept=tokens)
+    return replace(completion, sampling_logprobs=tuple(mean - i % 4 for i in ids), allowed=tokens)
 
 
 def main(output: str, model: str, *cuts: str) -> None:

@@ -92,13 +92,13 @@ def before(module, name: str, place: str):
 original_generate = BuiltinEngine.generate
 
 
-def generate(self, *args, address, **kwargs):
-    _, purpose, step = address
+def generate(self, *args, seed_key, **kwargs):
+    _, purpose, step = seed_key
     if purpose == "rollout":
         now["step"] = step
     if due("rollout" if purpose == "rollout" else "eval"):
         do()
-    return original_generate(self, *args, address=address, **kwargs)
+    return original_generate(self, *args, seed_key=seed_key, **kwargs)
 
 
 BuiltinEngine.generate = generate

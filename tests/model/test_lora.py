@@ -161,7 +161,7 @@ def test_rollouts_follow_the_adapter_and_have_the_log_probs_of_scoring(random_mo
     completions = []
     for seed in (0, 1):
         change(policy, seed)
-        groups = engine.generate(PROBLEMS, sampling, address=(0, "rollout", 0))
+        groups = engine.generate(PROBLEMS, sampling, seed_key=(0, "rollout", 0))
         batch = collate(groups, torch.zeros(2, 4), pad_id=0)
         found = scored(policy, CompletionScorer(policy.model, 0.9), batch)
         tolerance = 1e-4 if precision == "fp32" else 0.25
@@ -412,7 +412,7 @@ def test_all_linear_leaves_experts_and_routers_of_a_mixture_alone(tmp_path, rand
     names = adapter_parameters(policy.model)
     assert len(names) == 2 * num_layers and not any("experts" in name or "router" in name for name in names)
     assert names.keys() == {name for name, p in policy.model.named_parameters() if p.requires_grad}
-    groups = BuiltinEngine(policy).generate(PROBLEMS, SamplingParams(4, 10), address=(0, "rollout", 0))
+    groups = BuiltinEngine(policy).generate(PROBLEMS, SamplingParams(4, 10), seed_key=(0, "rollout", 0))
     batch = collate(groups, torch.zeros(2, 4), pad_id=0)
     found = scored(policy, CompletionScorer(policy.model), batch)
     torch.testing.assert_close(batch.sampling_logprobs_BT, found, atol=1e-4, rtol=1e-4)

@@ -125,7 +125,7 @@ def test_weights_that_become_nan_are_named_in_sampling(policy, temperature):
         policy.model.lm_head.weight[7] = torch.nan
     engine, sampling = BuiltinEngine(policy), SamplingParams(2, 3, temperature=temperature)
     with pytest.raises(ValueError, match=r"the model computes NaN .*runtime\.precision=fp32"):
-        engine.generate([Problem(0, "", (5, 6))], sampling, address=(0, "test", 0))
+        engine.generate([Problem(0, "", (5, 6))], sampling, seed_key=(0, "test", 0))
 
 
 @torch.no_grad()
@@ -315,7 +315,7 @@ def test_inference_restores_the_mode_also_after_an_error(policy):
 def sampled_and_scored(policy, packed: bool):
     """Log-probs of completions as the sampler had them, as the scorer has them, and from a float64 head on the scorer's states."""
     problems = [Problem(n, "", tuple(range(3 + n, 12 + n))) for n in range(8)]
-    groups = BuiltinEngine(policy).generate(problems, SamplingParams(8, 24), address=(0, "test", 0))
+    groups = BuiltinEngine(policy).generate(problems, SamplingParams(8, 24), seed_key=(0, "test", 0))
     batch = collate(groups, torch.zeros(8, 8), pad_id=policy.pad_id)
     scorer = CompletionScorer(policy.model)
     scorer.packed = packed

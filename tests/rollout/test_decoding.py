@@ -130,7 +130,7 @@ def test_fast_decode_changes_rounding_alone(random_model, precision, tolerance, 
     ]
     pairs = []
     for groups in zip(
-        *(e.generate(problems, SamplingParams(4, 24), address=(0, "rollout", 0)) for e in (slow, fast)), strict=True
+        *(e.generate(problems, SamplingParams(4, 24), seed_key=(0, "rollout", 0)) for e in (slow, fast)), strict=True
     ):
         pairs += zip(*(group.completions for group in groups), strict=True)
     same = [(a, b) for a, b in pairs if a.ids == b.ids]

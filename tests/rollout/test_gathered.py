@@ -32,7 +32,7 @@ def engines(folder, precision: str, *, lora: bool = False, **options) -> tuple[P
 
 def completions(engine: BuiltinEngine):
     problems = [Problem(n, "", tuple(range(3, 6 + n))) for n in range(3)]
-    return [group.completions for group in engine.generate(problems, SAMPLING, address=(0, "test", 0))]
+    return [group.completions for group in engine.generate(problems, SAMPLING, seed_key=(0, "test", 0))]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import load
-from test_rollout import ADDRESS, TEXTS, ids, problems_of
+from test_rollout import SEED_KEY, TEXTS, ids, problems_of
 
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout import cuda_graphs as graphs_module
@@ -44,9 +44,9 @@ def test_tokens_are_those_of_the_loop(random_model, changes):
     sampling = replace(SAMPLING, **changes)
     loop, engine = engines(random_model)
     problems = problems_of(loop.policy, *TEXTS, "7")
-    expected = loop.generate(problems, sampling, address=ADDRESS)
+    expected = loop.generate(problems, sampling, seed_key=SEED_KEY)
     counted = []
-    found = engine.generate(problems, sampling, address=ADDRESS, on_tokens=counted.append)
+    found = engine.generate(problems, sampling, seed_key=SEED_KEY, on_tokens=counted.append)
     assert ids(found) == ids(expected)
     for one, other in zip(found, expected, strict=True):
         for a, b in zip(one.completions, other.completions, strict=True):
@@ -64,18 +64,18 @@ def test_tokens_do_not_depend_on_when_the_host_reads_which_rows_ended(random_mod
     monkeypatch.setattr(graphs_module, "OWN_BUCKET", width)
     loop, engine = engines(random_model)
     problems = problems_of(loop.policy, *TEXTS)
-    expected = loop.generate(problems, SAMPLING, address=ADDRESS)
+    expected = loop.generate(problems, SAMPLING, seed_key=SEED_KEY)
     shapes, captured = [], CUDAGraphRunner._captured
     monkeypatch.setattr(CUDAGraphRunner, "_captured", lambda self, step: shapes.append(1) or captured(self, step))
-    assert ids(engine.generate(problems, SAMPLING, address=ADDRESS)) == ids(expected)
+    assert ids(engine.generate(problems, SAMPLING, seed_key=SEED_KEY)) == ids(expected)
     assert len(shapes) >= (1 if every == 1000 else 2 if width == 1 else 3), "rows should have left"
 
 
 def test_bf16_tokens_score_as_the_loops_do(random_model):
     loop, engine = engines(random_model, precision="bf16")
     problems = problems_of(loop.policy, *TEXTS)
-    expected = loop.generate(problems, SAMPLING, address=ADDRESS)
-    found = engine.generate(problems, SAMPLING, address=ADDRESS)
+    expected = loop.generate(problems, SAMPLING, seed_key=SEED_KEY)
+    found = engine.generate(problems, SAMPLING, seed_key=SEED_KEY)
     rows = [(a, b) for x, y in zip(ids(found), ids(expected), strict=True) for a, b in zip(x, y, strict=True)]
     assert sum(a == b for a, b in rows) > 0.8 * len(rows)
 
@@ -188,10 +188,10 @@ def test_what_cannot_be_captured_or_is_wrong_is_decoded_by_the_loop(random_model
     said, (loop, engine) = [], engines(random_model, precision=precision)
     engine.warn = said.append
     problems = problems_of(engine.policy, *TEXTS)
-    expected = loop.generate(problems, SAMPLING, address=ADDRESS)
+    expected = loop.generate(problems, SAMPLING, seed_key=SEED_KEY)
     mistake(monkeypatch)
     for _ in range(2):
-        assert engine.generate(problems, SAMPLING, address=ADDRESS) == expected
+        assert engine.generate(problems, SAMPLING, seed_key=SEED_KEY) == expected
     assert said == [f"note: decode steps are not captured in CUDA graphs ({MISTAKES[mistake]})"]
     assert engine.graphs is None
 
@@ -200,10 +200,10 @@ def test_greedy_and_sampled_rollouts_are_each_checked(random_model, monkeypatch)
     said, (_, engine) = [], engines(random_model)
     engine.warn = said.append
     problems = problems_of(engine.policy, *TEXTS)
-    engine.generate(problems, replace(SAMPLING, temperature=0.0), address=ADDRESS)
+    engine.generate(problems, replace(SAMPLING, temperature=0.0), seed_key=SEED_KEY)
     assert engine.graphs.verified == {True} and not said
     stale_uniforms(monkeypatch)
-    engine.generate(problems, SAMPLING, address=ADDRESS)
+    engine.generate(problems, SAMPLING, seed_key=SEED_KEY)
     assert engine.graphs is None and len(said) == 1
 
 
@@ -215,7 +215,7 @@ def completions(groups):
 def stops_of_texts(random_model) -> dict[str, tuple[str, ...]]:
     """Stop strings that occur in the sampled texts."""
     policy = load(random_model, packed=True)
-    rows = completions(BuiltinEngine(policy).generate(problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS))
+    rows = completions(BuiltinEngine(policy).generate(problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY))
     texts = sorted((c.text for c in rows), key=len, reverse=True)
     assert min(map(len, texts[:4])) > 30, "texts should be long enough to be cut"
     return {
@@ -242,14 +242,14 @@ def test_stop_strings_end_the_tokens_of_the_loop(random_model, stops_of_texts, k
     sampling = replace(SAMPLING, stop=stops_of_texts[kind])
     loop, engine = engines(random_model)
     problems = problems_of(loop.policy, *TEXTS)
-    expected = loop.generate(problems, sampling, address=ADDRESS)
+    expected = loop.generate(problems, sampling, seed_key=SEED_KEY)
     counted = []
-    found = engine.generate(problems, sampling, address=ADDRESS, on_tokens=counted.append)
+    found = engine.generate(problems, sampling, seed_key=SEED_KEY, on_tokens=counted.append)
     for a, b in zip(completions(found), completions(expected), strict=True):
         assert (a.ids, a.text, a.finished) == (b.ids, b.text, b.finished)
         assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=1e-4)
     assert sum(counted) == sum(len(c.ids) for c in completions(expected)) and min(counted) >= 0
-    unstopped = completions(loop.generate(problems, SAMPLING, address=ADDRESS))
+    unstopped = completions(loop.generate(problems, SAMPLING, seed_key=SEED_KEY))
     ends, other = ([(c.ids, c.finished) for c in rows] for rows in (completions(found), unstopped))
     assert (ends == other) == (kind == "absent"), "the strings should end something"
 
@@ -264,8 +264,8 @@ def test_stop_strings_end_the_same_tokens_whenever_the_host_looks(random_model, 
     sampling = replace(SAMPLING, stop=stop, max_completion_length=T)
     loop, engine = engines(random_model)
     problems = problems_of(loop.policy, *TEXTS)
-    expected = completions(loop.generate(problems, sampling, address=ADDRESS))
-    found = completions(engine.generate(problems, sampling, address=ADDRESS))
+    expected = completions(loop.generate(problems, sampling, seed_key=SEED_KEY))
+    found = completions(engine.generate(problems, sampling, seed_key=SEED_KEY))
     assert [(c.ids, c.text, c.finished) for c in found] == [(c.ids, c.text, c.finished) for c in expected]
 
 
@@ -275,11 +275,11 @@ def test_a_later_rollout_may_have_other_special_tokens_as_stops(random_model):
     problems = problems_of(loop.policy, *TEXTS)
     for stop in ((), ("<|im_start|>",), ()):
         sampling = replace(SAMPLING, stop=stop)
-        expected = loop.generate(problems, sampling, address=ADDRESS)
-        assert ids(engine.generate(problems, sampling, address=ADDRESS)) == ids(expected)
+        expected = loop.generate(problems, sampling, seed_key=SEED_KEY)
+        assert ids(engine.generate(problems, sampling, seed_key=SEED_KEY)) == ids(expected)
 
 
 def test_on_cpu_nothing_is_captured(random_model):
     engine = BuiltinEngine(load(random_model, packed=True), cuda_graphs=True)
-    engine.generate(problems_of(engine.policy, *TEXTS), SAMPLING, address=ADDRESS)
+    engine.generate(problems_of(engine.policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
     assert engine.graphs is None

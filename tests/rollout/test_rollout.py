@@ -19,7 +19,7 @@ from grpo.rollout.prefill import ForkedCacheDecoder, _PreallocatedLayer
 from grpo.rollout.weights import CopiedLinear, copied_weights
 
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=24, temperature=0.9)
-ADDRESS = (7, "rollout", 3)
+SEED_KEY = (7, "rollout", 3)
 
 
 def generate(policy, *args, **options):
@@ -39,7 +39,7 @@ TEXTS = ("1+1=", "a much longer question than the others?", "12*(3+4)=", "x")
 
 def test_greedy_tokens_are_those_of_transformers(policy):
     problems = problems_of(policy, *TEXTS)
-    groups = generate(policy, problems, SamplingParams(1, 24, temperature=0.0), address=ADDRESS)
+    groups = generate(policy, problems, SamplingParams(1, 24, temperature=0.0), seed_key=SEED_KEY)
     for problem, group in zip(problems, groups, strict=True):
         (expected,) = policy.model.generate(
             torch.tensor([problem.prompt_ids]),
@@ -53,7 +53,7 @@ def test_greedy_tokens_are_those_of_transformers(policy):
 
 def test_sampling_logprobs_are_those_the_loss_scores(policy):
     problems = problems_of(policy, *TEXTS)
-    groups = generate(policy, problems, SAMPLING, address=ADDRESS)
+    groups = generate(policy, problems, SAMPLING, seed_key=SEED_KEY)
     batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
     with torch.no_grad():
         scored_BT, _ = CompletionScorer(policy.model, temperature=0.9)(
@@ -66,13 +66,13 @@ def test_sampling_logprobs_are_those_the_loss_scores(policy):
 
 def test_a_row_does_not_depend_on_the_others(policy):
     problems = problems_of(policy, *TEXTS)
-    together = ids(generate(policy, problems, SAMPLING, address=ADDRESS))
-    alone = [ids(generate(policy, [problem], SAMPLING, address=ADDRESS))[0] for problem in problems]
-    backwards = ids(generate(policy, problems[::-1], SAMPLING, address=ADDRESS))[::-1]
-    fewer = ids(generate(policy, problems, replace(SAMPLING, num_generations=1), address=ADDRESS))
+    together = ids(generate(policy, problems, SAMPLING, seed_key=SEED_KEY))
+    alone = [ids(generate(policy, [problem], SAMPLING, seed_key=SEED_KEY))[0] for problem in problems]
+    backwards = ids(generate(policy, problems[::-1], SAMPLING, seed_key=SEED_KEY))[::-1]
+    fewer = ids(generate(policy, problems, replace(SAMPLING, num_generations=1), seed_key=SEED_KEY))
     assert together == alone == backwards
     assert [row[:1] for row in together] == fewer
-    assert generate(policy, [], SAMPLING, address=ADDRESS) == []  # a rank without problems
+    assert generate(policy, [], SAMPLING, seed_key=SEED_KEY) == []  # a rank without problems
 
 
 @pytest.mark.parametrize("tokens_in_flight", [None, 600])
@@ -80,16 +80,16 @@ def test_problems_that_ask_the_same(policy, tokens_in_flight):
     """With others between them and beside each other; each has its own address and so its own tokens."""
     problems = problems_of(policy, "1+1=", "a longer question?", "1+1=", "1+1=", "x", "a longer question?")
     sampling = replace(SAMPLING, tokens_in_flight=tokens_in_flight)
-    together = ids(generate(policy, problems, sampling, address=ADDRESS))
-    assert together == [ids(generate(policy, [problem], SAMPLING, address=ADDRESS))[0] for problem in problems]
+    together = ids(generate(policy, problems, sampling, seed_key=SEED_KEY))
+    assert together == [ids(generate(policy, [problem], SAMPLING, seed_key=SEED_KEY))[0] for problem in problems]
     assert together[0] != together[2]
 
 
 def test_waves_give_the_same_tokens(policy):
     problems = problems_of(policy, *TEXTS)
-    whole = ids(generate(policy, problems, SAMPLING, address=ADDRESS))
+    whole = ids(generate(policy, problems, SAMPLING, seed_key=SEED_KEY))
     for tokens in (1, 100, 200, 400):
-        cut = generate(policy, problems, replace(SAMPLING, tokens_in_flight=tokens), address=ADDRESS)
+        cut = generate(policy, problems, replace(SAMPLING, tokens_in_flight=tokens), seed_key=SEED_KEY)
         assert ids(cut) == whole
 
 
@@ -97,7 +97,7 @@ def test_different_addresses_give_different_completions(policy):
     problems = problems_of(policy, "1+1=", "1+1=")
 
     def long_ones(*address) -> list[tuple[int, ...]]:
-        groups = generate(policy, problems, replace(SAMPLING, num_generations=8), address=address)
+        groups = generate(policy, problems, replace(SAMPLING, num_generations=8), seed_key=address)
         return [c.ids for group in groups for c in group.completions if len(c.ids) > 5]
 
     here = long_ones(7, "rollout", 3)
@@ -109,7 +109,7 @@ def test_different_addresses_give_different_completions(policy):
 
 
 def test_ends_at_eos_inclusive_or_at_the_limit(policy):
-    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=16), address=ADDRESS)
+    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=16), seed_key=SEED_KEY)
     completions = [c for group in groups for c in group.completions]
     assert {c.finished for c in completions} == {True, False}
     for completion in completions:
@@ -122,9 +122,9 @@ def test_ends_at_eos_inclusive_or_at_the_limit(policy):
 
 def test_pad_id_equal_to_eos_id(random_model):
     policy = load(random_model)
-    expected = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    expected = generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
     policy.pad_id = policy.eos_ids[0]
-    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
     assert ids(groups) == ids(expected)
     batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
     finished = [(b, c) for b, c in enumerate(c for g in groups for c in g.completions) if c.finished]
@@ -141,7 +141,7 @@ def test_two_eos_ids(random_model, tmp_path):
     folder = save_random_model(tmp_path, eos_token_id=[plain.tokenizer.eos_token_id, letter])
     policy = load(folder)
     assert set(policy.eos_ids) == {plain.tokenizer.eos_token_id, letter}
-    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=32), address=ADDRESS)
+    groups = generate(policy, problems_of(policy, *TEXTS), replace(SAMPLING, num_generations=32), seed_key=SEED_KEY)
     ends = {c.ids[-1] for g in groups for c in g.completions if c.finished}
     assert ends == set(policy.eos_ids)
     assert all(token not in policy.eos_ids for g in groups for c in g.completions for token in c.ids[:-1])
@@ -157,8 +157,8 @@ def test_generation_config_of_the_checkpoint_does_not_leak(random_model, tmp_pat
     assert policy.model.generation_config.repetition_penalty == 1.5, "the folder does say so"
     problems = problems_of(policy, *TEXTS)
     for sampling in (SAMPLING, SamplingParams(1, 24, temperature=0.0)):
-        assert ids(generate(policy, problems, sampling, address=ADDRESS)) == ids(
-            generate(reference, problems, sampling, address=ADDRESS)
+        assert ids(generate(policy, problems, sampling, seed_key=SEED_KEY)) == ids(
+            generate(reference, problems, sampling, seed_key=SEED_KEY)
         )
 
 
@@ -168,10 +168,10 @@ def zip_pairs(text: str) -> list[str]:
 
 def test_stop_strings_end_a_completion_and_stay_in_it(policy):
     problems = problems_of(policy, *TEXTS)
-    plain = generate(policy, problems, replace(SAMPLING, num_generations=8), address=ADDRESS)
+    plain = generate(policy, problems, replace(SAMPLING, num_generations=8), seed_key=SEED_KEY)
     texts = [c.text for g in plain for c in g.completions]
     stop = next(pair for text in texts for pair in zip_pairs(text) if pair.isascii() and pair.isprintable())
-    stopped = generate(policy, problems, replace(SAMPLING, num_generations=8, stop=(stop,)), address=ADDRESS)
+    stopped = generate(policy, problems, replace(SAMPLING, num_generations=8, stop=(stop,)), seed_key=SEED_KEY)
     changed = 0
     for before, after in zip(texts, [c for g in stopped for c in g.completions], strict=True):
         if stop in before:
@@ -189,10 +189,10 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion(policy):
     """The text of a completion does not contain it: it is found by its id, and is the last token, as an EOS is."""
     problems = problems_of(policy, *TEXTS)
     sampling = replace(SAMPLING, num_generations=24)
-    plain = [c for group in generate(policy, problems, sampling, address=ADDRESS) for c in group.completions]
+    plain = [c for group in generate(policy, problems, sampling, seed_key=SEED_KEY) for c in group.completions]
     turn = policy.tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert turn not in policy.eos_ids
-    groups = generate(policy, problems, replace(sampling, stop=("<|im_start|>", "zzz")), address=ADDRESS)
+    groups = generate(policy, problems, replace(sampling, stop=("<|im_start|>", "zzz")), seed_key=SEED_KEY)
     stopped = [c for group in groups for c in group.completions]
     assert any(turn in c.ids[:-1] for c in plain), "or this test sees nothing"
     for before, after in zip(plain, stopped, strict=True):
@@ -215,18 +215,18 @@ def test_stop_strings_with_a_special_token_beside_other_text_are_refused(policy)
 def test_sampling_leaves_the_model_as_it_was(random_model):
     policy = load(random_model, gradient_checkpointing=True)
     policy.model.train()
-    trained = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    trained = generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
     assert policy.model.training
     assert policy.model.is_gradient_checkpointing
     policy.model.eval()
-    assert ids(trained) == ids(generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS))
+    assert ids(trained) == ids(generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY))
     assert not policy.model.training
 
 
 def test_mode_is_restored_when_sampling_fails(policy):
     policy.model.train()
     try:
-        generate(policy, [Problem(0, "", (10**9,))], SAMPLING, address=ADDRESS)
+        generate(policy, [Problem(0, "", (10**9,))], SAMPLING, seed_key=SEED_KEY)
     except IndexError:
         pass
     else:
@@ -236,7 +236,7 @@ def test_mode_is_restored_when_sampling_fails(policy):
 
 def test_progress_counts_every_token(policy):
     counted = []
-    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS, on_tokens=counted.append)
+    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY, on_tokens=counted.append)
     assert sum(counted) == sum(len(c.ids) for g in groups for c in g.completions)
 
 
@@ -246,8 +246,8 @@ def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature
     sampling = SamplingParams(8, 40, temperature=temperature)
     plain, packed = load(random_model), load(random_model, packed=True)
     texts = ("7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
-    expected = generate(plain, problems_of(plain, *texts), sampling, address=ADDRESS)
-    found = generate(packed, problems_of(packed, *texts), sampling, address=ADDRESS)
+    expected = generate(plain, problems_of(plain, *texts), sampling, seed_key=SEED_KEY)
+    found = generate(packed, problems_of(packed, *texts), sampling, seed_key=SEED_KEY)
     assert ids(found) == ids(expected)
     for one, other in zip(found, expected, strict=True):
         for a, b in zip(one.completions, other.completions, strict=True):
@@ -351,7 +351,7 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
     policy = load(random_model, packed=True)
     problems = problems_of(policy, "7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
     sampling = SamplingParams(8, 40, temperature=temperature)
-    expected = generate(policy, problems, sampling, address=ADDRESS)
+    expected = generate(policy, problems, sampling, seed_key=SEED_KEY)
     held, joined = [], []
     plain_add, plain_step = ForkedCacheDecoder.add_rows, ForkedCacheDecoder.step
 
@@ -369,7 +369,7 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
     bound = rows * (longest + 46)
     counted = []
     found = generate(
-        policy, problems, replace(sampling, tokens_in_flight=bound), address=ADDRESS, on_tokens=counted.append
+        policy, problems, replace(sampling, tokens_in_flight=bound), seed_key=SEED_KEY, on_tokens=counted.append
     )
     assert ids(found) == ids(expected)
     assert [c.finished for g in found for c in g.completions] == [c.finished for g in expected for c in g.completions]
@@ -385,8 +385,8 @@ def test_no_row_is_decoded_beyond_its_last_position():
     assert enable_packing(policy.model, policy.model.transformer) is None
     problems = [Problem(i, "", tuple((7 * i + j) % V for j in range(104))) for i in range(60)]
     sampling = SamplingParams(1, 128 - 104)
-    expected = generate(policy, problems, sampling, address=(1, "x", 0))
-    found = generate(policy, problems, replace(sampling, tokens_in_flight=20 * 138), address=(1, "x", 0))
+    expected = generate(policy, problems, sampling, seed_key=(1, "x", 0))
+    found = generate(policy, problems, replace(sampling, tokens_in_flight=20 * 138), seed_key=(1, "x", 0))
     assert ids(found) == ids(expected)
 
 
@@ -394,8 +394,8 @@ def test_models_whose_rows_cannot_join_wait_for_all(random_model):
     plain = load(random_model)
     problems = problems_of(plain, "7", "12+30=", "what is 99-1?", "3*3=")
     sampling = SamplingParams(8, 40)
-    expected = generate(plain, problems, sampling, address=ADDRESS)
-    assert ids(generate(plain, problems, replace(sampling, tokens_in_flight=600), address=ADDRESS)) == ids(expected)
+    expected = generate(plain, problems, sampling, seed_key=SEED_KEY)
+    assert ids(generate(plain, problems, replace(sampling, tokens_in_flight=600), seed_key=SEED_KEY)) == ids(expected)
 
 
 def test_how_many_rows_may_begin():
@@ -478,7 +478,7 @@ def test_the_unpacked_cache_has_the_dtype_of_autocast_and_gives_the_same_tokens(
         return keys, values
 
     monkeypatch.setattr(_PreallocatedLayer, "update", seen_update)
-    groups = generate(policy, problems, SAMPLING, address=ADDRESS)
+    groups = generate(policy, problems, SAMPLING, seed_key=SEED_KEY)
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
 
     def as_computed(layer, keys, values):
@@ -486,13 +486,13 @@ def test_the_unpacked_cache_has_the_dtype_of_autocast_and_gives_the_same_tokens(
         layer.keys, layer.values = (x.new_empty(*x.shape[:2], layer.capacity, x.shape[3]) for x in (keys, values))
 
     monkeypatch.setattr(_PreallocatedLayer, "lazy_initialization", as_computed)
-    assert generate(policy, problems, SAMPLING, address=ADDRESS) == groups
+    assert generate(policy, problems, SAMPLING, seed_key=SEED_KEY) == groups
     assert (torch.float32, torch.bfloat16) in seen
 
 
 def test_bf16_sampling_logprobs_of_the_unpacked_cache_are_those_the_loss_scores(random_model):
     policy = load(random_model, precision="bf16")
-    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, address=ADDRESS)
+    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
     batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
     with torch.no_grad(), policy.autocast():
         scored_BT, _ = CompletionScorer(policy.model, temperature=0.9)(

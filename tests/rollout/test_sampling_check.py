@@ -75,7 +75,7 @@ def test_sampled_and_scored_as_each_row_alone(name):
     scorer.pack_groups()
     check_sampling(policy)
     problems = [Problem(i, "", tuple(range(3, 3 + n))) for i, n in enumerate((9, 4, 1))]
-    groups = BuiltinEngine(policy).generate(problems, SamplingParams(3, 24), address=(0, "test", 0))
+    groups = BuiltinEngine(policy).generate(problems, SamplingParams(3, 24), seed_key=(0, "test", 0))
     batch = collate(groups, torch.zeros(3, 3), pad_id=0)
     scored_BT, _ = scorer(*batch.scorer_inputs)
     rows = [(group.problem.prompt_ids, completion) for group in groups for completion in group.completions]

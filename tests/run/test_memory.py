@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo.algorithm import logprobs
-from grpo.algorithm.batch import KeptTokens
+from grpo.algorithm.batch import AllowedTokens
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.rollout import SamplingParams
 from grpo.rollout.draw import draw
@@ -116,7 +116,7 @@ def test_the_logits_of_a_chunk_are_counted(precision, chunks, k, monkeypatch):
     holder = torch.nn.Module()
     holder.get_output_embeddings = lambda: head
     scorer = CompletionScorer(holder)
-    kept = KeptTokens(labels_N.repeat_interleave(k).int(), torch.full((N,), k, dtype=torch.int32)) if k else None
+    kept = AllowedTokens(labels_N.repeat_interleave(k).int(), torch.full((N,), k, dtype=torch.int32)) if k else None
     with Allocated() as allocated, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
         scorer._score_tokens(hidden_NH, labels_N, kept)[0].sum().backward()
     expected = BYTES_PER_SCORED_LOGIT * N * V // chunks

@@ -18,7 +18,7 @@ from grpo.vllm.client import Server, ServerError, session
 from grpo.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.slow
-ADDRESS = (0, "rollout", 0)
+SEED_KEY = (0, "rollout", 0)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,8 @@ def test_greedy_completions_equal_the_builtin_engines(build, model, problems):
     policy = load(model)
     engine, sampling = build("fp32", policy), SamplingParams(1, 160, temperature=0.0)
     with engine.weights():
-        found = engine.generate(problems, sampling, address=ADDRESS)
-    expected = BuiltinEngine(policy).generate(problems, sampling, address=ADDRESS)
+        found = engine.generate(problems, sampling, seed_key=SEED_KEY)
+    expected = BuiltinEngine(policy).generate(problems, sampling, seed_key=SEED_KEY)
     assert [group.completions for group in found] == [group.completions for group in expected]
     assert {c.finished for group in found for c in group.completions} == {True, False}
 
@@ -139,17 +139,17 @@ def test_stops_end_completions_where_the_builtin_engine_ends_them(build, model, 
     for stop in ((" the",), ("\n", special), ("= ", "answer>")):
         sampling = SamplingParams(1, 60, temperature=0.0, stop=stop)
         with engine.weights():
-            found = engine.generate(problems[:12], sampling, address=ADDRESS)
-        assert found == BuiltinEngine(policy).generate(problems[:12], sampling, address=ADDRESS), stop
+            found = engine.generate(problems[:12], sampling, seed_key=SEED_KEY)
+        assert found == BuiltinEngine(policy).generate(problems[:12], sampling, seed_key=SEED_KEY), stop
 
 
 def test_the_same_seeds_give_the_same_completions(build, model, problems):
     policy = load(model)
     engine = build("fp32", policy)
     sampling, found = SamplingParams(4, 40), []
-    for address in (ADDRESS, ADDRESS, (0, "rollout", 1)):
+    for address in (SEED_KEY, SEED_KEY, (0, "rollout", 1)):
         with engine.weights():
-            found.append([g.completions for g in engine.generate(problems[:16], sampling, address=address)])
+            found.append([g.completions for g in engine.generate(problems[:16], sampling, seed_key=address)])
     ids = [[c.ids for group in groups for c in group] for groups in found]
     assert ids[0] == ids[1] != ids[2]
     assert len(set(ids[0])) > 48  # of 64: the samples of a group differ
@@ -159,7 +159,7 @@ def test_logprobs_at_a_temperature_are_the_scorers(build, model, problems):
     policy = load(model)
     engine = build("fp32", policy)
     with engine.weights():
-        groups = engine.generate(problems[:16], SamplingParams(4, 60, temperature=0.7), address=ADDRESS)
+        groups = engine.generate(problems[:16], SamplingParams(4, 60, temperature=0.7), seed_key=SEED_KEY)
     assert differences(policy, groups, 0.7).max() <= 1e-4
 
 
@@ -168,7 +168,7 @@ def test_first_tokens_have_the_frequencies_of_the_softmax(build, model, problems
     policy, n = load(model), 2000
     engine = build("fp32", policy)
     with engine.weights():
-        (group,) = engine.generate(problems[:1], SamplingParams(n, 1), address=ADDRESS)
+        (group,) = engine.generate(problems[:1], SamplingParams(n, 1), seed_key=SEED_KEY)
     with torch.no_grad():
         logits_V = policy.model(input_ids=torch.tensor([problems[0].prompt_ids])).logits[0, -1]
     expected_V = n * logits_V.double().softmax(dim=-1)
@@ -184,15 +184,17 @@ def test_first_tokens_have_the_frequencies_of_the_softmax(build, model, problems
 def test_logprobs_after_updates_are_those_of_the_new_weights(build, model, problems):
     policy = load(model)
     engine = build("fp32", policy)
-    before = scores(policy, BuiltinEngine(policy).generate(problems[:4], SamplingParams(1, 30), address=ADDRESS), 1.0)
+    before = scores(policy, BuiltinEngine(policy).generate(problems[:4], SamplingParams(1, 30), seed_key=SEED_KEY), 1.0)
     update(policy, problems)
     with engine.weights():
-        groups = engine.generate(problems[:16], SamplingParams(4, 60), address=ADDRESS)
-        given = BuiltinEngine(policy).generate(problems[:8], SamplingParams(1, 60), address=ADDRESS)
+        groups = engine.generate(problems[:16], SamplingParams(4, 60), seed_key=SEED_KEY)
+        given = BuiltinEngine(policy).generate(problems[:8], SamplingParams(1, 60), seed_key=SEED_KEY)
         for group in given:
             assert (logprobs_of(engine, group) - scores(policy, [group], 1.0)[0]).abs().max() <= 1e-4
     assert differences(policy, groups, 1.0).max() <= 1e-4
-    changed = scores(policy, BuiltinEngine(policy).generate(problems[:4], SamplingParams(1, 30), address=ADDRESS), 1.0)
+    changed = scores(
+        policy, BuiltinEngine(policy).generate(problems[:4], SamplingParams(1, 30), seed_key=SEED_KEY), 1.0
+    )
     assert any(len(a) != len(b) or (a - b).abs().max() > 0.01 for a, b in zip(before, changed, strict=True))
 
 
@@ -201,7 +203,7 @@ def test_logprobs_after_updates_in_bf16(build, model, problems):
     engine = build("bf16", policy)
     update(policy, problems, learning_rate=1e-4)
     with engine.weights():
-        groups = engine.generate(problems[:8], SamplingParams(1, 40, temperature=0.0), address=ADDRESS)
+        groups = engine.generate(problems[:8], SamplingParams(1, 40, temperature=0.0), seed_key=SEED_KEY)
         found = [logprobs_of(engine, group) for group in groups]
     assert (torch.cat(found) - torch.cat(scores(policy, groups, 1.0))).abs().mean() <= 1e-2
 
@@ -215,7 +217,7 @@ def test_an_adapter_is_synced_alone(build, model, problems):
     for _ in range(2):
         update(policy, problems)
         with engine.weights():
-            groups = engine.generate(problems[:8], SamplingParams(4, 40), address=ADDRESS)
+            groups = engine.generate(problems[:8], SamplingParams(4, 40), seed_key=SEED_KEY)
         assert differences(policy, groups, 1.0).max() <= 1e-4
         sizes.append({file.name for file in engine.folder.path.rglob("*") if file.is_file()})
     assert sizes == [{"adapter_config.json", "adapter_model.safetensors", "README.md"}] * 2
@@ -225,4 +227,4 @@ def test_a_server_that_is_killed_while_it_samples_ends_the_run_in_one_line(build
     policy, server = load(model), servers["fp32"]
     engine = build("fp32", policy)
     with pytest.raises(ServerError, match=r"has ended \(exit code -9\): .* \(log: "), engine.weights():
-        engine.generate(problems, SamplingParams(4, 60), address=ADDRESS, on_tokens=lambda n: server.kill())
+        engine.generate(problems, SamplingParams(4, 60), seed_key=SEED_KEY, on_tokens=lambda n: server.kill())

@@ -23,7 +23,7 @@ from grpo.vllm.engine import VLLMEngine
 from grpo.vllm.weights import WeightsFolder
 
 PROBLEMS = [Problem(index, "", (5 + index, 6, 7, 8)) for index in (3, 4, 9)]
-ADDRESS = (0, "rollout", 2)
+SEED_KEY = (0, "rollout", 2)
 SAMPLED = SamplingParams(num_generations=4, max_completion_length=12)
 
 
@@ -55,7 +55,7 @@ def build(random_model, tmp_path):
 
 def sample(engine) -> list:
     with engine.weights():
-        return engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)
+        return engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY)
 
 
 def train(policy) -> None:
@@ -70,9 +70,9 @@ def test_requests_say_everything_and_two_servers_share_them(server, build, rando
     other, tokens = FaultyServer(random_model), []
     engine = build(server, other)
     with engine.weights():
-        groups = engine.generate(PROBLEMS, SAMPLED, address=ADDRESS, on_tokens=tokens.append)
+        groups = engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY, on_tokens=tokens.append)
         version = engine.version
-        assert engine.generate([], SAMPLED, address=ADDRESS) == []  # a rank without problems
+        assert engine.generate([], SAMPLED, seed_key=SEED_KEY) == []  # a rank without problems
     other.stop()
     assert [group.problem for group in groups] == PROBLEMS and [len(group.completions) for group in groups] == [4, 4, 4]
     completions = [completion for group in groups for completion in group.completions]
@@ -84,7 +84,7 @@ def test_requests_say_everything_and_two_servers_share_them(server, build, rando
     given |= {"stop": [], "stop_token_ids": list(engine.policy.eos_ids)}
     bodies = [*server.bodies, *other.bodies]
     seeds = {body["sampling_params"]["seed"] for body in bodies}
-    assert seeds == {derive_seed(*ADDRESS, index, g) for index in (3, 4, 9) for g in range(4)}
+    assert seeds == {derive_seed(*SEED_KEY, index, g) for index in (3, 4, 9) for g in range(4)}
     assert all(given.items() <= body["sampling_params"].items() for body in bodies)
     assert {body["cache_salt"] for body in bodies} == {version}
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer k"}
@@ -221,7 +221,7 @@ def test_a_server_that_stalls(server, build):
     with engine.weights():
         engine.servers[0].timeout_s = 1.0
         with pytest.raises(ServerError, match=r"did not answer .* within 1 s \(rollout.server_timeout_s\)"):
-            engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)
+            engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY)
 
 
 def test_a_server_whose_engine_has_died_and_that_does_not_answer(server, build, monkeypatch):
@@ -296,7 +296,7 @@ def test_signals_at_the_start_of_a_rollout_leave_no_thread_waiting(server, build
             for number in range(60):
                 signal.setitimer(signal.ITIMER_REAL, 5e-5 * (number + 1))
                 with contextlib.suppress(Interrupted):
-                    engine.generate(PROBLEMS, SAMPLED, address=ADDRESS)
+                    engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY)
                     time.sleep(0.01)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from grpo.algorithm.batch import Batch, Completion, Group, KeptTokens, Problem, collate, microbatch_rows
+from grpo.algorithm.batch import AllowedTokens, Batch, Completion, Group, Problem, collate, microbatch_rows
 from grpo.checkpoint.saver import CHOSEN
 from grpo.distributed import World, abandon_pass, gradient_sync
 from grpo.evaluation.collect import ROWS_PER_CALL, eval_sampling
@@ -158,7 +158,7 @@ def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
     for length in (
         {T, 1} if run.packed else {T}
     ):  # keys and values of prompts take most memory where completions are short
-        completion = Completion(ids=(run.policy.pad_id,) * length, text="", finished=False, kept=_kept(run, length))
+        completion = Completion(ids=(run.policy.pad_id,) * length, text="", finished=False, allowed=_kept(run, length))
         groups = [Group(problem, (completion,) * r.num_generations) for problem in longest_first[:P]]
         batches.append(collate(groups, torch.zeros(P, r.num_generations), pad_id=run.policy.pad_id))
     bound = run.tokens_per_microbatch
@@ -182,12 +182,12 @@ def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
     return tokens
 
 
-def _kept(run: Run, T: int) -> KeptTokens | None:
+def _kept(run: Run, T: int) -> AllowedTokens | None:
     """As many ids as top-k keeps for T tokens. Without top-k there is no bound below the vocabulary: one each."""
-    if not run.sampling.records_kept:
+    if not run.sampling.records_allowed:
         return None
     k = run.sampling.top_k or 1
-    return KeptTokens(torch.zeros(T * k, dtype=torch.int32), torch.full((T,), k, dtype=torch.int32))
+    return AllowedTokens(torch.zeros(T * k, dtype=torch.int32), torch.full((T,), k, dtype=torch.int32))
 
 
 def _tokens(part: Batch, packed: bool) -> int:

@@ -1,6 +1,6 @@
 """Time and memory of ``rollout.keep_sampling_mask``: one rollout, then scoring with its backward pass, with and without the mask.
 
-    python benchmarks/kept_tokens.py --config configs/gsm8k_cpu.yaml model.name_or_path=DIR data.dataset=FILE
+    python benchmarks/allowed_tokens.py --config configs/gsm8k_cpu.yaml model.name_or_path=DIR data.dataset=FILE
 
 Arguments are those of ``train_grpo.py``. The sides alternate; times are seconds of the CPU (of the clock on a GPU), the medians of
 the rounds.
@@ -52,7 +52,7 @@ def main() -> None:
     for _ in range(ROUNDS):
         for side, changes in SIDES.items():
             start = clock()
-            groups = engine.generate(problems, replace(plain, **changes), address=(0, "rollout", 0))
+            groups = engine.generate(problems, replace(plain, **changes), seed_key=(0, "rollout", 0))
             sampled = clock()
             advantages_PG = torch.zeros(len(groups), plain.num_generations)
             batch = collate(groups, advantages_PG, pad_id=policy.pad_id, device=device)
@@ -62,7 +62,7 @@ def main() -> None:
                 logprobs_BT.sum().backward()
             policy.model.zero_grad(set_to_none=True)
             num_tokens = int(batch.completion_mask_BT.sum())
-            kept = 0 if batch.kept is None else len(batch.kept.ids_K) / num_tokens
+            kept = 0 if batch.allowed is None else len(batch.allowed.ids_K) / num_tokens
             for times, value in zip(seconds[side], (sampled - start, clock() - sampled), strict=True):
                 times.append(1e6 * value / num_tokens)
             facts = f"{num_tokens} tokens, kept {kept:.2f} ids a token: {4 * kept + 4 * bool(kept):.1f} bytes"

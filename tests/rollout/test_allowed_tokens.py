@@ -7,10 +7,10 @@ import torch
 from conftest import run_trainer, small_run
 from outputs import metrics_of
 from test_graphs import engines
-from test_rollout import ADDRESS, SAMPLING, TEXTS, generate, ids, problems_of
+from test_rollout import SAMPLING, SEED_KEY, TEXTS, generate, ids, problems_of
 from test_sampling import filtered, softmax
 
-from grpo.algorithm.batch import KeptTokens, collate
+from grpo.algorithm.batch import AllowedTokens, collate
 from grpo.algorithm.logprobs import CompletionScorer, keep_only_, score_logits
 from grpo.config import Config
 from grpo.rollout.draw import SamplingParams, draw, draw_and_record
@@ -24,9 +24,9 @@ def test_what_is_recorded_is_what_plain_python_keeps():
     logits_RV, u_R = 3 * torch.randn(40, 30, generator=generator), torch.rand(40, generator=generator)
     for filters in FILTERS:
         sampling = SamplingParams(1, 1, temperature=0.8, keep_sampling_mask=True, **filters)
-        token_R, logprob_R, kept_RV = draw_and_record(logits_RV, u_R, sampling)
+        token_R, logprob_R, allowed_RV = draw_and_record(logits_RV, u_R, sampling)
         assert torch.equal(token_R, draw(logits_RV, u_R, sampling)[0])
-        for logits_V, token, logprob, kept_V in zip(logits_RV, token_R.tolist(), logprob_R, kept_RV, strict=True):
+        for logits_V, token, logprob, kept_V in zip(logits_RV, token_R.tolist(), logprob_R, allowed_RV, strict=True):
             expected = filtered(softmax(logits_V.tolist(), 0.8), sampling)
             assert kept_V.nonzero().flatten().tolist() == sorted(expected)
             assert logprob.exp().item() == pytest.approx(expected[token], rel=1e-5)
@@ -37,14 +37,14 @@ def test_the_loss_scores_what_the_sampler_reports(policy, filters):
     """The same tokens as without the mask; rows that wait, end and leave; each with the log-prob that the scorer computes."""
     problems = problems_of(policy, *TEXTS)
     sampling = replace(SAMPLING, keep_sampling_mask=True, tokens_in_flight=300, stop=("7",), **filters)
-    groups = generate(policy, problems, sampling, address=ADDRESS)
-    plain = generate(policy, problems, replace(sampling, keep_sampling_mask=False), address=ADDRESS)
+    groups = generate(policy, problems, sampling, seed_key=SEED_KEY)
+    plain = generate(policy, problems, replace(sampling, keep_sampling_mask=False), seed_key=SEED_KEY)
     assert ids(groups) == ids(plain)
-    assert all(c.kept is None for group in plain for c in group.completions)
+    assert all(c.allowed is None for group in plain for c in group.completions)
     for completion in (c for group in groups for c in group.completions):
-        of_tokens = completion.kept.ids_K.split(completion.kept.counts.tolist())
-        assert all(token in kept for token, kept in zip(completion.ids, of_tokens, strict=True))
-        assert int(completion.kept.counts.max()) <= (sampling.top_k or policy.model.config.vocab_size)
+        of_tokens = completion.allowed.ids_K.split(completion.allowed.counts.tolist())
+        assert all(token in allowed for token, allowed in zip(completion.ids, of_tokens, strict=True))
+        assert int(completion.allowed.counts.max()) <= (sampling.top_k or policy.model.config.vocab_size)
     batch = collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id)
     scorer = CompletionScorer(policy.model, temperature=0.9)
     with torch.no_grad():
@@ -57,16 +57,16 @@ def test_the_loss_scores_what_the_sampler_reports(policy, filters):
 def test_nothing_is_recorded_where_nothing_is_left_out(policy):
     for changes in ({}, dict(temperature=0.0, top_p=0.5)):
         sampling = replace(SAMPLING, keep_sampling_mask=True, **changes)
-        groups = generate(policy, problems_of(policy, *TEXTS), sampling, address=ADDRESS)
-        assert all(c.kept is None for group in groups for c in group.completions)
+        groups = generate(policy, problems_of(policy, *TEXTS), sampling, seed_key=SEED_KEY)
+        assert all(c.allowed is None for group in groups for c in group.completions)
         assert len(collate(groups, torch.zeros(4, 3), pad_id=policy.pad_id).scorer_inputs) == 4
 
 
 def test_rollouts_that_record_do_not_use_the_captured_steps(random_model):
     _, engine = engines(random_model)
     sampling = SamplingParams(4, 12, top_p=0.8, keep_sampling_mask=True)
-    groups = engine.generate(problems_of(engine.policy, *TEXTS), sampling, address=ADDRESS)
-    assert all(len(c.kept.counts) == len(c.ids) for group in groups for c in group.completions)
+    groups = engine.generate(problems_of(engine.policy, *TEXTS), sampling, seed_key=SEED_KEY)
+    assert all(len(c.allowed.counts) == len(c.ids) for group in groups for c in group.completions)
     assert not engine.graphs.verified
 
 
@@ -79,19 +79,19 @@ def test_the_gradient_estimate_is_unbiased(filters):
     sampling = SamplingParams(1, 1, keep_sampling_mask=True, **filters)
     u_R = (torch.arange(n, dtype=torch.float64) + 0.5).div(n).float()  # an even grid: no noise of sampling
     logits_RV = logits_V.expand(n, -1)
-    token_R, _, kept_RV = draw_and_record(logits_RV.detach(), u_R, sampling)
-    kept = KeptTokens(kept_RV.nonzero()[:, 1].int(), kept_RV.sum(dim=1).int())
+    token_R, _, allowed_RV = draw_and_record(logits_RV.detach(), u_R, sampling)
+    allowed = AllowedTokens(allowed_RV.nonzero()[:, 1].int(), allowed_RV.sum(dim=1).int())
 
-    allowed_V = kept_RV[0]
+    allowed_V = allowed_RV[0]
     truncated_V = logits_V.double().masked_fill(~allowed_V, -torch.inf).softmax(dim=0)
     (exact_V,) = torch.autograd.grad((truncated_V * rewards_V).sum(), logits_V)
 
-    def estimate(kept):
-        logprob_R, _ = score_logits(keep_only_(logits_RV.clone(), kept, 1.0), token_R, 1.0)
+    def estimate(allowed):
+        logprob_R, _ = score_logits(keep_only_(logits_RV.clone(), allowed, 1.0), token_R, 1.0)
         return torch.autograd.grad((logprob_R * rewards_V[token_R]).mean(), logits_V)[0]
 
     assert 1 < int(allowed_V.sum()) < 8
-    torch.testing.assert_close(estimate(kept), exact_V, rtol=0, atol=1e-4)
+    torch.testing.assert_close(estimate(allowed), exact_V, rtol=0, atol=1e-4)
     assert (estimate(None) - exact_V).abs().max() > 0.02
 
 
