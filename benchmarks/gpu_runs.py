@@ -39,7 +39,7 @@ def start(bench: Bench, name: str, *settings: str, main: Callable | None = None,
         f"--config={ROOT}/configs/tiny_arithmetic.yaml", f"model.name_or_path={bench.model_folder('small')}",
         f"output_dir={bench.scratch / name}", f"runtime.device={bench.device.type}", f"reward.functions=[{REWARD}]",
         f"rollout={{prompts_per_step: {P}, num_generations: 4, max_completion_length: {T}, temperature: 1.5}}",
-        f"optim.max_steps={steps}", "runtime.precision=bf16", "runtime.deterministic=true", "runtime.rehearse=false",
+        f"optim.max_steps={steps}", "runtime.precision=bf16", "runtime.deterministic=true", "runtime.try_largest_step=false",
         "runtime.threads_per_rank=1", "algorithm.beta=0.04", "checkpoint.save_steps=1", "checkpoint.keep=100",
         "eval.before_training=false", "data.max_eval_samples=1", "logging.log_completions=0", *settings,
     ]  # fmt: skip
@@ -115,7 +115,7 @@ def large_run(bench: Bench, tokens_per_microbatch: int, fraction: float = 1.0, c
     return complete(start(
         bench, f"large-{tokens_per_microbatch}", f"model.name_or_path={bench.model_folder(bench.shape)}",
         f"rollout={{prompts_per_step: {prompts}, num_generations: 8, max_completion_length: {length}}}",
-        "runtime.deterministic=false", "runtime.rehearse=true", "optim.max_steps=2",
+        "runtime.deterministic=false", "runtime.try_largest_step=true", "optim.max_steps=2",
         f"optim.tokens_per_microbatch={tokens_per_microbatch}", main=measured,
     ), code)  # fmt: skip
 

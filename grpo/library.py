@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import os
+import runpy
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from grpo.config import Config, ConfigError, make_config
 from grpo.rewards.functions import BUILTIN, FILE_MODULE_PREFIX, OBJECT_PREFIX
-from grpo.run.given import Given
+from grpo.run.objects import Objects
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_grpo.py"
-"""The training script, which lies beside this package, in a checkout as in an installation."""
 OBJECTS = ("reward_functions", "dataset", "eval_dataset")
 FORMS = "a function, a name, (function, weight) or {name, weight, args}"
 
@@ -39,7 +37,7 @@ class TrainingResult:
     steps: int
     """Steps that are complete."""
     before: dict[str, float]
-    """The metrics ``eval/...`` before training; empty without evaluation data, or with ``eval.before_training: false``."""
+    """The metrics ``eval/...`` before training; empty without such an evaluation."""
     after: dict[str, float]
     """The metrics ``eval/...`` of the newest evaluation of the run."""
     metrics: list[dict[str, Any]]
@@ -92,30 +90,31 @@ def train(
     """Train with GRPO, and return when the run is complete. The same call continues a run that was stopped.
 
     Args:
-        config: settings as ``configs/*.yaml`` have them: a YAML file, a mapping (nested, or ``{"optim.max_steps": 5}``), or a ``Config``.
-        reward_functions: in place of ``reward.functions``: a function, a name, ``(function, weight)``, ``{name, weight, args}``, or a list of
-            these. Any callable with the signature ``fn(prompts, completions, **columns) -> list[float | None]``; it runs in a worker
-            process, or in this process if it cannot be sent there.
-        dataset: in place of ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a pandas DataFrame, or a name.
+        config: settings as in ``configs/*.yaml``: a YAML file, a mapping (nested, or dotted keys), or a ``Config``.
+        reward_functions: in place of ``reward.functions``: a function, a name, ``(function, weight)``,
+            ``{name, weight, args}``, or a list of these. A function ``fn(prompts, completions, **columns) ->
+            list[float | None]`` runs in a worker process, or in this process if it cannot be sent there.
+        dataset: in place of ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a DataFrame, or a name.
         eval_dataset: the same in place of ``data.eval_dataset``.
         settings: sections and keys that win over ``config``: ``optim={"max_steps": 5}, seed=1``.
 
     Raises:
         ValueError: for a mistake in the settings, the data or the rewards, in words that say what would work.
-        KeyboardInterrupt: after Ctrl-C, when the newest complete step is saved; ``SystemExit`` after SIGTERM and SIGHUP. Any other
-            exception is what made a step fail; steps before it are saved.
+        KeyboardInterrupt: after Ctrl-C, when the newest complete step is saved; ``SystemExit`` after SIGTERM and
+            SIGHUP. Any other exception is what made a step fail; steps before it are saved.
     """
-    checked, given = _inputs(config, reward_functions, dataset, eval_dataset, settings)
+    checked, objects = _inputs(config, reward_functions, dataset, eval_dataset, settings)
     from grpo.distributed import start_world
-    from grpo.run.ending import run_inside_program
+    from grpo.run.ending import run_to_completion
     from grpo.run.prepare import prepare
 
     with _process_as_it_was():
         world = start_world(checked.runtime)
         try:
-            run, code = prepare(checked, world, given), 0
+            run, code = prepare(checked, world, objects), 0
             if run is not None:
-                code = run_inside_program(run, _algorithm().train)
+                # By path: the program itself may be a file of the name train_grpo.py.
+                code = run_to_completion(run, runpy.run_path(str(SCRIPT))["train"], ends_process=False)
             del run  # the model's memory
             if code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt("the newest complete step is saved; the same call continues from there")
@@ -126,18 +125,9 @@ def train(
             world.shutdown()
 
 
-@functools.cache
-def _algorithm() -> ModuleType:
-    """The training script as a module. Loaded by its path, because a user's script may have the same name."""
-    spec = importlib.util.spec_from_file_location("grpo_algorithm", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _inputs(
     config: Any, reward_functions: Any, dataset: Any, eval_dataset: Any, settings: dict[str, Any]
-) -> tuple[Config, Given]:
+) -> tuple[Config, Objects]:
     """The checked configuration, in which names stand for Python objects, and the objects."""
     from grpo.data import GIVEN_ROWS, rows_of
 
@@ -155,14 +145,14 @@ def _inputs(
     if "eval_dataset" in rows:
         names["data.eval_split"] = None
     checked = make_config(config, settings, names)
-    given_here = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
-    if functions and "output_dir" not in given_here and "resume" not in checked.checkpoint.model_fields_set:
+    set_keys = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
+    if functions and "output_dir" not in set_keys and "resume" not in checked.checkpoint.model_fields_set:
         # What objects do is not compared, so the run in a folder that a file names, or none, may have had others.
         checked = make_config(checked, {"checkpoint.resume": "never"})
     if "dataset" in rows and checked.data.eval_dataset is None and checked.data.eval_split is not None:
         split = f"data.eval_split={checked.data.eval_split} names a split of data.dataset"
         raise ConfigError(f"{split}, and `dataset` has none: give `eval_dataset`, or data.eval_split=None")
-    return checked, Given(functions, rows.get("dataset"), rows.get("eval_dataset"))
+    return checked, Objects(functions, rows.get("dataset"), rows.get("eval_dataset"))
 
 
 def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
@@ -234,7 +224,7 @@ def _check_function(function: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """Restore, at the end, what training sets for the whole process: CPU threads, deterministic kernels, random numbers, GPU, a signal."""
+    """Restore, at the end, what training sets for the process: threads, kernels, generators, GPU, a signal handler."""
     import torch
 
     threads, workspace = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")

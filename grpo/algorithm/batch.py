@@ -256,6 +256,18 @@ def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iter
         yield micro, number == len(parts)
 
 
+def without_effect(batch: Batch) -> Batch:
+    """The shortest row of a batch as a micro-batch that no loss and no metric counts."""
+    row = batch.select(batch.lengths_B.argmin()[None])
+    return replace(
+        row,
+        loss_mask_BT=torch.zeros_like(row.loss_mask_BT),
+        advantages_B=torch.zeros_like(row.advantages_B),
+        computed_B=torch.ones_like(row.group_B, dtype=torch.bool),
+        row_B=row.row_B[:0],  # of no place in the batch: its log-probs are not stored as old ones
+    )
+
+
 KEYS_PER_TOKEN = 8
 """A packed backward pass keeps the prompt's keys and values once a row, which is most of its memory for many short completions."""
 

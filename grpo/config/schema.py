@@ -250,7 +250,7 @@ class RuntimeConfig(Section):
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of each rank; none: OMP_NUM_THREADS, else the cores of this machine / its ranks. (With several ranks OMP_NUM_THREADS=1
     does not count, because torchrun sets it: use this key.)"""
-    rehearse: bool | None = None
-    """Dry-run the largest possible step at start, to find out-of-memory early; none: on CUDA only."""
+    try_largest_step: bool | None = None
+    """Try the largest possible step at start, so that out of memory shows early; none: on CUDA only."""
     profile: int | None = Field(None, ge=1)
     """Write a torch profiler trace of step N (counted from 1) to output_dir/trace_step_N.json.gz, for Perfetto."""

@@ -48,10 +48,14 @@ class Engine(Protocol):
 
 
 @contextmanager
-def sampling_weights(engine: Engine, world: World) -> Iterator[None]:
-    """:meth:`Engine.weights` on all ranks, which raise together if one runs out of memory, for example."""
+def sampling_weights(engine: Engine, world: World, seconds: dict[str, float] | None = None) -> Iterator[None]:
+    """:meth:`Engine.weights` on all ranks, which raise together if one runs out of memory, for example.
+
+    With ``seconds``, the time to copy or gather the weights is added to that of the rollout.
+    """
     with ExitStack() as stack:
-        with nullcontext() if engine.communicates else world.fail_together():
+        timed = world.timed("rollout", seconds) if seconds is not None else nullcontext()
+        with timed, nullcontext() if engine.communicates else world.fail_together():
             stack.enter_context(engine.weights())
         yield
 

@@ -1,4 +1,4 @@
-"""Prints and checks of ``--debug``: shapes, dtypes, devices and times of each phase, one group in full, and a verdict at the end."""
+"""Prints and checks of ``--debug``: shapes, dtypes and times of each phase, one group in full, a verdict at the end."""
 
 from __future__ import annotations
 
@@ -12,50 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.algorithm.batch import Batch, Group
-from grpo.algorithm.choices import equal_rewards_have_gradient
 from grpo.config import Config
-from grpo.config.config import DEBUG_LARGEST
 from grpo.run.state import Run
+from grpo.run.step import Step
 from grpo.telemetry.accumulator import Accumulator
 
 
-def show_step(
-    run: Run, step: int, groups: list[Group], values_PGF: Tensor, advantages_PG: Tensor, batch: Batch, seconds: dict
-) -> None:
+def show_step(run: Run, step: Step) -> None:
     """Print one step before its update, and check its batch (AssertionError, see :func:`check_batch`)."""
-    show, model = run.reporter.print, run.policy.model
-    show(f"\n--- step {step} " + "-" * 60)
+    show, model, groups, batch = run.reporter.print, run.policy.model, step.groups, step.batch
+    show(f"\n--- step {step.number} " + "-" * 60)
     weights, precision = next(model.parameters()), run.config.runtime.precision
     show(f"policy    {type(model).__name__}, weights {weights.dtype} on {weights.device}, compute {precision}")
     for phase in ("rollout", "reward", "logprobs"):
-        show(f"{phase:9} {seconds[phase]:.3f} s")
+        show(f"{phase:9} {step.seconds[phase]:.3f} s")
     for name, tensor in vars(batch).items():
         if isinstance(tensor, Tensor):
             show(f"  {name:22} {tuple(tensor.shape)!s:12} {str(tensor.dtype).removeprefix('torch.'):8} {tensor.device}")
-    if batch.allowed is not None:
-        per_token = batch.allowed.counts[batch.completion_mask_BT].float().mean()
-        show(f"  kept                   {per_token:.1f} tokens on average could be drawn at each position")
-    problem = groups[0].problem
+    problem, values_PGF = groups[0].problem, run.world.own_rows(step.scores.values_PGF)
     show(f"problem {problem.index}, {len(problem.prompt_ids)} prompt tokens, as the model sees it:")
     show(textwrap.indent(run.policy.tokenizer.decode(problem.prompt_ids), "  | "))
     if "answer" in problem.columns:
         show(f"reference answer: {problem.columns['answer']}")
     for g, completion in enumerate(groups[0].completions):
         rewards = ", ".join(f"{n} {v:g}" for n, v in zip(run.rewards.names, values_PGF[0, g].tolist(), strict=True))
-        end = "finished" if completion.finished else "truncated"
-        show(f"completion {g}: {len(completion.ids)} tokens, {end}; {rewards}; advantage {advantages_PG[0, g]:+.4f}")
+        end, advantage = "finished" if completion.finished else "truncated", batch.advantages_B[g]
+        show(f"completion {g}: {len(completion.ids)} tokens, {end}; {rewards}; advantage {advantage:+.4f}")
         show(textwrap.indent(completion.text, "  | "))
-    check_batch(run, step, groups, batch)
+    check_batch(run, step)
 
 
-def check_batch(run: Run, step: int, groups: list[Group], batch: Batch) -> None:
-    """Check that masks have the recorded lengths, EOS is inside the mask, tensors are finite, and the KL is 0 before the first update.
+def check_batch(run: Run, step: Step) -> None:
+    """Check that masks have the recorded lengths, EOS is inside the mask, tensors are finite, and the first KL is 0.
 
     Raises:
         AssertionError: naming what does not hold.
     """
-    completions = [completion for group in groups for completion in group.completions]
+    batch, completions = step.batch, [completion for group in step.groups for completion in group.completions]
     lengths = [len(completion.ids) for completion in completions]
     assert batch.completion_mask_BT.sum(dim=1).tolist() == lengths, "mask sums differ from the recorded lengths"
     for b, completion in enumerate(completions):
@@ -65,7 +58,7 @@ def check_batch(run: Run, step: int, groups: list[Group], batch: Batch) -> None:
         assert not completion.finished or ends_in_eos, "EOS is not inside the mask"
     for name, tensor in vars(batch).items():
         assert not isinstance(tensor, Tensor) or torch.isfinite(tensor).all(), f"{name} is not finite"
-    kl_must_be_0 = batch.ref_logprobs_BT is not None and step == 0 and kl_starts_at_0(run.config)
+    kl_must_be_0 = batch.ref_logprobs_BT is not None and step.number == 0 and kl_starts_at_0(run.config)
     if kl_must_be_0:
         with torch.no_grad(), run.policy.autocast():
             new_BT, _ = run.bare_scorer(*batch.scorer_inputs)
@@ -94,7 +87,7 @@ def check_update(run: Run, metrics: Accumulator) -> None:
 
 
 def show_verdict(run: Run) -> None:
-    """Print which checks have passed (a failed one has ended the run), and what in the steps of ``metrics.jsonl`` looks wrong."""
+    """Print which checks have passed (a failed one has ended the run), and what in ``metrics.jsonl`` looks wrong."""
     lines = map(json.loads, (Path(run.config.output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     steps = [line for line in lines if "reward" in line]
     checks = [f"in each of {len(steps)} steps masks = lengths, EOS inside the mask, all finite"]
@@ -111,39 +104,27 @@ def show_verdict(run: Run) -> None:
 
 
 def suspicions(steps: Sequence[dict[str, Any]], config: Config) -> Iterator[str]:
-    """One line for each thing in the metrics of the steps that would keep a run from learning, with what to do about it."""
+    """One line for each thing in the metrics of the steps that would keep a run from learning."""
 
     def always(name: str, value: float) -> bool:
         return all(step.get(name) == value for step in steps)
 
-    for name in [name for name in steps[0] if name.startswith("rewards/") and name.endswith("/errors")]:
-        if count := sum(step.get(name, 0) for step in steps):
-            yield f"reward {name.split('/')[1]} failed on {count:g} completions: see the error above"
     values = {step["reward"] for step in steps}
-    no_spread = all(
-        not step[name] for step in steps for name in step if name.startswith("rewards/") and name.endswith("/std")
-    )
     if always("frac_unscorable", 1.0):
-        yield "no completion got a reward, since the reward functions return None for all of them"
-    elif values == {0.0} and no_spread:
+        yield "no completion got a reward, since the reward functions return None for all of them, or fail"
+    elif len(values) == 1 and always("reward_std", 0.0):
         yield (
-            "every completion got reward 0: compare completions and answer above. If a right completion gets 0, change the reward or the "
-            "format that the prompt asks for; if none is right, take easier problems or a stronger model"
+            f"every completion got reward {values.pop():g}: compare completions and answer above. If a right one "
+            "gets 0, change the reward or the format that the prompt asks for; if none is right, take easier problems"
         )
-    elif len(values) == 1 and no_spread:
-        yield f"every completion got reward {values.pop():g}: a reward that does not depend on the completion teaches nothing"
-    elif always("frac_reward_zero_std", 1.0) and not equal_rewards_have_gradient(
-        config.algorithm.baseline, config.algorithm.scale
-    ):
+    elif always("frac_reward_zero_std", 1.0):
         yield (
             "the completions of each group have equal rewards, so that there is no gradient: take more completions "
-            f"(rollout.num_generations; --debug takes at most {DEBUG_LARGEST['rollout']['num_generations']}), or problems that the model "
-            "solves sometimes"
+            "(rollout.num_generations), or problems that the model solves sometimes"
         )
     if always("completions/clipped_ratio", 1.0):
-        length, largest = config.rollout.max_completion_length, DEBUG_LARGEST["rollout"]["max_completion_length"]
-        cut = f" (--debug allows at most {largest}, so the run itself may be fine)" if length == largest else ""
+        length = config.rollout.max_completion_length
         yield (
-            f"every completion was cut off at rollout.max_completion_length={length}{cut}: raise it, or see above whether the model "
-            "knows from the prompt where to stop"
+            f"every completion was cut off at rollout.max_completion_length={length} (--debug lowers it): raise it, or "
+            "see above whether the model knows from the prompt where to stop"
         )

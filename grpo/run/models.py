@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from grpo.rollout import check_sampling
 from grpo.rollout.gathered import GatheredWeights
 from grpo.rollout.llama_decoder import matches_model
 from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer, move_schedule
-from grpo.system import first_line
 
 
 @dataclass(frozen=True)
@@ -258,16 +256,7 @@ def _optimizer(
     if start.checkpoint:
         if any(key in (REFERENCE, "model.adapter") for key, _, _ in start.changes):
             moving_reference = {}  # the saved one is the old reference, moved
-        try:
-            checkpoint.restore(start.checkpoint, model, optimizer, moving_reference)
-        except (
-            OSError,
-            UnpicklingError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # another program, or an older version, made it
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise ConfigError(f"{start.checkpoint} cannot be continued from ({reason})") from None
+        checkpoint.restore(start.checkpoint, model, optimizer, moving_reference)
         move_schedule(lr_schedule, start.state["step"] * algorithm.updates_per_step)
     if config.runtime.offload == "optimizer":
         keep_states_on_host(optimizer)

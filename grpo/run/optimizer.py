@@ -12,7 +12,7 @@ from transformers import get_scheduler
 
 from grpo.distributed import is_sharded, whole
 from grpo.run.state import Run
-from grpo.system import first_line, import_extra
+from grpo.system import import_extra
 from grpo.telemetry.accumulator import Accumulator
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -39,7 +39,7 @@ def make_optimizer(
 def _adamw8bit(model: nn.Module) -> type[torch.optim.Optimizer]:
     """torchao's optimizer with fp32 averages for embeddings, whose rows have a gradient now and then.
 
-    Of such a row the second average can be rounded to 0 while the first is not: the next update would be 1e4 times too large.
+    Their second average can be rounded to 0 while the first is not: the next update would be 1e4 times too large.
     """
     torchao = import_extra("torchao.optim", extra="adamw8bit", needed_by="optim.name=adamw8bit")
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -52,7 +52,7 @@ def _adamw8bit(model: nn.Module) -> type[torch.optim.Optimizer]:
 
 
 def keep_states_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Keep Adam's averages in host memory, now and between updates (``runtime.offload=optimizer``); an update moves them to the device."""
+    """Keep Adam's averages in host memory between updates (``runtime.offload=optimizer``)."""
 
     def move(*, to_host: bool) -> None:
         for parameter, state in optimizer.state.items():
@@ -79,10 +79,7 @@ def make_lr_schedule(
         name = "constant_with_warmup"
     if min_lr is not None:
         name, extra = "cosine_with_min_lr", {"scheduler_specific_kwargs": {"min_lr": min_lr}}
-    try:
-        return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_updates, **extra)
-    except ValueError as error:
-        raise ValueError(f"optim.lr_scheduler_type={name}: {first_line(error)}") from None
+    return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_updates, **extra)
 
 
 def move_schedule(schedule: LambdaLR, num_updates: int) -> None:
@@ -99,7 +96,7 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     If the gradient is not finite on any rank, all ranks skip the update, and the weights do not change.
 
     Raises:
-        ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients in a row (with ``optim.on_nonfinite=stop`` after one).
+        ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients (with on_nonfinite=stop after one).
     """
     progress, settings = run.progress, run.config.optim
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), settings.max_grad_norm))
@@ -121,6 +118,5 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     if is_finite:
         run.optimizer.step()
     run.lr_schedule.step()  # also after a skipped update: the learning rate is a function of the step
-    # Under DDP gradients are views of its buckets. Set to None, they would be allocated a second time by the first micro-batch that does
-    # not synchronise.
+    # Under DDP gradients are views of its buckets: set to None, they would be allocated a second time.
     run.optimizer.zero_grad(set_to_none=run.world.is_alone or is_sharded(run.scorer))

@@ -1,4 +1,4 @@
-"""Builds a run from its configuration. Cheap checks come first: files and rewards, then tokenizer and data, then the model.
+"""Builds a run from its configuration. Cheap checks come first: files, rewards, then tokenizer and data, then models.
 
 Code that may fail on one rank alone is inside ``world.fail_together()``: all ranks then stop with that rank's message.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from grpo.algorithm.batch import Problem
 from grpo.checkpoint.format import Trained
 from grpo.checkpoint.output_folder import Lock, check_shared, start_output
-from grpo.checkpoint.resume import content_digests, find_checkpoint, print_differences, read_start_point
+from grpo.checkpoint.resume import StartPoint, content_digests, find_checkpoint, print_differences, read_start_point
 from grpo.checkpoint.saver import Progress, Saver, bits_depend_on
 from grpo.config import Config, ConfigError, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
@@ -28,9 +28,9 @@ from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
 from grpo.rollout import split_stop
-from grpo.run.given import Given
-from grpo.run.memory import memory_line
+from grpo.run.memory import try_largest_step
 from grpo.run.models import any_forward, build_models
+from grpo.run.objects import Objects
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
@@ -40,79 +40,52 @@ from grpo.telemetry.tensorboard_logger import check_tensorboard
 from grpo.vllm import build_engine
 
 
-def prepare(config: Config, world: World, given: Given | None = None) -> Run | None:
-    """Check and build everything; None if the run is already complete. With ``given``, the run is part of a program that goes on after it.
+def prepare(config: Config, world: World, objects: Objects | None = None) -> Run | None:
+    """Check and build everything; None if the run is already complete.
+
+    Args:
+        objects: of a program that goes on after the run; None for a process that ends with the run.
 
     Raises:
-        ValueError: on a user error, with a message of one line (tested by ``tests/config/test_bad_input.py``).
+        ValueError: on a user error, with a message of one line.
     """
     with contextlib.ExitStack() as on_failure:
-        run = _prepare(config, world, given, on_failure)
+        run = _prepare(config, world, objects, on_failure)
         if run is not None:
             on_failure.pop_all()  # the run closes everything at its own end
         return run
 
 
-def _prepare(config: Config, world: World, given: Given | None, on_failure: contextlib.ExitStack) -> Run | None:
-    ends_process = given is None or not world.is_alone
-    given = given or Given()
+def _prepare(config: Config, world: World, objects: Objects | None, on_failure: contextlib.ExitStack) -> Run | None:
+    ends_process = objects is None or not world.is_alone
+    objects = objects or Objects()
     ignore_save_signal()
     check_world_size(config, world.size, num_machines=world.num_machines)
+    lock, found = Lock(), None
+    on_failure.callback(lock.release)
     with world.fail_together():
         check_tensorboard(config)
         if config.uses_lora:
             load_peft()
         if config.model.adapter is not None:
             read_adapter_config(config.model.adapter, "model.adapter")
-
-    lock, found = Lock(), None
-    on_failure.callback(lock.release)
-    with world.fail_together():
         if world.is_main:  # in a folder that changes, two ranks could find different checkpoints
             found = find_checkpoint(config, lock)
-    checkpoint, origin = world.from_main(found)
-
-    with world.fail_together():
-        functions = [RewardSpec(f.name, f.weight, f.args, given.rewards.get(f.name)) for f in config.reward.functions]
-        rewards = RewardRunner(
-            functions,
-            timeout_s=config.reward.timeout_s,
-            num_workers=config.reward.num_workers,
-            device=world.device,
-        )
+        specs = [RewardSpec(f.name, f.weight, f.args, objects.rewards.get(f.name)) for f in config.reward.functions]
+        settings = dict(timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers)
+        rewards = RewardRunner(specs, device=world.device, **settings)
         on_failure.callback(rewards.close)
-
-    with world.fail_together():
-        train_rows, eval_rows = _checked_rows(config, world, rewards, given)
-    notes = list(rewards.notes)
-    if len(given.rewards) > len(notes):  # a note tells of each that is not sent to a worker
-        notes.append(
-            "note: functions given as rewards run in worker processes: a list or a counter that they change stays as it "
-            "is in this process; log_metric and log_extra report values"
-        )
-    if given.rewards and checkpoint:
-        notes.append(
-            "note: functions given as rewards are not compared with those of the steps before: after a change to one, "
-            "give another output_dir"
-        )
-    for note in notes if world.is_main else ():
-        print(note, flush=True)
+        train_rows, eval_rows = _checked_rows(config, world, rewards, objects)
+    checkpoint, origin = world.from_main(found)
     data_fingerprint = fingerprint(train_rows)
     world.check_same(data_fingerprint, f"{train_rows.source} is not the same on all ranks")
+    if world.is_main:
+        print_notes(rewards, objects, checkpoint)
 
-    if world.is_main and config.model.name_or_path == "builtin:tiny" and not checkpoint:
-        print("builtin:tiny: reading it from the cache, or building it (about a minute) ...", flush=True)
-    with world.main_first():
-        trust = config.model.trust_remote_code
-        dataset = config.data.dataset
-        path = resolve_model(config.model.name_or_path, dataset, trust_remote_code=trust)
-        reference = config.model.reference if config.algorithm.beta > 0 else None
-        if reference is not None:
-            reference = resolve_model(reference, dataset, trust_remote_code=trust, setting=REFERENCE)
+    path, reference = _resolved_models(config, world)
     with world.fail_together():
         content = content_digests(config, path, rewards, reference) if world.is_main else None
     content = world.from_main(content)
-
     with world.fail_together():
         start = read_start_point(config, checkpoint, origin, data_fingerprint, content)
     progress = Progress.from_state(start.state)
@@ -123,15 +96,10 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)
         if reference is not None:
-            longest = config.rollout.max_completion_length
+            trust, longest = config.model.trust_remote_code, config.rollout.max_completion_length
             check_reference(reference, tokenizer, train.problems, longest, trust_remote_code=trust)
-    problems = Schedule(
-        train.problems,
-        prompts_per_step=config.rollout.prompts_per_step,
-        seed=config.seed,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    sharing = dict(seed=config.seed, rank=world.rank, world_size=world.size)
+    problems = Schedule(train.problems, prompts_per_step=config.rollout.prompts_per_step, **sharing)
     max_steps = config.optim.max_steps or max(math.ceil(config.optim.num_epochs * problems.steps_per_epoch), 1)
     if progress.step >= max_steps and not progress.unwritten_line:
         if world.is_main:
@@ -140,22 +108,16 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         return None
 
     models = build_models(config, world, path, tokenizer, max_steps, start, reference)
-    policy = models.policy
-    old, new = start.state.get("learning_rate"), float(models.optimizer.param_groups[0]["lr"])
-    if world.is_main and start.changes and old != new:
-        print(
-            f"note: the learning rate of the next step becomes {new:.3g} (with the checkpoint's settings: {old:.3g})",
-            flush=True,
-        )
-    eval_problems = evaluation.problems[: config.eval.max_samples]
-
+    policy, eval_problems = models.policy, evaluation.problems[: config.eval.max_samples]
+    if world.is_main:
+        print_new_learning_rate(start, float(models.optimizer.param_groups[0]["lr"]))
     mask_command_line()
-    here = environment(world.size) | {"from_step": progress.step, "num_parameters": num_parameters(policy.model)}
-    here["num_eval_problems"] = len(eval_problems)
+    facts = environment(world.size) | {"from_step": progress.step, "num_parameters": num_parameters(policy.model)}
+    facts["num_eval_problems"] = len(eval_problems)
     with world.main_first():
         if world.is_main:
             start_output(config, checkpoint, lock)
-            record_start(config.output_dir, here)
+            record_start(config.output_dir, facts)
     holder = world.from_main(lock.holder)
     with world.fail_together():
         if is_sharded(models.scorer):
@@ -167,7 +129,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         max_steps=max_steps,
         rewrite_first_step=bool(progress.unwritten_line),
         wandb_run_id=start.state.get("wandb_run_id"),
-        environment=here,
+        environment=facts,
     )
     on_failure.callback(reporter.close)
     builtin = dict(policy=models.sampler, gathered=models.gathered, is_llama=models.is_llama)
@@ -186,9 +148,9 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     )
     on_failure.callback(engine.close)
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
-    facts = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
+    compared = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
     trained = Trained(policy, models.optimizer, models.moving_reference)
-    saver = Saver(config, world, trained, reporter, progress, max_steps, facts)
+    saver = Saver(config, world, trained, reporter, progress, max_steps, compared)
     if not config.debug:
         saver.dry_run()
     signals = Signals(world, ends_process=ends_process)
@@ -214,14 +176,16 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         progress=progress,
     )
     print_summary(run, train, evaluation, models.why_padded, checkpoint)
-    reporter.print(memory_line(run, train.problems, evaluation.problems))
+    wanted = config.runtime.try_largest_step
+    if not config.debug and (world.device.type == "cuda" if wanted is None else wanted):
+        reporter.print(try_largest_step(run, train.problems))
     return run
 
 
-def _checked_rows(config: Config, world: World, rewards: RewardRunner, given: Given) -> tuple[Rows, Rows | None]:
-    """The rows of training and evaluation, checked against the rewards and the size of a step. No model is needed yet."""
-    train_rows = load_rows(config.data, train=True, seed=config.seed, given=given.train_rows)
-    eval_rows = load_rows(config.data, train=False, seed=config.seed, given=given.eval_rows)
+def _checked_rows(config: Config, world: World, rewards: RewardRunner, objects: Objects) -> tuple[Rows, Rows | None]:
+    """The rows of training and evaluation, checked against the rewards and the size of a step."""
+    train_rows = load_rows(config.data, train=True, seed=config.seed, given=objects.train_rows)
+    eval_rows = load_rows(config.data, train=False, seed=config.seed, given=objects.eval_rows)
     unit = world.size * config.algorithm.num_minibatches
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
     rewards.check(train_rows.columns[0])
@@ -234,6 +198,19 @@ def _checked_rows(config: Config, world: World, rewards: RewardRunner, given: Gi
         raise ConfigError(f"checkpoint.keep_best={metric} is none of {', '.join(known)}")
     check_reward_names(config.eval, rewards.names)
     return train_rows, eval_rows
+
+
+def _resolved_models(config: Config, world: World) -> tuple[str, str | None]:
+    """The folders or Hub ids of the model and of ``model.reference``; the main rank builds or downloads them first."""
+    if world.is_main and config.model.name_or_path == "builtin:tiny":
+        print("builtin:tiny: reading it from the cache, or building it (about a minute) ...", flush=True)
+    with world.main_first():
+        dataset, options = config.data.dataset, dict(trust_remote_code=config.model.trust_remote_code)
+        path = resolve_model(config.model.name_or_path, dataset, **options)
+        reference = config.model.reference if config.algorithm.beta > 0 else None
+        if reference is not None:
+            reference = resolve_model(reference, dataset, setting=REFERENCE, **options)
+    return path, reference
 
 
 def _tokenized(
@@ -255,6 +232,28 @@ def _longest(config: Config, train: list[Problem], evaluation: list[Problem]) ->
     """The most tokens of a prompt and its completion, in rollouts and evaluations."""
     kinds = (train, config.rollout), (evaluation, eval_sampling(config))
     return max(len(p.prompt_ids) + sampling.max_completion_length for problems, sampling in kinds for p in problems)
+
+
+def print_notes(rewards: RewardRunner, objects: Objects, checkpoint: Path | None) -> None:
+    notes = list(rewards.notes)
+    if len(objects.rewards) > len(notes):  # a note tells of each function that is not sent to a worker
+        notes.append(
+            "note: reward functions run in worker processes: a list or a counter that they change stays as it is in "
+            "this process; log_metric and log_extra report values"
+        )
+    if objects.rewards and checkpoint:
+        notes.append(
+            "note: reward functions that are Python objects are not compared with those of the steps before: after a "
+            "change to one, take another output_dir"
+        )
+    for note in notes:
+        print(note, flush=True)
+
+
+def print_new_learning_rate(start: StartPoint, new: float) -> None:
+    old = start.state.get("learning_rate")
+    if start.changes and old != new:
+        print(f"note: the learning rate of the next step becomes {new:.3g} (in the checkpoint: {old:.3g})", flush=True)
 
 
 def print_from_rank(world: World, reporter: Reporter, text: str) -> None:

@@ -11,7 +11,7 @@ from grpo.algorithm.corrections import entropy_threshold
 from grpo.algorithm.loss import importance_ratio, loss_denominator, policy_loss
 from grpo.config import AlgorithmConfig
 from grpo.distributed import World
-from grpo.run.step_metrics import add_corrections
+from grpo.run.metrics import add_corrections
 from grpo.telemetry.accumulator import Accumulator
 
 torch.set_num_threads(1)

@@ -568,7 +568,7 @@ KEYS_THAT_HOLD = {
     "checkpoint.save_steps": ..., "checkpoint.keep": 2, "checkpoint.resume": "auto",
     "logging.wandb": "disabled", "logging.project": ..., "logging.run_name": ..., "logging.log_completions": 4, "logging.every": 1,
     "runtime.device": "auto", "runtime.precision": "bf16", "runtime.timeout_s": ..., "runtime.deterministic": False,
-    "runtime.threads_per_rank": ..., "runtime.rehearse": None,
+    "runtime.threads_per_rank": ..., "runtime.try_largest_step": None,
 }  # fmt: skip
 """Key -> default where it is fixed, else ``...``. Configurations out there use these names."""
 

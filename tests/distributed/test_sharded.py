@@ -8,9 +8,7 @@ import torch
 from conftest import ROOT, environment_of_runs, run_forked, save_random_model, small_run
 from outputs import lines, states, weights
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
-from grpo.run.memory.per_gpu import STATES, Shape
 from grpo.telemetry.samples import read_samples
 
 STEPS = 20
@@ -130,9 +128,8 @@ def test_other_numbers_of_ranks_continue_it(folder, divided_run):
         facts = torch.load(file, weights_only=True)
         assert_equal(facts["weights"], weights(start))
         assert_equal(facts["states"], states(start))
-    shape = Shape.of(AutoConfig.from_pretrained(folder / "model"))
-    assert facts["num_parameters"] == shape.total
-    assert max(facts["bytes"]) <= 1.1 * STATES * shape.total / 3
+    # weight, gradient and two averages in fp32, in three parts
+    assert max(facts["bytes"]) <= 1.1 * 16 * facts["num_parameters"] / 3
 
 
 def test_replicas_of_shards_with_offload_and_a_reduction_each_time(folder):
@@ -141,7 +138,7 @@ def test_replicas_of_shards_with_offload_and_a_reduction_each_time(folder):
     (On a CPU the offload goes through FSDP2's code, and the tensors stay where they are.)
     """
     both = ["runtime.precision=bf16", "algorithm.ref_sync_steps=0", "optim.max_steps=2"]
-    both += ["runtime.rehearse=true", "checkpoint.keep_best=eval/mean_length"]
+    both += ["runtime.try_largest_step=true", "checkpoint.keep_best=eval/mean_length"]
     options = ["runtime.shard_size=2", "runtime.offload=all", "optim.reduce_each_microbatch=true"]
     run = train(folder, "replicas", *both, *options, "model.gradient_checkpointing=true", ranks=4)
     expected = train(folder, "bf16", *both, "runtime.parallel=ddp", ranks=4)  # the same rows on each rank round alike

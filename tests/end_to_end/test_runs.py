@@ -8,7 +8,7 @@ from conftest import ROOT, run_trainer, small_run
 from outputs import assert_same_weights, lines, weights
 
 from grpo.algorithm.advantages import weighted_sum
-from grpo.run.step_metrics import reward_metrics
+from grpo.run.metrics import reward_metrics
 from grpo.telemetry.metrics_file import json_safe
 
 PRESETS = [

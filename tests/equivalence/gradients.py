@@ -20,7 +20,7 @@ from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
 from grpo.run.state import Run
-from grpo.telemetry.accumulator import Accumulator
+from grpo.run.step import Step
 from train_grpo import update, with_old_and_ref_logprobs
 
 P, G = 6, 4
@@ -92,7 +92,7 @@ def main(output: str, model: str, *cuts: str) -> None:
         else:  # the reference is the model without its adapter, whose second matrices begin at 0
             for name, parameter in run.policy.adapter.named_parameters():
                 parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    assert run.packed and run.ref_scorer.packed
+    assert run.bare_scorer.packed and run.ref_scorer.packed
     before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
     results = {}
     for cut in cuts:
@@ -137,11 +137,11 @@ def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         batch = skip_zero_advantage(batch)
     batch = with_old_and_ref_logprobs(run, batch)
     before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}
-    metrics = Accumulator()
+    step = Step(0)
     for _ in range(2):
-        update(run, batch, metrics, first_pass_BT=None)
+        update(run, step, batch, is_first_pass=False)
     moved = {name: before[name] - p.detach() for name, p in run.policy.model.named_parameters()}
-    return moved, metrics.reduce(world)
+    return moved, step.metrics.reduce(world)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import grpo.checkpoint.format
-import grpo.run.state
+import grpo.run.step
 import grpo.system
 import grpo.telemetry.reporter
 import train_grpo
@@ -102,7 +102,7 @@ def generate(self, *args, seed_key, **kwargs):
 
 
 BuiltinEngine.generate = generate
-before(grpo.run.state, "score_groups", "score")
+before(grpo.run.step, "score_groups", "score")
 
 before(grpo.checkpoint.format, "save_weights", "write")
 before(grpo.checkpoint.format, "save_tensors", "states")
@@ -185,7 +185,7 @@ def sample_and_score(run, step, *args):
         Path(TRACE).mkdir(exist_ok=True)
         ids = {group.problem.index: [c.ids for c in group.completions] for group in result[0]}
         text = json.dumps(sorted(ids.items()))
-        Path(TRACE, f"step-{step}-rank-{RANK}.json").write_text(text)
+        Path(TRACE, f"step-{step.number}-rank-{RANK}.json").write_text(text)
     return result
 
 

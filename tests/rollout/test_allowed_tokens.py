@@ -115,7 +115,7 @@ def test_the_start_says_what_the_filters_do():
 def test_one_and_two_ranks_are_equal_and_the_first_update_has_ratio_1(random_model, tmp_path):
     settings = [
         "rollout.top_p=0.8", "rollout.top_k=20", "rollout.keep_sampling_mask=true", "algorithm.beta=0.05",
-        "algorithm.num_iterations=2", "optim.max_steps=3", "optim.tokens_per_microbatch=200", "runtime.rehearse=true",
+        "algorithm.num_iterations=2", "optim.max_steps=3", "optim.tokens_per_microbatch=200", "runtime.try_largest_step=true",
     ]  # fmt: skip
     for ranks in (1, 2):
         run_trainer(*small_run(random_model, tmp_path / str(ranks)), *settings, ranks=ranks)

@@ -1,141 +1,283 @@
-"""The estimate of memory against what PyTorch keeps."""
+"""The largest step, tried first, changes no bit of the run, and where memory is short it names a value that fits."""
 
-import weakref
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from conftest import ROOT, run_trainer, save_random_model, small_run
 
-from grpo.algorithm import logprobs
-from grpo.algorithm.batch import AllowedTokens
-from grpo.algorithm.logprobs import CompletionScorer
-from grpo.rollout import SamplingParams
-from grpo.rollout.draw import draw
-from grpo.run.memory.estimate import BYTES_PER_SCORED_LOGIT, Memory, estimate, graph_pool_bytes, line
+from grpo.config import load_config
+from grpo.distributed import start_world
+from grpo.run.memory import is_out_of_memory, try_largest_step
+from grpo.run.prepare import prepare
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+VOLATILE = ("step_time", "tokens_per_second", "time/")
 
 
-def kept_for_backward(model, precision: str, B: int, S: int) -> int:
-    """Bytes of all tensors that a scoring pass saves, each storage once, without the weights themselves."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), storage)  # held, so that no address is used twice
-        return tensor
-
-    ids_BS, mask_BT = torch.randint(0, 100, (B, S)), torch.ones(B, S // 2, dtype=torch.bool)
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        CompletionScorer(model)(ids_BS, torch.full((B,), S // 2), mask_BT)
-    return sum(size for size, _ in kept.values())
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_about_what_autograd_keeps(precision, checkpointing):
-    config = Qwen2Config(vocab_size=100, max_position_embeddings=512, **SIZES)
-    model = Qwen2ForCausalLM(config).train()
-    num_parameters = sum(p.numel() for p in model.parameters())
-    options = dict(precision=precision, reference_bytes=7.0, gradient_checkpointing=checkpointing, tokens_in_flight=10)
-    memory = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, on_cpu=False, **options)
-    assert memory.states == 16 * num_parameters and memory.reference == 7
-    # keys and values: 6 layers x 2 heads of 32
-    bf16 = precision == "bf16"
-    assert memory.cache == 2 * 6 * 64 * (2 if bf16 else 4) * 10 + 2 * num_parameters * bf16
-    there = estimate(config, num_parameters, tokens_per_microbatch=4 * 100, on_cpu=True, **options)
-    assert there.cache == 2 * 6 * 64 * 4 * 10 + (2 if bf16 else 4) * num_parameters  # keys in fp32, copies re-ordered
-    if checkpointing:
-        whole = estimate(
-            config,
-            num_parameters,
-            tokens_per_microbatch=400,
-            on_cpu=False,
-            **options | {"gradient_checkpointing": False},
-        )
-        assert memory.activations < 0.5 * whole.activations
-    else:
-        assert memory.activations == pytest.approx(kept_for_backward(model, precision, 4, 100), rel=0.2)
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of the storages that operations inside the block make and that live at the same time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given | self._seen:
-                    self._seen.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _freed(self, address: int, size: int) -> None:
-        self._seen.discard(address)
-        self.now -= size
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}])
-def test_the_pool_of_graphs_is_about_what_drawing_a_token_allocates(filters):
-    R, V, sampling = 64, 5000, SamplingParams(8, 16, **filters)
-    logits_RV, u_R = torch.randn(R, V).bfloat16(), torch.full((R,), 0.5)
-    with Allocated() as allocated:
-        draw(logits_RV.clone(), u_R, sampling)
-    pool = graph_pool_bytes(Qwen2Config(vocab_size=V, **SIZES), sampling, R, 10)
-    assert 0.5 * pool < allocated.peak <= 1.1 * pool
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("k", [0, 50])
-def test_the_logits_of_a_chunk_are_counted(precision, chunks, k, monkeypatch):
-    """A vocabulary beside which the layers are small."""
-    N, V = 512, 4096
-    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", N * V // chunks)
-    head = torch.nn.Linear(16, V, bias=False)
-    hidden_NH, labels_N = torch.randn(N, 16, requires_grad=True), torch.arange(N)
-    holder = torch.nn.Module()
-    holder.get_output_embeddings = lambda: head
-    scorer = CompletionScorer(holder)
-    kept = AllowedTokens(labels_N.repeat_interleave(k).int(), torch.full((N,), k, dtype=torch.int32)) if k else None
-    with Allocated() as allocated, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-        scorer._score_tokens(hidden_NH, labels_N, kept)[0].sum().backward()
-    expected = BYTES_PER_SCORED_LOGIT * N * V // chunks
-    assert 0.5 * expected < allocated.peak <= 1.1 * expected
-
-
-def test_the_estimate_counts_the_head():
-    options = dict(precision="bf16", reference_bytes=0.0, gradient_checkpointing=False, tokens_in_flight=10)
-    options |= dict(tokens_per_microbatch=16384)
-    small, large = Qwen2Config(vocab_size=100, **SIZES), Qwen2Config(vocab_size=150_000, **SIZES)
-    for on_cpu, most in ((True, logprobs.LOGITS_PER_CHUNK), (False, logprobs.LOGITS_PER_CHUNK_ON_CUDA)):
-        less, more = (estimate(config, 10**6, on_cpu=on_cpu, **options) for config in (small, large))
-        assert more.activations - less.activations == BYTES_PER_SCORED_LOGIT * (most - 16384 * 100)
-
-
-def test_the_line_of_the_summary():
-    memory = Memory(states=2 * 2**30, reference=2**29, cache=2**20, activations=2**30)
-    assert memory.peak == 3.5 * 2**30
-    assert line(memory) == (
-        "memory    about 3.5 GiB a rank: weights, gradients and optimizer 2.0 GiB, reference 0.5 GiB, then KV cache and weight copies 1 MiB "
-        "while sampling, activations 1.0 GiB in the update"
+def results_of(output, step: int):
+    """Metrics without times, and the SHA-256 of every tensor file of a checkpoint."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    files = json.loads((output / f"checkpoint-{step}" / "manifest.json").read_text())["files"]
+    return (
+        [{key: value for key, value in row.items() if not key.startswith(VOLATILE)} for row in rows],
+        {name: files[name]["sha256"] for name in ("model.safetensors", "trainer/states/__0_0.distcp")},
     )
+
+
+def with_and_without(tmp_path, arguments, step=2, **how):
+    """The same run with a try of the largest step and without."""
+    left = []
+    for name in ("true", "false"):
+        done = run_trainer(
+            *arguments,
+            f"optim.max_steps={step}",
+            f"output_dir={tmp_path}/{name}",
+            f"runtime.try_largest_step={name}",
+            **how,
+        )
+        assert ("the largest possible step was tried in " in done.stdout) == (name == "true")
+        left.append(results_of(tmp_path / name, step))
+    return left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_try_changes_no_bit(tmp_path, random_model, ranks):
+    """Stopped after two steps and continued, so that it also happens when the optimizer has its averages."""
+    arguments = [*small_run(random_model, tmp_path), "algorithm.num_iterations=2", "model.gradient_checkpointing=true"]
+    with_it, without = with_and_without(tmp_path, arguments, ranks=ranks)
+    assert with_it == without
+    more = [*arguments, "checkpoint.accept_changes=true"]
+    with_it, without = with_and_without(tmp_path, more, step=4, ranks=ranks)
+    assert with_it == without
+
+
+def test_it_restores_generators_gradients_and_weights(tmp_path):
+    """Dropout draws from the global generator, whose state is restored."""
+    model = save_random_model(tmp_path / "model", attention_dropout=0.1)
+    config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false", "runtime.packed=false"])
+    run = prepare(config, start_world(config.runtime))
+    try:
+        state, weights = torch.get_rng_state(), [p.clone() for p in run.policy.model.parameters()]
+        try_largest_step(run, run.problems.problems)
+        assert torch.equal(torch.get_rng_state(), state)
+        for p, before in zip(run.policy.model.parameters(), weights, strict=True):
+            assert p.grad is None and torch.equal(p, before)
+        assert not run.optimizer.state and run.policy.model.training
+        run.bare_scorer(torch.arange(12)[None], torch.tensor([4]), torch.ones(1, 8) > 0)
+        assert not torch.equal(torch.get_rng_state(), state), "a forward pass does draw"
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "longest"),
+    [
+        ((), {"rollout": 24, "greedy": 13}, 12),
+        (("eval.max_completion_length=40",), {"rollout": 24, "greedy": 13}, 40),
+        (("eval.temperature=1", "eval.num_samples=100"), {"rollout": 24, "greedy": 13, "samples": 200}, 12),
+    ],
+)
+def test_it_samples_as_an_evaluation_does(tmp_path, random_model, more, rows, longest):
+    """13 problems: one greedy completion of each, and of as many problems as give at most 256 rows all samples."""
+    config = load_config([*small_run(random_model, tmp_path / "run"), *more])
+    run = prepare(config, start_world(config.runtime))
+    tried, sample = {}, run.engine.dry_run
+
+    def counted(prompts, sampling):
+        is_rollout = sampling == run.sampling
+        tried["rollout" if is_rollout else "greedy" if sampling.is_greedy else "samples"] = len(prompts)
+        assert sampling.max_completion_length == (12 if is_rollout else longest)
+        sample(prompts, sampling)
+
+    run.engine.dry_run = counted
+    try:
+        try_largest_step(run, run.problems.problems)
+        assert tried == rows
+    finally:
+        run.close()
+
+
+# --- memory that is short
+
+
+LIMITED = """
+import os, resource, sys
+sys.path.insert(0, {root!r})
+import grpo.run.memory, grpo.run.prepare, train_grpo
+try_largest_step = grpo.run.memory.try_largest_step
+
+def under_a_limit(run, problems):
+    if os.environ.get("RANK", "0") == {rank!r}:
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + {mib} * 2**20, resource.RLIM_INFINITY))
+    return try_largest_step(run, problems)
+
+grpo.run.prepare.try_largest_step = under_a_limit
+sys.exit(train_grpo.main(sys.argv[1:]))
+"""
+
+
+def run_with(mib: int, *arguments: str, tmp_path, rank: int = 0, ranks: int = 1):
+    """A run whose memory may grow by so many MiB from the start of the try."""
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED.format(root=str(ROOT), mib=mib, rank=str(rank)))
+    # Only tensors shall count towards the limit: no holes in the heap (large allocations get pages of their own and return them), no
+    # arenas of threads, none of the kernels that oneDNN caches for every shape (150 MiB in a rollout).
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    env |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, str(script), *arguments, "runtime.try_largest_step=true", "runtime.threads_per_rank=1"],
+        capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=env,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory):
+    return save_random_model(tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
+
+
+def long_run(model, output, *more: str) -> list[str]:
+    """64 completions of 400 tokens a step."""
+    return [
+        *small_run(model, output),
+        "rollout.prompts_per_step=8",
+        "rollout.num_generations=8",
+        "rollout.max_completion_length=400",
+        "optim.max_steps=1",
+        "eval.before_training=false",
+        "data.max_eval_samples=1",
+        "logging.log_completions=0",  # pyarrow reserves a GiB of addresses
+        *more,
+    ]
+
+
+def refused(done) -> str:
+    """The message of the one line of error."""
+    assert done.returncode == 2, done.stderr[-3000:]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr
+    return line.removeprefix("error: the largest possible step does not fit in memory: ")
+
+
+def chosen(done, key: str) -> list[str]:
+    """The values that the run chose for a key because the default did not fit."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the largest possible step was tried in " in done.stdout
+    return re.findall(rf"^note      {key}=.* is too much .*; using {key}=(\d+), with the same", done.stdout, re.M)
+
+
+def state_of(output, step: int) -> dict:
+    return json.loads((output / f"checkpoint-{step}" / "trainer" / "state.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_default_that_does_not_fit_is_lowered(tmp_path, long_model):
+    """Continued, with more memory, the run keeps the value: its bits are those of a run that was not interrupted."""
+    output = tmp_path / "run"
+    arguments = [*long_run(long_model, output), "algorithm.beta=0.0", "optim.max_steps=2", "checkpoint.save_steps=1"]
+    (value,) = chosen(run_with(60, *arguments, tmp_path=tmp_path), "optim.tokens_per_microbatch")
+    assert 800 < int(value) < 16384 and state_of(output, 2)["tokens_per_microbatch"] == int(value)
+    whole = results_of(output, 2)
+    shutil.rmtree(output / "checkpoint-2")
+    continued = run_with(4000, *arguments, tmp_path=tmp_path)
+    assert not chosen(continued, "optim.tokens_per_microbatch") and "step 2/2" in continued.stdout
+    assert results_of(output, 2) == whole
+    shutil.rmtree(output / "checkpoint-2")  # the value itself may be set, another one may not
+    same = run_with(4000, *arguments, f"optim.tokens_per_microbatch={value}", tmp_path=tmp_path)
+    assert same.returncode == 0, same.stderr[-3000:]
+    shutil.rmtree(output / "checkpoint-2")
+    other = run_with(4000, *arguments, "optim.tokens_per_microbatch=900", tmp_path=tmp_path)
+    assert other.returncode == 2 and "optim.tokens_per_microbatch: checkpoint 16384, now 900" in other.stderr
+
+
+@pytest.mark.slow
+def test_all_ranks_choose_the_same_value(tmp_path, long_model):
+    arguments = long_run(long_model, tmp_path / "run", "algorithm.beta=0.0")
+    (value,) = chosen(run_with(60, *arguments, tmp_path=tmp_path, ranks=2, rank=1), "optim.tokens_per_microbatch")
+    assert 800 < int(value) < 16384
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bound", "mib"), [("null", 220), ("80000", 180)])
+def test_a_rollout_too_large(tmp_path, bound, mib):
+    """A limit that the user set is refused; without one, one is chosen. Measured: 40,000 tokens need up to 140 MiB, 80,000 need 240."""
+    model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
+    arguments = long_run(
+        model, tmp_path / "run", "rollout.prompts_per_step=32", "optim.tokens_per_microbatch=1000",
+        "algorithm.beta=0.0", f"rollout.tokens_in_flight={bound}",
+    )  # fmt: skip
+    first = run_with(mib, *arguments, tmp_path=tmp_path)
+    if bound == "null":
+        (value,) = chosen(first, "rollout.tokens_in_flight")
+        assert 800 < int(value) < 105984 and state_of(tmp_path / "run", 1)["tokens_in_flight"] == int(value)
+        return
+    told = refused(first)
+    found = re.fullmatch(
+        r"rollout\.tokens_in_flight=80000 is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
+        told,
+    )
+    assert found and 800 < int(found[1]) < 80000, told
+    done = run_with(mib, *arguments, f"rollout.tokens_in_flight={found[1]}", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the largest possible step was tried in " in done.stdout and "step 1/1" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_evaluation_too_large(tmp_path):
+    """A small rollout and long completions of an evaluation, whose cache would be 200 MiB: the tokens in flight are limited."""
+    model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
+    more = [
+        "data.max_eval_samples=128",
+        "eval.max_completion_length=800",
+        "rollout.max_completion_length=16",
+        "algorithm.beta=0.0",
+    ]
+    arguments = long_run(model, tmp_path / "run", *more)
+    (value,) = chosen(run_with(120, *arguments, tmp_path=tmp_path), "rollout.tokens_in_flight")
+    assert 800 < int(value) < 128 * 814
+    told = refused(
+        run_with(120, *arguments, f"output_dir={tmp_path}/other", "rollout.tokens_in_flight=100000", tmp_path=tmp_path)
+    )
+    assert re.fullmatch(
+        r"rollout\.tokens_in_flight=100000 is too much for completions of 800 tokens after prompts of 14; \d+ fits",
+        told,
+    )
+
+
+@pytest.mark.slow
+def test_not_even_one_fits(tmp_path, long_model):
+    arguments = long_run(long_model, tmp_path / "run", "rollout.tokens_in_flight=500")
+    told = refused(run_with(3, *arguments, tmp_path=tmp_path))
+    assert told.startswith("not even one completion of 400 tokens after a prompt of 14 can be trained on: lower")
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_where_memory_is_short_on_one(tmp_path, long_model):
+    arguments = long_run(long_model, tmp_path / "run", "algorithm.beta=0.0")
+    done = run_with(60, *arguments, "optim.tokens_per_microbatch=16384", tmp_path=tmp_path, ranks=2, rank=1)
+    assert done.returncode != 0
+    (found,) = re.findall(
+        r"^error: the largest possible step does not fit .*tokens_per_microbatch=16384 .*; (\d+) fits$",
+        done.stderr,
+        re.M,
+    )
+    more = f"optim.tokens_per_microbatch={found}"
+    done = run_with(60, *arguments, more, tmp_path=tmp_path, ranks=2, rank=1)
+    assert done.returncode == 0 and "step 1/1" in done.stdout, done.stderr[-3000:]
+
+
+def test_out_of_memory_errors_are_recognised():
+    for ask in (lambda: torch.empty(1 << 50, dtype=torch.uint8), lambda: bytearray(1 << 62)):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            ask()
+        assert is_out_of_memory(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert not is_out_of_memory(caught.value)

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT, run_trainer, small_run
 
 from grpo.algorithm.advantages import Scores
-from grpo.run.state import check_not_negative
+from grpo.run.step import check_not_negative
 
 
 def test_a_negative_reward_is_named_with_its_step_and_its_parts():

@@ -6,8 +6,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Given:
-    """Python objects of a program that calls :func:`grpo.train`, in place of those that the configuration names."""
+class Objects:
+    """Python objects of a program that calls :func:`grpo.train`, in place of what the configuration names."""
 
     rewards: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Functions, by their name in ``reward.functions``."""
