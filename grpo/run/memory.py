@@ -19,7 +19,7 @@ import torch
 
 from grpo.algorithm.batch import AllowedTokens, Batch, Completion, Group, Problem, collate, microbatch_rows
 from grpo.checkpoint.saver import CHOSEN
-from grpo.distributed import World, abandon_pass, gradient_sync
+from grpo.distributed import abandon_pass, gradient_sync
 from grpo.evaluation.collect import ROWS_PER_CALL, eval_sampling
 from grpo.rollout import SamplingParams, sampling_weights, split_into_waves
 from grpo.run.state import Run
@@ -40,13 +40,12 @@ def try_largest_step(run: Run, problems: Sequence[Problem]) -> str:
         torch.cuda.reset_peak_memory_stats(world.device)
     samples = run.config.rollout.engine == "builtin"
     with world.timed("largest step", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
-        pool = 0
         # Under FSDP weights are gathered by all ranks together, before any of them may run out of memory.
         gathers = samples and run.is_sharded
         with sampling_weights(run.engine, world) if gathers else contextlib.nullcontext():
             for kind in _kinds_of_sampling(run, longest_first) if samples else ():
-                pool = max(pool, _try_sampling(run, *kind))
-        tokens = _try_update(run, longest_first, pool)
+                _try_sampling(run, *kind)
+        tokens = _try_update(run, longest_first)
     line = f"memory    the largest possible step was tried in {seconds['largest step']:.1f} s: {tokens} tokens at once"
     if is_cuda:
         peak = float(world.max(torch.tensor(torch.cuda.max_memory_allocated(world.device)))) / 2**30
@@ -80,19 +79,13 @@ def _kinds_of_sampling(run: Run, longest_first: Sequence[Problem]) -> list[tuple
     return [kind for kind in kinds if kind[1]]
 
 
-def _try_sampling(run: Run, sampling: SamplingParams, rows: Prompts, section: str) -> int:
-    """Sample the first rows that are in memory at once; returns the bytes of the memory pool of CUDA graphs."""
+def _try_sampling(run: Run, sampling: SamplingParams, rows: Prompts, section: str) -> None:
+    """Sample the first rows that are in memory at once."""
     L, T, wanted = len(rows[0]), sampling.max_completion_length, run.sampling.tokens_in_flight
     bound = most = min(wanted or len(rows) * (L + T), len(rows) * (L + T))
     while True:
         wave = rows[split_into_waves(rows, replace(sampling, tokens_in_flight=bound))[0]]
-        pool = _graph_pool(run, sampling, len(wave), L)
-
-        def sample(wave: Prompts = wave, pool: int = pool) -> None:
-            _held = _adam_averages(run), torch.empty(pool, dtype=torch.uint8, device=run.world.device)
-            run.engine.dry_run(wave, sampling)
-
-        if _fits(run.world, sample):
+        if _fits(run, partial(run.engine.dry_run, wave, sampling)):
             break
         if len(wave) == 1:
             key = f"{section}.max_completion_length"
@@ -100,21 +93,10 @@ def _try_sampling(run: Run, sampling: SamplingParams, rows: Prompts, section: st
         bound //= 2
     if bound < most:
         _choose(run, "rollout.tokens_in_flight", wanted or "null", T, L, bound)
-    return pool
 
 
-def _graph_pool(run: Run, sampling: SamplingParams, num_rows: int, longest_prompt: int) -> int:
-    """About the bytes that CUDA graphs hold after a rollout: tensors of vocabulary size, or attention scores."""
-    if not run.may_capture:
-        return 0
-    config = run.policy.model.config.get_text_config()
-    drawing = config.vocab_size * (46 if sampling.is_filtered else 20)
-    attention = 14 * config.num_attention_heads * (longest_prompt + sampling.max_completion_length)
-    return num_rows * max(drawing, attention)
-
-
-def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
-    """Forward and backward of the heaviest micro-batches, beside the ``pool`` bytes of CUDA graphs; its tokens."""
+def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
+    """Forward and backward of the heaviest micro-batches; returns the tokens of the largest."""
     config, r, packed = run.config, run.config.rollout, run.bare_scorer.packed
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
     P = r.prompts_per_step // run.world.size // config.algorithm.num_minibatches
@@ -129,7 +111,7 @@ def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
         parts = [(batch, microbatch_rows(batch, bound, packed=packed)) for batch in batches]
         heaviest = [max(map(batch.select, rows), key=lambda micro: _tokens(micro, packed)) for batch, rows in parts]
         several, tokens = any(len(rows) > 1 for _, rows in parts), max(_tokens(micro, packed) for micro in heaviest)
-        if all(_fits(run.world, partial(_update, run, micro, pool, several)) for micro in heaviest):
+        if all(_fits(run, partial(_update, run, micro, several)) for micro in heaviest):
             break
         if max(map(len, heaviest)) == 1:
             raise ValueError(
@@ -159,10 +141,9 @@ def _tokens(micro: Batch, packed: bool) -> int:
     return sum(prompts.values()) + int(micro.completion_mask_BT.sum())
 
 
-def _update(run: Run, micro: Batch, pool: int, is_one_of_several: bool) -> None:
+def _update(run: Run, micro: Batch, is_one_of_several: bool) -> None:
     """Forward and backward as in an update: from the second micro-batch on, gradients are added to those in memory."""
     world, scorer = run.world, run.scorer if run.is_sharded else run.bare_scorer  # DDP would reduce the gradients
-    _held = _adam_averages(run), torch.empty(pool, dtype=torch.uint8, device=world.device)
     inputs = [tensor.to(world.device) for tensor in micro.scorer_inputs]
     try:
         for is_last in (False, True) if is_one_of_several else (True,):
@@ -179,23 +160,19 @@ def _update(run: Run, micro: Batch, pool: int, is_one_of_several: bool) -> None:
         run.optimizer.zero_grad(set_to_none=world.is_alone or run.is_sharded)
 
 
-def _adam_averages(run: Run) -> list[torch.Tensor]:
-    """Tensors of the size of Adam's two averages; none if the optimizer has its averages already."""
-    if run.optimizer.state:
-        return []
-    return [torch.empty_like(p) for p in run.policy.model.parameters() if p.requires_grad for _ in range(2)]
-
-
-def _fits(world: World, attempt: Callable[[], None]) -> bool:
-    """True if the attempt runs on all ranks without running out of memory; the same answer on all."""
-    ran_out = False
+def _fits(run: Run, attempt: Callable[[], None]) -> bool:
+    """True if the attempt, beside Adam's averages, runs on all ranks without running out of memory; the same on all."""
+    ran_out, averages, world = False, [], run.world
     with world.fail_together():
         try:
+            trained = [] if run.optimizer.state else [p for p in run.policy.model.parameters() if p.requires_grad]
+            averages += [torch.empty_like(p) for p in trained for _ in range(2)]
             attempt()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             ran_out = True
+        averages.clear()
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ from grpo.rollout.cuda_graphs import CUDAGraphRunner, FixedWidthCache
 from grpo.rollout.engine import BuiltinEngine
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.weights import copies_of, in_place_of
-from grpo.run.memory import largest_step
+from grpo.run import memory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 gpu, gpu_common = (importlib.import_module(name) for name in ("gpu", "gpu_common"))
@@ -77,8 +77,8 @@ def plant(mistake):
                     state["exp_avg"].zero_()
 
             checkpoint.restore = forgetful
-        case "short_rehearsal":  # the memory dry run leaves out the update
-            largest_step._update = lambda *_, **__: None
+        case "short_rehearsal":  # the try of the largest step leaves out the update
+            memory._update = lambda *_, **__: None
 
 
 def goes_on(folder, *, limit_s, arguments):

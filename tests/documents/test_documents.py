@@ -89,6 +89,10 @@ def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def tables_of(text: str) -> str:
+    return "|".join(line for line in without_code(text).splitlines() if line.startswith("|"))
+
+
 def test_links_to_headings_lead_somewhere():
     links = [
         (path, target, anchor)
@@ -292,22 +296,27 @@ def test_the_readmes_figures_are_those_of_the_benchmark():
             assert f"with {1 / memory:.0%}" in text, entry["setting"]
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+def test_the_readme_is_short_and_documents_are_narrow():
+    """Prose is at most 140 wide, a cell of a table 200."""
+    for path in DOCS:
+        prose = [line for line in without_code(path.read_text()).splitlines() if not line.startswith(("|", "  <img"))]
+        assert all(len(line) <= 140 for line in prose if "](" not in line or len(line.split()) > 1), path.name
+        assert all(len(cell) <= 200 for cell in re.findall(r"[^|]+", tables_of(path.read_text()))), path.name
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 def test_functions_of_the_code_tour_and_of_the_formulas_exist():
     """``room.name`` and ``room.module.Class.method`` in grpo/, ``name`` in the page."""
     import train_grpo
 
-    tour = (ROOT / "README.md").read_text().split("## What happens in one step")[1].split("\n## ")[0]
+    tour = (ROOT / "docs" / "algorithm.md").read_text().split("## What happens in one step")[1]
     rows = re.findall(r"^\| \d+ \|.*", tour, re.MULTILINE)
     assert len(rows) == 10
     page = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
     assert page >= {"update", "with_old_and_ref_logprobs"} and all(hasattr(train_grpo, name) for name in page), page
     documents = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("algorithm", "library")]
     found = 0
-    for dotted in re.findall(r"`([a-z_]+\.[A-Za-z_][\w.]*)", "\n".join([tour, *documents])):
+    for dotted in re.findall(r"`([a-z_]+\.[A-Za-z_][\w.]*)", "\n".join(documents)):
         room = dotted.split(".")[0]
         is_room = (ROOT / "grpo" / f"{room}.py").exists() or (ROOT / "grpo" / room / "__init__.py").exists()
         if is_room and dotted not in {*keys_of(Config), "config.yaml"}:  # data.Schedule is a class, data.dataset a key
@@ -330,8 +339,8 @@ def exists(dotted: str) -> bool:
     return True
 
 
-def test_every_room_is_in_the_readmes_list():
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## Where things are")[1].split("```")[1]
+def test_every_room_is_in_the_list_for_contributors():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Where things are")[1].split("```")[1]
     parts = [p for p in (ROOT / "grpo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
     names = {p.name + "/" * p.is_dir() for p in parts} - {"__init__.py"}
     listed = text.split("\ngrpo/ ")[1]
