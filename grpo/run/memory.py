@@ -118,6 +118,7 @@ def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
                 f"{DOES_NOT_FIT}not even one completion of {T} tokens after a prompt of {L} can be trained on: lower "
                 "rollout.max_completion_length, set model.gradient_checkpointing=true, or take a smaller model"
             )
+        bound //= 2
         while bound >= tokens:  # a larger bound would give the same micro-batch again
             bound //= 2
     if bound < run.tokens_per_microbatch:
