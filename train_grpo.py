@@ -33,8 +33,7 @@ from grpo.run.step_metrics import add_microbatch, count_reward_failures, report_
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
 from grpo.telemetry.profile import finish_profiler, start_profiler
-from grpo.telemetry.terminal import survive_lost_readers
-from grpo.telemetry.user_errors import exit_with_user_error
+from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
 
 DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
 """The configuration without ``--config``."""

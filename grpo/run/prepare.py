@@ -34,9 +34,8 @@ from grpo.run.models import any_forward, build_models
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
-from grpo.telemetry.environment import environment, record_start
+from grpo.telemetry.records import environment, record_start
 from grpo.telemetry.reporter import Reporter
-from grpo.telemetry.tensorboard_logger import check_tensorboard
 from grpo.vllm import build_engine
 
 
@@ -59,7 +58,6 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
     ignore_save_signal()
     check_world_size(config, world.size, num_machines=world.num_machines)
     with world.fail_together():
-        check_tensorboard(config)
         if config.uses_lora:
             load_peft()
         if config.model.adapter is not None:

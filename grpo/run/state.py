@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -177,7 +176,6 @@ class Run:
             return {}
         # tokens_in_flight may be one that a dry run chose
         sampling = replace(eval_sampling(self.config), tokens_in_flight=self.sampling.tokens_in_flight)
-        started = time.perf_counter()
         total = len(self.world.own_rows(self.eval_problems)) * (1 if sampling.is_greedy else 2)
         with self.sampling_weights(), self.reporter.bar("evaluation", total, "problem") as bar:
             evaluation = evaluate(
@@ -190,7 +188,6 @@ class Run:
                 step=0,  # the same seeds in each evaluation, so that metrics differ by the weights alone
                 on_problems=bar.update,
             )
-        self.reporter.time_left.evaluation_s = time.perf_counter() - started
         self.reporter.intervals(step, evaluation.intervals)
         if unscored := evaluation.num_unscored:
             self.reporter.print(

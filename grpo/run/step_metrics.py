@@ -15,13 +15,11 @@ from torch import Tensor
 from grpo.algorithm.advantages import Scores, has_equal_rewards
 from grpo.algorithm.batch import Batch, Group
 from grpo.algorithm.corrections import off_policy_mask, sampler_weights
-from grpo.algorithm.loss import importance_ratio
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.rewards import RewardResult
 from grpo.run.state import Run
 from grpo.system import UserError
 from grpo.telemetry.accumulator import Accumulator
-from grpo.telemetry.histograms import RATIO_EDGES, ratio_histogram
 from grpo.telemetry.samples import sample_records
 
 
@@ -56,7 +54,7 @@ def count_reward_failures(run: Run, result: RewardResult | None, metrics: Accumu
 def add_microbatch(
     run: Run, metrics: Accumulator, micro: Batch, new_BT: Tensor, old_BT: Tensor, entropy_BT: Tensor, first_pass: bool
 ) -> None:
-    """Add one micro-batch's entropy, importance ratios (for dashboards), and difference between sampled and scored log-probs.
+    """Add one micro-batch's entropy, and the difference between sampled and scored log-probs.
 
     Args:
         new_BT, old_BT: ``[B, T]`` log-probs of the loss, nats.
@@ -69,9 +67,6 @@ def add_microbatch(
         difference_BT = (scored_BT - micro.sampling_logprobs_BT).abs() * counted_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), counted_BT.sum())
     add_corrections(algorithm, metrics, micro, new_BT, old_BT)
-    if run.config.logging.has_dashboards:
-        ratio_BT = importance_ratio(new_BT, old_BT, micro.loss_mask_BT, algorithm.importance_level)
-        metrics.add("ratio_histogram", ratio_histogram(ratio_BT, micro.loss_mask_BT))
 
 
 def add_corrections(
@@ -159,7 +154,6 @@ def report_details(run: Run, groups: list[Group], batch: Batch, all_scores: Scor
             reporter.histogram("reward", all_scores.rewards_PG)
             reporter.histogram("advantage", all_advantages_PG)
             reporter.histogram("length", lengths_PG)
-            reporter.histogram("ratio", (metrics.histograms["ratio_histogram"], RATIO_EDGES))
     # Under FSDP all ranks score: a forward pass is a collective. Only the main rank's records are written.
     scores = reporter.is_due(step) if run.is_sharded else reporter.is_logged(step)
     if run.config.logging.log_completions and scores:
