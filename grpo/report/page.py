@@ -1,7 +1,8 @@
 """Builds the report: one HTML file that holds the runs as JSON and a script that shows them.
 
-The text of completions is not trusted, and no HTML parser reads it: in the JSON every character that could end the script element is
-escaped, the script fills text nodes only, and the page's Content Security Policy forbids the network and any other script.
+The text of completions is not trusted, and no HTML parser reads it: in the JSON every character that could end the
+script element is escaped, the script fills text nodes only, and the page's Content Security Policy forbids the network
+and any other script.
 """
 
 import base64
@@ -47,7 +48,7 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
         "DATA": embed(data),
         "SCRIPT": script,
     }
-    # Not str.format or repeated replace: if a part contains the name of another part, such as @@DATA@@, it stays as it is.
+    # Not str.format or repeated replace: a part may contain the name of another part, such as @@DATA@@.
     pieces = _template("page.html").split("@@")
     assert len(pieces) % 2 == 1
     whole = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
@@ -55,7 +56,7 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
 
 
 def embed(data: Any) -> str:
-    """JSON that is safe inside a script element, whatever strings it contains: ASCII, without ``<``, ``>`` and ``&``."""
+    """JSON that is safe inside a script element: ASCII, without ``<``, ``>`` and ``&``."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -1,4 +1,4 @@
-"""The report in a real browser, used with clicks and keys. Needs Chromium (``apt-get install chromium``) and playwright."""
+"""The report in a real browser, used with clicks and keys. Needs Chromium and playwright."""
 
 import os
 import re
@@ -144,25 +144,6 @@ def test_charts_show_all_runs_and_a_cursor_moves_with_the_keys(page):
     assert "1000" in figure.locator("svg text").all_text_contents()
 
 
-def test_smoothing_and_a_logarithmic_axis(page):
-    figure, kl = page.locator("figure[data-chart='reward']"), page.locator("figure[data-chart='kl']")
-    page.get_by_label("Smoothing").fill("0.5")
-    assert figure.locator("path").count() == 4, "the curve as it is stays, pale, behind the smoothed one"
-    assert figure.locator("path").first.get_attribute("stroke-opacity") == "0.25"
-    # Rewards 0.1 and 0.2 with weights 0.5 ** 2 and 0.5, divided by the sum of the weights: 0.125 / 0.75
-    figure.locator("svg").focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    assert "first 0.2000 (smoothed 0.1667)" in figure.locator("output").inner_text()
-    assert "step 2: first 0.0200" in kl.locator("output").inner_text(), "the cursor is at the same step in all charts"
-    page.get_by_label("Smoothing").fill("0")
-    page.get_by_label("Log axis").check()
-    assert "log" in figure.locator("h3").inner_text()
-    assert figure.locator("svg text").all_text_contents()[:4] == ["0.1", "0.2", "0.5", "1"]
-    penalty = page.locator("figure[data-chart='eval/rewards/penalty'] h3")
-    assert penalty.text_content().endswith("linear: has values below 0")
-
-
 @pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
 def test_the_result_and_the_reward_are_on_the_first_screen(browser, tmp_path, size):
     path = tmp_path / "report.html"
@@ -192,7 +173,7 @@ def test_the_result_and_the_reward_are_on_the_first_screen(browser, tmp_path, si
 
 def test_the_open_page_follows_a_run(browser, tmp_path, random_model, monkeypatch):
     """A real run is trained and watched while the page is open."""
-    monkeypatch.setattr("grpo.report.__main__.RELOAD_S", 2)
+    monkeypatch.setattr("grpo.commands.report.RELOAD_S", 2)
     run = tmp_path / "run"
     arguments = [*small_run(random_model, run), "optim.max_steps=24", "checkpoint.save_steps=8"]
     with subprocess.Popen(
@@ -276,18 +257,6 @@ def test_a_phone_and_both_schemes(browser, address, scheme):
         assert min(widths) > 80, "a value is readable beside a long key"
         page.get_by_role("button", name="Tokens").first.tap()
         assert page.locator(".token").first.is_visible()
-
-
-def test_controls_have_labels_and_are_not_printed(page):
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Skip to the curves"
-    unlabelled = page.locator("input:visible, select:visible, button:visible").evaluate_all(
-        "nodes => nodes.filter(n => !(n.textContent.trim() || n.getAttribute('aria-label') || n.labels && n.labels.length)).length"
-    )
-    assert unlabelled == 0
-    page.emulate_media(media="print")
-    assert not page.get_by_role("button", name="Next page").is_visible()
-    assert page.locator("figure[data-chart='reward'] svg").is_visible()
 
 
 def test_empty_and_single_runs_open_too(browser, tmp_path):
