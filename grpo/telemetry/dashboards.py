@@ -1,5 +1,6 @@
 """wandb and TensorBoard: metrics, histograms and some completions of a run. Imported only if they are switched on."""
 
+import os
 import shlex
 import textwrap
 from collections.abc import Callable
@@ -40,6 +41,7 @@ class Wandb:
     def __init__(
         self, config: Config, run_id: str | None, environment: dict[str, Any], print_line: Callable[[str], None]
     ):
+        os.environ.setdefault("WANDB_HTTP_TIMEOUT", "8")  # before each table, training waits for the server's answer
         import wandb
 
         self._wandb, logging = wandb, config.logging

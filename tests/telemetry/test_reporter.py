@@ -1,4 +1,4 @@
-"""What a run shows and writes: lines on the console, hints, metrics.jsonl and intervals.jsonl, on the main rank only."""
+"""The reporter: lines on the console, hints, metrics.jsonl and intervals.jsonl, on the main rank only."""
 
 import contextlib
 import fcntl

@@ -19,7 +19,8 @@ def record(**changes):
     return {
         "step": 3, "problem": 7, "prompt": "2+2", "answer": "4", "completion": "4",
         "rewards": {"a": math.nan, "b/c": 1.5}, "reward": 1.5, "advantage": -0.5, "length": 2, "finished": True,
-        "token_ids": [22, 5], "tokens": ["4", NASTY], "logprobs": [-0.5, -2.0], "updated_logprobs": [-0.25, -1.0], "ref_logprobs": None,
+        "token_ids": [22, 5], "tokens": ["4", NASTY], "logprobs": [-0.5, -2.0], "updated_logprobs": [-0.25, -1.0],
+        "ref_logprobs": None,
     } | changes  # fmt: skip
 
 
@@ -56,7 +57,8 @@ def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, ra
 
 def test_the_log_probs_are_those_of_the_policy_before_and_after_the_step(tmp_path, random_model):
     run_trainer(
-        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=5", "algorithm.beta=0.1"
+        *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=5",
+        "algorithm.beta=0.1",
     )  # fmt: skip
     records = read_samples(tmp_path / "run" / "completions" / "step_000001.parquet")
     assert len(records) == 5
