@@ -15,7 +15,7 @@ from wandb_files import wandb_records
 from grpo.telemetry.samples import read_samples
 
 COMMAND = "wandb     offline; send this run with: wandb sync "
-NO_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "x" * 40}
+NO_KEY = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "", "HOME": "/nowhere", "NETRC": "/dev/null"}
 
 
 def offline_records(output):
@@ -103,10 +103,10 @@ def test_a_run_without_the_package_goes_on(tmp_path, random_model):
 def test_without_a_server_a_run_goes_on_offline_and_a_resumed_run_keeps_its_id(tmp_path, random_model):
     output = tmp_path / "run"
     arguments = [*small_run(random_model, output), "checkpoint.save_steps=2", "logging.wandb=online"]
-    done = run_trainer(*arguments, "optim.max_steps=3", env=NO_SERVER, timeout=150)
+    done = run_trainer(*arguments, "optim.max_steps=3", env=NO_KEY, timeout=150)
     assert "warning: wandb online failed" in done.stdout and "going on offline" in done.stdout
     shutil.rmtree(output / "checkpoint-3")  # as if the run had been killed after its third step
-    run_trainer(*arguments, "optim.max_steps=4", "checkpoint.accept_changes=true", env=NO_SERVER, timeout=150)
+    run_trainer(*arguments, "optim.max_steps=4", "checkpoint.accept_changes=true", env=NO_KEY, timeout=150)
     run_id = json.loads((output / "checkpoint-4" / "trainer" / "state.json").read_text())["wandb_run_id"]
     assert len(list((output / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))) == 2
     history = offline_records(output)[0]
