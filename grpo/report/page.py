@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 from grpo.report.read import (
@@ -71,20 +72,17 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
     thinned = every_nth(steps, stride)
     names = dict.fromkeys(key for line in steps for key in line if key != "step" and not key.startswith("eval/"))
     evaluated = evaluations(run)
-    seconds, clock = 0.0, {}
-    for line in steps:
-        seconds += (line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0)
-        clock[line["step"]] = _short(seconds)
+    seconds = list(accumulate((line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0) for line in steps))
     hints = Hints()
     thinning = [f"Curves show every {stride}th of {len(steps)} steps."] if stride > 1 else []
     return {
         "name": name,
         "status": "complete" if run.is_complete else "still running, or ended early",
         "last_step": run.metrics[-1]["step"] if run.metrics else 0,
-        "seconds": seconds,
+        "seconds": seconds[-1] if seconds else 0.0,
         "steps": [line["step"] for line in thinned],
         "series": {key: [_short(line.get(key)) for line in thinned] for key in names},
-        "clock": [clock[line["step"]] for line in thinned],
+        "clock": [_short(value) for value in every_nth(seconds, stride)],
         "eval_steps": [line["step"] for line in evaluated],
         "eval_series": {key: [line.get(key) for line in evaluated] for key in evaluation_names(run)},
         "comparison": before_and_after(run),
