@@ -2,9 +2,6 @@
 
 import html.parser
 import json
-import signal
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, small_run
@@ -105,19 +102,6 @@ def test_the_command_writes_a_file_or_prints_one_line_about_the_error(tmp_path, 
     assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")
     assert main([one, two, "--output", str(tmp_path / "new" / "both.html")]) == 0
     assert "both.html: 2 run(s)" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_watching_ends_at_ctrl_c_with_a_page_that_no_longer_reloads_itself(tmp_path):
-    folder = write_run(tmp_path / "one")
-    command = [sys.executable, "-m", "grpo.report", str(folder), "--watch"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as watching:
-        assert "follows the run" in watching.stdout.readline()
-        assert '"reload_s":5' in (folder / "report.html").read_text()
-        watching.send_signal(signal.SIGINT)
-        assert "report.html: 1 run(s)" in watching.communicate()[0]
-    assert watching.returncode == 0
-    assert '"reload_s":null' in (folder / "report.html").read_text()
 
 
 def test_max_samples_keeps_evenly_spaced_steps_and_the_last(tmp_path):
