@@ -33,8 +33,7 @@ from grpo.run.prepare import prepare
 from grpo.run.state import Run
 from grpo.run.step import Step, count_reward_failures, run_step, score
 from grpo.telemetry.console import evaluation_table
-from grpo.telemetry.terminal import survive_lost_readers
-from grpo.telemetry.user_errors import exit_with_user_error
+from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
 
 DEMO = Path(__file__).parent / "configs" / "tiny_arithmetic.yaml"
 """The configuration without ``--config``."""

@@ -28,8 +28,7 @@ from grpo.rewards import RewardRunner
 from grpo.rewards.scores import score_groups
 from grpo.rollout import Engine, SamplingParams, check_sampling
 from grpo.system import printable
-from grpo.telemetry.terminal import end_without_reader
-from grpo.telemetry.user_errors import print_user_error
+from grpo.telemetry.terminal import end_without_reader, print_user_error
 from grpo.vllm import build_engine
 
 

@@ -16,8 +16,7 @@ from grpo.config import KEYS_EPILOG, Config, load_config
 from grpo.data import ProblemSet, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
 from grpo.system import printable
-from grpo.telemetry.terminal import end_without_reader
-from grpo.telemetry.user_errors import print_user_error
+from grpo.telemetry.terminal import end_without_reader, print_user_error
 
 NUM_PROMPTS = 3
 MAX_VALUE_LENGTH = 200

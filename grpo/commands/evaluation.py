@@ -34,6 +34,7 @@ from grpo.distributed import OtherRankFailed, World, start_world
 from grpo.evaluation.collect import Evaluation, ProblemResult, check_eval_context, eval_sampling, evaluate
 from grpo.evaluation.estimate import CompletionResult
 from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
+from grpo.evaluation.intervals import LEVEL
 from grpo.model import Policy, load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code import check_rows
@@ -41,10 +42,8 @@ from grpo.rewards.scores import messages_warning
 from grpo.rollout import Engine, check_sampling, sampling_weights, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
-from grpo.telemetry.intervals import LEVEL
-from grpo.telemetry.metrics_file import json_safe
-from grpo.telemetry.terminal import survive_lost_readers
-from grpo.telemetry.user_errors import exit_with_user_error
+from grpo.telemetry.records import json_safe
+from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
 from grpo.vllm import build_engine
 
 INTERVAL_METHOD = (

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from grpo.checkpoint import format as checkpoint
 from grpo.model import is_adapter, write_merged
-from grpo.telemetry.terminal import survive_lost_readers
-from grpo.telemetry.user_errors import print_user_error
+from grpo.telemetry.terminal import print_user_error, survive_lost_readers
 
 
 def main(argv: list[str]) -> int:

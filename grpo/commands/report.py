@@ -9,8 +9,7 @@ from grpo.report.figures import write_figures
 from grpo.report.page import build_page
 from grpo.report.read import RunData, read_run
 from grpo.system import write_atomically
-from grpo.telemetry.terminal import survive_lost_readers
-from grpo.telemetry.user_errors import print_user_error
+from grpo.telemetry.terminal import print_user_error, survive_lost_readers
 
 RELOAD_S = 5
 """Seconds between two looks at the run with ``--watch``, and between two reloads of the open page."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from grpo.telemetry.intervals import Z, wilson
+from grpo.evaluation.intervals import Z, wilson
 
 
 @dataclass(frozen=True)

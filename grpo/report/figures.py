@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo.report.read import RunData, before_and_after
+from grpo.system import import_extra
 
 CURVES = {
     "reward": "reward",
@@ -18,12 +19,8 @@ CURVES = {
 
 
 def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
-    """Write one PNG per curve, with all runs, and one of the accuracies before and after with intervals; returns the paths."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--figures needs matplotlib: pip install -e '.[plots]'") from None
-    matplotlib.use("Agg")
+    """Write one PNG per curve, with all runs, and one of the accuracies before and after; returns the paths."""
+    import_extra("matplotlib", "plots", needed_by="--figures").use("Agg")
     from matplotlib import pyplot
 
     folder = Path(folder)

@@ -1,7 +1,8 @@
 """Builds the report: one HTML file that holds the runs as JSON and a script that shows them.
 
-The text of completions is not trusted, and no HTML parser reads it: in the JSON every character that could end the script element is
-escaped, the script fills text nodes only, and the page's Content Security Policy forbids the network and any other script.
+The text of completions is not trusted, and no HTML parser reads it: in the JSON every character that could end the
+script element is escaped, the script fills text nodes only, and the page's Content Security Policy forbids the network
+and any other script.
 """
 
 import base64
@@ -12,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 from grpo.report.read import (
@@ -47,7 +49,7 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
         "DATA": embed(data),
         "SCRIPT": script,
     }
-    # Not str.format or repeated replace: if a part contains the name of another part, such as @@DATA@@, it stays as it is.
+    # Not str.format or repeated replace: a part may contain the name of another part, such as @@DATA@@.
     pieces = _template("page.html").split("@@")
     assert len(pieces) % 2 == 1
     whole = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
@@ -55,7 +57,7 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
 
 
 def embed(data: Any) -> str:
-    """JSON that is safe inside a script element, whatever strings it contains: ASCII, without ``<``, ``>`` and ``&``."""
+    """JSON that is safe inside a script element: ASCII, without ``<``, ``>`` and ``&``."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -70,20 +72,17 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
     thinned = every_nth(steps, stride)
     names = dict.fromkeys(key for line in steps for key in line if key != "step" and not key.startswith("eval/"))
     evaluated = evaluations(run)
-    seconds, clock = 0.0, {}
-    for line in steps:
-        seconds += (line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0)
-        clock[line["step"]] = _short(seconds)
+    seconds = list(accumulate((line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0) for line in steps))
     hints = Hints()
     thinning = [f"Curves show every {stride}th of {len(steps)} steps."] if stride > 1 else []
     return {
         "name": name,
         "status": "complete" if run.is_complete else "still running, or ended early",
         "last_step": run.metrics[-1]["step"] if run.metrics else 0,
-        "seconds": seconds,
+        "seconds": seconds[-1] if seconds else 0.0,
         "steps": [line["step"] for line in thinned],
         "series": {key: [_short(line.get(key)) for line in thinned] for key in names},
-        "clock": [clock[line["step"]] for line in thinned],
+        "clock": [_short(value) for value in every_nth(seconds, stride)],
         "eval_steps": [line["step"] for line in evaluated],
         "eval_series": {key: [line.get(key) for line in evaluated] for key in evaluation_names(run)},
         "comparison": before_and_after(run),

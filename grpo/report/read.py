@@ -1,6 +1,5 @@
-"""Reads the folder of a run, also while the run goes on: half a last line, damaged files and missing values are not errors."""
+"""Reads the folder of a run, also while the run goes on."""
 
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -11,11 +10,9 @@ from typing import Any
 import yaml
 
 from grpo.config.bounded_yaml import BoundedLoader
-from grpo.system import open_regular
 from grpo.telemetry.console import is_rate, without_most_pass_at_k
-from grpo.telemetry.environment import read_starts
-from grpo.telemetry.intervals import wilson
-from grpo.telemetry.samples import count_samples, read_samples
+from grpo.telemetry.records import read_starts, read_steps
+from grpo.telemetry.samples import read_samples
 
 
 @dataclass
@@ -26,11 +23,11 @@ class RunData:
     metrics: list[dict[str, Any]]
     """One object per step, in order, each step once; values are finite numbers or None."""
     intervals: dict[int, dict[str, Any]]
-    """Step -> metric -> ``[low, high]``, as the evaluation computed them; empty for a run without ``intervals.jsonl``."""
+    """Step -> metric -> ``[low, high]``, as the evaluation computed them."""
     config: dict[str, Any]
     """Dotted key -> value."""
     starts: list[dict[str, Any]]
-    """See ``grpo.telemetry.environment``."""
+    """See ``grpo.telemetry.records``."""
     samples: list[dict[str, Any]]
     """Records of ``grpo.telemetry.samples``, by step."""
     is_complete: bool
@@ -39,14 +36,12 @@ class RunData:
 
 
 def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
-    """Read a run; of more than ``max_samples`` completions, those of every n-th step. Another folder is a ``ValueError``."""
+    """Read a run; of more than ``max_samples`` completions, those of every n-th step."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
     if not any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
         raise ValueError(f"{folder} is not a run: it has neither metrics.jsonl nor config.yaml")
     notes: list[str] = []
-    lines = _read_steps(folder / "metrics.jsonl", notes)
+    lines = _by_step(folder / "metrics.jsonl")
     metrics = [{name: _finite_or_none(value) for name, value in line.items()} for line in lines.values()]
     config = _read_config(folder / "config.yaml", notes)
     samples = _read_completions(folder / "completions", max_samples, notes)
@@ -54,43 +49,22 @@ def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
     is_complete = _has_last_step(metrics, config) and (folder / f"checkpoint-{metrics[-1]['step']}").is_dir()
     if not metrics:
         notes.append("No step has been written yet.")
-    intervals = _read_steps(folder / "intervals.jsonl", notes)
+    intervals = _by_step(folder / "intervals.jsonl")
     return RunData(name, metrics, intervals, config, read_starts(folder), samples, is_complete, notes)
 
 
 def _has_last_step(metrics: list[dict[str, Any]], config: dict[str, Any]) -> bool:
-    """True if the newest step is the last of the run by ``optim.max_steps`` or ``optim.num_epochs``; without both, any step may be."""
+    """True if the newest step is the last by ``optim.max_steps`` or ``optim.num_epochs``."""
     last = metrics[-1] if metrics else {}
     for done, total in ("step", "optim.max_steps"), ("epoch", "optim.num_epochs"):
-        if _finite_or_none(config.get(total)):
+        if config.get(total):
             return (last.get(done) or 0) >= config[total] - 1e-9  # an epoch is a sum of fractions
     return bool(metrics)
 
 
-def _read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
-    """Step -> object of a file with one JSON object per line, in the order of steps. If a step comes twice, the later line counts."""
-    try:
-        with open_regular(path) as file:
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return {}
-    steps: dict[int, dict[str, Any]] = {}
-    lines, damaged = text.split("\n"), 0
-    for line in filter(str.strip, lines):
-        try:
-            record = json.loads(line)
-            steps[int(record["step"])] = dict(record)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            RecursionError,
-        ):  # not JSON, or not an object with a step
-            damaged += line is not lines[-1]  # the last line has no line break: it may be half written
-    if damaged:
-        notes.append(f"{damaged} line(s) of {path.name} could not be read.")
-    return dict(sorted(steps.items()))
+def _by_step(path: Path) -> dict[int, dict[str, Any]]:
+    """The objects of a file by their step, in order. If a step comes twice, the later line counts."""
+    return dict(sorted({line["step"]: line for line in read_steps(path)}.items()))
 
 
 def _finite_or_none(value: Any) -> float | None:
@@ -100,9 +74,8 @@ def _finite_or_none(value: Any) -> float | None:
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        with open_regular(path) as file:
-            return dict(flat(yaml.load(file.read(), Loader=BoundedLoader)))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return dict(flat(yaml.load(path.read_bytes(), Loader=BoundedLoader)))
+    except (OSError, ValueError, yaml.YAMLError):
         notes.append("config.yaml could not be read.")
         return {}
 
@@ -117,24 +90,22 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read_completions(folder: Path, max_samples: int, notes: list[str]) -> list[dict[str, Any]]:
-    counts, records, damaged = {}, [], 0
-    for path in sorted(folder.glob("step_*.parquet")):
-        try:
-            counts[path] = count_samples(path)
-        except (OSError, ValueError):
-            damaged += 1
-    stride = math.ceil(sum(counts.values()) / max_samples) if max_samples else len(counts) + 1
-    kept = every_nth(list(counts), max(stride, 1))
+    paths, records = sorted(folder.glob("step_*.parquet")), []
+    per_step = len(_read_samples(paths[-1], [])) if paths else 0
+    kept = every_nth(paths, max(math.ceil(len(paths) * per_step / max(max_samples, 1)), 1))
     for path in kept:
-        try:
-            records += read_samples(path)
-        except (OSError, ValueError, KeyError):
-            damaged += 1
-    if damaged:
-        notes.append(f"{damaged} file(s) of completions could not be read.")
-    if len(kept) < len(counts):
-        notes.append(f"Completions of {len(kept)} of {len(counts)} steps are shown; --max-samples shows more.")
+        records += _read_samples(path, notes)
+    if len(kept) < len(paths):
+        notes.append(f"Completions of {len(kept)} of {len(paths)} steps are shown; --max-samples shows more.")
     return records
+
+
+def _read_samples(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        return read_samples(path)
+    except (OSError, ValueError):  # pyarrow's errors inherit from one of the two
+        notes.append(f"completions/{path.name} could not be read.")
+        return []
 
 
 def every_nth(items: list[Any], n: int) -> list[Any]:
@@ -154,9 +125,9 @@ def evaluation_names(run: RunData) -> list[str]:
 
 
 def before_and_after(run: RunData) -> list[dict[str, Any]]:
-    """``{name, is_rate, before, after}`` of each evaluation metric; ``before`` and ``after`` are ``{step, value, low, high}`` or None.
+    """``{name, is_rate, before, after}`` of each evaluation metric; sides are ``{step, value, low, high}`` or None.
 
-    ``before`` is the evaluation of step 0, before training. ``low`` and ``high`` are the interval (see :func:`_interval`), or None.
+    ``before`` is the evaluation of step 0, before training. ``low`` and ``high`` are the 95% interval, or None.
     """
     found = evaluations(run)
     first = found[0] if found and found[0]["step"] == 0 else None
@@ -165,7 +136,7 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
     def side(line: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
         if line is None or line.get(name) is None:
             return None
-        low, high = _interval(run, line, name)
+        low, high = run.intervals.get(line["step"], {}).get(name, (None, None))
         return {"step": line["step"], "value": line[name], "low": low, "high": high}
 
     names = evaluation_names(run)
@@ -173,7 +144,7 @@ def before_and_after(run: RunData) -> list[dict[str, Any]]:
 
 
 def reward_before_and_after(run: RunData, most: int = 10) -> dict[str, Any] | None:
-    """A row as of :func:`before_and_after`: the mean reward of the first steps and of the last, at most ``most`` of each; None for one step."""
+    """A row as of :func:`before_and_after`: the mean reward of the first and of the last steps, ``most`` at most."""
     steps = [line for line in run.metrics if line.get("reward") is not None]
     count = min(most, len(steps) // 2)
     if count == 0:
@@ -184,25 +155,5 @@ def reward_before_and_after(run: RunData, most: int = 10) -> dict[str, Any] | No
         return {"first": lines[0]["step"], "step": lines[-1]["step"], "value": mean, "low": None, "high": None}
 
     label = f"reward, mean of {count} steps"
-    return {
-        "name": "reward",
-        "label": label,
-        "is_rate": False,
-        "before": side(steps[:count]),
-        "after": side(steps[-count:]),
-    }
-
-
-def _interval(run: RunData, line: dict[str, Any], name: str) -> tuple[float | None, float | None]:
-    """The 95% interval that the evaluation computed.
-
-    For a run without ``intervals.jsonl``: Wilson's interval with one observation per problem, if ``run.json`` has their number. For
-    rates over several samples per problem this interval is too wide, because it takes each problem as one observation.
-    """
-    interval = run.intervals.get(line["step"], {}).get(name)
-    if isinstance(interval, list) and len(interval) == 2:
-        return _finite_or_none(interval[0]), _finite_or_none(interval[1])
-    problems = next((s["num_eval_problems"] for s in reversed(run.starts) if s.get("num_eval_problems")), 0)
-    if not (is_rate(name) and 0 <= line[name] <= 1 and isinstance(problems, int) and problems > 0):
-        return None, None
-    return wilson(line[name], problems)
+    sides = {"before": side(steps[:count]), "after": side(steps[-count:])}
+    return {"name": "reward", "label": label, "is_rate": False, **sides}

@@ -27,7 +27,7 @@ MAX_REWARD = 3.4028234663852886e38
 """The largest number in fp32, in which the trainer stores rewards."""
 METRICS = frozenset({
     "step", "epoch", "reward", "reward_std", "reward_group_std", "frac_reward_zero_std", "frac_unscorable", "loss",
-    "kl", "entropy", "grad_norm", "learning_rate", "ratio", "ratio_histogram", "skipped_updates", "num_tokens",
+    "kl", "entropy", "grad_norm", "learning_rate", "ratio", "skipped_updates", "num_tokens",
     "completion_tokens", "step_time", "tokens_per_second",
 })  # fmt: skip
 """Metrics of the trainer: ``log_metric`` refuses these names."""

@@ -15,12 +15,10 @@ from torch import Tensor
 from grpo.algorithm.advantages import has_equal_rewards
 from grpo.algorithm.batch import Batch, Group
 from grpo.algorithm.corrections import off_policy_mask, sampler_weights
-from grpo.algorithm.loss import importance_ratio
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.run.passes import batch_logprobs
 from grpo.run.state import Run
 from grpo.telemetry.accumulator import Accumulator
-from grpo.telemetry.histograms import RATIO_EDGES, ratio_histogram
 from grpo.telemetry.samples import sample_records
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 def add_microbatch(
     run: Run, step: Step, micro: Batch, new_BT: Tensor, old_BT: Tensor, entropy_BT: Tensor, *, is_first_pass: bool
 ) -> None:
-    """Add one micro-batch's entropy, importance ratios (for dashboards), and distance of sampled and scored log-probs.
+    """Add one micro-batch's entropy, and the difference between sampled and scored log-probs.
 
     The first pass over the batch also stores the old log-probs; later passes have the same ones, which count once.
 
@@ -46,9 +44,6 @@ def add_microbatch(
         difference_BT = (scored_BT - micro.sampling_logprobs_BT).abs() * counted_BT
         metrics.add("sampling/logprob_difference", difference_BT.sum(), counted_BT.sum())
     add_corrections(algorithm, metrics, micro, new_BT, old_BT)
-    if run.config.logging.has_dashboards:
-        ratio_BT = importance_ratio(new_BT, old_BT, micro.loss_mask_BT, algorithm.importance_level)
-        metrics.add("ratio_histogram", ratio_histogram(ratio_BT, micro.loss_mask_BT))
 
 
 def add_corrections(
@@ -122,7 +117,6 @@ def report_details(run: Run, step: Step) -> None:
             reporter.histogram("reward", step.scores.rewards_PG)
             reporter.histogram("advantage", all_advantages_PG)
             reporter.histogram("length", lengths_PG)
-            reporter.histogram("ratio", (step.metrics.histograms["ratio_histogram"], RATIO_EDGES))
     # Under FSDP all ranks score: a forward pass is a collective. Only the main rank's records are written.
     scores = reporter.is_due(number) if run.is_sharded else reporter.is_logged(number)
     if run.config.logging.log_completions and scores:

@@ -34,9 +34,8 @@ from grpo.run.objects import Objects
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
-from grpo.telemetry.environment import environment, record_start
+from grpo.telemetry.records import environment, record_start
 from grpo.telemetry.reporter import Reporter
-from grpo.telemetry.tensorboard_logger import check_tensorboard
 from grpo.vllm import build_engine
 
 
@@ -64,7 +63,6 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     lock, found = Lock(), None
     on_failure.callback(lock.release)
     with world.fail_together():
-        check_tensorboard(config)
         if config.uses_lora:
             load_peft()
         if config.model.adapter is not None:

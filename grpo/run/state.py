@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -97,7 +96,7 @@ class Run:
         """``eval/...`` metrics of the current weights; empty without evaluation data."""
         if not self.eval_problems:
             return {}
-        started, reporter = time.perf_counter(), self.reporter
+        reporter = self.reporter
         # tokens_in_flight may be lower than configured, to fit in memory
         sampling = replace(eval_sampling(self.config), tokens_in_flight=self.sampling.tokens_in_flight)
         grader = Grader(self.config.eval, self.rewards, self.trainer_state)
@@ -107,7 +106,6 @@ class Run:
         options = dict(seed=self.config.seed, step=0, on_problems=bar.update)
         with self.world.timed("eval", seconds), sampling_weights(self.engine, self.world), bar:
             evaluation = evaluate(self.engine, self.eval_problems, grader, self.world, sampling, **options)
-        reporter.time_left.evaluation_s = time.perf_counter() - started
         reporter.intervals(step, evaluation.intervals)
         if unscored := evaluation.num_unscored:
             reporter.print(f"warning: {unscored} completions of this evaluation could not be scored and count as wrong")

@@ -10,25 +10,22 @@ from grpo.distributed import World
 class Accumulator:
     """Means, totals, minima and maxima of one step.
 
-    A mean is kept as (sum, count), which are added over rows, micro-batches and ranks and divided at the end, because a mean of means
-    would give a short micro-batch the weight of a long one.
+    A mean is a (sum, count), added over rows, micro-batches and ranks, and divided at the end: a mean of means would
+    give a short micro-batch the weight of a long one.
     """
 
     def __init__(self) -> None:
         self._pairs: dict[str, torch.Tensor] = {}
-        """Name -> ``[sum, count]``; for a vector both are vectors."""
+        """Name -> ``[sum, count]``."""
         self._totals: set[str] = set()
         """Names in ``_pairs`` that are reported as the sum, not as sum / count."""
         self._minima: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
-        self.histograms: dict[str, list[float]] = {}
-        """Vectors that were added, summed over ranks; filled by :meth:`reduce`."""
 
     def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1.0) -> None:
-        """Add a sum and the number of values in the sum. A vector is not a metric: its sum ends up in ``histograms``."""
+        """Add a sum and the number of values in the sum."""
         total = torch.as_tensor(total, dtype=torch.float64)
-        count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-        pair = torch.stack([total, count.expand_as(total)])
+        pair = torch.stack([total, torch.as_tensor(count, dtype=torch.float64, device=total.device)])
         known = self._pairs.get(name)
         self._pairs[name] = pair if known is None else known + pair.to(known.device)
 
@@ -59,17 +56,12 @@ class Accumulator:
         return total / count if count else math.nan
 
     def reduce(self, world: World) -> dict[str, float]:
-        """The metrics over all ranks, in two collectives: one sum, one maximum. All ranks must have added the same names."""
+        """The metrics over all ranks, by one sum and one maximum. All ranks must have added the same names."""
         metrics: dict[str, float] = {}
         if names := sorted(self._pairs):
-            pairs = [self._pairs[name].cpu().view(2, -1) for name in names]
-            sums = world.sum(torch.cat(pairs, dim=1)).split([pair.shape[1] for pair in pairs], dim=1)
+            sums = world.sum(torch.stack([self._pairs[name].cpu() for name in names])).tolist()
             for name, (total, count) in zip(names, sums, strict=True):
-                if self._pairs[name].dim() > 1:
-                    self.histograms[name] = total.tolist()
-                else:
-                    total, count = total.item(), count.item()
-                    metrics[name] = total if name in self._totals else total / count if count else 0.0
+                metrics[name] = total if name in self._totals else total / count if count else 0.0
         # The minimum over ranks is minus the maximum of the negatives, so that one collective serves both.
         extremes = self._maxima | {name: -value for name, value in self._minima.items()}
         if names := sorted(extremes):

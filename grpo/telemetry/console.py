@@ -1,45 +1,7 @@
 """The lines of a run on the console, and the numbers beside its progress bar."""
 
-import statistics
-import time
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
-
-from tqdm import tqdm
-
-RECENT_STEPS = 20
-"""Steps whose median is taken as the duration of the steps to come."""
-
-
-class TimeLeft:
-    """The time until the end of a run, from the duration of its recent steps and of its newest evaluation.
-
-    Args:
-        eval_every: steps between evaluations; None: only the last step is followed by one.
-    """
-
-    def __init__(self, max_steps: int, eval_every: int | None):
-        self.max_steps, self.eval_every = max_steps, eval_every
-        self.evaluation_s = 0.0
-        """Seconds of the newest evaluation."""
-        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._ended: float | None = None
-
-    def after(self, metrics: dict[str, Any]) -> str | None:
-        """The time left, ``12:34`` or ``1:02:03``; None if no step is left. To be called with the metrics of each step as soon as it has ended."""
-        step, ended, evaluation = metrics["step"], time.monotonic(), metrics.get("time/eval", 0.0)
-        if "step_time" in metrics:
-            # The time between two calls includes saving. Before the first step of a continued run there is no call.
-            since = 0.0 if self._ended is None else ended - self._ended - evaluation
-            self._steps.append(max(since, metrics["step_time"]))
-        self._ended = ended
-        num_left = self.max_steps - step
-        if num_left <= 0 or not self._steps:
-            return None
-        every = self.eval_every or self.max_steps
-        num_evaluations = -(-self.max_steps // every) - step // every
-        return tqdm.format_interval(num_left * statistics.median(self._steps) + num_evaluations * self.evaluation_s)
 
 
 def progress_values(metrics: dict[str, Any]) -> dict[str, str]:
@@ -56,7 +18,8 @@ def console_line(metrics: dict[str, Any], max_steps: int, left: str | None = Non
     parts += [f"{name.split('/')[1]} {metrics[name]:.3f}" for name in means]
     columns = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"), ("completions/mean_length", "length", ".1f"),
                ("frac_reward_zero_std", "equal-reward groups", ".0%"), ("grad_norm", "grad norm", ".3f"),
-               ("learning_rate", "lr", ".1e"), ("tokens_per_second", "tokens/s", ".0f"), ("step_time", "seconds", ".2f"))  # fmt: skip
+               ("learning_rate", "lr", ".1e"), ("tokens_per_second", "tokens/s", ".0f"),
+               ("step_time", "seconds", ".2f"))  # fmt: skip
     parts += [f"{label} {metrics[name]:{form}}" for name, label, form in columns if name in metrics]
     return "  ".join(parts + [f"left {left}"] * (left is not None))
 

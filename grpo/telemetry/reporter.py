@@ -1,8 +1,8 @@
-"""Everything that a run shows or writes about its steps: console, progress bars, metrics.jsonl, hints, completions/ and dashboards."""
+"""Shows and writes the steps of a run: console, progress bars, metrics.jsonl, hints, completions/, dashboards."""
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,15 @@ from tqdm import tqdm
 
 from grpo.algorithm.choices import equal_rewards_have_gradient
 from grpo.config import Config
-from grpo.system import printable
-from grpo.telemetry.console import TimeLeft, console_line, evaluation_line, progress_values
-from grpo.telemetry.dashboard import Dashboard
+from grpo.system import first_line, printable, sync
+from grpo.telemetry.console import console_line, evaluation_line, progress_values
+from grpo.telemetry.dashboards import TensorBoard, Wandb, shown_name
 from grpo.telemetry.hints import Hints
-from grpo.telemetry.metrics_file import MetricsFile
+from grpo.telemetry.records import append_step, remove_steps_after
 from grpo.telemetry.samples import write_samples
-from grpo.telemetry.tensorboard_logger import TensorBoardLogger
-from grpo.telemetry.terminal import stderr_above_bars
-from grpo.telemetry.wandb_logger import WandbLogger
+
+COMPLETIONS_PER_RUN = 50
+"""About how often dashboards show completions."""
 
 
 class Reporter:
@@ -27,54 +27,45 @@ class Reporter:
 
     Args:
         first_step: steps that are already done; 0 for a new run.
-        rewrite_first_step: this run writes the line of ``first_step``, because the interrupted run had not finished its evaluation.
+        rewrite_first_step: write the line of ``first_step`` too: the interrupted run stopped in its evaluation.
         wandb_run_id: wandb's id of the interrupted run, if it had one.
-        environment: facts about this start (see ``grpo.telemetry.environment``).
+        environment: facts about this start (see ``grpo.telemetry.records``).
     """
 
     def __init__(
         self, config: Config, *, is_main: bool, first_step: int, max_steps: int, rewrite_first_step: bool = False,
         wandb_run_id: str | None = None, environment: dict[str, Any] | None = None,
     ):  # fmt: skip
-        self.is_main, self.max_steps, self._every = is_main, max_steps, config.logging.every
-        self.wandb_run_id = wandb_run_id
-        self.time_left = TimeLeft(max_steps, config.eval.every)
-        self._dashboards: list[Dashboard] = []
-        self._redirected_stderr = contextlib.ExitStack()
+        self.is_main, self.max_steps, self.wandb_run_id = is_main, max_steps, wandb_run_id
+        self._config, self._every = config, config.logging.every
+        self._first_report: tuple[int, float] | None = None
+        """The first step that was reported, and when."""
+        self._dashboards: dict[str, Wandb | TensorBoard] = {}
+        self._histograms: dict[str, torch.Tensor] = {}
+        self._completions: list[dict[str, Any]] = []
         self._bar_stream = sys.stderr if is_main and sys.stderr.isatty() else None
-        if sys.stderr.isatty():
-            self._redirected_stderr.enter_context(stderr_above_bars(is_main=is_main))
         if not is_main:
             return
-        output_dir = Path(config.output_dir)
-        self._completions_dir = output_dir / "completions"
-        self._completions_dir.mkdir(parents=True, exist_ok=True)
-        last_kept_step = first_step - 1 if first_step == 0 or rewrite_first_step else first_step
-        self._metrics_file = MetricsFile(output_dir / "metrics.jsonl", last_kept_step=last_kept_step)
-        self._intervals_file = MetricsFile(output_dir / "intervals.jsonl", last_kept_step=last_kept_step)
+        self._folder = Path(config.output_dir)
+        (self._folder / "completions").mkdir(parents=True, exist_ok=True)
+        last_step = first_step - 1 if first_step == 0 or rewrite_first_step else first_step
+        remove_steps_after(self._folder / "intervals.jsonl", last_step)
         no_hint = equal_rewards_have_gradient(config.algorithm.baseline, config.algorithm.scale)
         self._hints = Hints(without=("equal rewards",) if no_hint else ())
-        for metrics in self._metrics_file.kept:  # the interrupted run has printed these hints
-            self._hints.update(metrics)
+        for metrics in remove_steps_after(self._folder / "metrics.jsonl", last_step):
+            self._hints.update(metrics)  # the interrupted run has printed these
         self._steps_bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
         if config.logging.wandb != "disabled":
-            earlier = [metrics for metrics in self._metrics_file.kept if self._is_shown(metrics)]
-            wandb = WandbLogger(
-                config, run_id=wandb_run_id, environment=environment or {}, max_steps=max_steps, first_step=first_step,
-                earlier=earlier, newest_earlier_step=self._metrics_file.newest_earlier_step, print_line=self.print,
-            )  # fmt: skip
-            self.wandb_run_id = wandb.run_id
-            self._dashboards.append(wandb)
+            self._start("wandb", lambda: Wandb(config, wandb_run_id, environment or {}, self.print))
+            self.wandb_run_id = getattr(self._dashboards.get("wandb"), "run_id", wandb_run_id)
         if config.logging.tensorboard:
-            self._dashboards.append(
-                TensorBoardLogger(config, max_steps=max_steps, first_step=last_kept_step + 1, print_line=self.print)
-            )
+            self._start("TensorBoard", lambda: TensorBoard(config, last_step + 1, self.print))
 
     def print(self, text: str) -> None:
         """Print a line on the console, above the bars."""
         if self.is_main:
-            with tqdm.external_write_mode(file=self._bar_stream):
-                print(printable(text), flush=True)
+            tqdm.write(printable(text))
+            sys.stdout.flush()
 
     def bar(self, description: str, total: int, unit: str = "tok", *, initial: int = 0, leave: bool = False) -> tqdm:
         """A progress bar, shown on a terminal only. ``bar.update(n)`` adds n."""
@@ -96,30 +87,30 @@ class Reporter:
         """
         if not self.is_main:
             return
-        self._metrics_file.write(metrics)
-        left = self.time_left.after(metrics)
+        step, has_evaluation = metrics["step"], "eval/greedy_accuracy" in metrics
+        append_step(self._folder / "metrics.jsonl", metrics)
+        left = self._time_left(step)
         self._steps_bar.set_postfix(progress_values(metrics), refresh=False)
-        self._steps_bar.update(metrics["step"] - self._steps_bar.n)
-        if self._is_shown(metrics):
+        self._steps_bar.update(step - self._steps_bar.n)
+        if self.is_due(step) or has_evaluation:
             if "reward" in metrics:
                 self.print(console_line(metrics, self.max_steps, left if self._bar_stream is None else None))
-            if _has_evaluation(metrics):
+            if has_evaluation:
                 self.print(evaluation_line(metrics, self.max_steps))
-            for dashboard in self._dashboards:
-                dashboard.log(metrics)
+            self._show(step, metrics)
         for hint in self._hints.update(metrics):
             self.print(f"hint: {hint} (see docs/metrics.md)")
 
     def intervals(self, step: int, intervals: dict[str, tuple[float, float]]) -> None:
         """Write the 95% interval of each metric of an evaluation to ``intervals.jsonl``, for the report."""
         if self.is_main:
-            self._intervals_file.write({"step": step, **intervals})
+            append_step(self._folder / "intervals.jsonl", {"step": step, **intervals})
 
     def sync(self) -> None:
         """Wait until the disk has the steps reported so far."""
-        if self.is_main:
-            self._metrics_file.sync()
-            self._intervals_file.sync()
+        for name in ("metrics.jsonl", "intervals.jsonl") if self.is_main else ():
+            if (self._folder / name).exists():
+                sync(self._folder / name)
 
     def is_logged(self, step: int) -> bool:
         """True if this rank shows a step on the console and on dashboards, and keeps some of its completions."""
@@ -129,32 +120,49 @@ class Reporter:
         """True if the main rank does; the same on every rank."""
         return step % self._every == 0 or step == self.max_steps
 
-    def histogram(self, name: str, values: torch.Tensor | tuple[Sequence[float], Sequence[float]]) -> None:
-        """Add a histogram to the next step on the dashboards: its values, or ``(counts, edges)`` of bins."""
-        for dashboard in self._dashboards:
-            dashboard.add_histogram(name, values)
+    def histogram(self, name: str, values: torch.Tensor) -> None:
+        """Add a histogram to the next step on the dashboards; NaN and infinity are left out."""
+        values = values[torch.isfinite(values)]
+        if len(values):
+            self._histograms[f"histograms/{name}"] = values
 
     def completions(self, step: int, records: list[dict[str, Any]]) -> None:
         """Write some completions of a step to ``completions/step_<step>.parquet`` (see ``grpo.telemetry.samples``)."""
-        if not self.is_main or not records:
-            return
-        write_samples(self._completions_dir / f"step_{step:06d}.parquet", records)
-        for dashboard in self._dashboards:
-            dashboard.add_completions(records)
+        if self.is_main and records:
+            write_samples(self._folder / "completions" / f"step_{step:06d}.parquet", records)
+            self._completions = records
 
     def close(self) -> None:
         if self.is_main:
             self._steps_bar.close()
-        self._redirected_stderr.close()
-        if self.is_main:
-            self._metrics_file.close()
-            self._intervals_file.close()
-        for dashboard in self._dashboards:
-            dashboard.finish()
+        failed = sys.exc_info()[0] is not None  # an exception is being handled
+        for name, dashboard in list(self._dashboards.items()):
+            self._guard(name, lambda dashboard=dashboard: dashboard.finish(failed=failed))
 
-    def _is_shown(self, metrics: dict[str, Any]) -> bool:
-        return self.is_logged(metrics["step"]) or _has_evaluation(metrics)
+    def _show(self, step: int, metrics: dict[str, Any]) -> None:
+        """Send a step to the dashboards, with the histograms and completions that belong to it."""
+        interval = self._every * max(self.max_steps // self._every // COMPLETIONS_PER_RUN, 1)
+        completions = self._completions if step == self.max_steps or step % interval == 0 else []
+        named = {shown_name(self._config, name): value for name, value in metrics.items() if name != "step"}
+        for name, dashboard in list(self._dashboards.items()):
+            self._guard(name, lambda dashboard=dashboard: dashboard.log(step, named, self._histograms, completions))
+        self._histograms, self._completions = {}, []
 
+    def _start(self, name: str, dashboard: Callable[[], Wandb | TensorBoard]) -> None:
+        self._guard(name, lambda: self._dashboards.update({name: dashboard()}))
 
-def _has_evaluation(metrics: dict[str, Any]) -> bool:
-    return "eval/greedy_accuracy" in metrics
+    def _guard(self, name: str, call: Callable[[], None]) -> None:
+        """Call a dashboard. A failure (no package, no server, a full disk) ends the dashboard, not the training."""
+        try:
+            call()
+        except Exception as error:
+            self.print(f"warning: {name} stopped ({first_line(error)}); metrics.jsonl still gets every metric")
+            self._dashboards.pop(name, None)
+
+    def _time_left(self, step: int) -> str | None:
+        """The time until the last step, at the pace since the first report; None if it is unknown or over."""
+        now = time.monotonic()
+        first_step, started = self._first_report = self._first_report or (step, now)
+        if not first_step < step < self.max_steps:
+            return None
+        return tqdm.format_interval((now - started) / (step - first_step) * (self.max_steps - step))

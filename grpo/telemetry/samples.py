@@ -1,10 +1,9 @@
-"""The completions that a run keeps in ``completions/``: one Parquet file per step, with all rewards and each token's log-probs.
+"""Completions that a run writes to ``completions/``: a Parquet file per step, with rewards and log-probs of tokens.
 
 Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions, ``B`` kept rows, ``T`` completion tokens.
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,17 @@ import pyarrow.parquet
 from torch import Tensor
 
 from grpo.algorithm.batch import Group
-from grpo.system import open_regular, write_atomically
+from grpo.system import write_atomically
 
-_INT, _FLOAT, _TEXT, _LOGPROBS = pyarrow.int64(), pyarrow.float64(), pyarrow.string(), pyarrow.list_(pyarrow.float32())
+_INT, _FLOAT, _TEXT = pyarrow.int64(), pyarrow.float64(), pyarrow.string()
+_LOGPROBS = pyarrow.list_(pyarrow.float32())
 _COLUMNS = dict(
-    step=_INT, problem=_INT, prompt=_TEXT, answer=_TEXT, completion=_TEXT, reward=_FLOAT, advantage=_FLOAT, length=_INT,
-    finished=pyarrow.bool_(), token_ids=pyarrow.list_(_INT), tokens=pyarrow.list_(_TEXT),
+    step=_INT, problem=_INT, prompt=_TEXT, answer=_TEXT, completion=_TEXT, reward=_FLOAT, advantage=_FLOAT,
+    length=_INT, finished=pyarrow.bool_(), token_ids=pyarrow.list_(_INT), tokens=pyarrow.list_(_TEXT),
     logprobs=_LOGPROBS, updated_logprobs=_LOGPROBS, ref_logprobs=_LOGPROBS,
 )  # fmt: skip
 REWARD_PREFIX = "rewards/"
-"""The column of a reward function is this prefix and the function's name. Columns that rewards logged have their own names."""
+"""Before the name of a reward function. Columns that rewards logged have their own names."""
 
 
 def sample_records(
@@ -46,7 +46,7 @@ def sample_records(
     for b, (p, g) in enumerate(rows[: len(logprobs_BT)]):
         completion, answer = groups[p].completions[g], groups[p].problem.columns.get("answer")
         n = len(completion.ids)
-        record = {
+        records.append({
             "step": step,
             "problem": groups[p].problem.index,
             "prompt": groups[p].problem.prompt,
@@ -63,38 +63,31 @@ def sample_records(
             "updated_logprobs": updated_logprobs_BT[b, :n].tolist(),
             "ref_logprobs": None if ref_logprobs_BT is None else ref_logprobs_BT[b, :n].tolist(),
             "logged": completion.logged,
-        }
-        records.append(record)
+        })  # fmt: skip
     return records
 
 
 def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write one row per record: chat prompts as JSON, NaN (a reward that could not score) as null."""
-    columns = {name: [_storable(record.get(name)) for record in records] for name in _COLUMNS}
-    schema = list(_COLUMNS.items())
+    """Write one row per record; chat prompts as JSON."""
+    columns = {
+        name: pyarrow.array([_storable(record.get(name)) for record in records], type=kind)
+        for name, kind in _COLUMNS.items()
+    }
     for name in records[0]["rewards"]:
-        columns[REWARD_PREFIX + name] = [_storable(record["rewards"][name]) for record in records]
-        schema.append((REWARD_PREFIX + name, _FLOAT))
+        columns[REWARD_PREFIX + name] = pyarrow.array([record["rewards"][name] for record in records], type=_FLOAT)
     for name in dict.fromkeys(name for record in records for name in record.get("logged", ())):
         values = [_storable(record["logged"].get(name)) for record in records]
-        kinds = {type(value) for value in values} - {type(None)}
-        kind = _INT if kinds <= {int} else _FLOAT if kinds <= {int, float} else _TEXT
-        columns[name] = values if kind is not _TEXT else [None if value is None else str(value) for value in values]
-        schema.append((name, kind))
-    table = pyarrow.table(columns, schema=pyarrow.schema(schema))
+        if not {type(value) for value in values} <= {int, float, type(None)}:
+            values = [None if value is None else str(value) for value in values]  # a column has one type
+        columns[name] = pyarrow.array(values)
+    table = pyarrow.table(columns)
     write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary, compression="zstd"))
 
 
 def read_samples(path: str | Path) -> list[dict[str, Any]]:
-    """The records that :func:`write_samples` wrote; None where they had NaN.
-
-    Raises:
-        OSError, ValueError: if the file is damaged. (pyarrow's errors inherit from one of the two.)
-    """
-    with open_regular(path) as file:
-        records = pyarrow.parquet.read_table(file).to_pylist()
+    """The records that :func:`write_samples` wrote."""
+    records = pyarrow.parquet.read_table(path).to_pylist()
     for record in records:
-        record.setdefault("answer", None)  # files of older runs do not have this column
         columns = [name for name in record if name.startswith(REWARD_PREFIX)]
         record["rewards"] = {name.removeprefix(REWARD_PREFIX): record.pop(name) for name in columns}
         if logged := [name for name in record if name not in _COLUMNS and name != "rewards"]:
@@ -102,20 +95,10 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def count_samples(path: str | Path) -> int:
-    """The number of records in a file, without reading them; raises the errors of :func:`read_samples`."""
-    with open_regular(path) as file:
-        return pyarrow.parquet.read_metadata(file).num_rows
-
-
 def _storable(value: Any) -> Any:
-    """A value that Parquet can store: text without broken Unicode, None for NaN and infinity, chat messages as JSON."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    """A value that Parquet can store: chat messages as JSON, and text without broken Unicode."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = json.dumps(value, ensure_ascii=False)
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, list):
-        return [_storable(item) for item in value]
-    return value
+    return [_storable(item) for item in value] if isinstance(value, list) else value

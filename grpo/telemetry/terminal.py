@@ -1,25 +1,24 @@
-"""Standard streams: a reader that goes away stops no run, and what libraries write to stderr appears above the progress bars."""
+"""Standard streams, from which a reader may go away, and errors that the user can fix."""
 
-import contextlib
 import errno
 import io
-import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Any, TextIO
+import time
+from typing import Any
 
-from tqdm import tqdm
+from grpo.distributed import World, launch_environment
+from grpo.system import printable
 
 
 def survive_lost_readers() -> None:
-    """Let this process go on without a terminal: what is printed to a closed pipe, terminal or stream goes to /dev/null from then on."""
+    """Let this process go on when its output has no reader (a closed pipe, terminal or stream)."""
     _wrap_streams(ends_process=False)
 
 
 def end_without_reader() -> None:
-    """Let this process end, quietly and as SIGPIPE would end it (exit code 141), once nobody reads its output (``... | head -1``).
+    """Let this process end, with the exit code of SIGPIPE, once nobody reads its output (``... | head -1``).
 
     For commands that only print. (SIGPIPE itself would also end a process whose reward worker has ended.)
     """
@@ -34,18 +33,14 @@ def _wrap_streams(*, ends_process: bool) -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, so this one
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is not getattr(sys, f"__{name}__"):
-            continue  # the caller's own stream
-        options = dict(line_buffering=True)
-        if stream is not None:
-            stream.flush()
-            is_by_line = stream.line_buffering or stream.write_through or ends_process
-            options = dict(encoding=stream.encoding, errors=stream.errors, line_buffering=is_by_line)
-        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(_Output(number, ends_process=ends_process)), **options))
+        if stream is getattr(sys, f"__{name}__"):  # else the caller's own stream
+            options = dict(encoding=stream.encoding, errors=stream.errors) if stream else {}
+            output = io.BufferedWriter(_Output(number, ends_process=ends_process))
+            setattr(sys, name, io.TextIOWrapper(output, line_buffering=True, **options))
 
 
 class _Output(io.FileIO):
-    """A standard stream that becomes /dev/null when nobody reads it any more; ``SystemExit`` then if that ends the process."""
+    """A standard stream that becomes /dev/null, or ends the process, when nobody reads it any more."""
 
     def __init__(self, number: int, *, ends_process: bool):
         super().__init__(number, "w", closefd=False)
@@ -65,48 +60,24 @@ class _Output(io.FileIO):
         return len(data)
 
 
-@contextlib.contextmanager
-def stderr_above_bars(*, is_main: bool) -> Iterator[None]:
-    """Inside this context, whole lines written to ``sys.stderr`` go above the bars that tqdm draws on the real stderr.
+def print_user_error(error: Exception) -> None:
+    """Print an error on stderr, without a traceback; each line of its message starts with ``error: ``."""
+    for line in printable(str(error)).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)
 
-    The bars are those of this process if ``is_main``, else those of the main rank on the same terminal.
+
+def exit_with_user_error(error: Exception, world: World | None) -> int:
+    """Print an error once across ranks. With one rank, return the exit code 2; with several, end this process.
+
+    Connected ranks all know the error, and rank 0 prints it. If the ranks are not connected yet (``world`` is None),
+    the first rank of each machine prints, and a rank that fails alone prints too.
     """
-    stream = sys.stderr
-    lines = _LinesAboveBars(stream, is_main=is_main)
-    # A logging handler keeps the stream it was created with, so redirecting sys.stderr does not reach it.
-    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    handlers = {h for logger in loggers for h in logger.handlers if vars(h).get("stream") is stream}
-    with contextlib.redirect_stderr(lines):
-        for handler in handlers:
-            handler.setStream(lines)
-        try:
-            yield
-        finally:
-            for handler in handlers:
-                handler.setStream(stream)
-            lines.finish()
-
-
-class _LinesAboveBars:
-    """A stand-in for ``stream`` that holds text back until its line is complete."""
-
-    def __init__(self, stream: TextIO, *, is_main: bool):
-        self._stream, self._is_main, self._incomplete_line = stream, is_main, ""
-
-    def write(self, text: str) -> int:
-        if "\r" in text:  # part of another library's progress bar
-            return self._stream.write(text)
-        lines, newline, self._incomplete_line = (self._incomplete_line + text).rpartition("\n")
-        if newline and self._is_main:
-            tqdm.write(lines, file=self._stream)
-        elif newline:  # back to the left edge and erase the main rank's bars, which that rank draws again
-            self._stream.write(f"\r\x1b[J{lines}\n")
-        return len(text)
-
-    def finish(self) -> None:
-        """Write a last line that has no line break."""
-        if self._incomplete_line:
-            self._stream.write(self._incomplete_line + "\n")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    rank, _, local_rank, _ = launch_environment()
+    is_first = (local_rank if world is None else rank) == 0
+    if not is_first:
+        time.sleep(2)  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
+    if is_first or world is None:
+        print_user_error(error)
+    if world is not None and not world.is_alone:
+        world.exit_now(2)
+    return 2

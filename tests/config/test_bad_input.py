@@ -227,13 +227,6 @@ def test_data(capsys, tmp_path, random_model, no_model, case):
     assert "no-model" not in line
 
 
-def test_a_home_folder_that_cannot_be_written(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", os.devnull)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    line = refused(capsys, tmp_path, "model.name_or_path=builtin:tiny")
-    assert "/dev/null/.cache/grpo" in line and "set XDG_CACHE_HOME to a writable folder" in line
-
-
 def test_a_missing_file_names_what_is_there(capsys, tmp_path, no_model):
     write(tmp_path / "train.jsonl", "{}")
     assert "has train.jsonl" in refused(capsys, tmp_path, no_model, f"data.dataset={tmp_path}/trian.jsonl")

@@ -121,8 +121,8 @@ def test_only_one_file_knows_of_other_ranks():
 @pytest.mark.parametrize(
     ("package", "file"),
     [
-        ("wandb", "grpo/telemetry/wandb_logger.py"),
-        ("torch.utils.tensorboard", "grpo/telemetry/tensorboard_logger.py"),
+        ("wandb", "grpo/telemetry/dashboards.py"),
+        ("torch.utils.tensorboard", "grpo/telemetry/dashboards.py"),
         ("datasets", "grpo/data/source.py"),
     ],
 )

@@ -9,7 +9,7 @@ from outputs import assert_same_weights, lines, weights
 
 from grpo.algorithm.advantages import weighted_sum
 from grpo.run.metrics import reward_metrics
-from grpo.telemetry.metrics_file import json_safe
+from grpo.telemetry.records import json_safe
 
 PRESETS = [
     "grpo",

@@ -77,17 +77,12 @@ def test_a_server_that_fails_during_the_run(tmp_path, random_model, without, moo
         started.wait_for(f"\nstep 3/{STEPS}")
         server.become(mood)
         assert started.end() == 0
-    printed = started.text()
-    assert printed.count(UNSENT) == 1
-    if mood != "refuses":  # is quick, and tells wandb that there is nothing to wait for
-        assert printed.count("note: wandb kept a table waiting") == 1
-        assert printed.count("warning: wandb could not finish (") == printed.count("warning: ") == 1
+    assert started.text().count(UNSENT) == 1 and "warning: " not in started.text()
     assert_same_run(without(ranks), output, STEPS)
     (part,) = output.glob("wandb/run-*")
     with service("well") as server:
         env = os.environ | environment(server.url, tmp_path)
         command = [sys.executable, "-m", "wandb", "sync", "--no-skip-online", str(part)]
-        assert f"wandb sync --no-skip-online {part}" in printed or mood == "refuses"
         subprocess.run(command, env=env, cwd=tmp_path, timeout=120, check=True)
         assert [line["step"] for line in server.lines] == list(range(STEPS + 1)), "sent later"
 
@@ -115,5 +110,5 @@ def test_a_working_server_gets_every_step(tmp_path, random_model, without):
         assert started.end() == 0
         assert [line["step"] for line in server.lines] == list(range(STEPS + 1))
         assert all("completions" in line for line in server.lines[1:])
-    assert "warning: " not in started.text() and "note: wandb" not in started.text()
+    assert "warning: " not in started.text()
     assert_same_run(without(1), output, STEPS)

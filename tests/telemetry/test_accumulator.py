@@ -1,4 +1,4 @@
-"""The accumulator: weights of means, and what is a metric and what is a histogram."""
+"""The accumulator: weights of means."""
 
 import torch
 
@@ -22,15 +22,6 @@ def test_a_mean_is_the_total_sum_over_the_total_count():
     assert metrics.reduce(ONE_RANK) == {
         "loss": 7 / 4, "tokens": 12, "empty": 0.0, "reward": 2.0, "longest": 9.0, "shortest": 2.0,
     }  # fmt: skip
-
-
-def test_vectors_are_summed_and_are_not_metrics():
-    metrics = Accumulator()
-    metrics.add("lengths", torch.tensor([1, 0, 2]), torch.tensor(3.0))
-    metrics.add("lengths", torch.tensor([0, 0, 5]), torch.tensor(5.0))
-    metrics.add("loss", 1.0, 4)
-    assert metrics.reduce(ONE_RANK) == {"loss": 0.25}
-    assert metrics.histograms == {"lengths": [1, 0, 7]}
 
 
 def test_values_on_the_device_and_on_the_host_can_be_added():

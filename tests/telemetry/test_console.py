@@ -11,12 +11,9 @@ import train_grpo
 @pytest.mark.slow
 def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, random_model):
     done = run_trainer(
-        *small_run(random_model, tmp_path / "run"),
-        "model.gradient_checkpointing=true",
-        "optim.max_steps=1",
-        ranks=2,
-        fresh=True,
-    )
+        *small_run(random_model, tmp_path / "run"), "model.gradient_checkpointing=true", "optim.max_steps=1",
+        ranks=2, fresh=True,
+    )  # fmt: skip
     noise = [line for line in done.stderr.splitlines() if re.search(r"Warning|deprecated|Writing|Loading|it/s", line)]
     assert noise == []
     shown = done.stdout

@@ -1,13 +1,23 @@
-"""What a run shows and writes: lines on the console, hints, metrics.jsonl and intervals.jsonl, on the main rank only."""
+"""The reporter: lines on the console, hints, metrics.jsonl and intervals.jsonl, on the main rank only."""
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 
 import pytest
+from conftest import ROOT
 
 from grpo.config import Config
 from grpo.telemetry.console import console_line, evaluation_table, without_most_pass_at_k
+from grpo.telemetry.records import remove_steps_after
 from grpo.telemetry.reporter import Reporter
-from grpo.telemetry.user_errors import print_user_error
+from grpo.telemetry.terminal import print_user_error
 
 
 def reporter(folder, *, every=100, **changes):
@@ -17,6 +27,26 @@ def reporter(folder, *, every=100, **changes):
 
 def steps_in(path):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_lines_that_are_damaged_or_written_again_are_removed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "x": 0.1}\nnot json\n{"step": 1, "x": null}\n{"step": 2}\n{"step": 3, "rew')
+    assert remove_steps_after(path, 1) == [{"step": 0, "x": 0.1}, {"step": 1, "x": None}]
+    assert path.read_text() == '{"step": 0, "x": 0.1}\n{"step": 1, "x": null}\n'
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"], "no temporary file is left"
+
+
+def test_a_file_that_is_moved_during_the_run_loses_no_step(tmp_path):
+    writer = reporter(tmp_path)
+    writer.step({"step": 1, "reward": float("nan"), "range": (1.0, float("inf"))})
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "old.jsonl")
+    writer.sync()
+    writer.step({"step": 2, "reward": 0.5})
+    writer.close()
+    assert steps_in(tmp_path / "old.jsonl") == [1] and steps_in(tmp_path / "metrics.jsonl") == [2]
+    line = json.loads((tmp_path / "old.jsonl").read_text())
+    assert line == {"step": 1, "reward": None, "range": [1.0, None]}, "JSON has no NaN and no infinity"
 
 
 @pytest.mark.parametrize(("rewrite_first_step", "kept"), [(False, [0, 1, 2, 3]), (True, [0, 1, 2])])
@@ -57,46 +87,29 @@ def test_escape_sequences_do_not_reach_the_terminal(tmp_path, capsys):
 
 @pytest.mark.parametrize(("algorithm", "expected"), [({}, 1), ({"name": "reinforce"}, 0)])
 def test_equal_rewards_are_no_hint_where_nothing_is_subtracted_from_them(tmp_path, capsys, algorithm, expected):
-    writer = Reporter(
-        Config(output_dir=str(tmp_path), logging={"every": 100}, algorithm=algorithm),
-        is_main=True,
-        first_step=0,
-        max_steps=30,
-    )
+    config = Config(output_dir=str(tmp_path), logging={"every": 100}, algorithm=algorithm)
+    writer = Reporter(config, is_main=True, first_step=0, max_steps=30)
     for step in range(1, 31):
         writer.step({"step": step, "reward": 1.0, "frac_reward_zero_std": 1.0})
-    assert capsys.readouterr().out.count("nothing to learn from") == expected
+    assert capsys.readouterr().out.count("100% of the groups have equal rewards") == expected
     writer.close()
 
 
 def test_the_console_line_starts_with_the_reward():
-    metrics = {
-        "step": 3,
-        "reward": 0.5,
-        "rewards/format/mean": 0.25,
-        "loss": 0.0,
-        "kl": 0.01,
-        "frac_reward_zero_std": 0.5,
-    }
+    metrics = {"step": 3, "reward": 0.5, "rewards/format/mean": 0.25, "kl": 0.01, "frac_reward_zero_std": 0.5}
     line = console_line(metrics, 120)
     assert line == "step   3/120  reward 0.500  format 0.250  kl 0.0100  equal-reward groups 50%"
 
 
-def test_the_time_that_is_left_counts_steps_and_evaluations(tmp_path, capsys):
-    """The median of the steps, 60 s each, and three more evaluations of the newest one's 100 s; a slow first step does not count."""
+def test_the_time_that_is_left_follows_from_the_pace_so_far(tmp_path, capsys, monkeypatch):
     writer = reporter(tmp_path, every=1, max_steps=20)
-    writer.time_left.eval_every = 5
-    writer.time_left.evaluation_s = 7.0
-    for step, extra in ((1, {"step_time": 900.0}), (2, {}), (3, {}), (4, {}), (5, {"time/eval": 100.0})):
-        if "time/eval" in extra:
-            writer.time_left.evaluation_s = extra["time/eval"]
-        writer.step({"step": step, "reward": 1.0, "step_time": 60.0} | extra)
-    writer.step({"step": 20, "reward": 1.0, "step_time": 60.0})
+    for step, seconds in ((1, 1000.0), (2, 1060.0), (5, 1480.0), (20, 2000.0)):
+        monkeypatch.setattr("grpo.telemetry.reporter.time.monotonic", lambda seconds=seconds: seconds)
+        writer.step({"step": step, "reward": 1.0})
     writer.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("  left 4:45:28"), "19 x 900 s + 4 x 7 s"
-    assert lines[4].endswith("  left 20:00"), "15 x 60 s + 3 x 100 s"
-    assert lines[5] == "step 20/20  reward 1.000  seconds 60.00", "none is left"
+    assert [line.partition("left ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "", "18:00", "30:00", "",
+    ], "unknown, 18 x 60 s, 15 x 480 s / 4, none"  # fmt: skip
 
 
 def test_the_evaluation_table():
@@ -127,11 +140,41 @@ def test_the_console_shows_every_nth_step_and_every_evaluation(tmp_path, capsys)
 
 def test_a_hint_is_printed_once_also_over_an_interruption(tmp_path, capsys):
     first = reporter(tmp_path)
-    for step in range(1, 8):
+    for step in range(1, 13):
         first.step({"step": step, "reward": 0.5, "kl": 2.0})
     first.close()
     assert capsys.readouterr().out.count("hint: the KL to the reference is 2.00 nats") == 1
-    second = reporter(tmp_path, first_step=6)
-    second.step({"step": 7, "reward": 0.5, "kl": 2.0})
+    second = reporter(tmp_path, first_step=11)
+    second.step({"step": 12, "reward": 0.5, "kl": 2.0})
     second.close()
     assert "hint" not in capsys.readouterr().out
+
+
+SCRIPT = """import sys
+from grpo.config import Config
+from grpo.telemetry.reporter import Reporter
+reporter = Reporter(Config(output_dir=sys.argv[1]), is_main=True, first_step=0, max_steps=2)
+reporter.step({'step': 1, 'reward': 0.5, 'kl': 0.25, 'completions/mean_length': 12.0, 'tokens_per_second': 300.0})
+reporter.step({'step': 2, 'reward': 0.75})
+reporter.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_bar_below_the_lines(tmp_path):
+    command = [sys.executable, "-c", SCRIPT]
+    plain = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert plain.stderr == "", "no bar without a terminal"
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    subprocess.run([*command, str(tmp_path / "b")], stdout=slave, stderr=slave, cwd=ROOT, check=True)
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a pseudo-terminal's output
+        while part := os.read(master, 4096):
+            shown += part
+    os.close(master)
+    assert b"reward=0.500, kl=0.2500, length=12, tokens/s=300" in shown
+    lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in shown.decode().split("\n")]  # what stays visible
+    assert [line[:21] for line in lines[:2]] == ["step 1/2  reward 0.50", "step 2/2  reward 0.75"], lines
+    assert sum("steps:" in line for line in lines) == 1, "the bar once, at the end"

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, read back with its own reader: names, an interruption, a disk that fails, a missing package.
+"""TensorBoard's event files, read back with its own reader: names, an interruption, failures.
 
 ``test_wandb_offline.py`` compares the files of a whole run with ``metrics.jsonl``.
 """
@@ -11,7 +11,6 @@ import torch
 
 from grpo.config import Config
 from grpo.telemetry.reporter import Reporter
-from grpo.telemetry.tensorboard_logger import check_tensorboard
 
 
 def event_files(output):
@@ -33,8 +32,9 @@ def points(output, name):
 
 
 RECORD = {
-    "step": 2, "prompt": "2+3=", "completion": "# five\udc80", "rewards": {"accuracy": 0.0, "format": None}, "reward": 0.5,
-    "advantage": -1.0, "length": 3, "finished": False, "answer": "5",
+    "step": 2, "problem": 0, "prompt": "2+3=", "answer": "5", "completion": "# five", "reward": 0.5, "advantage": -1.0,
+    "length": 3, "finished": False, "token_ids": [4], "tokens": ["5"], "logprobs": [-1.0], "updated_logprobs": [-1.0],
+    "ref_logprobs": None, "rewards": {"accuracy": 0.0, "format": float("nan")}, "logged": {},
 }  # fmt: skip
 
 
@@ -47,36 +47,29 @@ def test_a_prefix_gives_trls_names_and_an_interrupted_run_shows_no_step_twice(tm
     second = reporter(tmp_path, first_step=2, wandb_prefix="train/")
     second.step({"step": 3, "reward": 30.0})
     second.close()
-    assert points(tmp_path, "train/reward") == [(1, 1.0), (2, 2.0), (3, 30.0)], (
-        "steps 3 and 4 were computed again, or will be"
-    )
+    assert points(tmp_path, "train/reward") == [(1, 1.0), (2, 2.0), (3, 30.0)], "3 and 4 are computed again"
     assert points(tmp_path, "eval/greedy_accuracy") == [(0, 0.0), (1, 0.125), (2, 0.25)]
-    assert set(event_files(tmp_path).Tags()["scalars"]) == {
-        "eval/greedy_accuracy",
-        "train/reward",
-        "train/rewards/f/mean",
-    }
+    names = {"eval/greedy_accuracy", "train/reward", "train/rewards/f/mean"}
+    assert set(event_files(tmp_path).Tags()["scalars"]) == names
 
 
 def test_histograms_and_completions_are_shown_with_their_step(tmp_path):
     writer = reporter(tmp_path, every=2)
     writer.histogram("reward", torch.tensor([[0.0, float("nan")], [1.0, 3.0]]))
     writer.histogram("length", torch.tensor([float("inf")]))
-    writer.histogram("ratio", ([1.0, 3.0], (0.0, 1.0, 2.0)))
-    for dashboard in writer._dashboards:
-        dashboard.add_completions([RECORD])
+    writer.completions(2, [RECORD])
     writer.step({"step": 2, "reward": 0.5})
+    writer.step({"step": 4, "reward": 0.5})
     writer.close()
     shown = event_files(tmp_path)
-    assert shown.Tags()["histograms"] == ["histograms/reward", "histograms/ratio"], "no histogram of nothing"
+    assert shown.Tags()["histograms"] == ["histograms/reward"], "no histogram of nothing"
     (rewards,) = shown.Histograms("histograms/reward")
     assert (rewards.step, rewards.histogram_value.num, rewards.histogram_value.sum) == (2, 3, 4)
-    (ratios,) = shown.Histograms("histograms/ratio")
-    assert ratios.histogram_value.bucket == [1, 3] and ratios.histogram_value.sum == 0.5 + 3 * 1.5
     (text,) = shown.Tensors("completions/text_summary")
     assert text.step == 2
     assert text.tensor_proto.string_val[0].decode() == (
-        "**reward 0.5**, accuracy 0, advantage -1, 3 tokens, truncated\n\nprompt\n\n    2+3=\n\ncompletion\n\n    # five?\n\nreference answer\n\n    5"
+        "**reward 0.5**, accuracy 0, format nan, advantage -1, 3 tokens\n\nprompt\n\n    2+3=\n\ncompletion\n\n"
+        "    # five\n\nreference answer\n\n    5"
     )
     assert "    output_dir: " in shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
@@ -91,16 +84,11 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, capfd):
     writer.close()
     assert capfd.readouterr().out.count("warning: TensorBoard stopped (") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    (tmp_path / "file").mkdir()
-    (tmp_path / "file" / "tensorboard").write_text("in the way")
-    reporter(tmp_path / "file").close()
-    assert "warning: TensorBoard stopped (" in capfd.readouterr().out
 
 
-def test_a_missing_package_stops_the_run_at_the_start(monkeypatch):
+def test_a_missing_package_is_one_warning(tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    check_tensorboard(Config())
-    with pytest.raises(
-        ValueError, match=r"logging.tensorboard needs the package tensorboard .*pip install -e '.\[tensorboard\]'"
-    ):
-        check_tensorboard(Config(logging={"tensorboard": True}))
+    reporter(tmp_path).close()
+    assert capsys.readouterr().out.count("warning: TensorBoard stopped (") == 1

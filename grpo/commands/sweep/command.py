@@ -27,12 +27,11 @@ from grpo.commands.sweep.results import before_training, finished, measure, runs
 from grpo.commands.sweep.runner import places, run_all
 from grpo.commands.sweep.table import as_json, as_markdown, main_metric
 from grpo.config import KEYS_EPILOG, ConfigError, check_world_size, masked_argument
+from grpo.evaluation.intervals import LEVEL
 from grpo.report.read import RunData, read_run
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form
-from grpo.telemetry.intervals import LEVEL
-from grpo.telemetry.terminal import survive_lost_readers
-from grpo.telemetry.user_errors import print_user_error
+from grpo.telemetry.terminal import print_user_error, survive_lost_readers
 
 Found = dict[str, dict[int, RunData]]
 """Variant -> seed -> files of the complete run."""

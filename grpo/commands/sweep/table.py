@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.commands.sweep.results import LAST_STEPS
+from grpo.evaluation.intervals import LEVEL, student
 from grpo.telemetry.console import is_rate
-from grpo.telemetry.intervals import LEVEL, student
 
 CAPTION = (
     f"mean ± s.d. [{LEVEL:.0%} interval of the mean], over the seeds",

@@ -48,7 +48,7 @@ function buildEvaluation(section) {
     tables.append(el("div", { class: "scroll" }, el("table", {}, RUNS.length > 1 ? el("caption", {}, head(index)) : null,
       el("thead", {}, el("tr", {}, el("th", {}, ""), el("th", { class: "number" }, "before"), el("th", { class: "number" }, last ? `step ${last.step}` : "after"), el("th", { class: "number" }, "change"))), body)));
   }
-  content.append(el("p", { class: "note" }, "Beside a number: its 95% confidence interval over the evaluation problems, as the evaluation computed it. Runs without intervals.jsonl have intervals of rates only, and those of rates over several samples per problem are too wide. Changes of rates are in percentage points, coloured if the two intervals do not overlap."));
+  content.append(el("p", { class: "note" }, "Beside a number: its 95% confidence interval over the evaluation problems, as the evaluation computed it. Changes of rates are in percentage points, coloured if the two intervals do not overlap."));
 }
 
 function buildConfig(section) {

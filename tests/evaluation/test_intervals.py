@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from grpo.telemetry.intervals import STUDENT, Z, student, wilson
+from grpo.evaluation.intervals import STUDENT, Z, student, wilson
 
 
 def test_wilsons_interval():

@@ -1,0 +1,142 @@
+"""wandb and TensorBoard: metrics, histograms and some completions of a run. Imported only if they are switched on."""
+
+import os
+import shlex
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from grpo.config import Config
+from grpo.system import first_line
+from grpo.telemetry.records import json_safe
+
+TIMEOUTS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 20}
+"""Seconds that wandb waits for a key to be typed in, for the server at the start, and for the upload at the end:
+torchrun kills a process 30 seconds after it asked the process to stop."""
+NOT_SHOWN = ("token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprobs", "rewards", "logged")
+"""Fields of a completion's record that are no column of wandb's table."""
+
+
+def shown_name(config: Config, name: str) -> str:
+    """A metric's name with ``logging.wandb_prefix``. Evaluations have none; ``step`` becomes ``global_step`` (TRL)."""
+    prefix = config.logging.wandb_prefix
+    if not prefix or name.startswith("eval/"):
+        return name
+    return prefix + ("global_step" if name == "step" else name)
+
+
+class Wandb:
+    """A run in wandb, online or in a folder that ``wandb sync`` sends.
+
+    Args:
+        run_id: wandb's id of the interrupted run that goes on; None for a new run.
+        environment: facts about this start, stored in wandb beside the configuration.
+        print_line: prints a line on the console.
+    """
+
+    def __init__(
+        self, config: Config, run_id: str | None, environment: dict[str, Any], print_line: Callable[[str], None]
+    ):
+        os.environ.setdefault("WANDB_HTTP_TIMEOUT", "8")  # before each table, training waits for the server's answer
+        import wandb
+
+        self._wandb, logging = wandb, config.logging
+        options = dict(
+            project=logging.project, name=logging.run_name or Path(config.output_dir).name, id=run_id,
+            dir=config.output_dir, group=logging.group, tags=logging.tags or None,
+            config=config.for_writing() | {"environment": environment},
+            settings=wandb.Settings(silent=True, **TIMEOUTS),
+        )  # fmt: skip
+        try:
+            self._run = wandb.init(mode=logging.wandb, resume="allow" if logging.wandb == "online" else None, **options)
+        except Exception as error:  # no server, or the server refuses the key
+            if logging.wandb == "offline":
+                raise
+            print_line(f"warning: wandb online failed ({first_line(error)}); going on offline")
+            wandb.teardown()  # otherwise the failed attempt keeps the run's id in use
+            self._run = wandb.init(mode="offline", **options)
+        self.run_id = self._run.id
+        """Continues this run in wandb when it is given to a later start."""
+        self._axis = shown_name(config, "step")
+        self._run.define_metric(self._axis)
+        self._run.define_metric("*", step_metric=self._axis)
+        for name in ("reward", "eval/greedy_accuracy"):  # the list of runs shows the best value too
+            self._run.define_metric(shown_name(config, name), step_metric=self._axis, summary="last,max")
+        if self._run.offline:
+            parts = f"{shlex.quote(str(Path(config.output_dir) / 'wandb'))}/offline-run-*-{self.run_id}"
+            print_line(f"wandb     offline; send this run with: wandb sync {parts}")
+        else:
+            print_line(f"wandb     {self._run.url}")
+
+    def log(self, step: int, metrics: dict[str, Any], histograms: dict[str, Tensor], completions: list[dict]) -> None:
+        shown = (
+            {self._axis: step}
+            | metrics
+            | {name: self._wandb.Histogram(values.tolist()) for name, values in histograms.items()}
+        )
+        if completions:
+            rows = [self._row(record) for record in json_safe(completions)]
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            data = [[row.get(name) for name in columns] for row in rows]
+            shown["completions"] = self._wandb.Table(columns=columns, data=data)
+        # wandb's own counter is the step too: the server then ignores the steps that a resumed run sends again.
+        self._run.log(shown, step=step)
+
+    @staticmethod
+    def _row(record: dict[str, Any]) -> dict[str, Any]:
+        rewards = {f"rewards/{name}": value for name, value in record["rewards"].items()}
+        logged = {name: str(value) for name, value in record.get("logged", {}).items()}  # a column has one type
+        row = {name: value for name, value in record.items() if name not in NOT_SHOWN}
+        return row | {"prompt": str(record["prompt"])} | rewards | logged
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class TensorBoard:
+    """The event file of one start of a run, in ``output_dir/tensorboard``.
+
+    Args:
+        first_step: the first step that this start logs. TensorBoard hides later steps of an interrupted run.
+        print_line: prints a line on the console.
+    """
+
+    def __init__(self, config: Config, first_step: int, print_line: Callable[[str], None]):
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = Path(config.output_dir) / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        settings = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)
+        self._writer.add_text("config", _verbatim(settings), first_step)
+        print_line(f"dashboard tensorboard --logdir {shlex.quote(str(folder))}")
+
+    def log(self, step: int, metrics: dict[str, Any], histograms: dict[str, Tensor], completions: list[dict]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        for name, values in histograms.items():
+            self._writer.add_histogram(name, values, step)
+        if completions:
+            self._writer.add_text("completions", "\n\n---\n\n".join(map(_completion_text, completions)), step)
+        self._writer.flush()  # the file has the step, and an error of the disk shows here
+
+    def finish(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+def _completion_text(record: dict[str, Any]) -> str:
+    """A completion as Markdown."""
+    rewards = "".join(f", {name} {value:g}" for name, value in record["rewards"].items())
+    title = f"**reward {record['reward']:g}**{rewards}, advantage {record['advantage']:.3g}, {record['length']} tokens"
+    parts = [title, "prompt", _verbatim(str(record["prompt"])), "completion", _verbatim(record["completion"])]
+    if record.get("answer") is not None:
+        parts += ["reference answer", _verbatim(record["answer"])]
+    return "\n\n".join(parts)
+
+
+def _verbatim(text: str) -> str:
+    """Markdown that shows a text as it is, with ``?`` for broken Unicode, which an event file cannot hold."""
+    return textwrap.indent(text.encode("utf-8", "replace").decode("utf-8"), "    ", lambda line: True)
