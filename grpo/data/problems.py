@@ -208,7 +208,10 @@ def render(
             raise ValueError(f"data.prompt_template takes one question, and a prompt has {len(prompt)} messages")
         return prompt_template.replace("{prompt}", messages[-1]["content"])
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a chat template is a program that comes with the model
+            raise ValueError(f"the model's chat template refuses {str(messages)[:200]}: {error}") from error
     return "\n\n".join(message["content"] for message in messages)
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from grpo.data import arithmetic as arithmetic_module
-from grpo.data import countdown as countdown_module
-from grpo.data.arithmetic import columns
-from grpo.data.tasks import TASKS, Task, load_task
+
+
+
+from grpo.data.tasks import TASKS, Task, load_task, written_columns
 from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
 from grpo.rewards.builtin import evaluate_expression
 
@@ -83,20 +83,20 @@ def test_more_rows_than_problems_is_refused():
 
 
 def test_columns_by_hand():
-    assert columns(47, "+", 35) == (["7+5=12", "4+3=7+1=8"], 82)
-    assert columns(47, "+", 35, carries=False) == (["7+5=12", "4+3=7"], 72)
-    assert columns(52, "-", 37) == (["12-7=5", "5-3=2-1=1"], 15)
-    assert columns(52, "-", 37, carries=False) == (["12-7=5", "5-3=2"], 25)
-    assert columns(99, "+", 99) == (["9+9=18", "9+9=18+1=19"], 198)
-    assert columns(8, "+", 51) == (["8+1=9", "0+5=5"], 59)
+    assert written_columns(47, "+", 35) == (["7+5=12", "4+3=7+1=8"], 82)
+    assert written_columns(47, "+", 35, carries=False) == (["7+5=12", "4+3=7"], 72)
+    assert written_columns(52, "-", 37) == (["12-7=5", "5-3=2-1=1"], 15)
+    assert written_columns(52, "-", 37, carries=False) == (["12-7=5", "5-3=2"], 25)
+    assert written_columns(99, "+", 99) == (["9+9=18", "9+9=18+1=19"], 198)
+    assert written_columns(8, "+", 51) == (["8+1=9", "0+5=5"], 59)
 
 
 def test_columns_with_carries_are_right():
     for left in range(100):
         for right in range(100):
-            assert columns(left, "+", right)[1] == left + right
+            assert written_columns(left, "+", right)[1] == left + right
             if left >= right:
-                assert columns(left, "-", right)[1] == left - right
+                assert written_columns(left, "-", right)[1] == left - right
 
 
 # --- demonstrations
@@ -125,7 +125,7 @@ def test_clean_demonstrations_are_right_and_in_format(name: str):
 def test_noisy_demonstrations_have_the_documented_shares(name: str):
     task = load_task(name)
     texts = _demonstrations(task, noisy=True)
-    untagged = (arithmetic_module if name == "arithmetic" else countdown_module).UNTAGGED_SHARES
+    untagged = task.untagged_shares
     in_format = sum(bool(FORMAT.fullmatch(text)) for _, text in texts) / len(texts)
     assert in_format == pytest.approx(1 - sum(untagged.values()), abs=0.03)
     assert 0.4 < sum(_is_right(task, row, text) for row, text in texts) / len(texts) < 0.7
@@ -133,7 +133,7 @@ def test_noisy_demonstrations_have_the_documented_shares(name: str):
 
 def test_mistakes_of_arithmetic_demonstrations():
     texts = [text for _, text in _demonstrations(load_task("arithmetic"), noisy=True)]
-    assert sum("hmm" in text for text in texts) / len(texts) == pytest.approx(arithmetic_module.DOUBT_SHARE, abs=0.03)
+    assert sum("hmm" in text for text in texts) / len(texts) == pytest.approx(Arithmetic.doubt_share, abs=0.03)
     minding = [text for text in texts if re.search(r"=\d+[+-]1=", text)]
     assert 0.18 < len(minding) / len(texts) < 0.28  # 55% of the 42% of problems that have a carry or a borrow
 
