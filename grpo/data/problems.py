@@ -215,9 +215,7 @@ def render(
     return "\n\n".join(message["content"] for message in messages)
 
 
-def conversation(
-    prompt: Prompt, system_prompt: str | None, few_shot: Sequence[dict[str, str]]
-) -> list[dict[str, str]]:
+def conversation(prompt: Prompt, system_prompt: str | None, few_shot: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """A prompt as chat messages: system prompt, worked examples, question."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     lead = []
