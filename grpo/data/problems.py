@@ -44,7 +44,7 @@ class Rows:
     prompts: list[Prompt]
     columns: list[dict[str, Any]]
     instructions: str | None = None
-    """The system prompt of a task if the configuration sets none. The tiny model gets none: it was trained without one."""
+    """The system prompt of a task, if the configuration sets none. The tiny model, trained without one, gets none."""
     num_without_answer: int = 0
 
 
@@ -157,7 +157,7 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
         ids = [_without_added_eos(row, text, tokenizer) for row, text in zip(ids, texts, strict=True)]
 
     def reward_prompt(index: int) -> Prompt | None:
-        """The prompt as rewards get it (``data.conversational``): messages that the model is shown, or text; None: as in the row."""
+        """The prompt for rewards (``data.conversational``): the model's messages, or text; None: as in the row."""
         is_text, as_messages = isinstance(rows.prompts[index], str), config.conversational
         if as_messages == "auto":
             as_messages = not is_text or bool(tokenizer.chat_template and (config.system_prompt or config.few_shot))
@@ -197,10 +197,9 @@ def render(
     few_shot: Sequence[dict[str, str]],
     prompt_template: str | None = None,
 ) -> str:
-    """The text that the model reads: system prompt, worked examples, question, generation prompt of the chat template.
+    """The text that the model reads: system prompt, worked examples and question in the chat template.
 
-    For a tokenizer without a chat template they are joined as plain text. A ``prompt_template`` replaces everything else:
-    its ``{prompt}`` becomes the question (or the only message of a conversation).
+    Without a chat template they are joined as plain text. A ``prompt_template`` replaces everything but the question.
     """
     messages = conversation(prompt, system_prompt, few_shot)
     if prompt_template is not None:
@@ -232,7 +231,7 @@ def conversation(prompt: Prompt, system_prompt: str | None, few_shot: Sequence[d
 def fill_question_template(template: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
     """The prompt with its question, or the last message of a conversation, written into ``template``.
 
-    ``{prompt}`` is the question and ``{NAME}`` the column of that name, a list with one item per line. Other braces stay.
+    ``{prompt}`` is the question, ``{NAME}`` the column of that name, a list with one item per line. Other braces stay.
     """
     if not isinstance(prompt, str):
         last = prompt[-1] | {"content": fill_question_template(template, prompt[-1]["content"], columns)}

@@ -1,7 +1,7 @@
-"""Read the rows of a dataset: a file, a saved folder, the Hub, a task, Python objects. The only file that imports ``datasets``.
+"""Read the rows of a dataset: a file, a saved folder, the Hub, a task, Python objects.
 
-``.jsonl``, ``.json`` and ``.csv`` files are read here because ``datasets`` changes values in them: it turns texts that look
-like dates into dates, ``12`` beside an empty cell of a CSV file into ``12.0``, and ``007`` into ``7``.
+The only file that imports ``datasets``, which does not read single JSON and CSV files because it changes their values:
+texts that look like dates become dates, ``12`` beside an empty cell of a CSV file ``12.0``, and ``007`` becomes ``7``.
 """
 
 import csv
@@ -126,7 +126,7 @@ def _read_csv(path: str, text_columns: Sequence[str | None]) -> list[dict[str, A
 def _csv_rows(columns: Mapping[str, Sequence[str]], text_columns: Sequence[str | None]) -> list[dict[str, Any]]:
     """Rows from the texts of a CSV file. An empty cell is None.
 
-    A column other than ``text_columns`` has numbers and booleans if each of its cells would be written the same way again:
+    A column other than ``text_columns`` has numbers and booleans if each cell would be written the same way again:
     ``12``, ``0.5``, ``True``; not ``007``, ``1.50``, ``1e5``, ``true``.
     """
     values = []
@@ -157,12 +157,11 @@ def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
         given = given.astype(object).where(given.notna(), None).to_dict("records")
     expected = f"{name} must be a list of mappings, a datasets.Dataset or a pandas DataFrame"
     rows = with_all_columns(list(given), expected)
-    return [{column: _without_numpy(value) for column, value in row.items()} for row in rows]
-
-
-def _without_numpy(value: Any) -> Any:
-    """Arrays as lists, in which pandas has the lists of a Parquet file as arrays; numbers as Python's."""
-    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
+    # In a DataFrame, the lists of a Parquet file are NumPy arrays, and numbers can be NumPy's.
+    return [
+        {name: value.tolist() if type(value).__module__ == "numpy" else value for name, value in row.items()}
+        for row in rows
+    ]
 
 
 def with_all_columns(rows: list[Any], expected: str) -> list[dict[str, Any]]:

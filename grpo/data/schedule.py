@@ -42,10 +42,10 @@ class Schedule:
         return [self.problems[i] for i in self._indices(step, self.rank, self.world_size)]
 
     def substitute(self, step: int, position: int, attempt: int) -> Problem | None:
-        """The problem that replaces the one at ``position`` of this rank's batch in dynamic sampling, at attempt 0, 1, ...
+        """The problem that replaces the one at ``position`` of this rank's batch in dynamic sampling.
 
-        Substitutes are drawn from the problems outside the step's global batch. Each is used at most once per step, and
-        they are the same for every world size. None when no problem is left.
+        ``attempt`` counts from 0. Substitutes are drawn from the problems outside the step's global batch, each at most
+        once per step, and they are the same for every world size. None when no problem is left.
         """
         unused = _shuffled_without(len(self.problems), self.seed, step, tuple(self._indices(step, 0, 1)))
         index = attempt * self.prompts_per_step + position * self.world_size + self.rank

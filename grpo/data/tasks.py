@@ -1,6 +1,6 @@
-"""Tasks whose problems are computed, so that nothing is downloaded: arithmetic, countdown, and those of the package reasoning-gym.
+"""Tasks whose problems are computed, so that nothing is downloaded: arithmetic, countdown, those of reasoning-gym.
 
-Built-in tasks also demonstrate how to solve a problem, with mistakes, for the tiny model to imitate (``grpo.data.tiny``).
+The first two also demonstrate how to solve a problem, with mistakes, for the tiny model to learn (``grpo.data.tiny``).
 """
 
 import hashlib
@@ -8,6 +8,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 from grpo.algorithm.seeding import derive_seed
 from grpo.system import import_extra
@@ -59,7 +60,7 @@ class Task(ABC):
 
     @abstractmethod
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
-        """One response (text, without EOS): with the mistakes in the task's table, or (``noisy=False``) always right."""
+        """One response (text, without EOS): with the mistakes in the task's table, or always right."""
 
     def split_of(self, row: dict) -> str:
         """The split that a row belongs to, ``"train"`` or ``"eval"``."""
@@ -168,9 +169,10 @@ def written_columns(left: int, operator: str, right: int, carries: bool = True) 
 
 
 class Countdown(Task):
-    """``Make 24 from 3 5 9.``: numbers from 1 to 10, each used once with ``+ - * /``, a target from 1 to 99 that can be reached.
+    """``Make 24 from 3 5 9.``: numbers from 1 to 10, each used once with ``+ - * /``, for a target from 1 to 99.
 
-    A demonstration tries expressions, each evaluated from left to right, until one equals the target. Independent draws add mistakes:
+    Every problem has a solution. A demonstration tries expressions, each evaluated from left to right, until one equals
+    the target. Independent draws add mistakes:
 
     | mistake | share | example, for 13 from 2 3 5 | correct |
     |---|---|---|---|
@@ -188,7 +190,7 @@ class Countdown(Task):
     gives_up_share = 0.25
 
     def draw(self, rng: random.Random) -> dict:
-        """Columns: ``prompt``, ``target`` (int), ``numbers`` (list[int], in the prompt's order), ``answer`` (a solution)."""
+        """Columns: ``prompt``, ``target`` (int), ``numbers`` (list[int], in order), ``answer`` (a solution)."""
         while True:
             numbers = [rng.randint(1, 10) for _ in range(rng.choice((3, 3, 3, 4)))]
             expression, _, target = _random_expression(numbers, rng)
@@ -215,10 +217,9 @@ OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__f
 
 
 def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, str, int]:
-    """An expression that uses every number once, in any order. Evaluated from left to right, each result is an integer >= 0.
+    """An expression (``"(5+3)*2"``) that uses every number once, in any order; its steps (``"5+3=8*2=16"``); its value.
 
-    Returns:
-        The expression (``"(5+3)*2"``), its steps (``"5+3=8*2=16"``) and its value.
+    Evaluated from left to right, each result is an integer >= 0.
     """
     order = rng.sample(numbers, len(numbers))
     text, value, is_sum = str(order[0]), order[0], False
@@ -234,7 +235,7 @@ def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, str
 
 
 def _evaluate(expression: str) -> tuple[str, int]:
-    """The steps of an expression of ``_random_expression`` (``"5+3=8*2=16"`` for ``"(5+3)*2"``), and its value."""
+    """The steps of an expression of ``_random_expression``, and its value."""
     first, *rest = re.findall(r"[0-9]+|[-+*/]", expression)
     value, written = int(first), first
     for operator, number in zip(rest[::2], rest[1::2], strict=True):
@@ -254,8 +255,8 @@ def load_task(name: str) -> Task:
 
 
 GYM_INSTRUCTIONS = (
-    "Solve the problem. Think step by step between <think> and </think>, then write the answer alone, in the form the problem "
-    "asks for, between <answer> and </answer>."
+    "Solve the problem. Think step by step between <think> and </think>, then write the answer alone, in the form the "
+    "problem asks for, between <answer> and </answer>."
 )
 """The system prompt for tasks of reasoning-gym: the reward reads the answer between the tags."""
 GYM_ROWS = {"train": 2048, "eval": 256}
@@ -273,9 +274,6 @@ def gym_rows(task: str, split: str, seed: int, limit: int | None) -> list[dict]:
     task_seed = derive_seed(seed, f"reasoning_gym/{task}/{split}") % 2**31
     library = import_extra("reasoning_gym", "gym", f"data.dataset=reasoning_gym:{task}")
     dataset = library.create_dataset(task, size=max_draws, seed=task_seed)
-    rows = different_rows(map(dataset.__getitem__, range(max_draws)), task, _question, split, count, GYM_PATIENCE)
+    draws = (dataset[i] for i in range(max_draws))
+    rows = different_rows(draws, task, itemgetter("question"), split, count, GYM_PATIENCE)
     return [{"prompt": row["question"], "answer": row["answer"], "metadata": row["metadata"]} for row in rows]
-
-
-def _question(row: dict) -> str:
-    return row["question"]

@@ -1,7 +1,7 @@
 """The tiny model: a Qwen2 of about a million parameters that is trained in about a minute, for the demo and the tests.
 
-It is trained on correct demonstrations of a task first, then on noisy ones (``Task.demonstration``), so that GRPO starts
-from a model that can solve the task and often makes mistakes.
+It is trained on correct demonstrations of a task first, then on noisy ones (``Task.demonstration``), so that GRPO
+starts from a model that can solve the task and often makes mistakes.
 Shapes: ``B`` demonstrations, ``S`` prompt + response tokens, ``V`` vocabulary.
 """
 
@@ -65,8 +65,8 @@ RECIPES = {"arithmetic": Recipe(), "countdown": Recipe(clean_steps=1000)}
 def build_tokenizer() -> Qwen2Tokenizer:
     """A tokenizer with one token per UTF-8 byte, special token, tag and role. Decoding restores every text in NFC form.
 
-    Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` keeps them. The class must be Qwen2's:
-    transformers 5 loads any folder of a Qwen2 model with that class, whatever tokenizer was saved.
+    Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` leaves them in the text. The
+    class must be Qwen2's: transformers 5 loads any folder of a Qwen2 model with it, whatever tokenizer was saved.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
@@ -150,7 +150,8 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_heads,
-        max_position_embeddings=512, initializer_range=recipe.initializer_range, tie_word_embeddings=True, dtype="float32",
+        max_position_embeddings=512, initializer_range=recipe.initializer_range, tie_word_embeddings=True,
+        dtype="float32",
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -168,7 +169,7 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
 def _demonstrations(
     task: Task, rng: random.Random, tokenizer: Qwen2Tokenizer, batch_size: int, noisy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``batch_size`` training problems with one response each: ids and labels, ``[B, S]``. Labels of prompt tokens are ignored."""
+    """Training problems with one response each: ids and labels, ``[B, S]``. Labels of prompt tokens are ignored."""
     ids, labels = [], []
     while len(ids) < batch_size:
         row = task.draw(rng)
