@@ -3,9 +3,8 @@
 Samples of one problem are correlated, so one observation is the mean over the samples of one problem.
 
 - Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``, where ``se`` is the
-  standard error of the mean over problems (effective size of a cluster sample: Kish, 1965; with Wilson's interval: Dean
-  and Pagano, 2015). With one sample per problem that number is N, and the interval is the usual one. It stays within
-  [0, 1], and it has a width at 0 and N of N, where mean +- 2 se has none.
+  standard error of the mean over problems (Kish, 1965; Dean and Pagano, 2015). With one sample per problem that number
+  is N. The interval stays within [0, 1], and it has a width at 0 and N of N, where mean +- 2 se has none.
 - Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30 problems.
 """
 
@@ -85,9 +84,9 @@ def mean_of(rows: Sequence[Sequence[float]]) -> Estimate:
 def estimates(greedy: Sequence[CompletionResult], samples: Sequence[Sequence[CompletionResult]]) -> dict[str, Estimate]:
     """All metrics of an evaluation by name, from one greedy result per problem and equally many samples, or none.
 
-    ``greedy_accuracy``; with samples, ``mean@<n>`` and ``pass@<k>`` for every k up to n. Then ``format``,
-    ``lenient_accuracy``, ``mean_length``, ``truncated`` and ``rewards/<name>`` over the samples, or else over the greedy
-    completions. With samples, the first four of these for the greedy completions too, as ``greedy_...``.
+    ``greedy_accuracy``; with samples, ``mean@<n>`` and ``pass@<k>`` for every k up to n. Of the samples, or else of the
+    greedy completions, ``format``, ``lenient_accuracy``, ``mean_length``, ``truncated`` and ``rewards/<name>``; with
+    samples, the first four of these for the greedy completions too, as ``greedy_...``.
     """
     greedy_rows = [[result] for result in greedy]
     found = {"greedy_accuracy": _share(greedy_rows, "correct")}

@@ -62,9 +62,9 @@ def resolve_model(
             raise ValueError(f"{given} is a LoRA adapter of {base}: {train}python -m grpo.merge makes it a whole model")
         resolve_model(base, dataset, trust_remote_code=trust_remote_code, setting=f"{given}: its model")
         return path
-    if not os.path.exists(path):
-        if path.startswith((".", "/", "builtin:")) or path.count("/") > 1:
-            raise ValueError(f"{given}: no such folder (the only built-in model is builtin:tiny)")
+    is_folder = path.startswith((".", "/", "builtin:")) or path.count("/") > 1
+    if is_folder and not os.path.exists(path):
+        raise ValueError(f"{given}: no such folder (the only built-in model is builtin:tiny)")
     try:
         AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises errors of many types for a broken folder

@@ -1,48 +1,13 @@
 """Datasets and models by their Hub names, through the libraries' own clients, from a Hub on this machine."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, run_trainer
+from conftest import run_trainer
 from hub_service import hub, pointed_at, publish
 
-from grpo.config import load_config
-from grpo.data import load_rows
 
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1:,}"} for i in range(990, 1210)]
-
-
-def rows_of(env: dict[str, str], *settings: str) -> dict:
-    """The rows of a configuration, by the loader of a run, in a process of its own."""
-    code = (
-        "import json, sys; from grpo.config import load_config; from grpo.data import load_rows;"
-        "c = load_config(sys.argv[1:]); rows = [load_rows(c.data, train=train, seed=0) for train in (True, False)];"
-        "print(json.dumps([[r.prompts, r.columns] for r in rows]))"
-    )
-    command = [sys.executable, "-c", code, *settings]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, check=True, timeout=120)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_gsm8k_of_the_hub_is_the_gsm8k_of_the_files(tmp_path, assets):
-    files = {split: assets / "data" / "gsm8k" / f"{split}.jsonl" for split in ("train", "test")}
-    publish(tmp_path / "hub", *([json.loads(line) for line in file.open()] for file in files.values()))
-    config = ("--config", str(ROOT / "configs" / "gsm8k_qwen2.5_0.5b.yaml"))
-    with hub(tmp_path / "hub") as (endpoint, asked):
-        env = pointed_at(endpoint, tmp_path / "cache")
-        from_hub = rows_of(env, *config)
-    assert [line for line in asked if line.startswith("GET") and line.endswith("main/train-00000-of-00001.parquet")]
-    train, test = from_hub
-    assert [len(train[0]), len(test[0])] == [7473, 1319]
-    local = (f"data.dataset={files['train']}", f"data.eval_dataset={files['test']}", "data.eval_split=train")
-    loaded = load_config([*config, *local])
-    rows = [load_rows(loaded.data, train=is_train, seed=0) for is_train in (True, False)]
-    assert from_hub == json.loads(json.dumps([[r.prompts, r.columns] for r in rows]))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Prompts are rendered exactly and never cut, rewards get them in the form that is configured, and the preview shows them."""
+"""Prompts are rendered exactly and never cut, and rewards get them in the form that is configured."""
 
 import json
 import runpy

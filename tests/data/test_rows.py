@@ -108,7 +108,7 @@ def test_rows_as_python_objects():
         assert found == expected
         assert all(type(row["n"]) in (int, float, type(None)) for row in found)
     for given in ({"prompt": ["a"]}, datasets.DatasetDict(train=datasets.Dataset.from_list(rows)), ["a"], "file.jsonl"):
-        with pytest.raises(ValueError, match="dataset must be a list of mappings, a datasets.Dataset or a pandas"):
+        with pytest.raises(ValueError, match="dataset must be a list of mappings"):
             rows_of(given, "dataset")
 
 
