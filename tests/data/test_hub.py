@@ -6,7 +6,6 @@ import pytest
 from conftest import run_trainer
 from hub_service import hub, pointed_at, publish
 
-
 ROWS = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1:,}"} for i in range(990, 1210)]
 
 
