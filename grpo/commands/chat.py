@@ -21,7 +21,7 @@ import torch
 
 from grpo.algorithm.batch import Group
 from grpo.config import KEYS_EPILOG, Config, config_of_models, engine_overrides
-from grpo.data.problems import Rows, make_problems, system_prompt_and_instructions
+from grpo.data.problems import Rows, instructions_of, make_problems
 from grpo.distributed import World, set_cpu_threads
 from grpo.model import load_policy, load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
@@ -112,7 +112,7 @@ def _sample(
     columns: dict[str, Any], *, num_samples: int, turn: int,
 ) -> Group:  # fmt: skip
     """Sample completions of one prompt. ``ValueError`` if prompt and completion together exceed the model's context."""
-    rows = Rows("the prompt", [prompt], [columns], *system_prompt_and_instructions(config.data, config.data.dataset))
+    rows = Rows("the prompt", [prompt], [columns], instructions_of(config.data, config.data.dataset))
     context_length = engine.policy.context_length or 10**9
     max_tokens = options.max_tokens or config.rollout.max_completion_length
     if options.is_plain and options.max_tokens is None:

@@ -82,8 +82,7 @@ class DataConfig(Section):
     """Form in which rewards get prompts and completions. true: lists of messages. false: text (of a conversation, its last message). auto:
     messages if the row is a conversation, or if system_prompt or few_shot is used with a chat template; else text."""
     max_prompt_length: int = Field(512, ge=1)
-    """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated. A prompt of more than 100
-    characters for each of these tokens (more, if the vocabulary has a longer token) counts as longer, without being tokenized."""
+    """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated."""
     max_train_samples: int | None = Field(None, ge=1)
     """Use only the first N training problems; none: all."""
     max_eval_samples: int | None = Field(None, ge=1)

@@ -1,5 +1,6 @@
-"""Assign problems to steps and ranks, as a pure function of the step."""
+"""Assign problems to steps and ranks, as a pure function of the step: a resumed run needs no saved state."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from grpo.algorithm.seeding import derive_seed, generator
 
 
 def check_enough(num_problems: int, prompts_per_step: int, *, unit: int = 1) -> None:
-    """Raise ``ValueError`` if there are too few training problems for one step; the message names a ``prompts_per_step`` that works.
+    """``ValueError``, which names a ``prompts_per_step`` that works, if there are too few problems for one step.
 
     ``prompts_per_step`` must be a multiple of ``unit`` (ranks times minibatches).
     """
@@ -22,7 +23,7 @@ def check_enough(num_problems: int, prompts_per_step: int, *, unit: int = 1) -> 
 
 
 class Schedule:
-    """The problems of each step for one rank. They depend on the step alone, so a resumed run needs no saved state."""
+    """The problems of each step for one rank."""
 
     def __init__(
         self, problems: Sequence[Problem], *, prompts_per_step: int, seed: int, rank: int = 0, world_size: int = 1
@@ -31,41 +32,43 @@ class Schedule:
         self.problems, self.prompts_per_step, self.seed = problems, prompts_per_step, seed
         self.rank, self.world_size = rank, world_size
         self.steps_per_epoch = len(problems) // prompts_per_step
-        self._orders: dict[tuple[int, int, int], list[int]] = {}
-        """(epoch, rank, world size) -> the indices that a DistributedSampler gives, for one epoch."""
-        self._unused: tuple[int, list[int]] = (-1, [])
-        """A step, and the indices of the problems that are not in its global batch, shuffled."""
 
     def at(self, step: int) -> list[Problem]:
         """This rank's ``prompts_per_step / world_size`` problems of a step.
 
-        DistributedSampler gives element ``i`` of an epoch's permutation to rank ``i % world_size``, so the global batch of a step
-        contains the same problems for every world size.
+        DistributedSampler assigns element ``i`` of an epoch's permutation to rank ``i % world_size``, so the global
+        batch of a step has the same problems for every world size.
         """
-        return self._problems_at(step, self.rank, self.world_size)
+        return [self.problems[i] for i in self._indices(step, self.rank, self.world_size)]
 
     def substitute(self, step: int, position: int, attempt: int) -> Problem | None:
-        """The problem that replaces the one at ``position`` of this rank's batch in dynamic sampling, at attempt 0, 1, ... .
+        """The problem that replaces the one at ``position`` of this rank's batch in dynamic sampling.
 
-        Substitutes are drawn from the problems outside the step's global batch. Each is used at most once per step, and they are the
-        same for every world size. None when no problem is left.
+        ``attempt`` counts from 0. Substitutes are drawn from the problems outside the step's global batch, each at most
+        once per step, and they are the same for every world size. None when no problem is left.
         """
-        if self._unused[0] != step:
-            used = {problem.index for problem in self._problems_at(step, 0, 1)}
-            order = torch.randperm(len(self.problems), generator=generator(self.seed, "substitutes", step)).tolist()
-            self._unused = (step, [i for i in order if self.problems[i].index not in used])
-        unused = self._unused[1]
+        unused = _shuffled_without(len(self.problems), self.seed, step, tuple(self._indices(step, 0, 1)))
         index = attempt * self.prompts_per_step + position * self.world_size + self.rank
         return self.problems[unused[index]] if index < len(unused) else None
 
-    def _problems_at(self, step: int, rank: int, world_size: int) -> list[Problem]:
+    def _indices(self, step: int, rank: int, world_size: int) -> list[int]:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        key = (epoch, rank, world_size)
-        if key not in self._orders:
-            seed = derive_seed(self.seed, "data order")
-            sampler = DistributedSampler(self.problems, world_size, rank, shuffle=True, seed=seed, drop_last=True)
-            sampler.set_epoch(epoch)
-            self._orders = {k: order for k, order in self._orders.items() if k[0] == epoch}  # forget other epochs
-            self._orders[key] = list(sampler)
         n = self.prompts_per_step // world_size
-        return [self.problems[i] for i in self._orders[key][step_in_epoch * n : (step_in_epoch + 1) * n]]
+        order = _epoch_order(len(self.problems), self.seed, epoch, rank, world_size)
+        return order[step_in_epoch * n : (step_in_epoch + 1) * n]
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_order(num_problems: int, seed: int, epoch: int, rank: int, world_size: int) -> list[int]:
+    seed = derive_seed(seed, "data order")
+    sampler = DistributedSampler(range(num_problems), world_size, rank, shuffle=True, seed=seed, drop_last=True)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@functools.lru_cache(maxsize=1)
+def _shuffled_without(num_problems: int, seed: int, step: int, batch: tuple[int, ...]) -> list[int]:
+    """The indices of all problems that are not in ``batch``, in an order that depends on the step."""
+    order = torch.randperm(num_problems, generator=generator(seed, "substitutes", step)).tolist()
+    used = set(batch)
+    return [i for i in order if i not in used]

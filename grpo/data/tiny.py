@@ -1,7 +1,8 @@
-"""The tiny model: a Qwen2 of about a million parameters that is trained here in about a minute, for the demo and the tests.
+"""The tiny model: a Qwen2 of about a million parameters that is trained in about a minute, for the demo and the tests.
 
-It is trained on correct demonstrations of a task first, then on noisy ones (``Task.demonstration``), so that GRPO starts from a model
-that can solve the task and often makes mistakes. Shapes: ``B`` demonstrations, ``S`` prompt + response tokens, ``V`` vocabulary.
+It is trained on correct demonstrations of a task first, then on noisy ones (``Task.demonstration``), so that GRPO
+starts from a model that can solve the task and often makes mistakes.
+Shapes: ``B`` demonstrations, ``S`` prompt + response tokens, ``V`` vocabulary.
 """
 
 import hashlib
@@ -9,7 +10,6 @@ import json
 import math
 import os
 import random
-import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ class Recipe:
     intermediate_size: int = 384
     num_layers: int = 4
     num_heads: int = 4
-    initializer_range: float = 0.06  # the usual 0.02 is for wider models; with it, this model learns slowly at first
+    initializer_range: float = 0.06  # with the usual 0.02, for wider models, this model learns slowly at first
     clean_steps: int = 500  # first on correct demonstrations: the model learns the task ...
     noisy_steps: int = 250  # ... then on noisy ones: it learns the mistakes that GRPO removes
     batch_size: int = 32
@@ -65,8 +65,8 @@ RECIPES = {"arithmetic": Recipe(), "countdown": Recipe(clean_steps=1000)}
 def build_tokenizer() -> Qwen2Tokenizer:
     """A tokenizer with one token per UTF-8 byte, special token, tag and role. Decoding restores every text in NFC form.
 
-    Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` keeps them. The class must be Qwen2's:
-    transformers 5 loads any folder of a Qwen2 model with that class, whatever tokenizer was saved.
+    Tags and roles are ordinary added tokens, so ``decode(..., skip_special_tokens=True)`` leaves them in the text. The
+    class must be Qwen2's: transformers 5 loads any folder of a Qwen2 model with it, whatever tokenizer was saved.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
@@ -83,16 +83,13 @@ def is_tiny_tokenizer(tokenizer: Any) -> bool:
 
 
 def build_tiny_model(
-    task: str = "arithmetic",
-    seed: int = 0,
-    cache_dir: Path | None = None,
-    recipe: Recipe | None = None,
+    task: str = "arithmetic", seed: int = 0, cache_dir: Path | None = None, recipe: Recipe | None = None
 ) -> Path:
     """Train the tiny model for a task, or return the folder of an earlier call from the cache.
 
     Args:
         task: name of a built-in task; ``ValueError`` for another name.
-        seed: seed of initial weights and demonstrations. The same seed, recipe, torch version and thread count give the same weights.
+        seed: of initial weights and demonstrations. Torch version and thread count change the weights too.
         cache_dir: parent of the model folders; by default ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``.
         recipe: architecture and training, by default the task's entry of ``RECIPES``.
 
@@ -110,32 +107,23 @@ def build_tiny_model(
         return folder
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Write a temporary folder, then rename it: the folder is complete if it exists, also after a kill or with two builds at a time.
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    # A folder that is renamed at the end is complete if it exists, also after a kill or with two builds at a time.
+    prefix = f".{folder.name}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as unfinished:
         tokenizer = build_tokenizer()
-        model = warm_start(task, seed, tokenizer, recipe)
-        model.save_pretrained(unfinished)
+        warm_start(task, seed, tokenizer, recipe).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        (unfinished / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n")
-        unfinished.chmod(0o755)  # mkdtemp creates folders that only their owner can read
+        (Path(unfinished) / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n")
+        os.chmod(unfinished, 0o755)  # temporary folders can be read only by their owner
         try:
-            unfinished.rename(folder)
+            os.rename(unfinished, folder)
         except OSError:
-            if not folder.exists():
+            if not folder.exists():  # else another process has finished the same model first
                 raise
-            # Another process has finished the same model first: use that one.
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
-def warm_start(
-    task_name: str,
-    seed: int,
-    tokenizer: Qwen2Tokenizer,
-    recipe: Recipe,
-) -> Qwen2ForCausalLM:
+def warm_start(task_name: str, seed: int, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Qwen2ForCausalLM:
     """Train a new model on demonstrations of training problems. The loss covers response tokens only."""
     task = load_task(task_name)
     rng = random.Random(derive_seed(seed, f"tiny/{task_name}/demonstrations"))
@@ -162,7 +150,8 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_heads,
-        max_position_embeddings=512, initializer_range=recipe.initializer_range, tie_word_embeddings=True, dtype="float32",
+        max_position_embeddings=512, initializer_range=recipe.initializer_range, tie_word_embeddings=True,
+        dtype="float32",
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -180,7 +169,7 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
 def _demonstrations(
     task: Task, rng: random.Random, tokenizer: Qwen2Tokenizer, batch_size: int, noisy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``batch_size`` training problems with one response each: ids and labels, ``[B, S]``. Labels of prompt tokens are ignored."""
+    """Training problems with one response each: ids and labels, ``[B, S]``. Labels of prompt tokens are ignored."""
     ids, labels = [], []
     while len(ids) < batch_size:
         row = task.draw(rng)

@@ -1,4 +1,4 @@
-"""Sample and grade all problems, and gather the results of all ranks, so that no metric depends on the number of ranks."""
+"""Sample and grade all problems, and gather the results of all ranks: no metric depends on their number."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +12,7 @@ from grpo.rollout import Engine, SamplingParams
 
 ROWS_PER_CALL = 256
 """Completions that one call of the sampler generates."""
-
 Grade = Callable[[Sequence[Group]], list[list[CompletionResult]]]
-"""Groups -> the results of each group's completions; see :class:`grpo.evaluation.grading.Grader`."""
 
 
 @dataclass(frozen=True)
@@ -24,30 +22,30 @@ class ProblemResult:
     problem: Problem
     greedy: CompletionResult
     samples: list[CompletionResult]
-    """The results of the sampled completions; empty with greedy decoding only."""
+    """Empty with greedy decoding only."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of all problems, in the order of the problems and the same on every rank, and the metrics computed from them."""
+    """The results of all problems, in their order and the same on every rank, and the metrics computed from them."""
 
     problems: list[ProblemResult]
     estimates: dict[str, Estimate]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``eval/...``: rates in [0, 1], lengths in tokens, rewards without their weights."""
+        """``eval/...``: rates, lengths in tokens, rewards without their weights."""
         return {f"eval/{name}": estimate.value for name, estimate in self.estimates.items()}
-
-    @property
-    def completions(self) -> list[CompletionResult]:
-        """The results of all completions, greedy ones and samples."""
-        return [result for p in self.problems for result in (p.greedy, *p.samples)]
 
     @property
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95% interval ``(low, high)`` of each of :attr:`metrics`."""
         return {f"eval/{name}": (estimate.low, estimate.high) for name, estimate in self.estimates.items()}
+
+    @property
+    def completions(self) -> list[CompletionResult]:
+        """The results of all completions, greedy ones and samples."""
+        return [result for p in self.problems for result in (p.greedy, *p.samples)]
 
     @property
     def num_unscored(self) -> int:
@@ -58,42 +56,32 @@ class Evaluation:
 def eval_sampling(config: Config) -> SamplingParams:
     """The settings of the sampled completions of an evaluation; at temperature 0 there is only the greedy one."""
     e, r = config.eval, config.rollout
-    return SamplingParams(
-        num_generations=e.num_samples,
-        max_completion_length=e.max_completion_length or r.max_completion_length,
-        temperature=e.temperature,
-        top_p=e.top_p,
-        top_k=e.top_k,
-        min_p=e.min_p,
-        stop=tuple(r.stop),
-        tokens_in_flight=r.tokens_in_flight,
-    )
+    longest = e.max_completion_length or r.max_completion_length
+    filters = e.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+    return SamplingParams(e.num_samples, longest, **filters, stop=tuple(r.stop), tokens_in_flight=r.tokens_in_flight)
 
 
 def check_eval_context(config: Config, path: str, problems: Sequence[Problem]) -> None:
-    """Raise a ``ValueError``, before weights are loaded, if a prompt and its completion in an evaluation exceed the model's context."""
+    """``ValueError``, before weights are loaded, if a prompt and its completion exceed the model's context."""
     key = "rollout.max_completion_length" if config.eval.max_completion_length is None else "eval.max_completion_length"
-    longest = eval_sampling(config).max_completion_length
-    check_context(path, problems, longest, key=key, trust_remote_code=config.model.trust_remote_code)
+    longest, trust = eval_sampling(config).max_completion_length, config.model.trust_remote_code
+    check_context(path, problems, longest, key=key, trust_remote_code=trust)
 
 
 def evaluate(
     engine: Engine, problems: Sequence[Problem], grade: Grade, world: World, sampling: SamplingParams, *,
     seed: int, step: int = 0, keep_texts: bool = False, on_problems: Callable[[int], None] | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Evaluate one greedy completion of every problem and, if the temperature of ``sampling`` is above 0, its number of samples.
+    """Evaluate a greedy completion of every problem and, if the temperature of ``sampling`` is above 0, its samples.
 
-    Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions, not averages, so the metrics are exact
-    for any number of ranks.
-
-    An error of ``grade`` on any rank is raised on all ranks. ``on_problems`` is called with a number of problems after each sampler call.
+    Rank r evaluates problems r, r + size, ... . Ranks exchange the results of single completions, not averages, so the
+    metrics are exact for any number of ranks. An error of ``grade`` on any rank is raised on all ranks.
+    ``on_problems`` is called with a number of problems after each sampler call.
     """
     own_indices = range(world.rank, len(problems), world.size)
-    # Problems of similar prompt length are sampled together. The order has no effect on the results.
-    by_length = sorted(own_indices, key=lambda index: len(problems[index].prompt_ids))
+    by_length = sorted(own_indices, key=lambda index: len(problems[index].prompt_ids))  # less padding
 
     def results_of(name: str, sampling: SamplingParams) -> dict[int, list[CompletionResult]]:
-        """Problem index -> the results of ``sampling.num_generations`` completions, for the problems of this rank."""
         results: dict[int, list[CompletionResult]] = {}
         num_problems = max(ROWS_PER_CALL // sampling.num_generations, 1)
         for start in range(0, len(by_length), num_problems):
@@ -105,12 +93,10 @@ def evaluate(
                 on_problems(len(part))
         return results
 
-    greedy_sampling = replace(sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    samples: dict[int, list[CompletionResult]] = {}
     with world.fail_together(), world.interruptible():
-        greedy = results_of("greedy", greedy_sampling)
-        if not sampling.is_greedy:
-            samples = results_of("samples", sampling)
+        unfiltered = replace(sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        greedy = results_of("greedy", unfiltered)
+        samples = {} if sampling.is_greedy else results_of("samples", sampling)
     own = {index: (greedy[index][0], samples.get(index, [])) for index in own_indices}
     gathered = dict(item for share in world.gather_objects(own) for item in share.items())
     results = [ProblemResult(problem, *gathered[index]) for index, problem in enumerate(problems)]

@@ -1,11 +1,10 @@
-"""Metrics of an evaluation from the results of its completions: rates, pass@k and means, each with a 95% interval. Imports no torch.
+"""Metrics of an evaluation: rates, pass@k and means, each with a 95% interval. Imports no torch.
 
 Samples of one problem are correlated, so one observation is the mean over the samples of one problem.
 
-- Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``, where ``se`` is the standard error of
-  the mean over problems (effective size of a cluster sample: Kish, 1965; with Wilson's interval: Dean and Pagano, 2015). With one
-  sample per problem that number is N, and the interval is the usual Wilson interval. The interval stays within [0, 1], and it has a
-  width at 0 and N of N, where mean +- 2 se has none.
+- Rates: Wilson's interval (1927) with the effective number of observations, ``p(1-p) / se^2``, where ``se`` is the
+  standard error of the mean over problems (Kish, 1965; Dean and Pagano, 2015). With one sample per problem that number
+  is N. The interval stays within [0, 1], and it has a width at 0 and N of N, where mean +- 2 se has none.
 - Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30 problems.
 """
 
@@ -21,37 +20,33 @@ class CompletionResult:
     """The evaluation result of one completion."""
 
     correct: bool
-    """True if the correctness reward is above ``eval.correct_above``."""
     formatted: bool
     lenient: bool
     """True if the last number in the text equals the answer, with or without tags."""
     length: int
-    """Tokens."""
     truncated: bool
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """The value of each reward, without its weight; None where the reward gave no score."""
+    """The value of each reward, without its weight; None where the reward could not score."""
     scored: bool = True
-    """True if the correctness reward gave a score. A completion without a score counts as wrong."""
+    """False if the correctness reward could not score the completion, which then counts as wrong."""
     text: str | None = None
-    """The completion's text; None if the evaluation does not keep texts."""
+    """None if the evaluation does not keep texts."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate, from ``num_samples`` samples, of the probability that at least one of ``k`` samples is correct.
+    """Unbiased estimate, from n samples of which c are correct, of the probability that at least one of k is correct.
 
-    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., 2021, eq. 1), with exact integers. ``ValueError`` if ``c`` or ``k`` exceeds ``n``.
+    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., 2021, eq. 1), with exact integers. ``ValueError`` if c or k exceeds n.
     """
-    if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"num_correct={num_correct} must lie in [0, num_samples={num_samples}]")
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k={k} must lie in [1, num_samples={num_samples}]")
+    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(f"num_correct={num_correct} or k={k} is not possible with num_samples={num_samples}")
     total = math.comb(num_samples, k)
     return (total - math.comb(num_samples - num_correct, k)) / total
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric with its 95% interval and, for a share of completions, the exact count: ``count`` of ``of`` completions."""
+    """A metric with its 95% interval and, for a share, the exact count: ``count`` of ``of`` completions."""
 
     value: float
     low: float
@@ -61,24 +56,21 @@ class Estimate:
 
 
 def rate_of(values: Sequence[float], samples: int, value: float | None = None) -> tuple[float, float, float]:
-    """``(rate, low, high)``: a rate and its interval.
+    """``(rate, low, high)`` from one number in [0, 1] per problem, each the mean of so many ``samples``.
 
-    Args:
-        values: one number in [0, 1] per problem.
-        samples: the number of completions of each problem.
-        value: the rate, if it is known more exactly than the mean of ``values``.
+    ``value`` is the rate, if it is known more exactly than the mean of ``values``.
     """
     N = len(values)
     mean = math.fsum(values) / N
     p = mean if value is None else value
     variance_of_mean = math.fsum((v - mean) ** 2 for v in values) / N / N
-    # Between N (all samples of a problem give the same result) and N * samples (samples are independent).
+    # Between N (all samples of a problem have the same result) and N * samples (samples are independent).
     effective = p * (1 - p) / variance_of_mean if variance_of_mean > 0 else N if p in (0.0, 1.0) else N * samples
     return p, *wilson(p, min(max(effective, N), N * samples))
 
 
 def mean_of(rows: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its interval over problems. A row has the values of one problem; rows may differ in length."""
+    """The mean of all values, with its interval over problems. A row has the values of one problem, however many."""
     N, of = len(rows), sum(map(len, rows))
     if not of:
         return Estimate(math.nan, math.nan, math.nan, None, 0)
@@ -90,48 +82,41 @@ def mean_of(rows: Sequence[Sequence[float]]) -> Estimate:
 
 
 def estimates(greedy: Sequence[CompletionResult], samples: Sequence[Sequence[CompletionResult]]) -> dict[str, Estimate]:
-    """All metrics of an evaluation, by name without ``eval/``.
+    """All metrics of an evaluation by name, from one greedy result per problem and equally many samples, or none.
 
-    Args:
-        greedy: one result per problem.
-        samples: the results of each problem's samples, the same number for each problem; empty with greedy decoding only.
-
-    Returns:
-        ``greedy_accuracy``; with samples, ``mean@<n>`` and ``pass@<k>`` for every k up to n. Then ``format``, ``lenient_accuracy``,
-        ``mean_length``, ``truncated`` and ``rewards/<name>`` over the samples, or over the greedy completions if there are no samples.
-        With samples, the first four of these for the greedy completions too, as ``greedy_...``.
+    ``greedy_accuracy``; with samples, ``mean@<n>`` and ``pass@<k>`` for every k up to n. Of the samples, or else of the
+    greedy completions, ``format``, ``lenient_accuracy``, ``mean_length``, ``truncated`` and ``rewards/<name>``; with
+    samples, the first four of these for the greedy completions too, as ``greedy_...``.
     """
     greedy_rows = [[result] for result in greedy]
     found = {"greedy_accuracy": _share(greedy_rows, "correct")}
-    if samples:
-        n = len(samples[0])
-        found[f"mean@{n}"] = _share(samples, "correct")
-        for k in range(1, n + 1):
-            passed = [pass_at_k(n, sum(result.correct for result in row), k) for row in samples]
-            found[f"pass@{k}"] = Estimate(*rate_of(passed, n))
-        found |= _other_metrics(samples)
-        return found | {f"greedy_{name}": e for name, e in _other_metrics(greedy_rows).items() if "/" not in name}
-    return found | _other_metrics(greedy_rows)
+    if not samples:
+        return found | _other_metrics(greedy_rows)
+    n, num_correct = len(samples[0]), [sum(result.correct for result in row) for row in samples]
+    found[f"mean@{n}"] = _share(samples, "correct")
+    for k in range(1, n + 1):
+        found[f"pass@{k}"] = Estimate(*rate_of([pass_at_k(n, c, k) for c in num_correct], n))
+    of_greedy = {f"greedy_{name}": e for name, e in _other_metrics(greedy_rows).items() if "/" not in name}
+    return found | _other_metrics(samples) | of_greedy
 
 
 def metric_names(num_samples: int, rewards: Sequence[str]) -> list[str]:
-    """The names, with ``eval/``, of the metrics that an evaluation reports; ``num_samples`` per problem, 0 with greedy decoding only."""
-    blank = dict(correct=False, formatted=False, lenient=False, length=0, truncated=False)
-    result = CompletionResult(**blank, rewards=dict.fromkeys(rewards))
+    """The names, with ``eval/``, of the metrics of an evaluation; ``num_samples`` is 0 with greedy decoding only."""
+    result = CompletionResult(False, False, False, 0, False, dict.fromkeys(rewards))
     return [f"eval/{name}" for name in estimates([result], [[result] * num_samples] if num_samples else [])]
 
 
 def _other_metrics(rows: Sequence[Sequence[CompletionResult]]) -> dict[str, Estimate]:
-    found = {
+    def mean_reward(name: str) -> Estimate:
+        return mean_of([[r.rewards[name] for r in row if r.rewards[name] is not None] for row in rows])
+
+    return {
         "format": _share(rows, "formatted"),
         "lenient_accuracy": _share(rows, "lenient"),
         "mean_length": mean_of([[result.length for result in row] for row in rows]),
         "truncated": _share(rows, "truncated"),
+        **{f"rewards/{name}": mean_reward(name) for name in rows[0][0].rewards},
     }
-    for name in rows[0][0].rewards:
-        values = [[result.rewards[name] for result in row] for row in rows]
-        found[f"rewards/{name}"] = mean_of([[v for v in row if v is not None] for row in values])
-    return found
 
 
 def _share(rows: Sequence[Sequence[CompletionResult]], attribute: str) -> Estimate:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from transformers import (
     AutoConfig,
@@ -22,7 +23,6 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.algorithm.batch import Problem
-from grpo.data.hub import commit_of, hub_answers
 from grpo.data.tiny import build_tiny_model
 from grpo.model.fp32_head import use_fp32_head
 from grpo.model.lora import TRAINED, base_of, is_adapter, load_peft, read_adapter, store_frozen_in_bf16
@@ -62,10 +62,9 @@ def resolve_model(
             raise ValueError(f"{given} is a LoRA adapter of {base}: {train}python -m grpo.merge makes it a whole model")
         resolve_model(base, dataset, trust_remote_code=trust_remote_code, setting=f"{given}: its model")
         return path
-    if not os.path.exists(path):
-        if path.startswith((".", "/", "builtin:")) or path.count("/") > 1:
-            raise ValueError(f"{given}: no such folder (the only built-in model is builtin:tiny)")
-        hub_answers()  # without a network the Hub's client would retry for 23 seconds
+    is_folder = path.startswith((".", "/", "builtin:")) or path.count("/") > 1
+    if is_folder and not os.path.exists(path):
+        raise ValueError(f"{given}: no such folder (the only built-in model is builtin:tiny)")
     try:
         AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises errors of many types for a broken folder
@@ -315,7 +314,7 @@ def digest(path: str | Path) -> str:
 def model_digests(name: str, path: str, *, with_weights: bool) -> dict[str, str]:
     """``name/<file>`` -> digest for each file of a folder; for a model of the Hub ``name`` -> its cached commit."""
     if not os.path.isdir(path):
-        commit = commit_of(path)
-        return {name: commit} if commit else {}
+        cached = huggingface_hub.try_to_load_from_cache(path, "config.json")  # of the newest commit of the main branch
+        return {name: Path(cached).parent.name} if isinstance(cached, str) else {}
     suffixes = [suffix for suffix in MODEL_FILES if with_weights or suffix not in WEIGHTS]
     return {f"{name}/{file.name}": digest(file) for file in sorted(Path(path).iterdir()) if file.suffix in suffixes}

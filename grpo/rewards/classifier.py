@@ -3,14 +3,12 @@
 It runs in the training process on the rank's device, because a worker process would need a CUDA context of its own.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from grpo.data.hub import hub_answers
 from grpo.rewards.answers import completion_text
 from grpo.system import first_line
 
@@ -24,17 +22,12 @@ class ClassifierReward:
 
     def __init__(self, name_or_path: str):
         reward = f"reward 'classifier:{name_or_path}'"
-        # Without the call of hub_answers the Hub's client would retry for a minute.
-        is_unreachable = not os.path.exists(name_or_path) and not hub_answers()
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name_or_path)
             load_model = AutoModelForSequenceClassification.from_pretrained
             self.model, loaded = load_model(name_or_path, output_loading_info=True)
         except Exception as error:  # transformers raises many types of exceptions for broken files
-            reason = first_line(error)
-            if is_unreachable:
-                reason = "it is no local folder, the Hub cannot be reached, and its cache has no copy of that name"
-            raise ValueError(f"{reward} cannot be loaded: {reason}") from error
+            raise ValueError(f"{reward} cannot be loaded: {first_line(error)}") from error
         num_labels, missing = self.model.config.num_labels, sorted(loaded["missing_keys"])
         if num_labels != 1:
             raise ValueError(

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import httpx
+import huggingface_hub
 
 from grpo.config import Config, ConfigError
-from grpo.data.hub import snapshot_of
 from grpo.distributed import World
 from grpo.model import Policy, base_of
 from grpo.system import without_environment_defaults
@@ -57,7 +57,8 @@ def start_servers(
         options += ["--no-enable-chunked-prefill"]
     if rank is not None:
         options += ["--enable-lora", "--max-lora-rank", str(rank)]
-    model, started = os.path.abspath(path) if os.path.isdir(path) else snapshot_of(path), []
+    is_local, started = os.path.isdir(path), []
+    model = os.path.abspath(path) if is_local else huggingface_hub.snapshot_download(path, local_files_only=True)
     for index in range(settings.num_servers):
         log = folder / f"vllm-{index}.log"
         started.append(StartedServer(settings.vllm_command, model, index, options, log))

@@ -123,7 +123,7 @@ def test_only_one_file_knows_of_other_ranks():
     [
         ("wandb", "grpo/telemetry/dashboards.py"),
         ("torch.utils.tensorboard", "grpo/telemetry/dashboards.py"),
-        ("datasets", "grpo/data/source.py"),
+        ("datasets", "grpo/data/rows.py"),
     ],
 )
 def test_heavy_packages_are_imported_in_one_file_and_when_needed(package, file):

@@ -30,6 +30,9 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(4, 1, 2) == 0.5
     assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
     assert pass_at_k(5, 2, 4) == 1.0, "any four of five contain one of two"
+    for arguments in ((4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)):
+        with pytest.raises(ValueError):
+            pass_at_k(*arguments)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
@@ -40,19 +43,21 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
                 assert pass_at_k(n, c, k) == pytest.approx(hits / comb(n, k), abs=1e-15)
 
 
-@pytest.mark.parametrize("arguments", [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
-def test_pass_at_k_refuses(arguments):
-    with pytest.raises(ValueError):
-        pass_at_k(*arguments)
-
-
 def problems_of(policy, count: int) -> list[Problem]:
     return [Problem(i, f"{i}", tuple(policy.tokenizer(f"{i}+{i}=")["input_ids"])) for i in range(count)]
 
 
 def by_length(groups):
     """Correct if the completion has an odd number of tokens: as good a rule as any, and easily counted again."""
-    return [[CompletionResult(len(c.ids) % 2 == 1, len(c.ids) > 2, len(c.ids) > 4, len(c.ids), not c.finished) for c in g.completions] for g in groups]  # fmt: skip
+
+    def result(n: int, finished: bool) -> CompletionResult:
+        return CompletionResult(n % 2 == 1, n > 2, n > 4, n, not finished)
+
+    return [[result(len(c.ids), c.finished) for c in group.completions] for group in groups]
+
+
+def evaluated(policy, count, grade, sampling, **options):
+    return evaluate(BuiltinEngine(policy), problems_of(policy, count), grade, ALONE, sampling, seed=0, **options)
 
 
 def test_counts_are_those_of_the_completions(policy):
@@ -62,14 +67,7 @@ def test_counts_are_those_of_the_completions(policy):
         seen.append(groups)
         return by_length(groups)
 
-    evaluation = evaluate(
-        BuiltinEngine(policy),
-        problems_of(policy, 11),
-        grade,
-        ALONE,
-        SamplingParams(4, 9, temperature=1.0),
-        seed=0,
-    )
+    evaluation = evaluated(policy, 11, grade, SamplingParams(4, 9, temperature=1.0))
     metrics = evaluation.metrics
     groups = [group for part in seen for group in part]
     greedy = [g for g in groups if len(g.completions) == 1]
@@ -101,30 +99,15 @@ def test_counts_are_those_of_the_completions(policy):
     assert {result.text for result in evaluation.completions} == {None}, "texts are kept only with keep_texts"
 
 
-def test_one_sample_means_greedy_only(policy):
-    metrics = evaluate(
-        BuiltinEngine(policy),
-        problems_of(policy, 5),
-        by_length,
-        ALONE,
-        SamplingParams(1, 9, temperature=0.0),
-        seed=0,
-    ).metrics
-    assert set(metrics) == {
-        "eval/greedy_accuracy", "eval/format", "eval/lenient_accuracy", "eval/mean_length", "eval/truncated",
-    }  # fmt: skip
-    assert metrics["eval/mean_length"] > 0
-
-
 def test_one_sample_with_the_settings_of_the_configuration(policy):
-    """Of a distribution cut down to the likeliest token the sample is the greedy completion, here of at most 5 tokens."""
+    """With top_k 1 the sample is the greedy completion, here of at most 5 tokens."""
     evaluation = {"temperature": 0.7, "top_k": 1, "max_completion_length": 5}
     config = make_config({"eval": evaluation, "rollout": {"max_completion_length": 9}})
-    problems = problems_of(policy, 7)
-    found = evaluate(BuiltinEngine(policy), problems, by_length, ALONE, eval_sampling(config), seed=0, keep_texts=True)
+    found = evaluated(policy, 7, by_length, eval_sampling(config), keep_texts=True)
     assert [len(p.samples) for p in found.problems] == [1] * 7
     assert [p.samples[0].length for p in found.problems] == [p.greedy.length for p in found.problems]
     assert max(p.greedy.length for p in found.problems) == 5
+    assert [*evaluated(policy, 2, by_length, SamplingParams(1, 9, temperature=0.0)).metrics] == metric_names(0, [])
     assert found.metrics["eval/mean@1"] == found.metrics["eval/pass@1"] == found.metrics["eval/greedy_accuracy"]
     assert [*found.metrics] == metric_names(1, [])
     filters = {"top_p": 0.9, "top_k": 50, "min_p": 0.1, "num_samples": 8}
@@ -132,16 +115,6 @@ def test_one_sample_with_the_settings_of_the_configuration(policy):
     assert eval_sampling(config) == SamplingParams(8, 5, 0.7, 0.9, 50, 0.1, ("\n",), 99)
     config = make_config({"eval": {"num_samples": 8, "temperature": 1}, "rollout": {"temperature": 0.5, "top_k": 3}})
     assert eval_sampling(config) == SamplingParams(8, 256, temperature=1.0), "the rollout's filters are not used"
-
-
-def test_order_of_problems_does_not_matter(policy):
-    sampling = SamplingParams(2, 9, temperature=1.0)
-    problems = problems_of(policy, 7)
-    forwards, backwards = (
-        evaluate(BuiltinEngine(policy), order, by_length, ALONE, sampling, seed=0).metrics
-        for order in (problems, problems[::-1])
-    )
-    assert forwards == pytest.approx(backwards, rel=1e-12)
 
 
 def test_texts_are_kept_beside_their_results(policy):
@@ -152,26 +125,9 @@ def test_texts_are_kept_beside_their_results(policy):
         return Grader(EvalConfig(), Rewards(accuracy=1.0))(groups)
 
     sampling = SamplingParams(2, 9, temperature=1.0)
-    problems = evaluate(
-        BuiltinEngine(policy), problems_of(policy, 5), grade, ALONE, sampling, seed=0, keep_texts=True
-    ).problems
+    problems = evaluated(policy, 5, grade, sampling, keep_texts=True).problems
     kept = [(p.problem.index, r.length, r.text) for p in problems for r in (p.greedy, *p.samples)]
     assert sorted(kept) == sorted(seen) and len(kept) == 15
-
-
-def test_an_error_of_the_grader_is_raised(policy):
-    def grade(groups):
-        raise ZeroDivisionError("in a reward")
-
-    with pytest.raises(ZeroDivisionError):
-        evaluate(
-            BuiltinEngine(policy),
-            problems_of(policy, 2),
-            grade,
-            ALONE,
-            SamplingParams(1, 4, temperature=0),
-            seed=0,
-        )
 
 
 def test_the_grader_reads_correctness_format_and_the_last_number():
@@ -199,39 +155,13 @@ def test_the_grader_reads_correctness_format_and_the_last_number():
     assert not results[0].formatted, "the reward format decides where there is one"
 
 
-def test_greedy_and_samples_are_counted_apart(policy):
-    """Greedy completions are all right and badly formatted, samples all wrong and well formatted."""
-
-    def grade(groups):
-        greedy = [len(g.completions) == 1 for g in groups]
-        return [
-            [CompletionResult(is_greedy, not is_greedy, is_greedy, len(c.ids), not c.finished) for c in g.completions]
-            for is_greedy, g in zip(greedy, groups, strict=True)
-        ]
-
-    metrics = evaluate(
-        BuiltinEngine(policy),
-        problems_of(policy, 3),
-        grade,
-        ALONE,
-        SamplingParams(3, 5, temperature=1.0),
-        seed=0,
-    ).metrics
-    assert metrics["eval/greedy_format"] == 0.0 and metrics["eval/greedy_lenient_accuracy"] == 1.0
-    assert (metrics["eval/greedy_accuracy"], metrics["eval/mean@3"], metrics["eval/pass@3"]) == (1.0, 0.0, 0.0)
-    assert (metrics["eval/format"], metrics["eval/lenient_accuracy"]) == (1.0, 0.0)
-    assert {name for name in metrics if "pass@" in name} == {"eval/pass@1", "eval/pass@2", "eval/pass@3"}
-
-
-def test_a_bound_on_memory_changes_no_count(policy):
+def test_neither_the_order_of_problems_nor_a_bound_on_memory_changes_a_count(policy):
     sampling = SamplingParams(3, 9, temperature=1.0)
-    problems = problems_of(policy, 6)
+    found = evaluated(policy, 7, by_length, sampling).metrics
     bounded = replace(sampling, tokens_in_flight=40)
-    found, same = (evaluate(BuiltinEngine(policy), problems, by_length, ALONE, s, seed=0) for s in (sampling, bounded))
-    assert found.metrics == same.metrics
-
-
-# --- intervals
+    backwards = problems_of(policy, 7)[::-1]
+    same = evaluate(BuiltinEngine(policy), backwards, by_length, ALONE, bounded, seed=0).metrics
+    assert found == pytest.approx(same, rel=1e-12)
 
 
 def test_wilsons_interval_by_hand():
@@ -242,20 +172,11 @@ def test_wilsons_interval_by_hand():
     assert wilson(575 / 1319, 1319) == pytest.approx((0.4094, 0.4628), abs=1e-4)
 
 
-def test_one_sample_a_problem_gives_the_plain_interval():
+def test_samples_of_a_problem_count_as_one_if_they_are_alike_and_as_more_if_they_differ():
     value, *interval = rate_of([1.0] * 3 + [0.0] * 7, 1)
-    assert value == 0.3
-    assert interval == pytest.approx(wilson(0.3, 10))
-
-
-def test_identical_samples_of_a_problem_count_as_one():
-    """Each problem always right or always wrong: 8 samples of it say what 1 says."""
-    assert rate_of([1.0] * 3 + [0.0] * 7, 8) == pytest.approx(rate_of([1.0] * 3 + [0.0] * 7, 1))
-
-
-def test_samples_that_differ_within_a_problem_count_as_more():
-    """All problems half right: nothing varies between them, so that all 80 samples count."""
-    assert rate_of([0.5] * 10, 8)[1:] == pytest.approx(wilson(0.5, 80))
+    assert value == 0.3 and interval == pytest.approx(wilson(0.3, 10)), "one sample per problem: the plain interval"
+    assert rate_of([1.0] * 3 + [0.0] * 7, 8) == pytest.approx((0.3, *wilson(0.3, 10))), "8 samples say what 1 says"
+    assert rate_of([0.5] * 10, 8)[1:] == pytest.approx(wilson(0.5, 80)), "nothing varies between problems: all 80 count"
     half = rate_of([0.25] * 5 + [0.75] * 5, 8)  # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40
     assert half[1:] == pytest.approx(wilson(0.5, 40))
     assert rate_of([0.0] * 10, 8)[1:] == pytest.approx(wilson(0.0, 10)), "all wrong: problems may all be alike"
@@ -304,9 +225,6 @@ def test_every_metric_of_two_problems_by_hand():
     assert all(e.low <= e.value <= e.high for e in found.values())
 
 
-# --- which reward decides
-
-
 class Rewards:
     """In place of a RewardRunner: fixed values by name, one for all completions or a list with one per completion."""
 
@@ -337,16 +255,12 @@ def test_the_configuration_says_which_reward_decides(rewards, settings, correct,
     assert result.scored is (rewards.get("accuracy", 0) is not None)
 
 
-@pytest.mark.parametrize(
-    ("names", "settings", "noted"),
-    [(["length"], {}, True), (["format", "mine"], {}, True), (["format", "accuracy"], {}, False), (["length"], {"correctness": "length"}, False)],
-)  # fmt: skip
-def test_what_counts_as_correct_is_said_where_nothing_is_known_to_check_answers(names, settings, noted):
-    note = correctness_note(EvalConfig(**settings), names)
-    assert (f"so evaluations count a completion as correct if {names[0]} > 0" in (note or "")) is noted
-
-
-def test_a_name_that_no_reward_has_is_refused():
+def test_unknown_names_are_refused_and_a_note_says_what_counts_as_correct_where_nothing_checks_answers():
+    cases = ["length"], ["format", "mine"], ["format", "accuracy"]
+    notes = [correctness_note(EvalConfig(), names) or "" for names in cases]
+    rule = "so evaluations count a completion as correct if {} > 0"
+    assert rule.format("length") in notes[0] and rule.format("format") in notes[1]
+    assert not notes[2] and correctness_note(EvalConfig(correctness="length"), ["length"]) is None
     with pytest.raises(ValueError, match=r"eval\.format=shape: no such reward; there are accuracy"):
         check_reward_names(EvalConfig(format="shape"), ["accuracy"])
 

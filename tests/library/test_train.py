@@ -144,7 +144,7 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
     assert evaluate(["--config", configuration, f"data.eval_dataset={rows}"]) == 2
     assert f"error: reward 'python:share' {given}" in capsys.readouterr().err
     assert evaluate(["--config", configuration, "reward.functions=[accuracy]", "data.eval_split=test"]) == 2
-    assert "error: data.dataset=python:rows: these rows were given to grpo.train()" in capsys.readouterr().err
+    assert "error: data.dataset=python:rows stands for rows passed to grpo.train()" in capsys.readouterr().err
     command = ["--model", str(folder / "checkpoint-2"), "--prompt", "1+1=", "--max-tokens", "4"]
     assert chat(command) in (0, 2)
     assert "Traceback" not in (shown := capsys.readouterr()).err and (shown.out or given in shown.err)
@@ -165,11 +165,7 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
         (dict(reward_functions="acuracy"), "unknown reward 'acuracy' (did you mean 'accuracy'?)"),
         (dict(reward_functions=lambda: [1.0]), "reward 'python:lambda' takes neither prompts nor completions"),
         (dict(reward_functions=lambda completions, gold: [1.0]), "reward 'lambda' needs the column(s) gold"),
-        (dict(dataset={"prompt": ["a"]}), "dataset is a dict with the keys prompt: give a list with one mapping per row"),
-        (dict(dataset=["a"]), "dataset, row 1: expected a mapping from column names to values, got 'a'"),
-        (dict(dataset=iter(ROWS)), "dataset is of type list_iterator: give a list of mappings"),
-        (dict(dataset=[{**ROWS[0], "meta": {1: 1, "b": 2}}] * 4), "dataset, row 1 cannot be written as JSON: '<' not"),
-        (dict(dataset=[{"prompt": "half a \ud800 character"}] * 4), "text must be valid Unicode"),
+        (dict(dataset={"prompt": ["a"]}), "dataset must be a list of mappings, a datasets.Dataset or a pandas DataFrame"),
         (dict(reward_functions={"mine": len}), "a mapping with the keys mine: give a function, a name"),
         (dict(reward_functions={"name": "format", "args": {"x": len}}), "config.yaml cannot hold its args"),
         (dict(dataset=[]), "data.dataset=python:rows has no rows"),

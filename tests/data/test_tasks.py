@@ -13,32 +13,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from grpo.data import arithmetic as arithmetic_module
-from grpo.data import countdown as countdown_module
-from grpo.data.arithmetic import columns
-from grpo.data.tasks import TASKS, Task, load_task
+from grpo.data.tasks import TASKS, Arithmetic, Task, load_task, written_columns
 from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
 from grpo.rewards.builtin import evaluate_expression
 
-QUICK = Recipe(
-    hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, clean_steps=1, noisy_steps=2, batch_size=4
-)
+SIZES = dict(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
+QUICK = Recipe(**SIZES, clean_steps=1, noisy_steps=2, batch_size=4)
 FORMAT = re.compile(r"<think>[^<]*</think>\n<answer>[^<]*</answer>")
 
 
 @functools.cache
 def rows_of(name: str, split: str, seed: int = 0) -> list[dict]:
     return load_task(name).rows(split, seed)
-
-
-# --- rows and their split
-
-
-def test_an_unknown_task_names_the_known_ones():
-    with pytest.raises(ValueError, match="arithmetic, countdown"):
-        load_task("sudoku")
-    with pytest.raises(ValueError, match="train, eval"):
-        load_task("arithmetic").rows("test", seed=0)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -51,13 +37,14 @@ def test_train_and_eval_share_no_problem_whatever_the_seed(name: str):
     assert len(rows_of(name, "eval")) == len(evaluation[0]) >= 512
 
 
-def test_commutative_duplicates_are_one_problem():
+def test_commutative_duplicates_are_one_problem_and_too_many_rows_are_refused():
     arithmetic, countdown = load_task("arithmetic"), load_task("countdown")
     assert arithmetic.problem_key({"prompt": "47+35="}) == arithmetic.problem_key({"prompt": "35+47="})
     assert arithmetic.problem_key({"prompt": "47-35="}) != arithmetic.problem_key({"prompt": "47+35="})
-    assert countdown.problem_key({"target": 8, "numbers": [1, 2, 5]}) == countdown.problem_key(
-        {"target": 8, "numbers": [5, 1, 2]}
-    )
+    keys = [countdown.problem_key({"target": 8, "numbers": numbers}) for numbers in ([1, 2, 5], [5, 1, 2])]
+    assert keys[0] == keys[1]
+    with pytest.raises(ValueError, match="not 100000"):
+        arithmetic.rows("eval", 0, count=100_000)
 
 
 @pytest.mark.slow
@@ -74,32 +61,17 @@ def test_rows_depend_on_the_seed_and_on_nothing_else():
     assert json.loads(other.stdout) == rows, "another process has other hash seeds"
 
 
-def test_more_rows_than_problems_is_refused():
-    with pytest.raises(ValueError, match="not 100000"):
-        load_task("arithmetic").rows("eval", 0, count=100_000)
-
-
-# --- arithmetic
-
-
-def test_columns_by_hand():
-    assert columns(47, "+", 35) == (["7+5=12", "4+3=7+1=8"], 82)
-    assert columns(47, "+", 35, carries=False) == (["7+5=12", "4+3=7"], 72)
-    assert columns(52, "-", 37) == (["12-7=5", "5-3=2-1=1"], 15)
-    assert columns(52, "-", 37, carries=False) == (["12-7=5", "5-3=2"], 25)
-    assert columns(99, "+", 99) == (["9+9=18", "9+9=18+1=19"], 198)
-    assert columns(8, "+", 51) == (["8+1=9", "0+5=5"], 59)
-
-
-def test_columns_with_carries_are_right():
+def test_written_columns():
+    assert written_columns(47, "+", 35) == (["7+5=12", "4+3=7+1=8"], 82)
+    assert written_columns(47, "+", 35, carries=False) == (["7+5=12", "4+3=7"], 72)
+    assert written_columns(52, "-", 37) == (["12-7=5", "5-3=2-1=1"], 15)
+    assert written_columns(52, "-", 37, carries=False) == (["12-7=5", "5-3=2"], 25)
+    assert written_columns(99, "+", 99) == (["9+9=18", "9+9=18+1=19"], 198)
+    assert written_columns(8, "+", 51) == (["8+1=9", "0+5=5"], 59)
     for left in range(100):
         for right in range(100):
-            assert columns(left, "+", right)[1] == left + right
-            if left >= right:
-                assert columns(left, "-", right)[1] == left - right
-
-
-# --- demonstrations
+            assert written_columns(left, "+", right)[1] == left + right
+            assert left < right or written_columns(left, "-", right)[1] == left - right
 
 
 def _demonstrations(task: Task, noisy: bool) -> list[tuple[dict, str]]:
@@ -115,30 +87,20 @@ def _is_right(task: Task, row: dict, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_clean_demonstrations_are_right_and_in_format(name: str):
+def test_demonstrations_have_the_documented_shares_of_mistakes(name: str):
     task = load_task(name)
-    for row, text in _demonstrations(task, noisy=False):
-        assert FORMAT.fullmatch(text) and _is_right(task, row, text)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_noisy_demonstrations_have_the_documented_shares(name: str):
-    task = load_task(name)
-    texts = _demonstrations(task, noisy=True)
-    untagged = (arithmetic_module if name == "arithmetic" else countdown_module).UNTAGGED_SHARES
-    in_format = sum(bool(FORMAT.fullmatch(text)) for _, text in texts) / len(texts)
-    assert in_format == pytest.approx(1 - sum(untagged.values()), abs=0.03)
-    assert 0.4 < sum(_is_right(task, row, text) for row, text in texts) / len(texts) < 0.7
-
-
-def test_mistakes_of_arithmetic_demonstrations():
-    texts = [text for _, text in _demonstrations(load_task("arithmetic"), noisy=True)]
-    assert sum("hmm" in text for text in texts) / len(texts) == pytest.approx(arithmetic_module.DOUBT_SHARE, abs=0.03)
-    minding = [text for text in texts if re.search(r"=\d+[+-]1=", text)]
-    assert 0.18 < len(minding) / len(texts) < 0.28  # 55% of the 42% of problems that have a carry or a borrow
-
-
-# --- countdown
+    assert all(
+        FORMAT.fullmatch(text) and _is_right(task, row, text) for row, text in _demonstrations(task, noisy=False)
+    )
+    noisy = _demonstrations(task, noisy=True)
+    in_format = sum(bool(FORMAT.fullmatch(text)) for _, text in noisy) / len(noisy)
+    assert in_format == pytest.approx(1 - sum(task.untagged_shares.values()), abs=0.03)
+    assert 0.4 < sum(_is_right(task, row, text) for row, text in noisy) / len(noisy) < 0.7
+    if name == "arithmetic":
+        doubtful = sum("hmm" in text for _, text in noisy) / len(noisy)
+        assert doubtful == pytest.approx(Arithmetic.doubt_share, abs=0.03)
+        carried = sum(bool(re.search(r"=\d+[+-]1=", text)) for _, text in noisy) / len(noisy)
+        assert 0.18 < carried < 0.28  # 55% of the 42% of problems that have a carry or a borrow
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -147,9 +109,6 @@ def test_every_countdown_problem_has_the_solution_it_names(split: str):
         value, used = evaluate_expression(row["answer"])
         assert value == row["target"] and sorted(used) == sorted(row["numbers"])
         assert len(row["numbers"]) in (3, 4)
-
-
-# --- tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -166,19 +125,11 @@ def test_text_survives_the_tokenizer_as_saved_and_as_read_back(folder):
         assert len(tokenizer.encode("47+35=")) == 6
         assert len(tokenizer.encode("é")) == 2  # a character outside ASCII is its bytes; none vanishes
         assert tokenizer.decode(tokenizer.encode("82<|im_end|>"), skip_special_tokens=True) == "82"
-
-
-def test_special_tokens_and_chat_template(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id != tokenizer.eos_token_id
-    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
-    ids = tokenizer.apply_chat_template(messages[1:], add_generation_prompt=True, return_dict=False)
-    assert len(ids) == 12 and tokenizer.decode(ids) == text.partition("<|im_end|>\n")[2]
-
-
-# --- the model
+        assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token_id != tokenizer.eos_token_id
+        messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+2="}]
+        text_of_chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        turns = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
+        assert text_of_chat == turns and len(tokenizer.encode(turns)) == 21
 
 
 def test_the_folder_is_a_small_fp32_qwen2(folder):
@@ -189,30 +140,19 @@ def test_the_folder_is_a_small_fp32_qwen2(folder):
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_a_second_build_is_read_from_the_cache(tmp_path):
-    first = build_tiny_model(cache_dir=tmp_path, recipe=QUICK)
-    modified = (first / "model.safetensors").stat().st_mtime_ns
-    assert build_tiny_model(cache_dir=tmp_path, recipe=QUICK) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == modified
-    others = [
-        build_tiny_model("countdown", cache_dir=tmp_path, recipe=QUICK),
-        build_tiny_model(seed=1, cache_dir=tmp_path, recipe=QUICK),
-    ]
-    assert len({first, *others}) == 3
-    assert sorted(tmp_path.iterdir()) == sorted([first, *others])  # nothing half-written is left
-
-
-def test_the_cache_follows_xdg(tmp_path, monkeypatch):
+def test_a_second_build_is_read_from_the_cache_and_one_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build_tiny_model(recipe=QUICK).parent == tmp_path / "grpo"
-
-
-def test_a_build_that_fails_leaves_nothing(tmp_path):
+    first = build_tiny_model(recipe=QUICK)
+    assert first.parent == tmp_path / "grpo"
+    modified = (first / "model.safetensors").stat().st_mtime_ns
+    assert build_tiny_model(recipe=QUICK) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == modified
+    others = [build_tiny_model("countdown", recipe=QUICK), build_tiny_model(seed=1, recipe=QUICK)]
     with pytest.raises(ZeroDivisionError):
-        build_tiny_model(cache_dir=tmp_path, recipe=replace(QUICK, num_heads=0))
-    assert list(tmp_path.iterdir()) == []
+        build_tiny_model(recipe=replace(QUICK, num_heads=0))
     with pytest.raises(ValueError, match="unknown task"):
-        build_tiny_model("sudoku", cache_dir=tmp_path)
+        build_tiny_model("sudoku")
+    assert sorted(first.parent.iterdir()) == sorted({first, *others}), "nothing half-written is left"
 
 
 def _build(cache_dir) -> str:

@@ -1,0 +1,173 @@
+"""Read the rows of a dataset: a file, a saved folder, the Hub, a task, Python objects.
+
+The only file that imports ``datasets``, which does not read single JSON and CSV files because it changes their values:
+texts that look like dates become dates, ``12`` beside an empty cell of a CSV file ``12.0``, and ``007`` becomes ``7``.
+"""
+
+import csv
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from grpo.config import DataConfig
+from grpo.data.tasks import gym_rows, load_task
+
+BUILTIN_PREFIX, GYM_PREFIX = "builtin:", "reasoning_gym:"
+GIVEN_ROWS = "python:rows"
+"""In place of a dataset's name in the configuration: rows that a Python program passed to ``grpo.train``."""
+
+
+def dataset_setting(config: DataConfig, train: bool) -> tuple[str, str]:
+    """The configuration key that names the dataset of a split (``dataset`` or ``eval_dataset``), and its value."""
+    if config.eval_dataset is not None and not train:
+        return "eval_dataset", config.eval_dataset
+    return "dataset", config.dataset
+
+
+def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, Any]] | None:
+    """The rows of a split, unchanged; None for an evaluation split that is not configured.
+
+    Raises:
+        ValueError: in one line that begins with the setting, if the dataset cannot be read.
+    """
+    key, dataset = dataset_setting(config, train)
+    limit = config.max_train_samples if train else config.max_eval_samples
+    own_split = "train" if train else "eval"
+    if dataset.startswith(BUILTIN_PREFIX):
+        return load_task(dataset.removeprefix(BUILTIN_PREFIX)).rows(own_split, seed)[:limit]
+    if dataset.startswith(GYM_PREFIX):
+        return gym_rows(dataset.removeprefix(GYM_PREFIX), own_split, seed, limit)
+    split = config.train_split if train else config.eval_split
+    if split is None:
+        if config.eval_dataset is None:
+            return None
+        split = "train"  # the name that `datasets` gives the only split of a file
+    if dataset == GIVEN_ROWS:
+        raise ValueError(f"data.{key}={dataset} stands for rows passed to grpo.train(): name a file or Hub dataset")
+    text_columns = (config.prompt_column, config.answer_column)
+    try:
+        rows = _read(os.path.expanduser(dataset), config.config_name, split, text_columns)
+        return list(itertools.islice(rows, limit))
+    except Exception as error:  # for a broken file, csv, pyarrow and datasets raise exceptions without a common base
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"data.{key}={dataset} (split {split!r}) cannot be read: {reason}") from error
+
+
+def _read(
+    dataset: str, config_name: str | None, split: str, text_columns: Sequence[str | None]
+) -> Iterable[dict[str, Any]]:
+    """The rows of one split of a file, a folder or a Hub dataset. ``text_columns`` of a CSV file are always text."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    suffix = os.path.splitext(dataset)[1].lower()
+    if suffix in (".jsonl", ".json"):
+        return _select({"train": _read_json(dataset)}, split)
+    if suffix == ".csv":
+        return _select({"train": _read_csv(dataset, text_columns)}, split)
+    if suffix == ".parquet":
+        return datasets.load_dataset("parquet", data_files=dataset, split=split)
+    if os.path.isfile(dataset):
+        raise ValueError("the name of a file must end in .jsonl, .json, .csv or .parquet")
+    if os.path.isdir(dataset) and {"dataset_dict.json", "state.json"} & set(os.listdir(dataset)):
+        saved = datasets.load_from_disk(dataset)  # this function takes no split
+        return _select(saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}, split)
+    rows = datasets.load_dataset(dataset, config_name, split=split)
+    if rows.builder_name == "csv":
+        if "__index_level_0__" in rows.column_names:
+            raise ValueError("its rows have more fields than the header")
+        options = {"features": datasets.Features(dict.fromkeys(rows.column_names, datasets.Value("string")))}
+        options |= {"keep_default_na": False, "na_values": [""]}
+        columns = datasets.load_dataset(dataset, config_name, split=split, **options).to_dict()
+        return _csv_rows(columns, text_columns)
+    for name in {*text_columns} & {*rows.column_names} if rows.builder_name == "json" else ():
+        if getattr(rows.features[name], "dtype", "").startswith(("timestamp", "date", "time")):
+            raise ValueError(f"datasets turned texts in column {name!r} into dates: name a single file")
+    return rows
+
+
+def _select(splits: Mapping[str, Iterable[dict[str, Any]]], split: str) -> list[dict[str, Any]]:
+    """The rows of ``split``, such as ``train`` or ``train[:90%]``."""
+    from datasets import ReadInstruction
+
+    parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    return [row for part in parts for row in itertools.islice(splits[part.splitname], part.from_, part.to)]
+
+
+def _read_json(path: str) -> list[dict[str, Any]]:
+    """The rows of a file with one object per line, or with one list of objects."""
+    text, decoder, values, position = Path(path).read_text(encoding="utf-8-sig").strip(" "), json.JSONDecoder(), [], 0
+    space = re.compile(r"\s*")
+    while (position := space.match(text, position).end()) < len(text):
+        value, position = decoder.raw_decode(text, position)  # an error names the line of the file
+        values.append(value)
+    rows = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+    return with_all_columns(rows, "rows must be JSON objects")
+
+
+def _read_csv(path: str, text_columns: Sequence[str | None]) -> list[dict[str, Any]]:
+    csv.field_size_limit(2**31 - 1)
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        rows = []
+        for row in reader:
+            if len(row) != len(reader.fieldnames) or None in row.values():
+                raise ValueError(f"line {reader.line_num} does not have the fields of the header")
+            rows.append(row)
+    return _csv_rows({name: [row[name] for row in rows] for name in reader.fieldnames or ()}, text_columns)
+
+
+def _csv_rows(columns: Mapping[str, Sequence[str]], text_columns: Sequence[str | None]) -> list[dict[str, Any]]:
+    """Rows from the texts of a CSV file. An empty cell is None.
+
+    A column other than ``text_columns`` has numbers and booleans if each cell would be written the same way again:
+    ``12``, ``0.5``, ``True``; not ``007``, ``1.50``, ``1e5``, ``true``.
+    """
+    values = []
+    for name, cells in columns.items():
+        texts = [cell or None for cell in cells]
+        found = [cell and _number(cell) for cell in texts]
+        same = name not in text_columns and [value if value is None else str(value) for value in found] == texts
+        values.append(found if same else texts)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _number(text: str) -> bool | int | float | None:
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        with suppress(ValueError):
+            if math.isfinite(number := kind(text)) and str(number) == text:
+                return number
+    return None
+
+
+def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of a list of mappings, a ``datasets.Dataset`` or a pandas DataFrame.
+
+    ``ValueError``, in one line that begins with ``name``, for anything else.
+    """
+    if hasattr(given, "columns") and hasattr(given, "notna"):  # NaN stands for a missing value
+        given = given.astype(object).where(given.notna(), None).to_dict("records")
+    expected = f"{name} must be a list of mappings, a datasets.Dataset or a pandas DataFrame"
+    rows = with_all_columns(list(given), expected)
+    # In a DataFrame, the lists of a Parquet file are NumPy arrays, and numbers can be NumPy's.
+    return [
+        {name: value.tolist() if type(value).__module__ == "numpy" else value for name, value in row.items()}
+        for row in rows
+    ]
+
+
+def with_all_columns(rows: list[Any], expected: str) -> list[dict[str, Any]]:
+    """The rows with the columns of all of them; values that a row lacks are None. ``expected``: for errors."""
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{expected}: row {number} is {str(row)[:80]!r}")
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [{column: row.get(column) for column in columns} for row in rows]
