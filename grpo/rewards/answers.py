@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-LONGEST_NUMBER = 400
-"""Characters of the longest number. Longer ones are compared as text, because exact arithmetic on them is slow."""
-LONGEST_EXPRESSION = 1000
-"""Characters of the longest answer that math-verify compares: its time grows with the length."""
+LONGEST_NUMBER, LONGEST_EXPRESSION = 400, 1000
+"""Characters of the longest number, and of the longest answer that math-verify compares: longer ones take too long."""
 MODES = ("strict", "lenient", "boxed", "####")
 """The places from which :func:`extract_answer` reads an answer."""
 DEFAULT_FORMAT = r"\s*<think>{0}</think>\s*<answer>{0}</answer>\s*".format(r"(?:(?!</?(?:think|answer)>).)*+")
@@ -47,19 +45,15 @@ _LAST_NUMBER = re.compile(
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """The text of a completion: a string, or messages (``[{"role": "assistant", "content": ...}]``) joined by newlines.
 
-    Content in parts (``[{"type": "text", "text": ...}]``) is concatenated. Any other form is a ``ValueError``.
+    Content in parts (``[{"type": "text", "text": ...}]``) is concatenated.
     """
     if isinstance(completion, str):
         return completion
-    if isinstance(completion, Sequence) and all(isinstance(m, Mapping) and "content" in m for m in completion):
-        return "\n".join(_content_text(message["content"]) for message in completion)
-    raise ValueError(f"expected a completion as a string or a list of messages, got {type(completion).__name__}")
-
-
-def _content_text(content: Any) -> str:
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
+    contents = [message["content"] for message in completion]
+    return "\n".join(
+        "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content or ""
+        for content in contents
+    )
 
 
 def after_thinking(text: str) -> str:
@@ -118,8 +112,7 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
         _, mark, rest = after_thinking(text).rpartition("####")
         content = rest.partition("\n")[0] if mark else None
     else:
-        unquoted = '; in YAML an unquoted # begins a comment: write mode: "####"' if mode is None else ""
-        raise ValueError(f"mode must be {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}, got {mode!r}{unquoted}")
+        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
     return (content or "").strip() or None
 
 
@@ -166,10 +159,7 @@ def answers_equivalent(answer: str, reference: Any) -> bool:
 
 
 def parse_answer(text: str) -> list[Any]:
-    """The expressions that math-verify reads in an answer, also LaTeX without delimiters (``\\frac{1}{2}``), if any.
-
-    This function and the two below need the package math-verify (the extra ``math``).
-    """
+    """The expressions that math-verify reads in an answer, also LaTeX without delimiters (``\\frac{1}{2}``), if any."""
     has_delimiters = any(delimiter in text for delimiter in ("$", "\\boxed", "\\(", "\\["))
     return find_expression(text if has_delimiters else f"${text.strip()}$") or find_expression(text)
 

@@ -2,11 +2,11 @@
 
 ``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion; prompts and
 completions are texts or lists of messages. Where a docstring names a source, the defaults are those published there.
-Each function checks its arguments before any row, so a call without rows checks a configuration.
+Each function checks its arguments before any row, so a call without rows checks a configuration. A default that is a
+float makes ``functions.check_arguments`` accept numbers only.
 """
 
 import ast
-import math
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -15,17 +15,14 @@ from functools import partial
 from typing import Any
 
 from grpo.rewards import answers
-from grpo.rewards.functions import check_columns
 from grpo.system import import_extra
 
 Rewards = list[float | None]
 """One reward per completion. ``None`` marks a row that cannot be scored."""
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 """Five groups: one for each tag, and one that matches if nothing follows the last tag."""
-MAX_LENGTH = 500
-"""Characters of an arithmetic expression. There is no power operator, so this bounds the size of every value too."""
-MAX_PARENTHESES = 50
-"""Pairs of parentheses in an arithmetic expression."""
+MAX_LENGTH, MAX_PARENTHESES = 500, 50
+"""Of an arithmetic expression. There is no power operator, so the length bounds the size of every value too."""
 _OTHER_OPERATORS = str.maketrans("×·÷[]", "**/()") | answers.MINUS_SIGNS
 _OPERATIONS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -39,16 +36,13 @@ def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", co
     Numbers are compared exactly, anything else as text.
     """
     answers.extract_answer("", mode, tag)
-    require_number(value=value)
-    require_tag(tag)
     read = partial(answers.extract_answer, mode=mode, tag=tag)
-    return _score_rows(read, _value_if(answers.answers_equal, value), completions, columns, "accuracy", column)
+    return _score_rows(read, _value_if(answers.answers_equal, value), completions, columns, column)
 
 
 def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Rewards:
     """``value`` where the whole response matches ``pattern``; the default is :data:`answers.DEFAULT_FORMAT`."""
-    compiled = _compile(answers.DEFAULT_FORMAT if pattern is None else pattern)
-    require_number(value=value)
+    compiled = re.compile(answers.DEFAULT_FORMAT if pattern is None else pattern, re.DOTALL)
     return [float(value) if compiled.fullmatch(answers.completion_text(c)) else 0.0 for c in completions]
 
 
@@ -57,8 +51,7 @@ def tag_groups(prompts, completions, *, pattern=TAGS_PATTERN, per_group=0.1, max
 
     A repeated match earns nothing. Source of the values (0.1 and 0.5): "The One Big Beautiful Blog on GRPO".
     """
-    compiled = _compile(pattern)
-    require_number(per_group=per_group, max_value=max_value)
+    compiled = re.compile(pattern, re.DOTALL)
     if not compiled.groups:
         raise ValueError(f"tag_groups counts the groups of its pattern, and {pattern!r} has none")
 
@@ -73,10 +66,8 @@ def pattern_answer(
     prompts, completions, *, pattern: str, value=1.0, group="answer", column="answer", **columns
 ) -> Rewards:
     """``value`` where the whole response matches ``pattern`` and the group equals the reference answer, else 0."""
-    read = _group_reader(pattern, group)
-    require_number(value=value)
     score = _value_if(lambda answer, reference: answer.strip() and answers.answers_equal(answer, reference), value)
-    return _score_rows(read, score, completions, columns, "pattern_answer", column)
+    return _score_rows(_group_reader(pattern, group), score, completions, columns, column)
 
 
 def exact_or_stripped(
@@ -87,8 +78,6 @@ def exact_or_stripped(
     With ``pattern``, which the whole response must match, the text is its group ``(?P<answer>...)``; no tag is read.
     Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
-    require_number(exact=exact, stripped=stripped)
-    require_tag(tag)
     read = partial(answers.tag_content, tag=tag) if pattern is None else _group_reader(pattern, "answer")
 
     def score(answer: str, reference: Any) -> float:
@@ -96,7 +85,7 @@ def exact_or_stripped(
             return exact
         return stripped if answer.strip() == str(reference).strip() else 0.0
 
-    return _score_rows(read, score, completions, columns, "exact_or_stripped", column)
+    return _score_rows(read, score, completions, columns, column)
 
 
 def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cache_length: int, **columns) -> Rewards:
@@ -104,7 +93,6 @@ def soft_overlong(prompts, completions, completion_ids, *, max_length: int, cach
 
     0 for up to ``max_length - cache_length`` tokens, then a linear decrease to -1 at ``max_length``, and -1 beyond.
     """
-    require_number(max_length=max_length, cache_length=cache_length)
     if not 0 < cache_length <= max_length:
         raise ValueError(f"soft_overlong needs 0 < cache_length <= max_length, got {cache_length} and {max_length}")
     free_length = max_length - cache_length
@@ -118,8 +106,6 @@ def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", *
     is the text inside the last such tag. ``None`` also where the reference answer cannot be parsed.
     """
     import_extra("math_verify", "math", "reward 'math_verify'")
-    require_number(value=value)
-    require_tag("answer" if tag is None else tag)
 
     def score(response: str, reference: Any) -> float | None:
         expected = answers.parse_answer(str(reference))
@@ -130,7 +116,7 @@ def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", *
         found = answers.parse_answer(answer or "") if has_tag else answers.find_expression(response)
         return value if answers.same_expression(expected, found) else 0.0
 
-    return _score_rows(answers.after_thinking, score, completions, columns, "math_verify", column)
+    return _score_rows(answers.after_thinking, score, completions, columns, column)
 
 
 def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer", **columns) -> Rewards:
@@ -140,14 +126,13 @@ def r1_zero(prompts, completions, *, value=1.0, format_value=0.0, column="answer
     and ``</answer>`` in the response. Answers are compared by :func:`answers.answers_equivalent`.
     """
     import_extra("math_verify", "math", "reward 'r1_zero'")
-    require_number(value=value, format_value=format_value)
 
     def read(text: str) -> str | None:
         has_format = "</think> <answer>" in text and "</answer>" in text
         return text.split("<answer>")[-1].replace("</answer>", "") if has_format else None
 
     score = _value_if(answers.answers_equivalent, value, format_value)
-    return _score_rows(read, score, completions, columns, "r1_zero", column)
+    return _score_rows(read, score, completions, columns, column)
 
 
 # The runner calls these functions row by row, so that one slow expression does not use up the time limit of its batch.
@@ -162,11 +147,6 @@ def reasoning_gym(
     The row's metadata names the task. Many of its scorers give a wrong answer 0.01, some give partial scores.
     """
     library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
-    require_number(value=value)
-    require_tag(tag)
-    # The answer of a row may be None: a task with many right answers has a scorer that reads the metadata alone.
-    references = column_values(columns, column, completions, "reasoning_gym")
-    metadata_rows = column_values(columns, metadata_column, completions, "reasoning_gym")
 
     def score(completion: Any, prompt: Any, reference: Any, metadata: dict[str, Any] | None) -> float | None:
         answer = answers.extract_answer(answers.completion_text(completion), "strict", tag)
@@ -176,7 +156,9 @@ def reasoning_gym(
         score_answer = library.get_score_answer_fn(metadata["source_dataset"])
         return float(value * score_answer(answer, {"question": question, "answer": reference, "metadata": metadata}))
 
-    return [score(*row) for row in zip(completions, prompts, references, metadata_rows, strict=True)]
+    # The answer of a row may be None: a task with many right answers has a scorer that reads the metadata alone.
+    values = [columns[name] if completions else [] for name in (column, metadata_column)]
+    return [score(*row) for row in zip(completions, prompts, *values, strict=True)]
 
 
 def countdown(
@@ -188,31 +170,26 @@ def countdown(
     ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. The expression may be the
     left side of an equation (``(3 + 5) * 3 = 24``) that holds.
     """
-    require_number(value=value, format_value=format_value)
-    require_tag(tag)
     read = partial(answers.extract_answer, tag=tag)
     score = _value_if(_solves_countdown, value, format_value)
-    return _score_rows(read, score, completions, columns, "countdown", numbers_column, target_column)
+    return _score_rows(read, score, completions, columns, numbers_column, target_column)
 
 
 def _solves_countdown(text: str, numbers: Collection[Any], target: Any) -> bool:
     expression, equals, claimed = text.partition("=")
-    goal = answers.parse_number(str(target))
-    if goal is None:
-        raise ValueError(f"the target of a countdown row must be a number, got {target!r}")
+    goal, available = Fraction(str(target)), sorted(Fraction(str(number)) for number in numbers)
     try:
         result, used = evaluate_expression(expression)
     except ValueError:
         return False
     is_consistent = not equals or answers.parse_number(claimed) == result
-    return is_consistent and result == goal and sorted(used) == sorted(Fraction(str(number)) for number in numbers)
+    return is_consistent and result == goal and sorted(used) == available
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and its integers in order.
 
-    ``ValueError`` if ``text`` is not such an expression, divides by zero, or exceeds ``MAX_LENGTH`` or
-    ``MAX_PARENTHESES``.
+    ``ValueError`` if ``text`` is anything else, divides by zero, or exceeds ``MAX_LENGTH`` or ``MAX_PARENTHESES``.
     """
     expression = " ".join(text.translate(_OTHER_OPERATORS).split())
     if len(text) > MAX_LENGTH or expression.count("(") > MAX_PARENTHESES or re.search(r"[^-+*/() 0-9]", expression):
@@ -220,49 +197,22 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     expression = re.sub(r"(?<![0-9])0+(?=[0-9])", "", expression)  # Python refuses 007
     try:
         value = _value(ast.parse(expression, mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+    # KeyError, AttributeError: an operator that is not allowed, or no operator but for example a call.
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError, KeyError, AttributeError) as error:
         raise ValueError(f"an expression without a value: {error}") from None
     return value, [int(digits) for digits in re.findall("[0-9]+", expression)]
 
 
-def _value(node: ast.expr) -> Fraction:
+def _value(node: Any) -> Fraction:
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_value(node.operand))
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    raise ValueError("only integers, + - * / and parentheses may be used")
-
-
-def column_values(columns: dict[str, Any], name: str, completions: Sequence[Any], reward: str) -> Sequence[Any]:
-    """The column ``name``, one value per completion. Without completions the column may be missing."""
-    if completions:
-        check_columns(reward, [name], columns)
-    return columns.get(name, [])
-
-
-def require_number(**arguments: Any) -> None:
-    """Check that every argument is a finite number."""
-    for name, value in arguments.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"{name} must be a number, got {value!r}")
-
-
-def require_tag(tag: Any) -> None:
-    """Check that ``tag`` is the name of a tag without its angle brackets."""
-    if not isinstance(tag, str) or not tag or set(tag) & set("<>/ "):
-        raise ValueError(f"tag must be a bare name such as 'answer' (no angle brackets), got {tag!r}")
-
-
-def is_missing(reference: Any) -> bool:
-    """True if a row has no reference answer (``None`` or blank text): its completions cannot be scored."""
-    return reference is None or (isinstance(reference, str) and not reference.strip())
+    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    return _OPERATIONS[type(node.op)](*map(_value, operands))
 
 
 def _score_rows(
     read: Callable[[str], Any], score: Callable[..., float | None], completions: Sequence[Any], columns: dict[str, Any],
-    reward: str, *names: str,
+    *names: str,
 ) -> Rewards:  # fmt: skip
     """For each completion ``score(read(text), *values)``, with the row's values of the named columns.
 
@@ -270,13 +220,13 @@ def _score_rows(
     """
 
     def score_row(completion: Any, *values: Any) -> float | None:
-        if any(map(is_missing, values)):
+        if any(value is None or (isinstance(value, str) and not value.strip()) for value in values):
             return None
         answer = read(answers.completion_text(completion))
         result = 0.0 if answer is None else score(answer, *values)
         return None if result is None else float(result)
 
-    values = [column_values(columns, name, completions, reward) for name in names]
+    values = [columns[name] if completions else [] for name in names]
     return [score_row(*row) for row in zip(completions, *values, strict=True)]
 
 
@@ -285,17 +235,9 @@ def _value_if(is_right: Callable[..., Any], value: float, otherwise: float = 0.0
     return lambda *arguments: value if is_right(*arguments) else otherwise
 
 
-def _compile(pattern: Any) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-
-
-def _group_reader(pattern: Any, group: Any) -> Callable[[str], str | None]:
+def _group_reader(pattern: str, group: str) -> Callable[[str], str | None]:
     """A function that reads a named group; ``None`` unless the whole text matches and the group takes part."""
-    compiled = _compile(pattern)
-    if not isinstance(group, str) or group not in compiled.groupindex:
-        wanted = f"a group of the pattern, (?P<{group}>...)"
-        raise ValueError(f"the answer is read from {wanted}, and {pattern!r} has no group of that name")
+    compiled = re.compile(pattern, re.DOTALL)
+    if group not in compiled.groupindex:
+        raise ValueError(f"the answer is read from a group (?P<{group}>...), and {pattern!r} has no group of that name")
     return lambda text: match[group] if (match := compiled.fullmatch(text)) else None

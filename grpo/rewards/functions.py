@@ -4,12 +4,11 @@ A name is built-in, ``package.module:function``, ``path/to/file.py:function`` or
 """
 
 import difflib
-import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
 import inspect
-import itertools
+import math
 import os
 import sys
 import traceback
@@ -34,7 +33,6 @@ ONLY_IF_NAMED = ("trainer_state", "log_metric", "log_extra")
 """Arguments that a reward gets only if it has a parameter of that name: rewards expect columns in ``**kwargs``."""
 TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids", *ONLY_IF_NAMED)
 """The arguments that the trainer passes to a reward besides the columns. A column of such a name is not passed."""
-MAKE_IT_IN_THE_FILE = "in its file write reward = Name(...), and name that"
 FILE_MODULE_PREFIX = "grpo_reward_file_"
 """Begins the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""
 
@@ -43,50 +41,49 @@ def load_reward(spec: str) -> Callable[..., Any]:
     """Load ``fn(prompts, completions, **columns) -> list[float | None]``.
 
     Raises:
-        ValueError: if the function does not exist or its file cannot be imported. The one-line message lists the names
-            that exist, or has the file and line that failed.
+        ValueError: in one line, if the function does not exist or its file cannot be imported.
     """
-    if not isinstance(spec, str) or not spec.strip():
-        raise ValueError(f"a reward is named by a string, got {spec!r}")
-    spec = spec.strip()
+    spec = str(spec).strip()
     if spec.startswith(CLASSIFIER_PREFIX):
         from grpo.rewards.classifier import ClassifierReward  # imports torch, which reward workers do not need
 
         return ClassifierReward(spec[len(CLASSIFIER_PREFIX) :])
     if spec in BUILTIN:
         return getattr(importlib.import_module(BUILTIN[spec]), spec)
-    location, separator, function = spec.rpartition(":")
+    location, _, name = spec.rpartition(":")
     if spec.startswith(OBJECT_PREFIX):
         raise ValueError(
             f"reward {spec!r} was given to grpo.train() as a Python object, which a configuration cannot hold: write "
-            f"the function to a file and name path/to/file.py:{function}, or name another reward"
+            f"the function to a file and name path/to/file.py:{name}, or name another reward"
         )
-    if not separator:
-        raise ValueError(
-            f"unknown reward {spec!r}{_did_you_mean(spec, BUILTIN)}; built in are {', '.join(BUILTIN)}; "
-            'your own is "package.module:function" or "path/to/file.py:function"'
-        )
-    if not location or not function:
-        raise ValueError(f"reward {spec!r} must read package.module:function or path/to/file.py:function")
+    if not location:
+        _refuse_unknown(
+            f"unknown reward {spec!r}", spec, BUILTIN,
+            'built in are {}; your own is "package.module:function" or "path/to/file.py:function"',
+        )  # fmt: skip
     is_file = location.endswith(".py") or os.sep in location
-    module = _import_file(spec, location) if is_file else _import_module(spec, location)
-    return _get_function(spec, module, location, function)
+    try:
+        module = _import_file(location) if is_file else _import_module(location)
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
+        raise ValueError(f"reward {spec!r}: {_import_error_message(error, location)}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        own = [n for n, f in sorted(vars(module).items()) if getattr(f, "__module__", None) == module.__name__]
+        _refuse_unknown(f"reward {spec!r}: {location} has no function {name!r}", name, own)
+    if not callable(function) or inspect.isclass(function):
+        raise ValueError(f"reward {spec!r}: that is no function; of a class, write reward = Name(...) and name reward")
+    return function
 
 
-def _did_you_mean(name: str, known: Collection[str]) -> str:
+def _refuse_unknown(mistake: str, name: str, known: Collection[str], listed: str = "it has {}") -> None:
     similar = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {similar[0]!r}?)" if similar else ""
+    suggestion = f" (did you mean {similar[0]!r}?)" if similar else ""
+    raise ValueError(f"{mistake}{suggestion}; {listed.format(', '.join(known) or 'none')}")
 
 
-def _import_file(spec: str, path: str) -> ModuleType:
+def _import_file(path: str) -> ModuleType:
     path = os.path.realpath(os.path.expanduser(path))
-    if not os.path.isfile(path):
-        raise ValueError(f"reward {spec!r}: there is no file {path}")
-    # The module name contains the file's path and version: two functions of one file share its globals, and an edited
-    # file is imported again.
-    status = os.stat(path)
-    key = hashlib.blake2b(f"{path}\0{status.st_mtime_ns}\0{status.st_size}".encode(), digest_size=8).hexdigest()
-    name = f"{FILE_MODULE_PREFIX}{key}"
+    name = FILE_MODULE_PREFIX + path.encode().hex()  # two functions of one file share its globals
     if name in sys.modules:
         return sys.modules[name]
     if os.path.dirname(path) not in sys.path:
@@ -96,59 +93,36 @@ def _import_file(spec: str, path: str) -> ModuleType:
     sys.modules[name] = module  # before the module runs: pickle and dataclasses look a module up by name
     try:
         loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException:
         del sys.modules[name]
-        raise ValueError(f"reward {spec!r}: {_import_error_message(error, path)}") from error
+        raise
     return module
 
 
-def _import_module(spec: str, name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # torchrun puts the script's folder on the path, not the working folder
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and (name + ".").startswith(error.name + "."):
-            raise ValueError(f"reward {spec!r}: there is no module {error.name!r} on the Python path") from None
-        raise ValueError(f"reward {spec!r}: {_import_error_message(error, None)}") from error
+    return importlib.import_module(name)
 
 
-def _import_error_message(error: BaseException, path: str | None) -> str:
-    """``file:line: message`` for an error of an import. The line is the innermost one of the user's file ``path``."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+def _import_error_message(error: BaseException, location: str) -> str:
+    """``file:line: message`` for an error of an import. The line is the last one that lies in the user's file."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    path = os.path.realpath(os.path.expanduser(location))
     own = [f for f in frames if f.filename == path] or frames[-1:]
-    location = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
-    return " ".join(f"{location}importing it raised {type(error).__name__}: {error}".split())
-
-
-def _get_function(spec: str, module: ModuleType, location: str, function: str) -> Callable[..., Any]:
-    if not hasattr(module, function):
-        functions = {name: value for name, value in sorted(vars(module).items()) if inspect.isfunction(value)}
-        own = [n for n, f in functions.items() if f.__module__ == module.__name__ and not n.startswith("_")]
-        raise ValueError(
-            f"reward {spec!r}: {location} has no function {function!r}{_did_you_mean(function, own)}; "
-            f"it has {', '.join(own) or 'none'}"
-        )
-    value = getattr(module, function)
-    if not callable(value):
-        raise ValueError(f"reward {spec!r}: {function!r} is not callable but a {type(value).__name__}")
-    if inspect.isclass(value):
-        raise ValueError(f"reward {spec!r}: that is a class: give an instance ({MAKE_IT_IN_THE_FILE})")
-    return value
-
-
-def display_name(spec: str) -> str:
-    """The name of a reward in metrics: ``fn`` of ``path/to/file.py:fn``, the last part of a classifier's path."""
-    return spec.strip().rstrip("/").rpartition(":")[2].rpartition("/")[2]
+    place = f"{own[-1].filename}:{own[-1].lineno}: " if own[-1].filename != __file__ else ""
+    return " ".join(f"{place}importing it raised {type(error).__name__}: {error}".split())
 
 
 def unique_names(specs: Collection[str]) -> list[str]:
-    """The display names of rewards; the second of the same name gets ``_2``, and so on."""
+    """The names of rewards in metrics: ``fn`` of ``path/to/file.py:fn``, the last part of a classifier's path.
+
+    The second of the same name gets ``_2``, and so on.
+    """
     names: list[str] = []
-    for base in map(display_name, specs):
-        candidates = itertools.chain([base], (f"{base}_{number}" for number in itertools.count(2)))
+    for spec in specs:
+        base = spec.rstrip("/").rpartition(":")[2].rpartition("/")[2]
+        candidates = [base, *(f"{base}_{number}" for number in range(2, len(specs) + 1))]
         names.append(next(name for name in candidates if name not in names))
     return names
 
@@ -189,10 +163,7 @@ def _source_files(spec: str, function: Callable[..., Any]) -> dict[str, str]:
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
     """The named parameters of a function, and whether it also takes ``**kwargs``."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some C functions have no signature: pass them everything
-        return {}, True
+    parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, takes_any
 
@@ -220,34 +191,20 @@ def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[
     """Raise ``ValueError`` unless the ``args`` of a configuration suit the function.
 
     An argument must not be one that the trainer passes. A built-in accepts its settings and nothing else, although it
-    takes ``**columns``, and all that have no default must be given. It cannot read a column that has the name of one
-    of its parameters.
+    takes ``**columns``; one whose default is a float must be a number.
     """
     parameters, takes_any = _parameters(function)
-    builtin, settings = is_builtin(function), _settings(function)
-    own = list(settings) if builtin else [name for name in parameters if name not in TRAINER_ARGUMENTS]
+    settings = _settings(function)
+    own = list(settings or (name for name in parameters if name not in TRAINER_ARGUMENTS))
     for name in arguments:
-        if name in TRAINER_ARGUMENTS:
-            raise ValueError(f"reward {spec!r}: {name!r} is given by the trainer, not by args")
-        if name not in own and (builtin or not takes_any):
-            raise ValueError(
-                f"reward {spec!r} has no argument {name!r}{_did_you_mean(name, own)}; it has {', '.join(own) or 'none'}"
-            )
-    missing = [name for name, p in settings.items() if p.default is p.empty and name not in arguments]
-    if missing:
-        raise ValueError(f"reward {spec!r} needs the argument(s) {', '.join(missing)} in its args")
-    needed = _needed_columns(function, arguments)
-    if not (builtin or takes_any or needed or set(parameters) & set(TRAINER_ARGUMENTS)):
-        raise ValueError(
-            f"reward {spec!r} takes neither prompts nor completions nor a column: if it makes the reward, "
-            f"{MAKE_IT_IN_THE_FILE}"
-        )
-    for column in needed if builtin else ():
-        if column in (*parameters, *TRAINER_ARGUMENTS):
-            raise ValueError(
-                f"reward {spec!r} cannot read a column named {column!r}, which is the name of an argument: rename the "
-                f"column, or name it in data.answer_column (rewards get it as 'answer' then)"
-            )
+        if name not in own and (settings or not takes_any or name in TRAINER_ARGUMENTS):
+            _refuse_unknown(f"reward {spec!r} has no argument {name!r} for its args", name, own)
+    for name, value in arguments.items() if settings else ():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if isinstance(settings[name].default, float) and not is_number:
+            raise ValueError(f"reward {spec!r}: {name} must be a number, got {value!r}")
+        if name == "tag" and value is not None and (not value or set(value) & set("<>/ ")):
+            raise ValueError(f"reward {spec!r}: tag must be a bare name such as 'answer' (no <>), got {value!r}")
 
 
 def _needed_columns(function: Callable[..., Any], arguments: Mapping[str, Any]) -> frozenset[str]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from grpo.rewards.functions import FunctionInfo
 from grpo.rewards.worker import GATHER_GRACE_SECONDS, Outcome
-from grpo.system import first_line
 
 LOAD_SECONDS = 120.0
 """Time limit for starting a worker and importing a reward, which may load a whole library."""
@@ -28,10 +27,6 @@ _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
-
-
-class NotSent(ValueError):
-    """A function that was given as an object cannot be pickled."""
 
 
 class WorkerLost(Exception):
@@ -49,21 +44,16 @@ class WorkerProcess:
         self.loaded: dict[int, FunctionInfo] = {}
         self.num_printed_bytes = 0
         self._is_late = False
-        self._watchdog = ThreadPoolExecutor(1, "reward time limit")
         self._socket, theirs = socket.socketpair()
         with theirs:
             python = [sys.executable, "-u", "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
             # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group
             # also kills processes that a reward has started.
             self._process = subprocess.Popen(
-                [*python, *_worker_sys_path(directory)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                [*python, *_worker_sys_path(directory)], cwd=directory, start_new_session=True,
                 pass_fds=[theirs.fileno()],
-                cwd=directory,
-                start_new_session=True,
-            )
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         self._connection = Connection(os.dup(self._socket.fileno()))
         threading.Thread(target=self._forward_output, daemon=True, name="reward output").start()
 
@@ -76,28 +66,24 @@ class WorkerProcess:
 
     def request(self, seconds: float, *request: Any) -> Any:
         """The answer to a request (see ``worker.main``). ``WorkerLost``: there is none, and the process has ended."""
-        has_answer = threading.Event()
-        watch = self._watchdog.submit(self._end_late, has_answer, seconds)
+        limit = threading.Timer(seconds, self._end_late)
+        limit.daemon = True
+        limit.start()
         try:
             self._connection.send(request)
-            answer = pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
+            return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
         except Exception:  # it has ended, or a reward has written something else to the connection
             code = self.end()
-            self._connection.close()
             if self._is_late:
                 raise WorkerLost("timeout", f"did not answer within {seconds:g} s") from None
-            name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
-            death = f"exited with status {code}" if code >= 0 else f"was killed by {name}"
+            death = f"exited with status {code}" if code >= 0 else f"ended by signal {-code}, {signal.strsignal(-code)}"
             if code == -signal.SIGKILL:
-                limit = f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB"
-                death += f" (out of memory, {limit}, or a reward that wrote to the connection?)"
+                large = f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB"
+                death += f" (out of memory, {large}, or a reward that wrote to the connection?)"
             raise WorkerLost("died", death) from None
         finally:
-            has_answer.set()
-            watch.result()  # a late kill must not hit the next request
-        if isinstance(answer, ValueError):
-            raise answer
-        return answer
+            limit.cancel()
+            limit.join()  # a late kill must not hit the next request
 
     def end(self) -> int:
         """Kill the process and those that it has started. Returns its exit status: its own, if it ended before that."""
@@ -108,20 +94,18 @@ class WorkerProcess:
                 self._socket.shutdown(socket.SHUT_RDWR)  # a process that has left the group may hold the other end
         return self._process.wait()
 
-    def _end_late(self, has_answer: threading.Event, seconds: float) -> None:
-        if not has_answer.wait(seconds):
-            self._is_late = not self.has_ended
-            self.end()
+    def _end_late(self) -> None:
+        self._is_late = not self.has_ended
+        self.end()
 
     def _forward_output(self) -> None:
         with self._process.stdout as output:
             while chunk := os.read(output.fileno(), 65536):
-                num_allowed = MAX_OUTPUT_BYTES - self.num_printed_bytes
+                num_allowed = max(0, MAX_OUTPUT_BYTES - self.num_printed_bytes)
+                text = chunk[:num_allowed].decode(errors="replace")
+                if len(chunk) > num_allowed > 0:
+                    text += f"\n[a reward printed over {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
                 self.num_printed_bytes += len(chunk)
-                if num_allowed < 0:
-                    continue
-                limit = f"\n[a reward printed more than {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
-                text = chunk[:num_allowed].decode(errors="replace") + limit * (len(chunk) > num_allowed)
                 with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
                     print(text, end="", file=sys.stderr, flush=True)
 
@@ -135,18 +119,6 @@ def _worker_sys_path(directory: str) -> list[str]:
     path = [entry or os.getcwd() for entry in sys.path]
     path = [entry for entry in path if entry == package_root or entry not in (directory, os.getcwd())]
     return path + [entry for entry in (package_root, directory) if entry not in path]
-
-
-def pickled(function: Callable[..., Any] | None) -> bytes | None:
-    """A function by value: its code, and what its code refers to (modules by name). ``NotSent`` if it cannot be."""
-    if function is None:
-        return None
-    try:
-        import dill
-
-        return dill.dumps(function, recurse=True)
-    except Exception as error:  # of any type: each object may raise its own
-        raise NotSent(f"{type(error).__name__}: {first_line(error)}") from None
 
 
 class WorkerPool:
@@ -169,19 +141,20 @@ class WorkerPool:
             self._threads = ThreadPoolExecutor(self._num_workers, "rewards")
         return self._threads.submit(job, *arguments)
 
-    def load(self, key: int, *function: Any) -> FunctionInfo:
-        """Load a function into a worker; others load it when they need it. Arguments and errors: ``Worker.load``."""
+    def load(self, key: int, *function: Any) -> FunctionInfo | ValueError:
+        """``Worker.load``, which has the arguments, in one worker. The others load it when they need it."""
         self._functions[key] = function
-        return self.submit(lambda: self._load(self._process(), key)).result()
+        try:
+            return self.submit(lambda: self._load(self._process(), key)).result()
+        except WorkerLost as lost:
+            return ValueError(f"reward {function[0]!r} cannot be loaded: its worker process {lost}")
 
     def run(self, calls: Sequence[tuple[int, bytes]], timeout_s: float) -> list[Outcome]:
         """``Worker.run`` in the worker of this thread; ``WorkerLost`` if it does not answer in time."""
         process = self._process()
-        try:
-            for key in {key for key, _ in calls} - process.loaded.keys():
-                self._load(process, key)
-        except (ValueError, WorkerLost) as error:
-            raise WorkerLost("died", f"was restarted and could not load the function again: {error}") from None
+        for key in {key for key, _ in calls} - process.loaded.keys():
+            if isinstance(mistake := self._load(process, key), ValueError):
+                raise WorkerLost("died", f"was restarted and could not load the function again: {mistake}")
         is_async = any(process.loaded[key].is_async for key, _ in calls)
         seconds = timeout_s + (GATHER_GRACE_SECONDS if is_async else 0)
         return process.request(seconds, "run", calls, timeout_s)
@@ -210,6 +183,8 @@ class WorkerPool:
             self._processes.append(process)
         return process
 
-    def _load(self, process: WorkerProcess, key: int) -> FunctionInfo:
-        process.loaded[key] = process.request(LOAD_SECONDS, "load", key, *self._functions[key])
-        return process.loaded[key]
+    def _load(self, process: WorkerProcess, key: int) -> FunctionInfo | ValueError:
+        found = process.request(LOAD_SECONDS, "load", key, *self._functions[key])
+        if not isinstance(found, ValueError):
+            process.loaded[key] = found
+        return found

@@ -40,9 +40,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            whole = name not in ("test_seconds", "total_seconds")
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 1e6:
-                raise ValueError(f"{name} must be a positive {'integer' if whole else 'number'}, got {value!r}")
+            kind = (int, float) if name.endswith("seconds") else int
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e6:
+                raise ValueError(f"{name} must be positive, and an integer unless it is seconds; got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ CLONE_NEWNS, CLONE_NEWUSER, _PID_NET_IPC_UTS, _ALL_NAMESPACES = 0x20000, 0x10000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 MS_REC, MS_PRIVATE = 16384, 1 << 18
 _READ_ONLY = MS_RDONLY | MS_NOSUID | MS_NODEV  # mount_setattr(2) has the same three values
-_KEPT = MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048  # the last are noatime and nodiratime; relatime is the default
-_MOUNT_SETATTR = 442
+_MOUNT_SETATTR = 442  # since Linux 5.12
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 NOBODY = 65534
@@ -112,14 +111,7 @@ def drop_user() -> None:
 def _make_read_only(folder: str, flags: int = _READ_ONLY) -> None:
     """Make the mount ``folder`` and every mount below it read-only: mounts of the host were bound with the folder."""
     at_fdcwd, at_recursive, attributes = -100, 0x8000, struct.pack("=4Q", flags, 0, 0, 0)
-    if _libc.syscall(_MOUNT_SETATTR, at_fdcwd, folder.encode(), at_recursive, attributes, len(attributes)) == 0:
-        return
-    with open("/proc/self/mountinfo") as file:  # Linux before 5.12: one mount at a time
-        mounts = [line.split()[4] for line in file]
-    for path in mounts:
-        if (path + "/").startswith(folder + "/"):
-            # In a user namespace, flags that the mount already has are locked and must be set again.
-            mount("none", path, flags=MS_REMOUNT | MS_BIND | flags | os.statvfs(path).f_flag & _KEPT)
+    _call("syscall", _MOUNT_SETATTR, at_fdcwd, folder.encode(), at_recursive, attributes, len(attributes))
 
 
 def enter_private_root(disk_mb: int) -> None:

@@ -163,7 +163,6 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
         (dict(reward_functions=[3]), "reward_functions[0] is 3 of type int: give a function, a name"),
         (dict(reward_functions=WithGenerator), "reward_functions[0] is the class WithGenerator: give an instance of it"),
         (dict(reward_functions="acuracy"), "unknown reward 'acuracy' (did you mean 'accuracy'?)"),
-        (dict(reward_functions=lambda: [1.0]), "reward 'python:lambda' takes neither prompts nor completions"),
         (dict(reward_functions=lambda completions, gold: [1.0]), "reward 'lambda' needs the column(s) gold"),
         (dict(dataset={"prompt": ["a"]}), "dataset must be a list of mappings, a datasets.Dataset or a pandas DataFrame"),
         (dict(reward_functions={"mine": len}), "a mapping with the keys mine: give a function, a name"),
@@ -287,7 +286,7 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
     with RewardRunner(specs, timeout_s=0.5) as runner:
         result = runner.score(["p"], ["1a"], {})
     assert result.values == [[None, None, 0.25, 1.0, None]]
-    assert result.timeouts == [1, 1, 0, 0, 1]
+    assert result.failures == [1, 1, 0, 0, 1]
     assert len(runner.notes) == 2 and "hangs_here" in runner.notes[0]
 
 

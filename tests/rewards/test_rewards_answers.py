@@ -5,7 +5,6 @@ import re
 import pytest
 from conftest import ROOT
 
-from grpo.config.arguments import read_yaml
 from grpo.rewards import load_reward
 from grpo.rewards.answers import MODES, extract_answer
 
@@ -39,46 +38,15 @@ def test_a_box_and_the_line_of_gsm8k(mode, text, answer):
     assert extract_answer(text, mode) == answer
 
 
-def test_a_mode_that_yaml_read_as_a_comment():
-    with pytest.raises(ValueError, match=r'got None; in YAML an unquoted # begins a comment: write mode: "####"$'):
-        load_reward("accuracy")([], [], mode=None)
-    with pytest.raises(
-        ValueError, match=r'x\.yaml:1: not valid YAML: .*; an unquoted # begins a comment: write "####"$'
-    ):
-        read_yaml("args: {mode: ####}", "x.yaml")
-
-
-EQUIVALENT = {
-    "5": "$5$|\\(5\\)|\\boxed{5}|\\text{5}|5 apples|$5 \\text{ apples}$|x = 5|$x = 5$|The answer is 5|**Answer:** 5|10-5|\\sqrt{25}|\\frac{50}{10}",
-    "0.5": "\\frac{1}{2}|\\dfrac{1}{2}|\\tfrac12|x = \\frac{1}{2}",
-    "-5": "x = \u22125|The answer is \u22125|$\u22125$",
-    "1000": "1{,}000|$1{,}000$",
-    "2\\sqrt{3}": "\\sqrt{12}|$2 \\cdot \\sqrt{3}$",
-    "x + 1": "1 + x",
-}  # fmt: skip
-WRONG = {
-    "5": "5 or 6|5, 6|5;6|5 of 6|between 5 and 6|5 to 6|5\u20136|1 2|5 3|x=5, y=6|x=5 or x=6|$5$ $6$|$5$ or $6$|\\boxed{5} \\boxed{6}|not 5|x is not 5|"
-    "x>5|x != 5|5x|5i|5!|5\\pi|5\\sqrt{2}|5^2|5:30|5\u00b11|5(6)|5\\,6|5k|5 million|5 dozen|5 halves|5 minus|5 plus|5/x|5 mod 7|0x5|a 5|5 is wrong|about 5",
-    "0.5": "\\frac{1}{3}|\\frac{1}{2}5|\\frac{1}{2}\\frac{1}{2}|1/2 1/2",
-    "5 dollars": "5 cents|6 dollars",
-    "5 or 6": "5|6",
-    "Paris": "not Paris|London",
-    "-5": "5|The answer is 5",
-}  # fmt: skip
-"""Reference answer -> answers that math-verify must not take for it: a second number, an operator, another value, a doubt."""
-
-
-def test_r1_zero_compares_expressions_by_math_verify():
+def test_r1_zero_compares_numbers_then_text_then_expressions():
     pytest.importorskip("math_verify")
 
     def score(answer: str, reference: str) -> float | None:
         return load_reward("r1_zero")([""], [f"</think> <answer>{answer}</answer>"], answer=[reference])[0]
 
-    for table, expected in ((EQUIVALENT, 1.0), (WRONG, 0.0)):
-        for reference, texts in table.items():
-            for text in texts.split("|"):
-                assert score(text, reference) == expected, (text, reference)
-    assert score("The  CAT", "the cat.") == 1.0, "as text first"
+    assert score("$1,000.00", "1000") == score("The  CAT", "the cat.") == score("\\sqrt{12}", "2\\sqrt{3}") == 1.0
+    for answer, reference in (("5 or 6", "5"), ("5 million", "5"), ("5 cents", "5 dollars"), ("not Paris", "Paris")):
+        assert score(answer, reference) == 0.0
     assert score("+".join(["0"] * 600) + "+5", "5") == 0.0, "too long for math-verify"
 
 

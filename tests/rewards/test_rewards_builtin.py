@@ -13,28 +13,10 @@ from grpo.rewards.builtin import evaluate_expression
 GOOD = "<think>2 + 2</think> <answer>4</answer>"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234", 1234),
-        ("$1,000.00", 1000),
-        ("−5", -5),
-        ("= 5", 5),
-        ("50%", 50),
-        ("50 \\%", 50),
-        ("-$5", -5),
-        ("$-5", -5),
-        ("$5$", 5),
-        ("5.", 5),
-        (".5", Fraction(1, 2)),
-        ("+0.10", Fraction(1, 10)),
-        ("1/3", Fraction(1, 3)),
-        ("1e3", 1000),
-        (" 7\n", 7),
-    ],
-)
-def test_parse_number(text, value):
-    assert parse_number(text) == value
+def test_parse_number():
+    numbers = {"1,234": 1234, "$1,000.00": 1000, "−5": -5, "= 5": 5, "50%": 50, "50 \\%": 50, "-$5": -5, "$-5": -5}
+    numbers |= {"$5$": 5, "5.": 5, ".5": Fraction(1, 2), "+0.10": Fraction(1, 10), "1/3": Fraction(1, 3), "1e3": 1000}
+    assert {text: parse_number(text) for text in numbers} == numbers
 
 
 @pytest.mark.parametrize("text", ["", "$", ".", "--5", "12,34", "5 dollars", "x", "1/0", "1e99999", "1 2", "٣"])
@@ -50,50 +32,20 @@ def test_equality_is_exact_and_falls_back_to_text():
     assert not answers_equal("9007199254740993", "9007199254740992")
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("The answer is 1,234.", "1,234"),
-        ("10-5", "5"),
-        ("it is -5", "-5"),
-        ("a −7 b", "-7"),
-        ("= -$5.50!", "-$5.50"),
-        ("1,2,3", "3"),
-        ("costs $-3", "$-3"),
-        ("x=.5", ".5"),
-        ("1,000,000.25 in all", "1,000,000.25"),
-        ("none", None),
-    ],
-)
-def test_lenient_takes_the_last_number(text, answer):
-    assert extract_answer(text, "lenient") == answer
+def test_lenient_takes_the_last_number():
+    texts = {"The answer is 1,234.": "1,234", "10-5": "5", "it is -5": "-5", "a −7 b": "-7", "= -$5.50!": "-$5.50"}
+    texts |= {"1,2,3": "3", "costs $-3": "$-3", "x=.5": ".5", "1,000,000.25 in all": "1,000,000.25", "none": None}
+    assert {text: extract_answer(text, "lenient") for text in texts} == texts
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (GOOD, "4"),
-        ("<answer> 4\n</answer> 5", "4"),
-        ("4", None),
-        ("<answer>4", None),
-        ("</answer>4<answer>", None),
-        ("<answer>4</answer><answer>4</answer>", None),
-        ("<answer><answer>4</answer>", None),
-        ("<answer>4</answer></answer>", None),
-        ("<answer> </answer>", None),
-        ("<think><answer>4</answer></think> 5", None),
-        ("opened by the prompt <answer>4</answer></think> 5", None),
-        ("<answer>4</answer> <think>5</think>", "4"),
-        ("<think>5</think> <answer>4</answer> <think>5</think>", "4"),
-    ],
-)
-def test_strict_needs_exactly_one_tag(text, answer):
-    assert extract_answer(text) == answer
-
-
-def test_extract_answer_refuses_another_mode():
-    with pytest.raises(ValueError, match="mode must be 'strict', 'lenient', 'boxed' or '####', got 'loose'"):
-        extract_answer("", "loose")
+def test_strict_needs_exactly_one_tag():
+    texts = {GOOD: "4", "<answer> 4\n</answer> 5": "4", "<answer>4</answer> <think>5</think>": "4"}
+    texts |= {"<think>5</think> <answer>4</answer> <think>5</think>": "4"}
+    wrong = ["4", "<answer>4", "</answer>4<answer>", "<answer>4</answer><answer>4</answer>", "<answer> </answer>"]
+    wrong += ["<answer><answer>4</answer>", "<answer>4</answer></answer>", "<think><answer>4</answer></think> 5"]
+    wrong += ["opened by the prompt <answer>4</answer></think> 5"]
+    texts |= dict.fromkeys(wrong)
+    assert {text: extract_answer(text) for text in texts} == texts
 
 
 def test_the_default_format_needs_each_tag_once():
@@ -121,8 +73,6 @@ def test_completion_text_of_both_kinds():
     assert completion_text([{"role": "assistant", "content": "a"}]) == "a"
     assert completion_text([{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]) == "a"
     assert completion_text([{"role": "assistant", "content": None}]) == ""
-    with pytest.raises(ValueError, match="got int"):
-        completion_text(3)
 
 
 def test_accuracy():
@@ -132,23 +82,17 @@ def test_accuracy():
     assert accuracy([""] * 4, texts, answer=[4, 4.0, "4", ""], mode="lenient", value=2.0) == [2.0, 2.0, 0.0, None]
     chat = [[{"role": "assistant", "content": "<SOLUTION>1,000</SOLUTION>"}]]
     assert accuracy(["q"], chat, gold=["$1000"], column="gold", tag="SOLUTION") == [1.0]
-    with pytest.raises(ValueError, match="'accuracy' needs the column\\(s\\) answer; the rows have solution"):
-        accuracy(["q"], ["a"], solution=["4"])
 
 
 def test_format_and_tag_groups():
     assert load_reward("format")(["q"] * 2, [GOOD, "4"], value=0.5) == [0.5, 0.0]
     assert load_reward("format")(["q"], ["<r>\na</r>"], pattern="<r>.*</r>") == [1.0]
-    with pytest.raises(ValueError, match="'\\(' is not a regular expression"):
-        load_reward("format")([], [], pattern="(")
     tag_groups = load_reward("tag_groups")
     texts = [GOOD, GOOD + " x", "<think>", "<think><think><think>", ""]
     assert tag_groups([""] * 5, texts) == pytest.approx([0.5, 0.4, 0.1, 0.1, 0.0])
     assert tag_groups([""], [GOOD], max_value=0.25) == [0.25]
     # One pattern for the whole, as it is often written, counts its groups too.
     assert tag_groups([""], [GOOD], pattern="(<think>)(.*)(</think>)") == pytest.approx([0.3])
-    with pytest.raises(ValueError, match="has none"):
-        tag_groups([], [], pattern="abc")
 
 
 def test_exact_or_stripped():
@@ -162,10 +106,6 @@ def test_exact_or_stripped_inside_a_whole_match():
     texts = ["<a>x</a><b>4</b>\n", "<a>x</a> <b> 4 </b>", "<a>x</a><b>5</b>", "<b>4</b>", "<a>x</a><b>4</b> so"]
     reward = load_reward("exact_or_stripped")
     assert reward([""] * 5, texts, answer=["4"] * 5, pattern=pattern) == [3.0, 1.5, 0.0, 0.0, 0.0]
-    with pytest.raises(
-        ValueError, match=r"a group of the pattern, \(\?P<answer>\.\.\.\), and '<b>\(\.\*\)' has no group of that name"
-    ):
-        reward([], [], pattern="<b>(.*)")
 
 
 def test_pattern_answer_reads_a_group_of_a_whole_match():
@@ -189,18 +129,12 @@ def test_pattern_answer_reads_a_group_of_a_whole_match():
     assert reward([""], chat, animal=["the cat"], **named) == [0.5], "as text where it is no number"
     assert reward(["", ""], ["So:", "So: "], animal=["", None], **named) == [None, None]
     assert reward([""], ["So: "], animal=["x"], **named) == [0.0]
-    with pytest.raises(ValueError, match=r"\(\?P<answer>\.\.\.\), and 'So' has no group of that name"):
-        reward([], [], pattern="So")
-    with pytest.raises(ValueError, match="'\\(' is not a regular expression"):
-        reward([], [], pattern="(")
 
 
 def test_soft_overlong_is_dapo_equation_13():
     ids = [[0] * n for n in (1, 80, 85, 90, 100, 101)]
     rewards = load_reward("soft_overlong")([""] * 6, [""] * 6, ids, max_length=100, cache_length=20)
     assert rewards == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-    with pytest.raises(ValueError, match="0 < cache_length <= max_length"):
-        load_reward("soft_overlong")([], [], [], max_length=10, cache_length=20)
 
 
 def test_countdown():
@@ -224,35 +158,12 @@ def test_expressions_are_exact_and_bounded():
     assert evaluate_expression("2 - -(3 - 1) * 4 ÷ [2]") == (6, [2, 3, 1, 4, 2])
     for text, value in (("8-3-2", 3), ("8/4/2", 1), ("2+3*4", 14), (" (1 + 2) * 3 / 4 ", Fraction(9, 4))):
         assert evaluate_expression(text)[0] == value
-    for wrong in (
-        "",
-        "1 +",
-        "(1",
-        "1)",
-        "1 2",
-        "2 ** 3",
-        "1/0",
-        "1/(2-2)",
-        "1.5",
-        "a",
-        "()",
-        "3(4)",
-        "1//2",
-        "1e5",
-        "1_000",
-        "1=1",
-        "²",
-        "٣+1",
-        "３+1",
-        "__import__('os').getcwd()",
-        "9**9**9",
-        "9" * 501,
-        "1" + "+1" * 500,
-        "(" * 60 + "1" + ")" * 60,
-        "(" * 5000 + "1" + ")" * 5000,
-    ):
+    wrong = ["", "1 +", "(1", "1)", "1 2", "2 ** 3", "1/0", "1/(2-2)", "1.5", "a", "()", "3(4)", "1//2", "1e5", "1_000"]
+    wrong += ["1=1", "²", "٣+1", "３+1", "1,2", "__import__('os').getcwd()", "9**9**9", "9" * 501, "1" + "+1" * 500]
+    for text in [*wrong, "(" * 60 + "1" + ")" * 60, "(" * 5000 + "1" + ")" * 5000]:
+        assert load_reward("countdown")([""], [f"<answer>{text}</answer>"], numbers=[[9]], target=[9]) == [0.0]
         with pytest.raises(ValueError):
-            evaluate_expression(wrong)
+            evaluate_expression(text)
 
 
 def test_math_verify():
@@ -263,37 +174,31 @@ def test_math_verify():
     assert reward([""] * 5, texts, answer=golds, value=2.0) == [2.0, 2.0, 0.0, 0.0, None]
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("<think>10+20=30</think>\n<answer>31</answer>", 0.0),
-        ("<think>\nFirst 10 then 20</think>\n<answer>30</answer>", 1.0),
-        ("<answer>30</answer>", 1.0),
-        ("<answer>\n\\frac{60}{2}\n</answer>", 1.0),
-        ("<answer>It is \\boxed{30}</answer> for 7 days", 1.0),
-        ("<answer>31</answer> no: <answer>30</answer>", 1.0),  # the last one counts
-        ("<answer>30</answer> no: <answer>31</answer>", 0.0),
-        ("<think>so <answer>30</answer></think> 31", 0.0),
-        ("<think>so <answer>31</answer></think> it is 30", 1.0),
-        ("opened by the prompt: 31</think> $30$", 1.0),
-        ("opened by the prompt: $30$</think> who knows", 0.0),
-        ("<think>10+20=30", 0.0),  # cut within the thinking
-        ("<think>31</think> <think>no, $30$", 0.0),
-        ("<think>31</think> $30$ <think>or 31", 1.0),
-        ("", 0.0),
-    ],
-)
-def test_math_verify_reads_the_answer_and_never_the_thinking(text, score):
+RIGHT = [
+    "<think>\nFirst 10 then 20</think>\n<answer>30</answer>", "<answer>30</answer>",
+    "<answer>\n\\frac{60}{2}\n</answer>", "<answer>It is \\boxed{30}</answer> for 7 days",
+    "<answer>31</answer> no: <answer>30</answer>",
+    "<think>so <answer>31</answer></think> it is 30", "opened by the prompt: 31</think> $30$",
+    "<think>31</think> $30$ <think>or 31",
+]  # fmt: skip
+WRONG = [
+    "<think>10+20=30</think>\n<answer>31</answer>", "<answer>30</answer> no: <answer>31</answer>", "<think>10+20=30",
+    "<think>so <answer>30</answer></think> 31", "opened by the prompt: $30$</think> who knows",
+    "<think>31</think> <think>no, $30$", "",
+]  # fmt: skip
+
+
+def test_math_verify_reads_the_answer_and_never_the_thinking():
     pytest.importorskip("math_verify")
-    assert load_reward("math_verify")([""], [text], answer=["30"]) == [score]
+    texts = RIGHT + WRONG
+    scores = load_reward("math_verify")([""] * len(texts), texts, answer=["30"] * len(texts))
+    assert scores == [1.0] * len(RIGHT) + [0.0] * len(WRONG)
 
 
 def test_math_verify_with_a_tag_reads_nothing_else():
     pytest.importorskip("math_verify")
     texts = ["<r>30</r> 31", "30", "<answer>30</answer>", "<think><r>30</r></think>", "<r>30"]
     assert load_reward("math_verify")([""] * 5, texts, answer=["30"] * 5, tag="r") == [1.0, 0.0, 0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="tag must be a bare name"):
-        load_reward("math_verify")([], [], tag="<r>")
 
 
 def test_r1_zero():
@@ -312,10 +217,23 @@ def test_r1_zero():
     assert reward([""] * 6, texts, answer=golds, format_value=0.1)[3] == 0.1
 
 
-def test_arguments_are_checked_before_any_row():
-    for name, args in [("accuracy", {"mode": "x"}), ("accuracy", {"tag": "<answer>"}), ("format", {"value": "1"})]:
-        with pytest.raises(ValueError):
-            load_reward(name)([], [], **args)
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("accuracy", {"mode": "loose"}, "mode must be one of 'strict', 'lenient', 'boxed', '####', got 'loose'"),
+        ("tag_groups", {"pattern": "abc"}, "has none"),
+        ("pattern_answer", {"pattern": "So"}, r"\(\?P<answer>\.\.\.\), and 'So' has no group of that name"),
+        ("exact_or_stripped", {"pattern": "<b>(.*)"}, "has no group of that name"),
+        (
+            "soft_overlong",
+            {"max_length": 10, "cache_length": 20, "completion_ids": []},
+            "0 < cache_length <= max_length",
+        ),
+    ],
+)
+def test_arguments_are_checked_before_any_row(name, args, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward(name)([], [], **args)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from grpo.rewards import load_reward
-from grpo.rewards.functions import BUILTIN, check_arguments, display_name
-from grpo.rewards.worker import Logged, RewardInputs, TrainerState, call_reward
+from grpo.rewards.functions import BUILTIN, check_arguments, unique_names
+from grpo.rewards.worker import Logged, TrainerState, call_reward
 
 
 @pytest.fixture
@@ -44,23 +44,16 @@ def test_from_a_module_in_the_working_folder(write, tmp_path, monkeypatch):
     assert load_reward("a_reward_module.py:one")(completions=["b"]) == [1.0]
 
 
-def test_an_edited_file_is_read_again(write):
-    assert load_reward(write("def f(**_): return 1\n") + ":f")() == 1
-    assert load_reward(write("def f(**_): return 22\n") + ":f")() == 22
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("acuracy", "unknown reward 'acuracy' \\(did you mean 'accuracy'\\?\\); built in are accuracy, format"),
-        ("nowhere.py:f", "there is no file .*nowhere.py"),
-        ("no_such_package.module:f", "no module 'no_such_package'"),
+        ("", "unknown reward ''"),
+        ("python:mine", "'python:mine' was given to grpo.train\\(\\) as a Python object"),
+        ("nowhere.py:f", "No such file or directory: '.*nowhere.py'"),
+        ("no_such_package.module:f", "No module named 'no_such_package'"),
         ("json:dmups", "json has no function 'dmups' \\(did you mean 'dumps'\\?\\)"),
-        (":f", "must read package.module:function"),
-        ("json:", "must read package.module:function"),
-        ("json:JSONDecoder", "reward 'json:JSONDecoder': that is a class: give an instance"),
-        ("", "named by a string, got ''"),
-        (None, "named by a string, got None"),
+        ("json:JSONDecoder", "reward 'json:JSONDecoder': that is no function; of a class, write reward = Name"),
     ],
 )
 def test_unknown_names(spec, message):
@@ -73,50 +66,36 @@ def test_unknown_names(spec, message):
     ("text", "message"),
     [
         ("def other(): pass\ndef another(): pass\nfrom json import dumps\n", "no function 'f'; it has another, other$"),
-        ("x = 1\ndef f(:\n", "mine.py:2: SyntaxError"),
-        ("x = 1\n\nraise KeyError('k')\n", "mine.py:3: importing it raised KeyError: 'k'"),
+        ("x = 1\ndef f(:\n", "SyntaxError: .*mine.py, line 2"),
         ("import json\njson.loads('{')\n", "mine.py:2: importing it raised JSONDecodeError"),
-        ("import no_such_thing_at_all\n", "mine.py:1: importing it raised ModuleNotFoundError"),
         ("import sys\nsys.exit(1)\n", "mine.py:2: importing it raised SystemExit"),
-        ("f = 3\n", "'f' is not callable but a int"),
-        (
-            "class f:\n    def __call__(self, completions): return [0.0]\n",
-            "that is a class: give an instance \\(in its file write",
-        ),
-        ("class Other: pass\ndef other(): pass\n", "no function 'f'; it has other$"),
+        ("f = 3\n", "that is no function"),
     ],
 )
 def test_files_that_cannot_be_loaded(write, text, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        load_reward(write(text) + ":f")
-    assert "\n" not in str(caught.value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message) as caught:
+            load_reward(write(text) + ":f")
+        assert "\n" not in str(caught.value)
 
 
 def test_arguments_of_a_configuration():
-    check_arguments("accuracy", load_reward("accuracy"), {"mode": "lenient"})
-    with pytest.raises(ValueError, match="no argument 'vlaue' \\(did you mean 'value'\\?\\); it has mode, value"):
-        check_arguments("accuracy", load_reward("accuracy"), {"vlaue": 2.0})
-    with pytest.raises(ValueError, match="needs the argument\\(s\\) max_length, cache_length"):
-        check_arguments("soft_overlong", load_reward("soft_overlong"), {})
-    with pytest.raises(ValueError, match="given by the trainer"):
-        check_arguments("accuracy", load_reward("accuracy"), {"completions": []})
-
     def mine(completions, threshold=0.5):
         return completions, threshold
 
     check_arguments("m:mine", mine, {"threshold": 0.1})
-    with pytest.raises(ValueError, match="has no argument 'treshold'"):
-        check_arguments("m:mine", mine, {"treshold": 0.1})
-
-    def make(scale=1.0):
-        return lambda completions: [scale] * len(completions)
-
-    for args in ({}, {"scale": 2.0}):
-        with pytest.raises(
-            ValueError, match="'m:make' takes neither prompts nor completions nor a column: if it makes"
-        ):
-            check_arguments("m:make", make, args)
-    check_arguments("m:made", make(2.0), {})
+    check_arguments("accuracy", load_reward("accuracy"), {"mode": "lenient", "value": 2})
+    for name, function, args, message in [
+        ("accuracy", None, {"vlaue": 2.0}, "no argument 'vlaue' .*did you mean 'value'\\?\\); it has mode, value"),
+        ("accuracy", None, {"completions": []}, "no argument 'completions'"),
+        ("accuracy", None, {"tag": "<answer>"}, "tag must be a bare name"),
+        ("format", None, {"value": "1"}, "value must be a number, got '1'"),
+        ("format", None, {"value": float("nan")}, "value must be a number, got nan"),
+        ("m:mine", mine, {"treshold": 0.1}, "no argument 'treshold'"),
+        ("m:any", lambda **columns: 0, {"completions": []}, "no argument 'completions'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_arguments(name, function or load_reward(name), args)
 
 
 @pytest.mark.parametrize(
@@ -134,32 +113,25 @@ def test_columns_fill_no_setting_of_a_builtin(name):
     text = "<think></think><answer>2+2</answer>" if name == "countdown" else "<think></think><answer>4</answer>"
 
     def call(columns):
-        return call_reward(function, args, RewardInputs(["q"], [text], columns, [[1, 2, 3]]), Logged(1))
+        inputs = {"prompts": ["q"], "completions": [text], "completion_ids": [[1, 2, 3]]}
+        return call_reward(function, args, columns | inputs, Logged(1))
 
     assert call(columns | {setting: ["lenient"] for setting in settings}) == call(columns) != [0.0]
-    for setting in (n for n in settings if n.endswith("column")):
-        for column in ("value" if "value" in settings else "tag", "completions", "log_metric"):
-            with pytest.raises(ValueError, match=f"cannot read a column named '{column}'.*rename the column"):
-                check_arguments(name, function, args | {setting: column})
 
 
 def test_args_of_a_configuration_win_over_columns():
     def mine(completions, scale=1.0, other=1.0, trainer_state=None, **columns):
         return scale, other, trainer_state.global_step, sorted(columns)
 
-    names = ("scale", "other", "more", "prompts", "completion_ids", "trainer_state", "log_metric")
+    names = ("scale", "other", "more", "prompts", "completions", "completion_ids", "trainer_state", "log_metric")
     columns = {name: ["from the column"] for name in names}
-    inputs = RewardInputs(["q"], ["text"], columns, [[1]], TrainerState(3))
     expected = (2.0, ["from the column"], 3, ["completion_ids", "more", "prompts"])
-    assert call_reward(mine, {"scale": 2.0}, inputs, Logged(1)) == expected
+    assert call_reward(mine, {"scale": 2.0}, columns, Logged(1), TrainerState(3)) == expected
 
 
-def test_display_names():
-    assert display_name("accuracy") == "accuracy"
-    assert display_name("some/path/mine.py:fn") == "fn"
-    assert display_name("package.module:fn") == "fn"
-    assert display_name("classifier:org/reward-model") == "reward-model"
-    assert display_name("classifier:./folder/model/") == "model"
+def test_names_in_metrics():
+    specs = ["accuracy", "some/path/mine.py:fn", "package.module:fn", "classifier:org/model", "classifier:./a/model/"]
+    assert unique_names(specs) == ["accuracy", "fn", "fn_2", "model", "model_2"]
 
 
 def test_importing_the_package_imports_no_torch():

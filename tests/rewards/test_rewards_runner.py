@@ -1,10 +1,9 @@
 """The runner with real worker processes: real hangs, real deaths, real floods of output."""
 
 import itertools
-import json
 import logging
-import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import pytest
 
 from grpo.rewards import RewardContractError, RewardRunner, RewardSpec, pool
 from grpo.rewards.runner import MAX_LOST_WORKERS
-from grpo.rewards.worker import Logged
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,14 +192,7 @@ def test_a_batch_with_builtins_weights_and_duplicates(path):
         result = runner.score(["q"] * 2, ["it is 4", "no"], {"answer": ["4", None]})
         assert result.values == [[1.0, 7.0, 0.0], [None, 2.0, None]]
         assert runner.weights == [2.0, 0.1, 1.0]
-        assert result.errors == result.timeouts == [0, 0, 0] and not result.failed_everywhere
-
-
-def test_unscorable_rows():
-    with RewardRunner([RewardSpec("accuracy")]) as runner:
-        result = runner.score(["q"] * 2, ["4", "<answer>4</answer>"], {"answer": [None, "4"]})
-        assert result.values == [[None], [1.0]]
-        assert runner.score([], [], {"answer": []}).values == []
+        assert result.failures == [0, 0, 0]
 
 
 def test_signatures(run):
@@ -224,8 +215,8 @@ def test_one_bad_row_costs_one_reward(run, word, caplog):
     with caplog.at_level(logging.WARNING, "grpo"):
         result = run("moody", ["ok", word, "ok", "ok"])
     assert column(result) == [1.0, None, 1.0, 1.0]
-    assert result.errors == [1] and result.timeouts == [0] and result.failures == [1] and not result.failed_everywhere
-    expected = {"raise": "a bad row", "exit": "SystemExit", "die": "status 7", "segfault": "SIGSEGV"}[word]
+    assert result.failures == [1]
+    expected = {"raise": "a bad row", "exit": "SystemExit", "die": "status 7", "segfault": "Segmentation fault"}[word]
     assert expected in result.first_traceback["moody"] and expected in caplog.text
 
 
@@ -234,7 +225,7 @@ def test_a_hanging_row_is_killed(run, word):
     start = time.perf_counter()
     result = run("moody", ["ok", word, "ok"], timeout_s=0.5)
     assert column(result) == [1.0, None, 1.0]
-    assert result.errors == [0] and result.timeouts == [1] and not result.failed_everywhere
+    assert result.failures == [1] and "did not answer within 0.5 s" in result.first_traceback["moody"]
     assert time.perf_counter() - start < 60, "without the limit it never ends"
 
 
@@ -245,18 +236,12 @@ def test_the_first_traceback_is_logged_once_per_run(path, caplog):
     assert caplog.text.count("RuntimeError: a bad row") == 1
 
 
-def test_failing_everywhere_is_reported(run):
-    result = run(["moody", "length"], ["raise", "raise"])
-    assert result.failed_everywhere == ["moody"] and result.values == [[None, 5.0], [None, 5.0]]
-    assert run("moody", ["raise"]).errors == [1]
-
-
 @pytest.mark.parametrize("word", ["hang", "die"])
 @pytest.mark.slow
 def test_failing_always_takes_bounded_time(run, tmp_path, word):
     rows, workers, calls = MAX_LOST_WORKERS + 20, 2, tmp_path / "calls"
     result = run("noted", [word] * rows, args={"calls": str(calls)}, timeout_s=0.5, num_workers=workers)
-    assert result.failures == [rows] and result.failed_everywhere == ["noted"]
+    assert result.failures == [rows]
     # The batch and 8 rows; the other worker may have begun one more.
     assert len(read_calls(calls)) <= 1 + MAX_LOST_WORKERS + workers - 1
 
@@ -277,7 +262,7 @@ def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, cap
 def test_rows_are_shared_by_workers(run, tmp_path):
     calls, timeout = tmp_path / "calls", 3.0
     result = run("noted", ["hang"] * 4, args={"calls": str(calls)}, timeout_s=timeout, num_workers=4)
-    assert result.timeouts == [4]
+    assert result.failures == [4]
     began = sorted(time for time, rows in read_calls(calls) if rows == 1)
     assert len(began) == 4
     gaps = [later - earlier for earlier, later in itertools.pairwise(began)]
@@ -296,15 +281,13 @@ def read_calls(file) -> list[tuple[float, int]]:
         ("[1.0]", "'given' returned 1 values for 2 completions: \\[1.0\\]; expected a list of 2 values"),
         ("['1.0', 1.0]", "'given' returned '1.0' of type str for completion 0; expected"),
         ("[1.0, math.inf]", "'given' returned inf of type float for completion 1"),
-        ("[1.0, [2.0]]", "of type list for completion 1"),
-        ("[10 ** 400, 1]", "of type int for completion 0"),
         ("[1.0, -1e39]", "'given' returned -1e\\+39 of type float for completion 1"),
-        ("1.0", "'given' returned 1.0 of type float; expected"),
-        ("'ab'", "of type str; expected"),
-        ("None", "returned None of type NoneType"),
-        ("{0: 1.0, 1: 2.0}", "of type dict"),
-        ("(x for x in completions)", "of type generator"),
-        ("lambda completions: [1.0]", "returned a function: it makes the reward; in its file write"),
+        ("1.0", "'given' returned a float: 1.0; expected"),
+        ("'ab'", "returned a str"),
+        ("None", "returned a NoneType"),
+        ("{0: 1.0, 1: 2.0}", "returned a dict"),
+        ("(x for x in completions)", "returned a generator"),
+        ("lambda completions: [1.0]", "returned a function"),
     ],
 )
 def test_a_broken_contract_is_an_error(run, value, message):
@@ -315,7 +298,7 @@ def test_a_broken_contract_is_an_error(run, value, message):
 def test_what_rewards_log_comes_back_with_the_scores(run):
     result = run(["logs", "logs_later"], ["ab", "raise", "big"], {"answer": ["x"] * 3})
     assert column(result) == [0.0, None, 0.0]
-    # The batch raised, so each row is called alone; what failing calls logged is dropped. A value counts once per completion.
+    # The batch raised, so each row is called alone, and what failing calls logged is dropped.
     assert result.metrics == {"mean_length": (2 + 3 + 3 * 0.0, 5.0)}
     assert result.extra == {
         "upper": ["AB", None, "BIG"],
@@ -327,53 +310,30 @@ def test_what_rewards_log_comes_back_with_the_scores(run):
     assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
 
 
-def test_what_a_reward_must_not_log(run):
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            "log_metric('loss', 1)",
+            "'log' called log_metric('loss', ...): choose a name that no metric of the trainer has",
+        ),
+        ("log_metric('eval/mine', 1)", "no metric of the trainer has"),
+        ("log_metric(3, 1)", "no metric of the trainer has"),
+        ("log_metric('mine', '1')", "('mine', '1'): expected a finite number"),
+        ("log_metric('mine', -math.inf)", "('mine', -inf): expected a finite number"),
+        ("log_extra('rewards/log', ['x', 'y'])", "no column of the completions has"),
+        ("log_extra('note', ['x'])", "('note', ...) with 1 values for 2 completions: expected one per completion"),
+    ],
+)
+def test_what_a_reward_must_not_log(run, call, message):
     with pytest.raises(RewardContractError) as caught:
-        run("log", ["a", "b"], args={"call": "log_metric('loss', 1)"})
-    assert (
-        str(caught.value)
-        == "reward 'log' called log_metric('loss', ...): choose a name that no metric of the trainer has"
-    )
-    for function, name, value, message in [
-        (Logged.log_metric, "eval/mine", 1, "no metric of the trainer has"),
-        (Logged.log_metric, 3, 1, "no metric of the trainer has"),
-        (Logged.log_metric, "mine", "much", "('mine', ...) with a value of type str: expected a finite number"),
-        (Logged.log_metric, "mine", -math.inf, "('mine', ...) with infinity: expected a finite number"),
-        (Logged.log_extra, "rewards/log", ["x", "y"], "no column of the completions has"),
-        (Logged.log_extra, "note", ["x"], "('note', ...) with 1 values for 2 completions: expected one per completion"),
-    ]:
-        logged = Logged(2)
-        function(logged, name, value)
-        assert logged.mistake.endswith(message)
+        run("log", ["a", "b"], args={"call": call})
+    assert str(caught.value).endswith(message)
 
 
 def test_one_extra_column_belongs_to_one_reward(run):
     with pytest.raises(RewardContractError, match=r"'log_2' called log_extra\('n', ...\), as another reward did"):
         run(["log", "log"], ["a"], args={"call": "log_extra('n', [1])"})
-
-
-@pytest.mark.parametrize(
-    ("form", "functions"),
-    [
-        ("text", {
-            "[c[0]['content'] for c in completions]": "true", "[c[0].get('content') for c in completions]": "true",
-            "[c.nothing for c in completions]": None,
-        }),
-        ("messages", {
-            "[__import__('re').search('a', c) for c in completions]": "false", "[c.strip() for c in completions]": "false",
-            "[float(c) for c in completions]": "false", "[c['content'] for c in completions]": None,
-        }),
-    ],
-)  # fmt: skip
-def test_a_reward_of_the_other_form_ends_with_the_remedy(path, form, functions):
-    completion = "text" if form == "text" else [{"role": "assistant", "content": "text"}]
-    with RewardRunner([RewardSpec(f"{path}:given", 1.0, {"value": value}) for value in functions]) as runner:
-        traces = runner.score(["q"] * 2, [completion] * 2, {}).first_traceback
-    for trace, advice in zip(traces.values(), functions.values(), strict=True):
-        last = trace.rstrip().splitlines()[-1]
-        assert "Error: " in last and ("hint" in trace) == bool(advice)
-        assert not advice or last.endswith(f"set data.conversational={advice})")
-        assert not advice or f"(hint: completions are {'text' if form == 'text' else 'lists of messages'} here" in last
 
 
 def test_what_counts_as_numbers(run):
@@ -401,7 +361,7 @@ def test_the_worker_lives_across_steps_and_ends_with_close(path):
         os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
         result = runner.score(["q"], ["a"], {})
         second = int(result.values[0][0])
-        assert second != first and result.errors == [0]
+        assert second != first and result.failures == [0]
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
 
@@ -421,13 +381,13 @@ def test_what_a_reward_writes_to_its_connection_is_named(path, monkeypatch):
             ("large", "an answer of more than"),
         ]:
             result = runner.score(["q"], [word], {})
-            assert result.errors == [1] and message in result.first_traceback["spoils"]
+            assert result.failures == [1] and message in result.first_traceback["spoils"]
         assert column(runner.score(["q"], ["ok"], {})) == [1.0]
 
 
 def test_a_worker_that_dies_leaving_a_child_is_noticed(run):
     start = time.perf_counter()
-    assert run("orphan", ["a"]).errors == [1]
+    assert run("orphan", ["a"]).failures == [1]
     assert time.perf_counter() - start < 40, "the child lives for 60 s"
 
 
@@ -474,7 +434,7 @@ def test_async_rewards_have_copies_of_their_own(run):
 def test_async_rows_fail_alone(run):
     result = run(["async_moody", "sleepy"], ["ok", "raise", "hang"], timeout_s=1.0)
     assert column(result) == [1.0, None, None] and column(result, 1) == [1.0] * 3
-    assert result.errors == [1, 0] and result.timeouts == [1, 0]
+    assert result.failures == [2, 0]
     assert "a bad row" in result.first_traceback["async_moody"] or "timeout_s" in result.first_traceback["async_moody"]
 
 
@@ -488,7 +448,7 @@ def test_a_coroutine_that_blocks_the_loop_is_killed(run, monkeypatch):
     monkeypatch.setattr(pool, "GATHER_GRACE_SECONDS", 0.2)
     result = run(["async_moody", "sleepy"], ["ok", "block"], timeout_s=0.8)
     assert column(result) == [1.0, None] and column(result, 1) == [1.0, 1.0]
-    assert result.timeouts == [1, 0]
+    assert result.failures == [1, 0]
 
 
 def test_check_finds_mistakes_before_the_first_step(path, tmp_path):
@@ -496,49 +456,47 @@ def test_check_finds_mistakes_before_the_first_step(path, tmp_path):
         with RewardRunner([RewardSpec(name, 1.0, args or {})]) as runner:
             runner.check(columns)
 
+    exits = tmp_path / "exits.py"
+    exits.write_text("import os\nos._exit(5)\n")
     check(f"{path}:scaled", {"scale": 2.0})
     check("accuracy", None, ["answer"])
     for name, args, columns, message in [
         ("acuracy", None, None, "did you mean 'accuracy'"),
-        (f"{path}:lenght", None, None, "did you mean 'length'"),
         (f"{path}:scaled", {"scael": 2.0}, None, "has no argument 'scael'"),
         ("accuracy", {"mode": "x"}, None, "reward 'accuracy': mode must be"),
-        ("format", {"pattern": "("}, None, "reward 'format': .* is not a regular expression"),
+        ("format", {"pattern": "("}, None, "reward 'format': .*unterminated subpattern"),
+        ("soft_overlong", {}, None, "reward 'soft_overlong': TypeError: .*'max_length' and 'cache_length'"),
         ("accuracy", None, ["solution"], "'accuracy' needs the column\\(s\\) answer; the rows have solution"),
         (f"{path}:named", None, ["x"], "'named' needs the column\\(s\\) answer"),
+        (f"{exits}:f", None, None, "reward '.*' cannot be loaded: its worker process exited with status 5"),
     ]:
         with pytest.raises(ValueError, match=message) as caught:
             check(name, args, columns)
         assert "\n" not in str(caught.value)
 
 
-def test_settings_that_make_no_sense():
-    for settings in ({"functions": []}, {"timeout_s": 0}, {"num_workers": 0}):
-        with pytest.raises(ValueError):
-            RewardRunner(**{"functions": [RewardSpec("accuracy")], **settings})
+def test_columns_that_do_not_fit():
     with RewardRunner([RewardSpec("accuracy")]) as runner:
         with pytest.raises(ValueError, match="got 1 for answer"):
             runner.score(["q"] * 2, ["a"] * 2, {"answer": ["4"]})
         with pytest.raises(ValueError, match="needs the column"):
             runner.score(["q"], ["a"], {})
-        with pytest.raises(ValueError, match="cannot be sent to the worker process"):
+        with pytest.raises((AttributeError, pickle.PicklingError), match=r"Can't (get|pickle) local object"):
             runner.score(["q"], ["a"], {"answer": [lambda: 0]})
-        assert runner.score(["q"], ["<answer>4</answer>"], {"answer": ["4"]}).values == [
-            [1.0]
-        ]  # none of it broke anything
+        # None of it broke anything.
+        assert runner.score(["q"], ["<answer>4</answer>"], {"answer": ["4"]}).values == [[1.0]]
 
 
 def test_a_pattern_that_backtracks_without_end_is_stopped():
     with RewardRunner([RewardSpec("format", 1.0, {"pattern": "(a|aa)+b"})], timeout_s=0.5) as runner:
         result = runner.score(["q"] * 2, ["aaab", "a" * 60 + "c"], {})
-    assert result.values == [[1.0], [None]] and result.timeouts == [1]
+    assert result.values == [[1.0], [None]] and result.failures == [1]
 
 
 @pytest.mark.parametrize("name", ["relative_rewards.py:fragile", "relative_rewards:fragile"])
 def test_the_working_folder_is_that_of_the_start_and_last_on_the_path(tmp_path, monkeypatch, name):
-    (tmp_path / "relative_rewards.py").write_text(
-        "import os\ndef fragile(completions, **_):\n    if 'die' in completions: os._exit(1)\n    return [1.0] * len(completions)\n"
-    )
+    code = "    if 'die' in completions: os._exit(1)\n    return [1.0] * len(completions)\n"
+    (tmp_path / "relative_rewards.py").write_text(f"import os\ndef fragile(completions, **_):\n{code}")
     for standard in ("json", "asyncio", "pickle"):
         (tmp_path / f"{standard}.py").write_text("raise RuntimeError('a file of the working folder')")
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as under python -c
@@ -547,8 +505,3 @@ def test_the_working_folder_is_that_of_the_start_and_last_on_the_path(tmp_path, 
         runner.check()
         monkeypatch.chdir("/")
         assert column(runner.score(["q"] * 2, ["die", "ok"], {})) == [None, 1.0]
-
-
-def test_results_are_plain_data(run):
-    result = run("length", ["a"])
-    assert json.dumps(result.values) == "[[1.0]]"

@@ -1,4 +1,4 @@
-"""The sandbox attacked. Every attack is bounded itself, so that a sandbox that fails does not take the machine with it."""
+"""The sandbox attacked. Every attack is bounded itself, in case the sandbox fails."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from grpo.rewards import RewardRunner, RewardSpec, load_reward, sandbox
-from grpo.rewards.code import extract_code, read_tests
+from grpo.rewards.code import check_rows, extract_code, read_tests
 from grpo.rewards.sandbox import Limits, SandboxError, SandboxUnavailable, _results, run_python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -36,7 +36,7 @@ def sandboxed():
 
 @pytest.fixture
 def attack(sandboxed, own_sandboxes):
-    """``attack(code)`` -> its status and output. Then a second test must pass in the same sandbox, and no process may be left."""
+    """``attack(code)`` -> its result. Then a second test must pass in the same sandbox, and no process may be left."""
 
     def attack(code, limits=LIMITS):
         result, after = run_python(
@@ -55,7 +55,7 @@ def _indented(code):
 
 @pytest.fixture
 def own_sandboxes(tmp_path, monkeypatch):
-    """``own_sandboxes()`` -> the processes of this test's sandboxes. Their path is the test's own: other pytest workers have sandboxes too."""
+    """``own_sandboxes()`` -> the processes of this test's sandboxes, whose path no other test has."""
     folder = tmp_path / "rewards"
     folder.symlink_to(ROOT / "grpo" / "rewards")
     child = str(folder / "sandbox_child.py")
@@ -79,13 +79,8 @@ def test_fraction_of_tests_passed(sandboxed):
     tests = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1) == 3", "assert triple(1) == 3"]
     programs = [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "3\n"}]
     texts = [code, code, "no code here", "print(sum(map(int, input().split())))", code]
-    assert reward([""] * 5, texts, tests=[tests, '["assert double(2) == 4"]', tests, programs, None]) == [
-        0.5,
-        1.0,
-        0.0,
-        0.5,
-        None,
-    ]
+    rows = [tests, '["assert double(2) == 4"]', tests, programs, None]
+    assert reward([""] * 5, texts, tests=rows) == [0.5, 1.0, 0.0, 0.5, None]
     assert reward([""], [f"<answer>{code}</answer>"], tests=[tests[:1]], tag="answer", value=3.0) == [3.0]
     assert reward([""], [code], tests=[tests[:1]], tag="answer") == [0.0]
 
@@ -94,22 +89,11 @@ def test_through_the_runner(sandboxed):
     spec = RewardSpec("python_tests", 1.0, {"total_seconds": 0.5})
     with RewardRunner([spec], timeout_s=10.0) as runner:
         runner.check(["tests"])
-        texts = [
-            "def f(): return 1",
-            "while True: pass",
-            "import os\nos._exit(0)",
-            "import sys\nsys.exit(0)",
-            "def f(:",
-        ]
+        hang, right = "while True: pass", "def f(): return 1"
+        texts = [right, hang, "import os\nos._exit(0)", "import sys\nsys.exit(0)", "def f(:"]
         result = runner.score([""] * 5, texts, {"tests": [["assert f() == 1"]] * 5})
-    assert [row[0] for row in result.values] == [
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-    ]  # code that hangs scores 0: it is the policy's fault
-    assert result.failures == [0]
+    # Code that hangs scores 0: it is the policy's fault.
+    assert [row[0] for row in result.values] == [1.0, 0.0, 0.0, 0.0, 0.0] and result.failures == [0]
     late = pytest.raises(ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s = 0\.5")
     with late, RewardRunner([spec], timeout_s=0.5) as runner:
         runner.check()
@@ -133,7 +117,8 @@ def test_infinite_loop(attack):
 
 
 def test_a_loop_that_catches_everything_and_drips_output(attack):
-    code = "import signal, time\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except Exception: pass\n"
+    code = "import signal, time\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+    code += "    except Exception: pass\n"
     assert attack(code + "while True:\n    print('x', flush=True); time.sleep(0.001)", SHORT).status == "timeout"
 
 
@@ -179,14 +164,17 @@ print(started)
 
 
 def test_allocation(attack):
-    result = attack("""
+    result = attack(
+        """
 blocks = []
 try:
     for _ in range(1000): blocks.append(bytearray(10 << 20))   # 10 GB, but no more
 except MemoryError: pass
 count = len(blocks); del blocks
 print(count * 10)
-""")
+""",
+        dataclasses.replace(LIMITS, test_seconds=6, total_seconds=9),
+    )
     assert 0 < int(result.output) <= LIMITS.memory_mb
 
 
@@ -226,7 +214,8 @@ def test_reading_files_outside(attack, open_folder):
     secret.chmod(0o644)
     result = attack(f"""
 import os
-for path in [{str(secret)!r}, {__file__!r}, "/etc/passwd", "/etc/hostname", "/proc/1/environ", "/proc/self/maps", "/dev/mem", {"/.." + str(secret)!r}]:
+for path in [{str(secret)!r}, {__file__!r}, "/etc/passwd", "/etc/hostname", "/proc/1/environ", "/proc/self/maps",
+             "/dev/mem", {"/.." + str(secret)!r}]:
     try: print(path, open(path).read()[:50])
     except OSError: pass
 print(sorted(os.listdir("/")), os.listdir("/sandbox"), os.environ.get("PATH"), len(os.environ))
@@ -241,7 +230,8 @@ def test_writing_files_outside(attack, open_folder):
     victim.chmod(0o666)
     result = attack(f"""
 import errno, os
-for path in [{str(victim)!r}, {"/.." + str(victim)!r}, {str(open_folder / "new")!r}, "/new", "/etc/new", os.path.join(os.path.dirname(os.__file__), "new.py")]:
+for path in [{str(victim)!r}, {"/.." + str(victim)!r}, {str(open_folder / "new")!r}, "/new", "/etc/new",
+             os.path.join(os.path.dirname(os.__file__), "new.py")]:
     try: open(path, "w").write("harm"); print("wrote", path)
     except OSError: pass
 for path in ["/dev/null", "/etc/ld.so.cache", os.__file__]:
@@ -279,13 +269,10 @@ def mount_two(folder):
     for path in (folder, folder + "/below"):
         os.makedirs(path, exist_ok=True)
         linux.mount("none", path, "tmpfs", linux.MS_NOEXEC, "mode=1777")
-    return f"for path in ({folder!r}, {folder + '/below'!r}):\\n try: open(path + '/new', 'w'); print('wrote')\\n except OSError as e: print(e.errno)"
+    attack = "try: open(path + '/new', 'w'); print('wrote')\\n except OSError as e: print(e.errno)"
+    return f"for path in ({folder!r}, {folder + '/below'!r}):\\n {attack}"
 
 print(run_python(mount_two(os.path.dirname(os.__file__) + "/curses"), [{"input": ""}])[0].output)
-linux._MOUNT_SETATTR = 9999  # as before Linux 5.12
-attack = mount_two(sys.argv[1])
-linux._make_read_only(sys.argv[1])
-exec(attack)
 """
 
 
@@ -293,7 +280,7 @@ exec(attack)
 def test_mounts_below_the_libraries_are_read_only(sandboxed, tmp_path):
     """Two mounts, one below the other, in a mount namespace of the new process."""
     run = subprocess.run([sys.executable, "-c", MOUNTS, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
-    assert run.stdout.split() == [str(errno.EROFS)] * 4, run.stderr
+    assert run.stdout.split() == [str(errno.EROFS)] * 2, run.stderr
 
 
 def test_sockets(attack):
@@ -326,7 +313,8 @@ def test_altering_the_driver(attack):
     result = attack("""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
-print(libc.ptrace(16, 1, 0, 0), libc.unshare(0x10000000), libc.setns(0, 0), libc.mount(b"a", b"/sandbox", b"tmpfs", 0, b""))
+print(libc.ptrace(16, 1, 0, 0), libc.unshare(0x10000000), libc.setns(0, 0))
+print(libc.mount(b"a", b"/sandbox", b"tmpfs", 0, b""))
 import os, resource, signal, time
 limits = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 changes = [lambda limit=limit: resource.prlimit(1, limit, (0, 0)) for limit in limits]
@@ -385,7 +373,9 @@ def test_a_forged_exit_is_no_pass(sandboxed):
 
 
 def test_expected_outputs_are_not_in_the_sandbox(sandboxed):
-    spy = "import gc, sys\nfound = [o for o in gc.get_objects() if isinstance(o, dict) and 'output' in o and 'input' in o]\nprint(len(found))"
+    spy = (
+        "import gc\nprint(len([o for o in gc.get_objects() if isinstance(o, dict) and 'output' in o and 'input' in o]))"
+    )
     assert load_reward("python_tests")([""], [spy], tests=[[{"input": "", "output": "0"}]]) == [1.0]
 
 
@@ -496,11 +486,8 @@ def test_a_missing_layer_is_an_error_unless_allow_unsandboxed():
 
 
 def test_settings():
-    for settings, message in [
-        ({"memory_mb": 0}, "memory_mb must be a positive integer, got 0"),
-        ({"total_seconds": "1"}, "total_seconds must be a positive number"),
-    ]:
-        with pytest.raises(ValueError, match=message):
+    for settings in ({"memory_mb": 0}, {"memory_mb": 2.5}, {"total_seconds": "1"}):
+        with pytest.raises(ValueError, match="must be positive, and an integer unless it is seconds; got"):
             load_reward("python_tests")([], [], **settings)
 
 
@@ -508,37 +495,28 @@ PAIR = {"input": "1 2", "output": "3"}
 CALL_OF_ADD = {"function": "add", "input": "[1, 2]", "output": "[3]"}
 
 
+LOOP, RAISES = "for x in range(3):\n    assert f(x)", "if f(2) != 4: raise ValueError"
+LIVE_CODE_BENCH = {"input": "1\n2\n", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}
+
+
 @pytest.mark.parametrize(
     ("given", "tests"),
     [
-        (None, []),
-        ("", []),
-        ([""], []),
-        ({"inputs": [], "outputs": []}, []),
-        ("assert f()", [{"code": "assert f()"}]),
-        ("for x in range(3):\n    assert f(x)", [{"code": "for x in range(3):\n    assert f(x)"}]),
-        (
-            ["check(f)", "if f(2) != 4: raise ValueError"],
-            [{"code": "check(f)"}, {"code": "if f(2) != 4: raise ValueError"}],
-        ),
+        (None, []), ("", []), ([""], []), ({"inputs": [], "outputs": []}, []),
+        ("assert f()", [{"code": "assert f()"}]), (LOOP, [{"code": LOOP}]),
+        (["check(f)", RAISES], [{"code": "check(f)"}, {"code": RAISES}]),
         (PAIR, [PAIR]),
-        (
-            {"input": 12, "output": ["3", "4"], "type": "stdin_stdout", "fn_name": None},
-            [{"input": "12", "output": "3\n4"}],
-        ),
+        ({"input": 12, "output": ["3", "4"], "type": "stdin_stdout"}, [{"input": "12", "output": "3\n4"}]),
         ({"inputs": ["1 2"], "outputs": ["3"]}, [PAIR]),  # APPS, TACO
         ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": None}, [PAIR]),  # the same in a column of structs
         ({"input": ["1 2"], "output": ["3"]}, [PAIR]),  # CodeContests
         ({"language": "python", "test_cases": [PAIR]}, [PAIR]),
-        ([PAIR | {"testtype": "stdin"}], [PAIR]),  # LiveCodeBench
-        (
-            [{"input": "1\n2\n", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}],
-            [CALL_OF_ADD],
-        ),
+        ([PAIR | {"testtype": "stdin"}], [PAIR]),
+        ([LIVE_CODE_BENCH], [CALL_OF_ADD]),
         ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}, [CALL_OF_ADD]),
         ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}, [CALL_OF_ADD | {"output": "[[3], 3]"}]),
     ],
-)
+)  # fmt: skip
 def test_tests_are_read_in_the_forms_in_which_they_are_published(given, tests):
     assert read_tests(given) == tests
     if not isinstance(given, str | None):
@@ -548,48 +526,34 @@ def test_tests_are_read_in_the_forms_in_which_they_are_published(given, tests):
 def test_humaneval_leaves_the_call_of_check_to_us():
     text = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
     assert read_tests(text, "double") == [{"code": f"{text}\ncheck(double)"}]
-    for entry_point in (None, "os.abort() or f"):
-        with pytest.raises(ValueError, match="cannot fail"):
-            read_tests(text, entry_point)
+    with pytest.raises(ValueError, match="cannot fail"):
+        read_tests(text)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        "42",
-        42,
-        json.dumps(json.dumps([PAIR])),  # JSON in JSON
-        str([PAIR]),  # the repr of Python
-        "['assert f(2) == 4']",
-        ["42"],
-        ["f(2) == 4"],  # no assert
-        ["assert (f(2) == 4, 'wrong')"],  # a tuple is always true
-        ["assert f(2) =="],
-        ["def test_f():\n    assert f(2) == 4"],  # called by pytest only
-        ["x = f(2)"],
-        "'" * 3,
-        [{"input": "1"}],
-        [{"input": "1", "output": None}],
-        [{"input": {"a": 1}, "output": "1"}],
-        [{"input": "1", "output": "2", "type": "interactive"}],
-        [{"input": "1", "output": "2", "type": "functional"}],  # names no function
-        [{"input": "(1, 2)", "output": "3", "fn_name": "add"}],
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": "1", "outputs": "2"},
-        {"stdin": "1", "stdout": "2"},
+        "42", 42, ["42"], json.dumps(json.dumps([PAIR])), str([PAIR]),  # JSON in JSON, the repr of Python
+        ["f(2) == 4"], ["assert (f(2) == 4, 'wrong')"],  # no assert; a tuple is always true
+        ["assert f(2) =="], ["def test_f():\n    assert f(2) == 4"], ["x = f(2)"],  # pytest alone would call test_f
+        [{"input": "1"}], [{"input": "1", "output": None}], [{"input": {"a": 1}, "output": "1"}],
+        [{"input": "1", "output": "2", "type": "interactive"}], [{"input": "1", "output": "2", "type": "functional"}],
+        [{"input": "(1, 2)", "output": "3", "fn_name": "add"}], {"inputs": ["1"], "outputs": []},
+        {"inputs": "12", "outputs": "34"}, {"stdin": "1", "stdout": "2"},
         [PAIR, {"input": [1, 2], "output": 3, "fn_name": "add"}],
     ],
-)
-def test_any_other_test_is_refused(given):
-    with pytest.raises(ValueError, match=r"each is a statement such as 'assert f\(2\) == 4', or {'input'") as caught:
-        read_tests(given)
-    assert len(str(caught.value).splitlines()) == 1
+)  # fmt: skip
+def test_any_other_test_is_refused_at_the_start(given):
+    rows, spec = [{"tests": [PAIR]}, {"tests": given}], RewardSpec("python_tests")
+    with pytest.raises(ValueError, match=r"^FILE, row 2, column tests: .* is no test that can be read") as caught:
+        check_rows([spec], rows, "FILE")
+    assert "\n" not in str(caught.value)
 
 
 def test_functions_are_called_and_their_results_compared_outside(sandboxed):
     tests = {"inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"], "fn_name": "add"}
     texts = [
-        "def add(x, y):\n    print('noise')\n    return x + y\nif __name__ == '__main__':\n    print(add(*input().split()))",
+        "def add(x, y):\n    print('noise')\n    return x + y\nif __name__ == '__main__':\n    print(add(1, 1))",
         "class Solution:\n    def add(self, x: List[int], y: Optional[str]):\n        return x + y",
         "def add(x, y): return 3",
         "def add(x, y): return object()",
@@ -609,7 +573,8 @@ def test_programs_are_judged_by_what_they_print(sandboxed):
         "import sys; print(3); sys.exit()",
         "import os; print(3, flush=True); os._exit(0)",
         "import atexit; atexit.register(print, 3)",
-        "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(3)",
+        "import atexit, io, sys\nsys.stdout = buffer = io.StringIO()\n"
+        "atexit.register(lambda: sys.__stdout__.write(buffer.getvalue()))\nprint(3)",
         "import sys; print(3); sys.stdout.close()",
         "import os; print(os.fstat(0).st_size and 3)",
         "import tempfile; tempfile.TemporaryFile().close(); print(3)",
@@ -618,11 +583,8 @@ def test_programs_are_judged_by_what_they_print(sandboxed):
         "exit()",
     ]
     results = run_python("exec(eval(input()))", [{"input": repr(code)} for code in codes], Limits())
-    assert [(result.status, result.output) for result in results] == [
-        *[("passed", "3\n")] * 9,
-        *[("failed", "")] * 2,
-        ("passed", ""),
-    ]
+    expected = [("passed", "3\n")] * 9 + [("failed", "")] * 2 + [("passed", "")]
+    assert [(result.status, result.output) for result in results] == expected
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x0c", "\x0b", "\x85", "\x1e"])
@@ -635,15 +597,9 @@ def test_only_a_newline_ends_a_line(sandboxed, separator):
     assert (score, right) == (0.0, 1.0)
 
 
-def test_only_a_newline_ends_an_argument():
-    (test,) = read_tests([{"input": '"1\u2028\x852"\r\n3\n', "output": "4", "fn_name": "add"}])
-    assert json.loads(test["input"]) == ["1\u2028\x852", 3]
-
-
 def test_statements_run_after_code_that_exits(sandboxed):
-    assert load_reward("python_tests")(
-        [""], ["def f(): return 1\nexit()"], tests=[["assert f() == 1", "assert f() == 2"]]
-    ) == [0.5]
+    tests = ["assert f() == 1", "assert f() == 2"]
+    assert load_reward("python_tests")([""], ["def f(): return 1\nexit()"], tests=[tests]) == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -654,23 +610,14 @@ def test_statements_run_after_code_that_exits(sandboxed):
         ("first\n```\nx = 1\n```\nbetter\n```py\nx = 2\n```\n", "x = 2\n"),
         ("cut off ```python\nx = 1", "x = 1"),
         ("```x = 1```", "x = 1"),
-        ("~~~python\nx = 1\n~~~\n", "x = 1\n"),
-        ("~~~\nx = '```'\n~~~", "x = '```'\n"),
         ("````\nx = '```'\n````", "x = '```'\n"),
         ("1. So:\n   ```python\n   if x:\n       y = 1\n   ```\n", "if x:\n    y = 1\n"),
-        ("* So:\n\t~~~py\n\tx = 1", "x = 1"),
         ("<think>```\nx = 1\n```</think>\nx = 2", "\nx = 2"),
         ("<think>or\n```\nx = 1\n```", None),
-        ("```python\nx = '</think>'\ny = '<think>'\n```", "x = '</think>'\ny = '<think>'\n"),
         ("<think>```\nx = 1\n</think>\n```\nx = 2\n```", "x = 2\n"),
         ('<think>print "No"</think>\n```python\nx = 1\n```', "x = 1\n"),
-        (
-            "```python\nx = y.sub(r'<think>.*?</think>', '')  # no </think>\n```",
-            "x = y.sub(r'<think>.*?</think>', '')  # no </think>\n",
-        ),
         ('```python title="a.py"\nx = 1\n```', "x = 1\n"),
         ("```Python3.11\nx = 1\n```", "x = 1\n"),
-        ("'''\n~~~\n'''\nx = 1", "'''\n~~~\n'''\nx = 1"),
         ("~~~~wrong~~~~\n```python\nx = 1\n```", "x = 1\n"),
         ("`` ` ```\n``` ", None),
         ("", None),
