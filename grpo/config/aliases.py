@@ -1,6 +1,6 @@
-"""Names that people type for keys of the configuration: short ones, and those of TRL's ``GRPOConfig``."""
+"""Names from elsewhere for keys of the configuration: short ones, and TRL's (docs/from_trl.md has all)."""
 
-ALIASES = {
+OTHER_NAMES = {
     "lr": "optim.learning_rate",
     "warmup": "optim.warmup_steps",
     "warmup_ratio": "optim.warmup_steps",
@@ -31,7 +31,7 @@ ALIASES = {
     "vllm_server_port": "rollout.server",
     "vllm_group_port": "rollout.weights_folder",
     "vllm_model_impl": "rollout.vllm_command",
-    "vllm_server_timeout": "rollout.server_timeout_s",
+    "vllm_server_timeout": "runtime.timeout_s",
     "temp": "rollout.temperature",
     "kl_coef": "algorithm.beta",
     "kl": "algorithm.beta",
@@ -42,9 +42,6 @@ ALIASES = {
     "use_bias_correction_kl": "algorithm.unbiased_kl",
     "vllm_importance_sampling_correction": "algorithm.sampler_correction",
     "vllm_importance_sampling_mode": "algorithm.sampler_correction",
-    "vllm_importance_sampling_clip_max": "algorithm.sampler_correction_max",
-    "vllm_importance_sampling_clip_min": "algorithm.sampler_correction_min",
-    "vllm_importance_sampling_cap": "algorithm.sampler_correction_max",
     "ref_model_mixup_alpha": "algorithm.ref_sync_alpha",
     "ref_model_sync_steps": "algorithm.ref_sync_steps",
     "sync_ref_model": "algorithm.ref_sync_steps",
@@ -53,7 +50,6 @@ ALIASES = {
     "model_name_or_path": "model.name_or_path",
     "model_path": "model.name_or_path",
     "model_init_kwargs": "model.attn_implementation",
-    "cast_lm_head_to_fp32": "model.fp32_head",
     "activation_checkpointing": "model.gradient_checkpointing",
     "lora_r": "lora.rank",
     "r": "lora.rank",
@@ -90,16 +86,12 @@ ALIASES = {
     "ddp_backend": "runtime.device",
     "fsdp": "runtime.parallel",
     "cpu_offload": "runtime.offload",
-    "cache_implementation": "runtime.cuda_graphs",
+    "cache_implementation": "runtime.fast_decode",
     "num_threads": "runtime.threads_per_rank",
     "full_determinism": "runtime.deterministic",
     "ddp_timeout": "runtime.timeout_s",
     "data_seed": "seed",
     "output": "output_dir",
-}
-"""Name (without a section) -> the key to use instead."""
-
-EXPLANATIONS = {
     "generation_batch_size": "rollout.prompts_per_step counts problems: generation_batch_size / num_generations",
     "per_device_train_batch_size": "rollout.prompts_per_step is the number of problems of a step over all GPUs, and "
     "optim.tokens_per_microbatch limits the memory of one pass",
@@ -107,32 +99,42 @@ EXPLANATIONS = {
     "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
     "report_to": "logging.wandb=online or logging.wandb=offline for wandb, logging.tensorboard=true for TensorBoard",
-    "loss_type": "algorithm.name for grpo and dr_grpo; TRL's dapo is algorithm.aggregation=token_mean, because algorithm.name=dapo is "
-    "the whole method of DAPO",
+    "loss_type": "algorithm.name for grpo and dr_grpo; TRL's dapo is algorithm.aggregation=token_mean, because "
+    "algorithm.name=dapo is the whole method of DAPO",
     "num_gpus": "the launcher decides: NPROC_PER_NODE=2 ./launch.sh ..., or torchrun --nproc_per_node=2",
     "gpus": "the launcher decides: NPROC_PER_NODE=2 ./launch.sh ..., or torchrun --nproc_per_node=2",
     "vllm_mode": "rollout.engine=vllm samples with servers: rollout.server=start starts them, or names their addresses",
-    "vllm_gpu_memory_utilization": "options of vLLM go into rollout.vllm_command; with the built-in engine rollout.tokens_in_flight limits "
-    "the KV cache",
-    "vllm_tensor_parallel_size": "options of vLLM go into rollout.vllm_command: vllm serve {model} --tensor-parallel-size 2",
+    "vllm_gpu_memory_utilization": "options of vLLM go into rollout.vllm_command: vllm serve {model} "
+    "--gpu-memory-utilization 0.5",
+    "vllm_tensor_parallel_size": "options of vLLM go into rollout.vllm_command: vllm serve {model} "
+    "--tensor-parallel-size 2",
     "vllm_max_model_length": "it follows from the longest prompt and rollout.max_completion_length",
     "shuffle_dataset": "the data is always shuffled, in an order that follows from seed",
     "disable_tqdm": "progress bars appear only on a terminal",
     "do_train": "there is nothing to set: a run trains, and python -m grpo.evaluation evaluates",
     "do_eval": "there is nothing to set: eval.every and eval.before_training say when a run evaluates",
     "adam_epsilon": "it is PyTorch's default, 1e-8",
-    "optim_args": "the optimizer is always AdamW: see the keys of the section optim",
-    "optim": "the optimizer is always AdamW: see the keys of the section optim",
-    "optimizer": "the optimizer is always AdamW: see the keys of the section optim",
+    "optim_args": "optim.name is adamw or adamw8bit; the section optim has their settings",
+    "optim": "optim.name is adamw or adamw8bit; the section optim has their settings",
+    "optimizer": "optim.name is adamw or adamw8bit; the section optim has their settings",
     "fp16": "runtime.precision is bf16 or fp32",
     "torch_compile": "there is none",
     "use_peft": "lora.rank above 0 trains LoRA adapters; the section lora has the other settings",
     "peft_config": "the section lora has its settings: lora.rank, lora.alpha, lora.dropout, lora.target_modules",
-    "fsdp_config": "runtime.parallel=fsdp divides the model over the ranks; runtime.shard_size and runtime.offload are its settings",
-    "deepspeed": "runtime.parallel=fsdp divides weights, gradients and optimizer states over the ranks, as ZeRO 3 does",
+    "fsdp_config": "runtime.parallel=fsdp shards the model over the ranks; runtime.shard_size and runtime.offload are "
+    "its settings",
+    "deepspeed": "runtime.parallel=fsdp shards weights, gradients and optimizer states, as ZeRO 3 does",
     "push_to_hub": "a checkpoint is a Hugging Face folder, ready to be uploaded",
-    "chat_template_kwargs": "prompts are rendered with the defaults of the model's chat template; data.prompt_template replaces it",
+    "chat_template_kwargs": "the model's chat template has its defaults; data.prompt_template replaces it",
     "generation_kwargs": "what samples is in the section rollout; rollout.stop are the stop strings",
     "entropy_coef": "there is no entropy bonus; the metric entropy is logged",
+    "cast_lm_head_to_fp32": "there is none: log-probs are computed in fp32 from the logits of the autocast",
+    "vllm_importance_sampling_clip_max": "the weights of algorithm.sampler_correction are bounded by 3, TRL's default",
+    "vllm_importance_sampling_clip_min": "the weights of algorithm.sampler_correction are bounded by 3, TRL's default",
+    "vllm_importance_sampling_cap": "the weights of algorithm.sampler_correction are bounded by 3, TRL's default",
+    "sapo_temperature_pos": "they are 1.0 and 1.05, the paper's and TRL's",
+    "sapo_temperature_neg": "they are 1.0 and 1.05, the paper's and TRL's",
+    "multi_objective_aggregation": "algorithm.name=gdpo normalizes each reward before their sum",
+    "debug": "python train_grpo.py --config FILE --debug",
 }
-"""Name (without a section) -> a sentence for what no single key replaces. docs/from_trl.md has all names of GRPOConfig."""
+"""Name without its section -> the key to use instead, or a sentence where no single key replaces it."""
