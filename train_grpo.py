@@ -32,7 +32,6 @@ from grpo.run.state import Run
 from grpo.run.step_metrics import add_microbatch, count_reward_failures, report_details, step_line
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.console import evaluation_table
-from grpo.telemetry.profile import finish_profiler, start_profiler
 from grpo.telemetry.terminal import survive_lost_readers
 from grpo.telemetry.user_errors import exit_with_user_error
 
@@ -57,7 +56,6 @@ def train(run: Run) -> None:
         end_step(run, progress.unwritten_line)
     for step in range(progress.step, run.max_steps):
         metrics, seconds = Accumulator(), dict.fromkeys(PHASES, 0.0)
-        profiler = start_profiler(config, world, step + 1)
         started = time.perf_counter()
         if not config.model.disable_dropout:  # the only part of a step that draws from PyTorch's global generators
             torch.manual_seed(derive_seed(config.seed, "dropout", step, world.rank))
@@ -84,7 +82,6 @@ def train(run: Run) -> None:
             run.sync_reference()
 
         metrics.maximum("step_time", time.perf_counter() - started)
-        finish_profiler(profiler, config.output_dir, step + 1, run.reporter.print)
         line = step_line(run, groups, all_scores, metrics, seconds)
         progress.complete_step(line)
         scored = replace(batch, old_logprobs_BT=old_BT)

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -177,11 +177,15 @@ _Loader.add_implicit_resolver(
 )
 
 
-def saved_config(model: str | Path) -> tuple[Path, dict[str, Any]] | None:
-    """The file and the values of the configuration of the run that wrote a model folder; None for any other model.
+class SavedConfig(NamedTuple):
+    """The values of a run's configuration, and the file that has them."""
 
-    ``output_dir`` is where the run lies now.
-    """
+    source: Path
+    values: dict[str, Any]
+
+
+def saved_config(model: str | Path) -> SavedConfig | None:
+    """The configuration of the run that wrote a model folder, with the folder where the run lies now; None: no run's."""
     folder = Path(model).expanduser().resolve()
     in_state, beside = folder / "trainer" / "state.json", folder.parent / "config.yaml"
     is_checkpoint = re.fullmatch(r"checkpoint-\d+", folder.name) and beside.is_file()
@@ -192,13 +196,13 @@ def saved_config(model: str | Path) -> tuple[Path, dict[str, Any]] | None:
         if not source.is_file():
             return None
         values = read_config_file(source)
-    return source, values | {"output_dir": str(folder.parent if is_checkpoint else folder)}
+    return SavedConfig(source, values | {"output_dir": str(folder.parent if is_checkpoint else folder)})
 
 
 def config_of_models(
     models: Sequence[str], file: str | None, overrides: list[str], *, without_run: dict[str, Any] | None = None
-) -> tuple[Config, Path | None]:
-    """The configuration for a command that takes models, and the file of a run that it is based on; None: of no run.
+) -> tuple[Config, SavedConfig | None]:
+    """The configuration for a command that takes models, and the saved one that it is based on; None: on none.
 
     Args:
         file: the argument of ``--config``; None: the saved configuration of the first model that has one is taken.
@@ -207,5 +211,5 @@ def config_of_models(
     """
     if file is not None:
         return load_config(["--config", file, *overrides]), None
-    source, values = next(filter(None, map(saved_config, models)), (None, without_run))
-    return load_config(overrides, default_values=values), source
+    saved = next(filter(None, map(saved_config, models)), None)
+    return load_config(overrides, default_values=saved.values if saved else without_run), saved

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from grpo.config.bounded_yaml import BoundedLoader
 from grpo.system import open_regular
 from grpo.telemetry.console import is_rate, without_most_pass_at_k
 from grpo.telemetry.environment import read_starts
@@ -101,7 +100,7 @@ def _finite_or_none(value: Any) -> float | None:
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         with open_regular(path) as file:
-            return dict(flat(yaml.load(file.read(), Loader=BoundedLoader)))
+            return dict(flat(yaml.safe_load(file)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         notes.append("config.yaml could not be read.")
         return {}

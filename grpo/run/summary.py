@@ -49,7 +49,7 @@ def padded_note(config: Config, device: str, why_padded: str) -> str:
     """The line that says which faster methods a run that is not packed cannot use."""
     lost = "each prompt is computed once per completion when scoring"
     if config.runtime.fast_decode and config.rollout.engine == "builtin":
-        graphs = " and without CUDA graphs" if device == "cuda" and config.runtime.cuda_graphs else ""
+        graphs = " and without CUDA graphs" if device == "cuda" else ""
         lost += f", and sampling uses transformers' decode step, without this package's faster one{graphs}"
     return f"note      {why_padded}: {lost}"
 

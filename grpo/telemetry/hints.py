@@ -186,7 +186,7 @@ RULES: dict[str, Rule] = {
         MAX_LOGPROB_DIFFERENCE, "sampling/logprob_difference", FEW,
         "log-probs from sampling and from scoring differ by {:.3f} nats per token: the gradient is not that of the policy which "
         "sampled. Compare with runtime.precision=fp32, and switch off what computes differently while sampling (attention kernel, "
-        "dropout). With rollout.engine=vllm, set model.fp32_head=true, give vLLM the same precision, and keep "
+        "dropout). With rollout.engine=vllm, give vLLM the same precision, and keep "
         "algorithm.sampler_correction; its share of cut weights is sampling/importance_sampling_ratio/cut",
     ),
     "rollout time": _above(

@@ -115,7 +115,6 @@ class WandbLogger(Dashboard):
             name = config.logging.run_name or Path(config.output_dir).name
             options = dict(
                 project=config.logging.project, name=name, id=self.run_id, dir=str(config.output_dir),
-                group=config.logging.group, tags=config.logging.tags or None,
                 config=config.for_writing() | {"environment": environment},
                 settings=wandb.Settings(silent=True, finish_timeout_raises=True, **TIMEOUTS),
             )  # fmt: skip
