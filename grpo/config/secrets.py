@@ -10,7 +10,7 @@ from typing import Any
 
 MASK = "***"
 _SECRET = re.compile(
-    r"secrets?|password|passwd|passphrase|pwd|auth|authorization|bearer|cookie|jwt|credentials?|api_?keys?"
+    r"(^|_)(secrets?|password|passwd|passphrase|pwd|auth|authorization|bearer|cookie|jwt|credentials?|api_?keys?)(_|$)"
 )
 _HARMLESS = re.compile(r"(answer|stop|start|end|think|special|[bes]os|pad|unk|mask|max|min|num)_(key|token)")
 _IN_TEXT = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)|^((?:Bearer|Basic|Token) )\S+$")

@@ -58,7 +58,7 @@ def test_a_dry_run_changes_no_bit(tmp_path, random_model):
 def test_a_dry_run_restores_generators_gradients_and_weights(tmp_path):
     """Dropout draws from the global generator, whose state the dry run restores."""
     model = save_random_model(tmp_path / "model", attention_dropout=0.1)
-    config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false", "runtime.packed=false"])
+    config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false"])
     run = prepare(config, start_world(config.runtime))
     try:
         state, weights = torch.get_rng_state(), [p.clone() for p in run.policy.model.parameters()]
@@ -209,10 +209,10 @@ def test_all_ranks_choose_the_same_value(tmp_path, long_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", ["true", "false"])
-def test_an_update_too_large(tmp_path, long_model, packed):
+@pytest.mark.parametrize("disable_dropout", ["true", "false"])
+def test_an_update_too_large(tmp_path, long_model, disable_dropout):
     """The value that the message names does fit: the whole run completes under the same limit."""
-    arguments = long_run(long_model, tmp_path / "run", f"runtime.packed={packed}", "algorithm.beta=0.0")
+    arguments = long_run(long_model, tmp_path / "run", f"model.disable_dropout={disable_dropout}", "algorithm.beta=0.0")
     told = refused(run_with(80, *arguments, "optim.tokens_per_microbatch=16384", tmp_path=tmp_path))
     found = re.fullmatch(
         r"optim\.tokens_per_microbatch=16384 is too much for completions of 400 tokens after prompts of 14; (\d+) fits",
@@ -226,13 +226,13 @@ def test_an_update_too_large(tmp_path, long_model, packed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bound", "mib"), [("null", 220), ("80000", 180)])
-@pytest.mark.parametrize("packed", ["true", "false"])
-def test_a_rollout_too_large(tmp_path, packed, bound, mib):
+@pytest.mark.parametrize("disable_dropout", ["true", "false"])
+def test_a_rollout_too_large(tmp_path, disable_dropout, bound, mib):
     """A limit that the user set is refused; without one, one is chosen. Measured: 40,000 tokens need up to 140 MiB, 80,000 need 240."""
     model = save_random_model(tmp_path / "model", max_position_embeddings=1024, hidden_size=128, num_key_value_heads=4)
     arguments = long_run(
         model, tmp_path / "run", "rollout.prompts_per_step=32", "optim.tokens_per_microbatch=1000",
-        f"runtime.packed={packed}", "algorithm.beta=0.0", f"rollout.tokens_in_flight={bound}",
+        f"model.disable_dropout={disable_dropout}", "algorithm.beta=0.0", f"rollout.tokens_in_flight={bound}",
     )  # fmt: skip
     first = run_with(mib, *arguments, tmp_path=tmp_path)
     if bound == "null":

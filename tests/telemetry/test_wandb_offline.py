@@ -170,8 +170,9 @@ def test_a_resumed_run_keeps_its_wandb_id_and_sends_no_step_twice(tmp_path, rand
     }
     run_trainer(*arguments, "logging.wandb=online", "optim.max_steps=3", env=no_server)
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")  # as if the run had been killed after its third step
-    more = [*arguments, "optim.max_steps=4", "checkpoint.accept_changes=true", "logging.group=g", "logging.tags=[a,b]"]
-    done = run_trainer(*more, "logging.wandb=online", env=no_server)
+    more = [*arguments, "optim.max_steps=4", "checkpoint.accept_changes=true"]
+    place = {"WANDB_RUN_GROUP": "g", "WANDB_TAGS": "a,b"}
+    done = run_trainer(*more, "logging.wandb=online", env=no_server | place)
     parts = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert done.stdout.rstrip().endswith(COMMAND + shlex.join(map(str, parts))), "one command sends both parts"
     summary, about = offline_summary(tmp_path / "run")
