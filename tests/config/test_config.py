@@ -217,8 +217,7 @@ def test_a_gym_task_brings_its_scorer_unless_another_is_named():
     [
         ("rollout.num_generation", "; did you mean 'rollout.num_generations'?"),
         ("optim.temperature", "; did you mean 'rollout.temperature'?"),  # the right name in the wrong section
-        ("evel.temperature", "; did you mean 'eval.temperature'?"),
-        ("algoritm.beta", "; did you mean 'algorithm.beta'?"),
+        ("evel", "; did you mean 'eval'?"),
         ("beta", "; did you mean 'algorithm.beta'?"),
         ("output_dri", "; did you mean 'output_dir'?"),
         ("algoritm", "; did you mean 'algorithm'?"),
