@@ -74,8 +74,8 @@ def publish(partial: Path, final: Path) -> None:
 
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux only) to send this process a signal when the thread that started it ends."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal_number), 0, 0, 0)
+    if sys.platform.startswith("linux"):  # 1 is PR_SET_PDEATHSIG of <linux/prctl.h>
+        ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:

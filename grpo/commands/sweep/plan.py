@@ -19,6 +19,7 @@ BASE = "base"
 OWN_KEYS = {
     "output_dir": "each run gets a folder of its own: use --output",
     "seed": "each variant runs with several seeds: use --seeds",
+    "debug": "this is for a single run: python train_grpo.py --config FILE --debug",
 }
 """Keys that cannot be set in a sweep, and what to write instead."""
 MAX_NAME = 150
