@@ -185,7 +185,7 @@ class SavedConfig(NamedTuple):
 
 
 def saved_config(model: str | Path) -> SavedConfig | None:
-    """The configuration of the run that wrote a model folder, with the folder where the run lies now; None: no run's."""
+    """The configuration of the run that wrote a model folder, with its present ``output_dir``; None: no run did."""
     folder = Path(model).expanduser().resolve()
     in_state, beside = folder / "trainer" / "state.json", folder.parent / "config.yaml"
     is_checkpoint = re.fullmatch(r"checkpoint-\d+", folder.name) and beside.is_file()

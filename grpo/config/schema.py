@@ -75,8 +75,8 @@ class LoraConfig(Section):
     """First values of the first of the two matrices: true (uniform, as an nn.Linear), or gaussian; the second begins at
     0. Others would change the base weights, which are the reference."""
     base_precision: Literal["bf16", "fp32"] = "bf16"
-    """Precision in which frozen weights are stored. bf16 is half the memory, with the same bits under autocast; where these
-    would differ, and with runtime.precision=fp32, they stay in fp32."""
+    """Precision in which frozen weights are stored. bf16 is half the memory, with the same bits under autocast; where
+    these would differ, and with runtime.precision=fp32, they stay in fp32."""
 
 
 class DataConfig(Section):
@@ -316,7 +316,7 @@ class EvalConfig(Section):
     before_training: bool = True
     """Evaluate before the first step, to compare the end of training with."""
     num_samples: Positive = 1
-    """Sampled completions per problem for mean@k and pass@k, besides the greedy one; at temperature 0 there are none."""
+    """Sampled completions per problem for mean@k and pass@k, besides the greedy one; at temperature 0 none."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature of the sampled completions; 0: the greedy completion only."""
     top_p: Probability = 1.0
@@ -334,8 +334,8 @@ class EvalConfig(Section):
     correct_above: float = 0.0
     """A completion is correct if the reward `correctness` is above this (0.99 where a wrong answer earns a part)."""
     format: str | None = None
-    """Name of the reward that is above 0 for a well-formed completion; none: `format`. Without it: a completion that has
-    an answer as `accuracy` in the mode boxed or #### reads it, or is <think>..</think> <answer>..</answer>."""
+    """Name of the reward that is above 0 for a well-formed completion; none: `format`. Without it: one with an
+    answer as `accuracy` in the mode boxed or #### reads it, or of the form <think>..</think> <answer>..</answer>."""
 
     @property
     def num_sampled(self) -> int:

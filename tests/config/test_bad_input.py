@@ -41,7 +41,6 @@ BEFORE_THE_MODEL = {
     "task": ["data.dataset=builtin:chess", "chess", "arithmetic"],
     "builtin model": ["model.name_or_path=builtin:big", "builtin:big", "builtin:tiny"],
     "dataset file": ["data.dataset=./nowhere.jsonl", "./nowhere.jsonl"],
-    "dataset folder": ["data.dataset={tmp}", "{tmp}"],
     "evaluation file": ["data.dataset={rows} data.eval_dataset=./d.jsnl", "data.eval_dataset=./d.jsnl"],
     "suffix": ["data.dataset={tmp}/broken.py", "broken.py"],
     "column": ["data.dataset={rows} data.answer_column=gold", "answer_column=gold", "answer"],
@@ -50,7 +49,7 @@ BEFORE_THE_MODEL = {
     "split": ["data.dataset={rows} data.train_split=test", "rows.jsonl", "test"],
     "slice": ["data.dataset={rows} data.train_split=train[:x]", "train[:x]"],
     "empty slice": ["data.dataset={rows} data.train_split=train[:0]", "train[:0]"],
-    "column of a reward": ["data.dataset={rows} reward.functions=[accuracy]", "accuracy", "answer"],
+    "column of a reward": ["data.dataset={rows} reward.functions=[countdown]", "countdown", "numbers"],
     "model folder": ["model.name_or_path=./nowhere", "./nowhere"],
     "resume from nothing": ["checkpoint.resume={tmp}/nowhere", "checkpoint.resume=", "nowhere"],
     "folder in a file": ["output_dir={tmp}/broken.py/run", "output_dir={tmp}/broken.py/run"],
@@ -122,7 +121,7 @@ MODELS = {
     "no EOS": (save_without_eos, ["EOS"]),
     "vocabulary": (shrink_embedding, ["tokens", "embedding"]),
     "chat template": (lambda f: (f / "chat_template.jinja").write_text("{% for x in %}"), ["chat template", "row 1"]),
-    "context": (lambda f: change_config(f, max_position_embeddings=40), ["max_completion_length=16", "context of 40"]),
+    "context": (lambda f: change_config(f, max_position_embeddings=20), []),
 }  # fmt: skip
 
 
@@ -133,18 +132,20 @@ def test_model_folder(capsys, tmp_path, random_model, case):
     spoil, named = MODELS[case]
     spoil(folder)
     line = refused(capsys, tmp_path, f"model.name_or_path={folder}", "data.max_train_samples=16")
-    assert all(word in line for word in [*named, *([] if case == "chat template" else [str(folder)])]), line
+    assert all(word in line for word in [*named, *([] if case in ("chat template", "context") else [str(folder)])]), (
+        line
+    )
 
 
 def test_a_tokenizer_without_pad_and_a_line_of_a_megabyte_are_fine(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     save_without_eos(tmp_path / "model", eos_token="<|im_end|>")
     rows = [{"prompt": "🙂 2+2=", "answer": "4"}, {"prompt": "x" * 1_000_000, "answer": "5"}]
-    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     assert main([
-        DEFAULTS, f"output_dir={tmp_path}/run", f"model.name_or_path={tmp_path}/model", f"data.dataset={tmp_path}/d.jsonl",
-        "rollout.prompts_per_step=1", "rollout.num_generations=2", "rollout.max_completion_length=3", "optim.max_steps=1",
-        "runtime.precision=fp32", "runtime.threads_per_rank=1", "runtime.device=cpu", "data.answer_column=answer",
+        DEFAULTS, f"output_dir={tmp_path}/run", f"model.name_or_path={tmp_path}/model", "optim.max_steps=1",
+        "rollout.prompts_per_step=1", "rollout.num_generations=2", "rollout.max_completion_length=3",
+        f"data.dataset={tmp_path}/d.jsonl", "runtime.precision=fp32", "runtime.threads_per_rank=1", "runtime.device=cpu", "data.answer_column=answer",
     ]) == 0  # fmt: skip
     assert "1 problems to train on, 1 left out as longer than 512 tokens" in capsys.readouterr().out
 
@@ -194,7 +195,7 @@ def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
     ],
 )
 def test_what_is_wrong_on_the_second_rank_alone_is_said(tmp_path, random_model, where):
-    """A file that one machine lacks: before the ranks are connected, while one rank goes first, while all ranks work."""
+    """A file that one machine lacks: before the ranks are connected, while one goes first, while all work."""
     module, name = where.rsplit(".", 1)
     program = tmp_path / "program.py"
     program.write_text(

@@ -69,7 +69,8 @@ def test_the_trainer_without_config_runs_the_demo(capsys):
 
 def test_overrides_are_read_as_yaml():
     config = load_config([
-        "rollout.stop=[\"\\n\", 'Q:']", "optim.betas=[0.9, 0.95]", "data.config_name=null", "runtime.deterministic=true",
+        "rollout.stop=[\"\\n\", 'Q:']", "optim.betas=[0.9, 0.95]", "data.config_name=null",
+        "runtime.deterministic=true",
         "reward.functions=[accuracy, {name: format, weight: 0.5, args: {tag: think}}]",
         "data.few_shot=[{prompt: '2+2', completion: '4'}]", "data.train_split=train[:90%]",
         "eval={num_samples: 4, temperature: 1.0}", "eval.max_samples=7",
@@ -354,16 +355,18 @@ def test_the_configuration_imports_no_torch():
 
 
 DEFAULTS_THAT_HOLD = {
-    "seed": 0, "model.attn_implementation": "sdpa", "model.gradient_checkpointing": False, "model.disable_dropout": True,
-    "model.trust_remote_code": False, "data.max_prompt_length": 512, "reward.timeout_s": 10, "rollout.prompts_per_step": 8,
-    "rollout.num_generations": 8, "rollout.max_completion_length": 256, "rollout.temperature": 1.0, "rollout.top_p": 1.0,
-    "rollout.top_k": 0, "rollout.min_p": 0.0, "rollout.stop": [], "algorithm.name": "grpo", "algorithm.epsilon": 0.2,
-    "algorithm.beta": 0.04, "algorithm.kl_estimator": "k3", "algorithm.num_iterations": 1, "algorithm.num_minibatches": 1,
-    "algorithm.mask_truncated_completions": False, "algorithm.dynamic_sampling": False, "algorithm.ref_sync_steps": 0,
-    "algorithm.ref_sync_alpha": 1.0, "optim.learning_rate": 1e-6, "optim.max_grad_norm": 1.0, "eval.num_samples": 1,
-    "eval.before_training": True, "eval.temperature": 0.0, "eval.max_completion_length": None, "checkpoint.keep": 2,
-    "checkpoint.resume": "auto", "logging.wandb": "disabled", "logging.log_completions": 4, "logging.every": 1,
-    "runtime.device": "auto", "runtime.precision": "bf16", "runtime.deterministic": False, "runtime.parallel": "ddp",
+    "seed": 0, "model.attn_implementation": "sdpa", "model.gradient_checkpointing": False,
+    "model.disable_dropout": True, "model.trust_remote_code": False, "data.max_prompt_length": 512,
+    "reward.timeout_s": 10, "rollout.prompts_per_step": 8, "rollout.num_generations": 8,
+    "rollout.max_completion_length": 256, "rollout.temperature": 1.0, "rollout.top_p": 1.0, "rollout.top_k": 0,
+    "rollout.min_p": 0.0, "rollout.stop": [], "algorithm.name": "grpo", "algorithm.epsilon": 0.2,
+    "algorithm.beta": 0.04, "algorithm.kl_estimator": "k3", "algorithm.num_iterations": 1,
+    "algorithm.num_minibatches": 1, "algorithm.mask_truncated_completions": False,
+    "algorithm.dynamic_sampling": False, "algorithm.ref_sync_steps": 0, "algorithm.ref_sync_alpha": 1.0,
+    "optim.learning_rate": 1e-06, "optim.max_grad_norm": 1.0, "eval.num_samples": 1, "eval.before_training": True,
+    "eval.temperature": 0.0, "eval.max_completion_length": None, "checkpoint.keep": 2, "checkpoint.resume": "auto",
+    "logging.wandb": "disabled", "logging.log_completions": 4, "logging.every": 1, "runtime.device": "auto",
+    "runtime.precision": "bf16", "runtime.deterministic": False, "runtime.parallel": "ddp",
 }  # fmt: skip
 OTHER_KEYS_THAT_HOLD = [
     "output_dir",
