@@ -73,6 +73,7 @@ def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | No
     Raises:
         ConfigError: one line per mistake.
     """
+    debug = isinstance(source, Config) and source.debug
     if isinstance(source, str | os.PathLike):
         source = read_config_file(source)
     elif isinstance(source, Config):
@@ -83,7 +84,9 @@ def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | No
     values: dict[str, Any] = {}
     for new in (source or {}, *more):
         _merge(new, values)
-    return _checked(values)
+    config = _checked(values)
+    config._debug = debug
+    return config
 
 
 def _merge(new: Mapping[str, Any], values: dict[str, Any]) -> None:

@@ -145,7 +145,8 @@ def test_a_tokenizer_without_pad_and_a_line_of_a_megabyte_are_fine(tmp_path, cap
     assert main([
         DEFAULTS, f"output_dir={tmp_path}/run", f"model.name_or_path={tmp_path}/model", "optim.max_steps=1",
         "rollout.prompts_per_step=1", "rollout.num_generations=2", "rollout.max_completion_length=3",
-        f"data.dataset={tmp_path}/d.jsonl", "runtime.precision=fp32", "runtime.threads_per_rank=1", "runtime.device=cpu", "data.answer_column=answer",
+        f"data.dataset={tmp_path}/d.jsonl", "runtime.precision=fp32",
+        "runtime.threads_per_rank=1", "runtime.device=cpu", "data.answer_column=answer",
     ]) == 0  # fmt: skip
     assert "1 problems to train on, 1 left out as longer than 512 tokens" in capsys.readouterr().out
 
