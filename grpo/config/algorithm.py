@@ -45,13 +45,11 @@ class AlgorithmConfig(Section):
     baseline: Baseline = "mean"
     """Subtracted from each reward: mean of the group, mean of the other completions of the group, or 0."""
     scale: Scale = "group"
-    """Divides the reward less its baseline: standard deviation of the group or of the whole batch, mean of the group
-    (MaxRL), or 1."""
+    """Divides the reward less its baseline: standard deviation of group or batch, mean of the group (MaxRL), or 1."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to the scale that divides, so that almost equal rewards do not give huge advantages."""
     aggregation: Aggregation = "response_mean"
-    """Average that the loss is: over tokens, then responses; over all tokens; or the sum / (responses x
-    max_completion_length)."""
+    """Average over tokens, then responses; over all tokens; or the sum / (responses x max_completion_length)."""
     importance_level: ImportanceLevel = "token"
     """One importance ratio per token, or one per response (GSPO)."""
     epsilon: float = Field(0.2, ge=0)

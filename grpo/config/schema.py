@@ -1,7 +1,4 @@
-"""The sections of the configuration, except ``algorithm``: keys with type, default and meaning, and their checks.
-
-The text under a key is what ``--help`` prints.
-"""
+"""The sections of the configuration, except ``algorithm``: keys, defaults, checks, and the texts of ``--help``."""
 
 import os
 import re
@@ -42,15 +39,13 @@ class ModelConfig(Section):
     name_or_path: str = "builtin:tiny"
     """Hub id, local folder, or builtin:tiny (1M parameters, trained on the built-in task at first use, then cached)."""
     adapter: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
-    """Folder of a LoRA adapter that training continues; name_or_path is its model. Its rank, alpha and layers count,
-    and the reference of the KL is the model with this adapter."""
+    """Folder of a LoRA adapter of the model, which training continues from, and which is part of the KL's reference."""
     attn_implementation: str = "sdpa"
     """Attention implementation, as transformers names it: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     reference: str | None = None
-    """Hub id or folder of the reference model of the KL; none: the model that training starts from. Its tokenizer must
-    have the same tokens. No effect with algorithm.beta=0."""
+    """Hub id or folder of the reference model of the KL, with the same tokens; none: the model of the start."""
     disable_dropout: bool = True
     """Set every dropout, layerdrop and router noise to 0, so that tokens are scored by the policy that sampled them."""
     trust_remote_code: bool = False
@@ -67,16 +62,14 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapters' inputs while training; above 0 it needs model.disable_dropout=false."""
     target_modules: Text | Annotated[list[Text], Field(min_length=1)] = "all-linear"
-    """Layers that get adapters: all-linear (every linear layer but the head), a list of the ends of their names
-    (q_proj, v_proj), or a regular expression that matches whole names. Linear layers alone: no embeddings, no head."""
+    """Linear layers that get adapters: all-linear (all but the head), a list of the ends of their names (q_proj,
+    v_proj), or a regular expression that matches whole names."""
     rslora: bool = False
     """Rank-stabilised LoRA: multiply by alpha / sqrt(rank) instead."""
     init: Literal[True, "gaussian"] = True
-    """First values of the first of the two matrices: true (uniform, as an nn.Linear), or gaussian; the second begins at
-    0. Others would change the base weights, which are the reference."""
+    """First values of the first matrix: true (uniform, as an nn.Linear), or gaussian; the second begins at 0."""
     base_precision: Literal["bf16", "fp32"] = "bf16"
-    """Precision in which frozen weights are stored. bf16 is half the memory, with the same bits under autocast; where
-    these would differ, and with runtime.precision=fp32, they stay in fp32."""
+    """Precision in which frozen weights are stored; bf16 only where the bits under autocast are the same."""
 
 
 class DataConfig(Section):
@@ -96,11 +89,9 @@ class DataConfig(Section):
     answer_column: str | None = None
     """Column with the reference answer; rewards get it as `answer`."""
     answer_pattern: str | None = None
-    """Regular expression (of the package regex, which extends re) that finds the answer in the answer column: its first
-    group, or the whole match if it has no group."""
+    """Regular expression (of the package regex) that finds the answer in its column: the first group, or the match."""
     system_prompt: str | None = None
-    """System message before each prompt: the text, or the name of a .txt or .md file. none: the one of the dataset row,
-    or of the built-in task."""
+    """System message before each prompt: the text, or a .txt or .md file. none: that of the row or built-in task."""
     prompt_template: str | None = Field(None, pattern=r"\{prompt\}")
     """Text that the model gets instead of its chat template, with {prompt} for the question (for base models)."""
     question_template: str | None = Field(None, pattern=r"\{prompt\}")
@@ -122,7 +113,7 @@ class DataConfig(Section):
     @field_validator("system_prompt")
     @classmethod
     def _read_file(cls, value: str | None) -> str | None:
-        """The configuration of a run holds the text and not a file that may change."""
+        """A run's configuration holds the text, not a file that may change."""
         if not value or not value.endswith((".txt", ".md")) or "\n" in value:
             return value
         path = Path(value).expanduser()
@@ -194,22 +185,18 @@ class RolloutConfig(Section):
     stop: list[Text] = []
     """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone."""
     tokens_in_flight: Positive | None = None
-    """Most tokens (prompt + completion) in the KV cache at once, per rank; none: the whole batch, or what the dry run
-    finds to fit."""
+    """Most tokens (prompt + completion) in the KV cache at once, per rank; none: all, or what fits in the dry run."""
     engine: Literal["builtin", "vllm"] = "builtin"
-    """Sampler of the completions: builtin, in the training process with its own weights; vllm, servers that get the
-    weights before each rollout (docs/vllm.md)."""
+    """Sampler: builtin, in the training process; vllm, servers that get the weights (docs/vllm.md)."""
     server: str | list[str] = "start"
-    """With engine=vllm: start, then the trainer starts vLLM on this machine; or the address of a server,
-    http://host:8000, or several, which the ranks share."""
+    """With engine=vllm: start (by the trainer), or addresses of servers, http://host:8000, which the ranks share."""
     num_servers: Positive = 1
     """With server=start: number of servers to start."""
     vllm_command: str = "vllm serve {model}"
     """With server=start: the command, to which port, precision and lengths are added; {model} is the model's folder,
     {index} the number of the server, from 0. vLLM may be in another environment: /path/bin/vllm serve {model}."""
     weights_folder: Folder = "/dev/shm"
-    """With engine=vllm: folder through which the servers get the weights; /dev/shm is memory. For servers on other
-    machines: a folder that all machines see."""
+    """With engine=vllm: folder through which servers get the weights, which all machines see; /dev/shm is memory."""
 
     @field_validator("server")
     @classmethod
@@ -293,8 +280,8 @@ class OptimConfig(Section):
     num_epochs: float = Field(1.0, gt=0)
     """Passes over the training problems, if max_steps is none."""
     tokens_per_microbatch: Positive = 16384
-    """Most tokens of one forward and backward pass: prompts (each once per group) and completions together. Unless set,
-    the dry run lowers it if it does not fit."""
+    """Most tokens of one forward and backward pass: prompts (each once per group) and completions. Unless set, the dry
+    run lowers it if it does not fit."""
     reduce_each_microbatch: bool = False
     """With fsdp: sum the gradients over the ranks after every micro-batch; false: after the last one, with less
     communication and whole gradients (4 bytes a parameter) until then. The results are the same up to rounding."""
@@ -334,8 +321,8 @@ class EvalConfig(Section):
     correct_above: float = 0.0
     """A completion is correct if the reward `correctness` is above this (0.99 where a wrong answer earns a part)."""
     format: str | None = None
-    """Name of the reward that is above 0 for a well-formed completion; none: `format`. Without it: one with an
-    answer as `accuracy` in the mode boxed or #### reads it, or of the form <think>..</think> <answer>..</answer>."""
+    """Reward that is above 0 for a well-formed completion; none: `format`. Without it: one with an answer as `accuracy`
+    in the mode boxed or #### reads it, or of the form <think>..</think> <answer>..</answer>."""
 
     @property
     def num_sampled(self) -> int:
@@ -360,11 +347,9 @@ class CheckpointConfig(Section):
     keep_best: str | None = Field(None, pattern=r"^eval/")
     """Also keep the checkpoint with the highest value of this evaluation metric (eval/greedy_accuracy, for example)."""
     resume: Folder = "auto"
-    """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; a checkpoint folder: start
-    from it."""
+    """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; or a checkpoint folder."""
     accept_changes: bool = False
-    """Continue even if model, data, rewards, algorithm, optimizer, rollout, precision or seed differ from the
-    checkpoint's."""
+    """Continue even if model, data, rewards, algorithm, optimizer, precision or seed differ from the checkpoint's."""
 
 
 class LoggingConfig(Section):
@@ -395,8 +380,7 @@ class RuntimeConfig(Section):
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16: autocast, with fp32 weights; fp32: no autocast."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every rank holds the whole model; fsdp: weights, gradients and optimizer states are sharded over the ranks
-    (FSDP2). One rank: as ddp."""
+    """ddp: every rank holds the whole model; fsdp (FSDP2): weights, gradients and optimizer states are sharded."""
     shard_size: int | None = Field(None, ge=2)
     """With fsdp: neighbouring ranks that share one copy of the model, the GPUs of a machine for example; none: all."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -405,12 +389,10 @@ class RuntimeConfig(Section):
     fast_decode: bool = True
     """Decode Llama-shaped models with own code, on a GPU in CUDA graphs; false: with transformers' code."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Seconds that a rank waits for the other ranks before it stops with an error; a vLLM server may take a third of
-    them to start, or to answer one request."""
+    """Seconds that a rank waits for the others; a vLLM server may take a third of them to start or to answer."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time (slower; needed on CUDA, and on CPU with several threads)."""
     threads_per_rank: Positive | None = None
-    """CPU threads of each rank; none: OMP_NUM_THREADS (with several ranks not the 1 that torchrun sets), else the cores
-    of this machine / its ranks."""
+    """CPU threads of each rank; none: OMP_NUM_THREADS (unless torchrun's 1), else cores of the machine / its ranks."""
     rehearse: bool | None = None
     """Dry-run the largest possible step at start, to find out-of-memory early; none: on CUDA only."""
