@@ -295,7 +295,6 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(tm
     weights_file = random_model_copy / "model.safetensors"
     tensors = {name: tensor + 0.1 for name, tensor in load_file(weights_file).items()}
     save_file(tensors, weights_file, metadata={"format": "pt"})
-    shutil.rmtree(last / "merged")
     talk = ["--prompt", "1+2=", "--samples", "1"]
     for command in (merge, lambda words: evaluate(["--model", *words]), lambda words: chat(["--model", *words, *talk])):
         assert command([str(last)]) == 2
