@@ -159,7 +159,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", default=str(ROOT / "benchmarks" / "results" / "compare_trl"), help="output files, without suffix"
     )
-    parser.add_argument("--padded", action="store_true", help="run this trainer with runtime.packed=false")
+    parser.add_argument(
+        "--padded", action="store_true", help="run this trainer in padded rows (model.disable_dropout=false)"
+    )
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384, help="of this trainer")
     parser.add_argument("--max-tokens", type=int, default=256, help="of a completion")
     return parser

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -15,13 +13,11 @@ import torch.nn.functional as F
 import transformers
 from bandwidth import copy_bandwidth
 from gpu_common import Bench, named
-from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend
 
 from grpo.algorithm.batch import Completion, Group, collate
 from grpo.algorithm.logprobs import CompletionScorer, head_is_plain
 from grpo.attention import enable_packing
-from grpo.checkpoint import format as checkpoint
 from grpo.model import Policy
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling, split_into_waves
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
@@ -263,39 +259,6 @@ def failed_capture(bench: Bench) -> dict:
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() <= before, "memory allocated after the failure is not given back"
     return {"said": sides.said[0]}
-
-
-def save_during_captures(bench: Bench) -> dict:
-    """checkpoints that a thread writes while graphs are captured hold the weights of before, and the graphs are good"""
-    bench.need("cuda", "emulated")
-    sides, is_over = Sides(bench, "bf16"), threading.Event()
-    weights = dict(sides.policy.model.named_parameters())
-    optimizer = torch.optim.AdamW(weights.values(), lr=1e-3)
-    sum(p.sum() for p in weights.values()).backward()
-    optimizer.step()
-    trained = checkpoint.Trained(sides.policy, optimizer, {})
-    before, tensors = {name: p.detach().cpu().clone() for name, p in weights.items()}, trained.on_host()
-
-    def save(step: int = 1):
-        folder = checkpoint.save_checkpoint(bench.scratch / "saved", step, trained=trained, tensors=tensors)
-        return folder if is_over.is_set() else save(step + 1)
-
-    with ThreadPoolExecutor(1) as executor:
-        saving = executor.submit(save)
-        try:
-            rows, counts = sides.replayed()
-        finally:
-            is_over.set()
-        error = sides.error(rows)
-        for p in weights.values():
-            p.data.zero_()
-    checkpoint.verify(saving.result())
-    saved = load_file(saving.result() / "model.safetensors")
-    for name, value in before.items():
-        assert torch.equal(tensors[0][name].cpu(), value), f"{name} of the copy on the host changed with the model"
-        assert torch.equal(saved[name], value), f"{name} is saved otherwise than it was"
-    assert error < NOISE["bf16"], f"log-probs of graphs captured meanwhile differ from exact ones by {error:.1e}"
-    return counts | {"checkpoints": int(saving.result().name.partition("-")[2]), "graphs - exact": error}
 
 
 def sampling(bench: Bench, side: str, rows: int) -> dict:

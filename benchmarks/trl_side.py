@@ -37,7 +37,7 @@ LOSS_TYPES = {"response_mean": "grpo", "token_mean": "dapo", "constant": "dr_grp
 
 PASSED_ON = {
     "name", "scale", "aggregation", "importance_level", "epsilon", "epsilon_high", "delta", "beta", "mask_truncated_completions",
-    "skip_zero_advantage", "dynamic_sampling_attempts", "ref_sync_alpha",
+    "skip_zero_advantage", "ref_sync_alpha",
 }  # fmt: skip
 """Keys of the section ``algorithm`` that TRL gets below, or that change no result."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.config import Config, ConfigError, make_config
+from grpo.config import Config, ConfigError, keys_of, make_config, unknown_key
 from grpo.rewards.functions import BUILTIN, FILE_MODULE_PREFIX, OBJECT_PREFIX
 from grpo.run.objects import Objects
 
@@ -131,9 +131,9 @@ def _inputs(
     """The checked configuration, in which names stand for Python objects, and the objects."""
     from grpo.data import GIVEN_ROWS, rows_of
 
-    if unknown := sorted(name for name in settings if name.split(".")[0] not in Config.model_fields):
-        known = ", ".join((*OBJECTS, *Config.model_fields))
-        raise ConfigError(f"train() has no argument {unknown[0]!r}; it has {known}")
+    for name in settings:  # a TRL argument may be an object that no configuration holds
+        if name.split(".")[0] not in Config.model_fields:
+            raise ConfigError(f"train(): {unknown_key(name, [*OBJECTS, *keys_of(Config)])}")
     names, functions, rows = {}, {}, {}
     if reward_functions is not None:
         names["reward.functions"], functions = _named(reward_functions)

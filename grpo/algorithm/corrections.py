@@ -14,8 +14,8 @@ def sampler_weights(
     sampling_logprobs_BT: Tensor,
     mask_BT: Tensor,
     correction: SamplerCorrection,
-    lowest: float | None,
-    highest: float | None,
+    lowest: float | None = None,
+    highest: float | None = 3.0,
 ) -> tuple[Tensor, Tensor]:
     """Weights of the policy term that correct for a sampler that is not quite the policy; and True at those that were outside of the bounds.
 

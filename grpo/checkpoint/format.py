@@ -71,17 +71,6 @@ class Trained:
             found |= {f"optimizer/{names[parameter]}/{key}": value for key, value in values.items()}
         return found
 
-    def on_host(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copies of :meth:`weights` and :meth:`states`, which training does not change; tied weights stay tied."""
-        copies: dict[tuple, torch.Tensor] = {}
-        weights = {}
-        for name, tensor in self.weights().items():
-            key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-            if key not in copies:
-                copies[key] = tensor.detach().to("cpu", copy=True)
-            weights[name] = copies[key]
-        return weights, {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.states().items()}
-
     def check_finite(self, step: int) -> None:
         """ValueError if a weight that is trained is NaN or infinite: no run can continue from it."""
         for name, parameter in self.policy.model.named_parameters():
@@ -99,7 +88,6 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
     keep: int = 2,
     best_step: int | None = None,
-    tensors: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None,
 ) -> Path:
     """Write ``checkpoint-<step>/``, delete all but the ``keep`` newest up to this step; returns the folder.
 
@@ -110,7 +98,6 @@ def save_checkpoint(
         world: all ranks call it together (FSDP), and raise errors together; None: this process alone.
         state: JSON-serialisable facts of the run (progress, wandb id, resolved config, ...).
         best_step: the checkpoint of this step is kept whatever its age.
-        tensors: what :meth:`Trained.on_host` gave at the step, if it was called then.
 
     Raises:
         UserError: if the disk is full or cannot be written.
@@ -119,10 +106,9 @@ def save_checkpoint(
     output_dir, is_main = Path(output_dir), world is None or world.is_main
     partial, final = output_dir / f".partial-checkpoint-{step}", output_dir / f"checkpoint-{step}"
     together = contextlib.nullcontext if world is None else world.fail_together
-    if tensors is None:
-        with together():
-            trained.check_finite(step)
-    weights, states = tensors or (trained.weights(), trained.states())
+    with together():
+        trained.check_finite(step)
+    weights, states = trained.weights(), trained.states()
     with together(), _disk_errors(output_dir, step):
         if is_main:
             shutil.rmtree(partial, ignore_errors=True)

@@ -16,7 +16,7 @@ from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
 
 MUST_NOT_CHANGE = (
-    "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout", "model.fp32_head",
+    "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout",
     "model.attn_implementation", "lora", "data", "reward.functions", "rollout", "algorithm", "optim",
     "runtime.precision",
 )  # fmt: skip

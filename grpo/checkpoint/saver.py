@@ -1,4 +1,4 @@
-"""Writes a run's state to disk: on schedule, on request, in the background, or after a failure."""
+"""Writes a run's state to disk: on schedule, on request, or after a failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import platform
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ import transformers
 from grpo.checkpoint import format as checkpoint
 from grpo.config import Config
 from grpo.distributed import World
-from grpo.model import write_merged
-from grpo.system import first_line
 from grpo.telemetry.reporter import Reporter
 
 CHOSEN = {"optim.tokens_per_microbatch": "tokens_per_microbatch", "rollout.tokens_in_flight": "tokens_in_flight"}
@@ -108,7 +105,6 @@ class Saver:
     def __post_init__(self) -> None:
         self.saved_step = self.written_step = self.progress.step
         self.is_collective = self.trained.is_sharded
-        self._pending: list[Future] = []
 
     def save_if_due(self, line: dict[str, Any]) -> None:
         """Save at the last step, every ``save_steps`` steps, or if ``line`` has the best evaluation so far."""
@@ -121,31 +117,21 @@ class Saver:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of the newest complete step, or copy the state and let a thread write it.
+        """Write a checkpoint of the newest complete step.
 
         Raises:
-            UserError, OtherRankFailed: on all ranks, if this save or the one before it failed.
+            UserError, OtherRankFailed: on all ranks, if it cannot be written.
         """
         if self.config.debug:
             return
-        step = self.progress.step
-
-        def begin() -> None:
-            for pending in self._pending:
-                pending.result()  # waits, and raises its error
-            if self.config.checkpoint.background and step < self.max_steps:
-                self._write_in_thread(step)
-            else:
-                self._write(step)
-
         with self.world.timed("save", {}):
             with self.world.fail_together():
                 self.reporter.sync()
-            self._on_writing_ranks(begin)
-        self.saved_step = step
+            self._on_writing_ranks(lambda: self._write(self.progress.step))
+        self.saved_step = self.progress.step
 
     def save_newest(self) -> None:
-        """At the end: write the newest complete step if the disk lacks it, also after a save in the background failed.
+        """At the end: write the newest complete step if the disk lacks it.
 
         Raises:
             UserError, OtherRankFailed: on all ranks, if it cannot be written.
@@ -175,7 +161,6 @@ class Saver:
         if not self.world.is_main:
             lost = f"otherwise the steps after {self.saved_step} are lost"
             return f"rank 0 saves step {step}, the last complete one, if it can; {lost}"
-        wait(self._pending)
         reason = "under runtime.parallel=fsdp a save needs all ranks" if self.is_collective else None
         if self.progress.mid_update:
             reason = f"an update after step {step} has changed the weights"
@@ -195,28 +180,15 @@ class Saver:
 
     def _write_newest(self) -> bool:
         """Write the newest complete step, unless the disk has it: then False."""
-        wait(self._pending)  # what could not be written in the background is tried again below
         step = self.progress.step
         if step <= self.written_step or self.config.debug:
             return False
         self._write(step)
         return True
 
-    def _write_in_thread(self, step: int) -> None:
-        self.trained.check_finite(step)
-        arguments = self._arguments() | {"tensors": self.trained.on_host()}
-        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = [executor.submit(self._write, step, arguments)]
-        executor.shutdown(wait=False)  # the thread ends with the save
-
-    def _write(self, step: int, arguments: dict[str, Any] | None = None) -> None:
-        folder = checkpoint.save_checkpoint(self.config.output_dir, step, **(arguments or self._arguments()))
+    def _write(self, step: int) -> None:
+        checkpoint.save_checkpoint(self.config.output_dir, step, **self._arguments())
         self.written_step = step
-        if self.config.checkpoint.merge and self.world.is_main:
-            try:
-                write_merged(folder, folder / "merged", trust_remote_code=self.config.model.trust_remote_code)
-            except Exception as error:  # the adapter is saved: the run goes on
-                self.reporter.print(f"warning: {folder} is saved without merged/: {first_line(error)}")
 
     def _arguments(self) -> dict[str, Any]:
         state = dataclasses.asdict(self.progress)

@@ -87,7 +87,7 @@ def _engine_from(options: argparse.Namespace, config: Config) -> Engine:
     device = torch.device("cuda" if torch.cuda.is_available() and config.runtime.device != "cpu" else "cpu")
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     precision = config.runtime.precision if device.type == "cuda" else "fp32"
-    settings = dict(device=device, precision=precision, fp32_head=config.model.fp32_head, trust_remote_code=trust)
+    settings = dict(device=device, precision=precision, trust_remote_code=trust)
     if config.model.attn_implementation == "eager":  # for models without SDPA; flash attention needs a GPU
         settings["attn_implementation"] = "eager"
     settings["base_precision"] = config.lora.base_precision

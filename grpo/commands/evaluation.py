@@ -188,8 +188,7 @@ def _load(config: Config, path: str, rows: Rows, world: World) -> tuple[Policy, 
     settings = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
     settings["base_precision"] = config.lora.base_precision
     policy = load_policy(path, tokenizer, device=world.device, precision=config.runtime.precision, **settings)
-    if config.runtime.packed:  # as in training: the same kernels, so the same tokens
-        CompletionScorer(policy.model).pack_groups()
+    CompletionScorer(policy.model).pack_groups()  # as in training: the same kernels, so the same tokens
     longest = max((len(problem.prompt_ids) for problem in problems), default=0)
     check_sampling(policy, reach=longest + eval_sampling(config).max_completion_length)
     return policy, problems

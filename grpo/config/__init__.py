@@ -1,15 +1,29 @@
 """The configuration of a run: its keys, how YAML and ``section.key=value`` fill them, and checks. Imports no torch."""
 
 from grpo.config.algorithm import PRESETS, AlgorithmConfig
-from grpo.config.arguments import ConfigError, load_config, make_config, mask_command_line, masked_argument
+from grpo.config.arguments import (
+    ConfigError,
+    config_of_models,
+    load_config,
+    make_config,
+    mask_command_line,
+    masked_argument,
+)  # fmt: skip
 from grpo.config.config import Config, check_world_size
-from grpo.config.evaluation import EvalConfig
-from grpo.config.help import KEYS_EPILOG, help_text, keys_of
-from grpo.config.rollout import SERVER_KEYS, RolloutConfig, engine_overrides
-from grpo.config.saved import config_of_models
-from grpo.config.schema import DataConfig, OptimConfig, RuntimeConfig
+from grpo.config.help import KEYS_EPILOG, help_text, keys_of, unknown_key
+from grpo.config.schema import (
+    SERVER_KEYS,
+    DataConfig,
+    EvalConfig,
+    OptimConfig,
+    RolloutConfig,
+    RuntimeConfig,
+    engine_overrides,
+)  # fmt: skip
 
 __all__ = [
-    "KEYS_EPILOG", "PRESETS", "SERVER_KEYS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "OptimConfig", "RolloutConfig", "RuntimeConfig",
-    "check_world_size", "config_of_models", "engine_overrides", "help_text", "keys_of", "load_config", "make_config", "mask_command_line", "masked_argument",
+    "KEYS_EPILOG", "PRESETS", "SERVER_KEYS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig",
+    "OptimConfig", "RolloutConfig", "RuntimeConfig", "check_world_size", "config_of_models", "engine_overrides",
+    "help_text", "keys_of", "load_config", "make_config", "mask_command_line", "masked_argument",
+    "unknown_key",
 ]  # fmt: skip

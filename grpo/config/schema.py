@@ -1,16 +1,20 @@
-"""The sections of the configuration, except ``algorithm``, ``eval`` and ``logging``: keys with type, default and meaning, and checks within a section.
-
-The text under a key is what ``--help`` prints.
-"""
+"""The sections of the configuration, except ``algorithm``: keys, defaults, checks, and the texts of ``--help``."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from grpo.config.secrets import names_a_secret
+
 Folder = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path in which ``~`` is the home folder: the shell replaces it at the start of a word only, not after ``=``."""
+Positive = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -27,26 +31,45 @@ class Section(BaseModel):
         optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
         return {key: None if key in optional and value == "none" else value for key, value in values.items()}
 
+    def differs_from_default(self, key: str) -> bool:
+        return getattr(self, key) != type(self).model_fields[key].default
+
 
 class ModelConfig(Section):
     name_or_path: str = "builtin:tiny"
     """Hub id, local folder, or builtin:tiny (1M parameters, trained on the built-in task at first use, then cached)."""
-    adapter: Folder | None = None
-    """Folder of a LoRA adapter that training continues (adapter_config.json, adapter_model.safetensors); name_or_path is its model. Its
-    rank, alpha and layers count, and the reference of the KL is the model with this adapter."""
+    adapter: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
+    """Folder of a LoRA adapter of the model, which training continues from, and which is part of the KL's reference."""
     attn_implementation: str = "sdpa"
     """Attention implementation, as transformers names it: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     reference: str | None = None
-    """Hub id or local folder of the reference model of the KL, if it is not the model that training starts from. Its tokenizer must have the
-    same tokens. No effect with algorithm.beta=0."""
+    """Hub id or folder of the reference model of the KL, with the same tokens; none: the model of the start."""
     disable_dropout: bool = True
-    """Set every dropout, layerdrop and router noise to 0, so that tokens are scored by the same policy that sampled them; checked at start."""
-    fp32_head: bool = False
-    """Compute logits in fp32 under bf16 autocast: log-probs of sampling and of scoring agree better; slower."""
+    """Set every dropout, layerdrop and router noise to 0, so that tokens are scored by the policy that sampled them."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+
+class LoraConfig(Section):
+    """Names follow peft's ``LoraConfig``."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
+    alpha: Positive | None = None
+    """The adapters' change of a weight is multiplied by alpha / rank; none: 2 * rank, as in TRL (r 16, alpha 32)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the adapters' inputs while training; above 0 it needs model.disable_dropout=false."""
+    target_modules: Text | Annotated[list[Text], Field(min_length=1)] = "all-linear"
+    """Linear layers that get adapters: all-linear (all but the head), a list of the ends of their names (q_proj,
+    v_proj), or a regular expression that matches whole names."""
+    rslora: bool = False
+    """Rank-stabilised LoRA: multiply by alpha / sqrt(rank) instead."""
+    init: Literal[True, "gaussian"] = True
+    """First values of the first matrix: true (uniform, as an nn.Linear), or gaussian; the second begins at 0."""
+    base_precision: Literal["bf16", "fp32"] = "bf16"
+    """Precision in which frozen weights are stored; bf16 only where the bits under autocast are the same."""
 
 
 class DataConfig(Section):
@@ -58,7 +81,7 @@ class DataConfig(Section):
     train_split: str = "train"
     """Split to train on; slices such as train[:90%] work."""
     eval_split: str | None = None
-    """Split to evaluate on; slices work. none: no evaluation, except for built-in tasks, which have an evaluation split."""
+    """Split to evaluate on; slices work. none: no evaluation, except for built-in tasks, which have such a split."""
     eval_dataset: str | None = None
     """Dataset that has the evaluation split, if it is not `dataset` (a second file, for example)."""
     prompt_column: str = "prompt"
@@ -66,62 +89,49 @@ class DataConfig(Section):
     answer_column: str | None = None
     """Column with the reference answer; rewards get it as `answer`."""
     answer_pattern: str | None = None
-    """Regular expression (of the package regex, which extends re) that finds the answer in the answer column: its first group, or the
-    whole match if it has no group."""
+    """Regular expression (of the package regex) that finds the answer in its column: the first group, or the match."""
     system_prompt: str | None = None
-    """System message before each prompt: the text, or the name of a .txt or .md file. none: the one of the dataset row, or of the
-    built-in task."""
-    prompt_template: str | None = None
-    """Text that the model gets instead of its chat template, with {prompt} where the question goes (for base models)."""
-    question_template: str | None = None
-    """Text of the user message, with {prompt} where the question goes ("Question: {prompt}"), inside the chat template. {NAME} stands for the
-    column NAME of the row; a list has one item per line. Questions of few_shot are written in the same way."""
+    """System message before each prompt: the text, or a .txt or .md file. none: that of the row or built-in task."""
+    prompt_template: str | None = Field(None, pattern=r"\{prompt\}")
+    """Text that the model gets instead of its chat template, with {prompt} for the question (for base models)."""
+    question_template: str | None = Field(None, pattern=r"\{prompt\}")
+    """Text of the user message, with {prompt} where the question goes ("Question: {prompt}"), inside the chat template.
+    {NAME} stands for the column NAME of the row; a list has one item per line. Also for the questions of few_shot."""
     few_shot: list[dict[str, str]] = []
     """Worked examples before each question, as chat turns: a list of {prompt, completion}."""
     conversational: Literal["auto", True, False] = "auto"
-    """Form in which rewards get prompts and completions. true: lists of messages. false: text (of a conversation, its last message). auto:
-    messages if the row is a conversation, or if system_prompt or few_shot is used with a chat template; else text."""
-    max_prompt_length: int = Field(512, ge=1)
+    """Form in which rewards get prompts and completions. true: lists of messages. false: text (of a conversation, its
+    last message). auto: messages if the row is one, or with system_prompt or few_shot and a chat template."""
+    max_prompt_length: Positive = 512
     """Longest prompt in tokens. Problems with longer prompts are left out and counted; nothing is truncated."""
-    max_train_samples: int | None = Field(None, ge=1)
+    max_train_samples: Positive | None = None
     """Use only the first N training problems; none: all."""
-    max_eval_samples: int | None = Field(None, ge=1)
+    max_eval_samples: Positive | None = None
     """Load only the first N evaluation problems; none: all."""
 
     @field_validator("system_prompt")
     @classmethod
     def _read_file(cls, value: str | None) -> str | None:
-        """Read here, so that the configuration of a run holds the text and not a file that may change."""
+        """A run's configuration holds the text, not a file that may change."""
         if not value or not value.endswith((".txt", ".md")) or "\n" in value:
             return value
-        try:
-            return Path(value).expanduser().read_text(encoding="utf-8").rstrip("\n")
-        except OSError as error:
-            raise ValueError(f"the file cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"the file is not UTF-8 text ({error.reason}, byte {error.start})") from None
-
-    @field_validator("prompt_template", "question_template")
-    @classmethod
-    def _has_prompt(cls, value: str | None) -> str | None:
-        if value is not None and "{prompt}" not in value:
-            raise ValueError("it has no {prompt}, where the question goes")
-        return value
+        path = Path(value).expanduser()
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        return path.read_text(encoding="utf-8").rstrip("\n")
 
     @field_validator("few_shot")
     @classmethod
     def _has_prompt_and_completion(cls, value: list[dict[str, str]]) -> list[dict[str, str]]:
-        for example in value:
-            if set(example) != {"prompt", "completion"}:
-                raise ValueError(f"each entry must be {{prompt, completion}}, got keys {sorted(example)}")
+        if any(set(example) != {"prompt", "completion"} for example in value):
+            raise ValueError("each entry must be {prompt, completion}")
         return value
 
     @model_validator(mode="after")
     def _template_is_the_whole_prompt(self) -> Self:
-        others = (self.system_prompt, self.question_template, self.few_shot or None)
-        if self.prompt_template is not None and any(value is not None for value in others):
+        if self.prompt_template and (self.system_prompt or self.question_template or self.few_shot):
             raise ValueError(
-                "data.prompt_template is the whole prompt: write system_prompt, question_template and few_shot into it, and leave them out"
+                "data.prompt_template is the whole prompt: leave out system_prompt, question_template and few_shot"
             )
         return self
 
@@ -134,31 +144,125 @@ class RewardFunction(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
 
 class RewardConfig(Section):
     functions: list[RewardFunction] = Field([RewardFunction(name="accuracy")], min_length=1)
     """Reward functions, summed with their weights: a list of {name, weight, args}, or of names alone."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds after which a reward function that does not return is killed; its completion has no reward then."""
-    num_workers: int | None = Field(None, ge=1)
+    num_workers: Positive | None = None
     """Processes per rank that run the reward functions; none: 1."""
 
-    @field_validator("functions", mode="before")
+
+SERVER_KEYS = ("server", "num_servers", "vllm_command", "weights_folder")
+"""Keys that are read with ``engine=vllm`` alone. They may differ when a run continues."""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: Positive = 8
+    """Problems per step, over all ranks."""
+    num_generations: Positive = 8
+    """Completions per problem (G)."""
+    max_completion_length: Positive = 256
+    """Longest completion in tokens; longer ones are truncated."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probs are computed at the same temperature."""
+    top_p: Probability = 1.0
+    """Sample only among the likeliest tokens that have this probability together; below 1, see keep_sampling_mask."""
+    top_k: int = Field(0, ge=0)
+    """Sample only among the k likeliest tokens; 0: all. Above 0, see keep_sampling_mask."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Do not sample tokens below this fraction of the likeliest one's probability; above 0, see keep_sampling_mask."""
+    keep_sampling_mask: bool = False
+    """Compute log-probs by a softmax over the tokens that top_p, top_k and min_p left when the token was sampled, as
+    DeepSeek-V3.2 does. false: over the whole vocabulary; with any of these three the gradient is biased then."""
+    stop: list[Text] = []
+    """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone."""
+    tokens_in_flight: Positive | None = None
+    """Most tokens (prompt + completion) in the KV cache at once, per rank; none: all, or what fits in the dry run."""
+    engine: Literal["builtin", "vllm"] = "builtin"
+    """Sampler: builtin, in the training process; vllm, servers that get the weights (docs/vllm.md)."""
+    server: str | list[str] = "start"
+    """With engine=vllm: start (by the trainer), or addresses of servers, http://host:8000, which the ranks share."""
+    num_servers: Positive = 1
+    """With server=start: number of servers to start."""
+    vllm_command: str = "vllm serve {model}"
+    """With server=start: the command, to which port, precision and lengths are added; {model} is the model's folder,
+    {index} the number of the server, from 0. vLLM may be in another environment: /path/bin/vllm serve {model}."""
+    weights_folder: Folder = "/dev/shm"
+    """With engine=vllm: folder through which servers get the weights, which all machines see; /dev/shm is memory."""
+
+    @field_validator("server")
     @classmethod
-    def _names_alone(cls, value: Any) -> Any:
-        is_list = isinstance(value, list)
-        return [{"name": item} if isinstance(item, str) else item for item in value] if is_list else value
+    def _checked_addresses(cls, value: str | list[str]) -> str | list[str]:
+        if value == "start":
+            return value
+        addresses = [address.rstrip("/") for address in ([value] if isinstance(value, str) else value)]
+        if any("@" in address for address in addresses):
+            raise ValueError("a password in an address is a secret: set VLLM_API_KEY in the environment instead")
+        are_urls = all(url.scheme in ("http", "https") and url.hostname for url in map(urlsplit, addresses))
+        if not addresses or len(set(addresses)) < len(addresses) or not are_urls:
+            raise ValueError("use start, or http://host:8000, or a list of such addresses, each once")
+        return addresses[0] if isinstance(value, str) else addresses
+
+    @field_validator("vllm_command")
+    @classmethod
+    def _checked_command(cls, value: str) -> str:
+        named = [word.partition("=")[0] for word in value.split() if "=" in word or word == "--api-key"]
+        if secrets := [name for name in named if name == "--api-key" or names_a_secret(name)]:
+            raise ValueError(f"{secrets[0]} is a secret: set it in the environment, which the server gets too")
+        if "{model}" not in value or set(re.findall(r"\{\w*\}", value)) - {"{model}", "{index}"}:
+            raise ValueError("it needs {model} where the model's folder goes, and may have {index}: vllm serve {model}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        if self.engine == "vllm" and self.keep_sampling_mask:
+            raise ValueError(
+                "rollout.keep_sampling_mask=true needs rollout.engine=builtin: vLLM does not say which tokens were left"
+            )
+        if self.num_servers > 1 and self.server != "start":
+            raise ValueError("rollout.num_servers is for server=start: name each server in rollout.server")
+        return self
+
+    @property
+    def addresses(self) -> list[str] | None:
+        """Addresses of servers that run already; None: the trainer starts servers."""
+        if self.server == "start":
+            return None
+        return [self.server] if isinstance(self.server, str) else self.server
+
+    @property
+    def without_effect(self) -> list[tuple[str, str]]:
+        """``(key, "other=value")`` of each changed key that has no effect with that value of another key."""
+        if self.engine == "builtin":
+            ignored = dict.fromkeys(SERVER_KEYS, "engine=builtin")
+        else:
+            ignored = {"tokens_in_flight": "engine=vllm"} | (
+                {"vllm_command": "server=ADDRESS"} if self.addresses else {}
+            )
+        return [(key, other) for key, other in ignored.items() if self.differs_from_default(key)]
+
+
+def engine_overrides(engine: str) -> list[str]:
+    """``section.key=value`` for an evaluation or a chat: the engine, and with vLLM a server of its own."""
+    return [f"rollout.engine={engine}", "rollout.server=start", "rollout.num_servers=1"]
 
 
 class OptimConfig(Section):
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two running averages."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, of matrices only."""
     name: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw; adamw8bit: torchao's, whose two averages take 2 bytes a parameter in place of 8 (pip install -e ".[adamw8bit]")."""
+    """adamw; adamw8bit: torchao's, whose two averages take 2 bytes a parameter in place of 8."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients of a larger norm are scaled down to this norm."""
     lr_scheduler_type: Literal[
@@ -170,86 +274,126 @@ class OptimConfig(Section):
     """Warm-up in optimizer updates; below 1: as a fraction of all updates."""
     min_lr: float | None = Field(None, ge=0)
     """Learning rate at the end of a cosine schedule; none: 0."""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: Positive | None = None
     """Steps (batches of completions) to train; none: as many as num_epochs gives."""
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    """If a gradient is not finite on any rank: skip omits the update on all ranks (10 in a row stop the run), stop ends the run."""
     num_epochs: float = Field(1.0, gt=0)
     """Passes over the training problems, if max_steps is none."""
-    tokens_per_microbatch: int = Field(16384, ge=1)
-    """Most tokens of one forward and backward pass: prompts (each once per group) and completions together. Unless set, the dry run
-    lowers it if it does not fit."""
+    tokens_per_microbatch: Positive = 16384
+    """Most tokens of one forward and backward pass: prompts (each once per group) and completions. Unless set, the dry
+    run lowers it if it does not fit."""
     reduce_each_microbatch: bool = False
-    """With fsdp: divide the gradients over the ranks after every micro-batch; false: after the last one, with less communication and whole
-    gradients (4 bytes a parameter) until then. The results are the same up to rounding."""
-
-    @field_validator("betas")
-    @classmethod
-    def _below_1(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("both must lie in [0, 1)")
-        return value
+    """With fsdp: sum the gradients over the ranks after every micro-batch; false: after the last one, with less
+    communication and whole gradients (4 bytes a parameter) until then. The results are the same up to rounding."""
 
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:
-        schedule, min_lr = self.lr_scheduler_type, self.min_lr
-        if min_lr is None and schedule == "cosine_with_min_lr":
-            raise ValueError(f"optim.lr_scheduler_type={schedule} needs optim.min_lr")
-        if min_lr is not None and schedule not in ("cosine", "cosine_with_min_lr"):
-            raise ValueError(f"optim.min_lr needs lr_scheduler_type=cosine, got lr_scheduler_type={schedule}")
-        if min_lr is not None and min_lr > self.learning_rate:
+        if self.min_lr is None and self.lr_scheduler_type == "cosine_with_min_lr":
+            raise ValueError("optim.lr_scheduler_type=cosine_with_min_lr needs optim.min_lr")
+        if self.min_lr is not None and self.lr_scheduler_type not in ("cosine", "cosine_with_min_lr"):
+            raise ValueError(f"optim.min_lr needs lr_scheduler_type=cosine, got {self.lr_scheduler_type}")
+        if self.min_lr is not None and self.min_lr > self.learning_rate:
+            raise ValueError(f"optim.min_lr={self.min_lr:g} is above optim.learning_rate={self.learning_rate:g}")
+        return self
+
+
+class EvalConfig(Section):
+    every: Positive | None = None
+    """Evaluate every N steps; none: only before and after training."""
+    before_training: bool = True
+    """Evaluate before the first step, to compare the end of training with."""
+    num_samples: Positive = 1
+    """Sampled completions per problem for mean@k and pass@k, besides the greedy one; at temperature 0 none."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of the sampled completions; 0: the greedy completion only."""
+    top_p: Probability = 1.0
+    """Sample only among the likeliest tokens that have this probability together; not for the greedy completion."""
+    top_k: int = Field(0, ge=0)
+    """Sample only among the k likeliest tokens; 0: all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Do not sample tokens with less than this fraction of the likeliest token's probability."""
+    max_completion_length: Positive | None = None
+    """Longest completion of an evaluation in tokens, greedy ones too; none: rollout.max_completion_length."""
+    max_samples: Positive | None = None
+    """Evaluate on the first N evaluation problems; none: all."""
+    correctness: str | None = None
+    """Name of the reward that tells if a completion is correct; none: the first reward that checks answers."""
+    correct_above: float = 0.0
+    """A completion is correct if the reward `correctness` is above this (0.99 where a wrong answer earns a part)."""
+    format: str | None = None
+    """Reward that is above 0 for a well-formed completion; none: `format`. Without it: one with an answer as `accuracy`
+    in the mode boxed or #### reads it, or of the form <think>..</think> <answer>..</answer>."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled completions per problem: ``num_samples``, or 0 at temperature 0."""
+        return self.num_samples if self.temperature > 0 else 0
+
+    @model_validator(mode="after")
+    def _check_samples_differ(self) -> Self:
+        if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"optim.min_lr={min_lr:g}, where the schedule ends, is above optim.learning_rate={self.learning_rate:g}, "
-                "where it starts"
+                f"eval.num_samples={self.num_samples} at eval.temperature=0 would be equal: set eval.temperature, 1.0 "
+                "for example, or num_samples=1"
             )
         return self
 
 
 class CheckpointConfig(Section):
-    save_steps: int | None = Field(None, ge=1)
+    save_steps: Positive | None = None
     """Save a checkpoint every N steps; the last step is always saved."""
-    keep: int = Field(2, ge=1)
+    keep: Positive = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: str | None = Field(None, pattern=r"^eval/")
     """Also keep the checkpoint with the highest value of this evaluation metric (eval/greedy_accuracy, for example)."""
-    background: bool = False
-    """Copy the state to host memory and write it to disk while training continues."""
-    merge: bool = False
-    """With LoRA: write the whole model with the adapter added to its weights too, to checkpoint-<step>/merged; python -m grpo.merge does
-    it later."""
     resume: Folder = "auto"
-    """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; a checkpoint folder: start from it."""
+    """auto: continue from the newest valid checkpoint in output_dir; never: start at step 0; or a checkpoint folder."""
     accept_changes: bool = False
-    """Continue even if model, data, rewards, algorithm, optimizer, rollout, precision or seed differ from the checkpoint's."""
+    """Continue even if model, data, rewards, algorithm, optimizer, precision or seed differ from the checkpoint's."""
+
+
+class LoggingConfig(Section):
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases mode; metrics.jsonl is always written."""
+    project: str = "grpo"
+    """wandb project."""
+    run_name: str | None = None
+    """wandb run name; none: the name of output_dir."""
+    wandb_prefix: str = ""
+    """Text before each name in wandb and TensorBoard, except evaluations; train/ gives TRL's names and x axis."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
+    log_completions: int = Field(4, ge=0)
+    """Completions to write to completions/ (Parquet, with the log-prob of each token) every `every` steps; 0: none."""
+    every: Positive = 1
+    """Console line, point in wandb and TensorBoard, and completions every N steps (metrics.jsonl has every step)."""
+
+    @property
+    def has_dashboards(self) -> bool:
+        """True if the run is shown in wandb or TensorBoard."""
+        return self.wandb != "disabled" or self.tensorboard
 
 
 class RuntimeConfig(Section):
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda)$")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto (CUDA if there is a GPU), cpu, or cuda."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16: autocast, with fp32 weights; fp32: no autocast."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every rank holds the whole model; fsdp: the ranks share weights, gradients and optimizer states (FSDP2). One rank: as ddp."""
+    """ddp: every rank holds the whole model; fsdp (FSDP2): weights, gradients and optimizer states are sharded."""
     shard_size: int | None = Field(None, ge=2)
-    """With fsdp: neighbouring ranks that share one copy of the model, the GPUs of a machine for example; none: all ranks."""
+    """With fsdp: neighbouring ranks that share one copy of the model, the GPUs of a machine for example; none: all."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """With fsdp, into host memory: optimizer moves Adam's averages there between updates; all also weights and gradients
-    (FSDP2 has these three together only). Without a GPU it changes nothing. Not yet run on a GPU."""
-    packed: bool = True
-    """Compute each prompt once per group when scoring; false: once per completion, in padded rows."""
+    """With fsdp, into host memory: optimizer moves Adam's averages there between updates; all also weights and
+    gradients (FSDP2 has these three together only). Without a GPU it changes nothing. Not yet run on a GPU."""
     fast_decode: bool = True
-    """Decode Llama-shaped models with this package's own code and a copy of the weights per rollout; false: with transformers' code."""
-    cuda_graphs: bool = True
-    """Run decode steps as CUDA graphs if the model allows it (CUDA only, needs fast_decode; not yet run on a GPU); false: kernel by
-    kernel."""
+    """Decode Llama-shaped models with own code, on a GPU in CUDA graphs; false: with transformers' code."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Seconds that a rank waits for the other ranks before it stops with an error."""
+    """Seconds that a rank waits for the others; a vLLM server may take a third of them to start or to answer."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time (slower; needed on CUDA, and on CPU with several threads)."""
-    threads_per_rank: int | None = Field(None, ge=1)
-    """CPU threads of each rank; none: OMP_NUM_THREADS, else the cores of this machine / its ranks. (With several ranks OMP_NUM_THREADS=1
-    does not count, because torchrun sets it: use this key.)"""
+    threads_per_rank: Positive | None = None
+    """CPU threads of each rank; none: OMP_NUM_THREADS (unless torchrun's 1), else cores of the machine / its ranks."""
     try_largest_step: bool | None = None
     """Try the largest possible step at start, so that out of memory shows early; none: on CUDA only."""
-    profile: int | None = Field(None, ge=1)
+    profile: Positive | None = None
     """Write a torch profiler trace of step N (counted from 1) to output_dir/trace_step_N.json.gz, for Perfetto."""

@@ -1,6 +1,5 @@
 """The policy, how it is loaded and saved, its LoRA adapter, and the frozen reference."""
 
-from grpo.model.fp32_head import use_fp32_head
 from grpo.model.loading import (
     REFERENCE,
     check_base,
@@ -32,4 +31,4 @@ __all__ = ["REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "cast
 __all__ += ["check_context", "check_finite", "check_reference", "decoder_layers", "digest", "effective_weight"]
 __all__ += ["end_tokens", "is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests"]
 __all__ += ["num_parameters", "resolve_model", "save_weights", "sync_reference", "turn_dropout_off"]
-__all__ += ["turn_randomness_off", "use_fp32_head", "without_cudnn_attention", "write_merged"]
+__all__ += ["turn_randomness_off", "without_cudnn_attention", "write_merged"]

@@ -24,7 +24,6 @@ from transformers.utils import logging as transformers_logging
 
 from grpo.algorithm.batch import Problem
 from grpo.data.tiny import build_tiny_model
-from grpo.model.fp32_head import use_fp32_head
 from grpo.model.lora import TRAINED, base_of, is_adapter, load_peft, read_adapter, store_frozen_in_bf16
 from grpo.model.policy import Policy, context_limit
 from grpo.model.randomness import turn_randomness_off
@@ -143,7 +142,6 @@ def load_policy(
     attn_implementation: str = "sdpa",
     gradient_checkpointing: bool = False,
     disable_dropout: bool = True,
-    fp32_head: bool = False,
     trust_remote_code: bool = False,
     base_precision: str = "bf16",
     setting: str = NAME,
@@ -159,8 +157,6 @@ def load_policy(
     base = base_of(path, setting)
     model = load_weights(base, setting, dtype=torch.float32, **options)
     without_cudnn_attention(device)
-    if fp32_head and precision == "bf16":  # in fp32 every head computes in fp32, and nn.Linear is faster in rollouts
-        use_fp32_head(model)
     if gradient_checkpointing:
         # Renamed in transformers 5.23, where the old name still works and warns.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

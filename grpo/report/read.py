@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from grpo.config.bounded_yaml import BoundedLoader
 from grpo.telemetry.console import is_rate, without_most_pass_at_k
 from grpo.telemetry.records import read_starts, read_steps
 from grpo.telemetry.samples import read_samples
@@ -74,7 +73,7 @@ def _finite_or_none(value: Any) -> float | None:
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        return dict(flat(yaml.load(path.read_bytes(), Loader=BoundedLoader)))
+        return dict(flat(yaml.safe_load(path.read_bytes())))
     except (OSError, ValueError, yaml.YAMLError):
         notes.append("config.yaml could not be read.")
         return {}

@@ -265,8 +265,6 @@ def _optimizer(
 
 def enable_packing(config: Config, scorer: CompletionScorer) -> str | None:
     """Score each prompt once per group if settings and model allow it; otherwise return the reason."""
-    if not config.runtime.packed:
-        return "runtime.packed is false"
     if not config.model.disable_dropout:
         return "model.disable_dropout is false, and attention over a packed row has no dropout"
     return scorer.pack_groups()

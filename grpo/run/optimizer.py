@@ -96,15 +96,15 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     If the gradient is not finite on any rank, all ranks skip the update, and the weights do not change.
 
     Raises:
-        ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients (with on_nonfinite=stop after one).
+        ValueError: on all ranks, after ``MAX_SKIPPED_IN_A_ROW`` such gradients in a row.
     """
-    progress, settings = run.progress, run.config.optim
-    grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), settings.max_grad_norm))
+    progress = run.progress
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.model.parameters(), run.config.optim.max_grad_norm))
     is_finite = run.world.all_true(bool(torch.isfinite(grad_norm)))
     skipped = 0 if is_finite else progress.skipped_in_a_row + 1
     if not is_finite:
         run.reporter.print("warning: a gradient is not finite: this update is skipped, and the weights do not change")
-        if settings.on_nonfinite == "stop" or skipped >= MAX_SKIPPED_IN_A_ROW:
+        if skipped >= MAX_SKIPPED_IN_A_ROW:
             raise ValueError(
                 f"{skipped} update(s) in a row had a gradient that is not finite: lower optim.learning_rate"
             )

@@ -131,7 +131,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     )
     on_failure.callback(reporter.close)
     builtin = dict(policy=models.sampler, gathered=models.gathered, is_llama=models.is_llama)
-    builtin |= config.runtime.model_dump(include={"fast_decode", "cuda_graphs"})
+    builtin |= {"fast_decode": config.runtime.fast_decode, "cuda_graphs": True}
     builtin["warn"] = partial(print_from_rank, world, reporter)
     engine = build_engine(
         config,

@@ -47,7 +47,7 @@ class Wandb:
         self._wandb, logging = wandb, config.logging
         options = dict(
             project=logging.project, name=logging.run_name or Path(config.output_dir).name, id=run_id,
-            dir=config.output_dir, group=logging.group, tags=logging.tags or None,
+            dir=config.output_dir,
             config=config.for_writing() | {"environment": environment},
             settings=wandb.Settings(silent=True, **TIMEOUTS),
         )  # fmt: skip

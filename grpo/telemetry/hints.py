@@ -42,7 +42,7 @@ RULES = {
         "sampling/logprob_difference", 0.05,
         "log-probs from sampling and from scoring differ by {:.3f} nats per token: the gradient is not that of the "
         "policy which sampled. Compare with runtime.precision=fp32 and another model.attn_implementation; with "
-        "rollout.engine=vllm, set model.fp32_head=true and keep algorithm.sampler_correction",
+        "rollout.engine=vllm, keep algorithm.sampler_correction",
     ),
 }  # fmt: skip
 """Name in ``docs/metrics.md`` -> metric, limit that its mean exceeds, and the hint, with ``{}`` where the mean goes."""

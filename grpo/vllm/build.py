@@ -55,7 +55,7 @@ def build_engine(
             if world.is_main and settings.addresses is None:
                 started = start_servers(config, world, policy, path, longest, Path(folder), on_failure)
         addresses = world.from_main(settings.addresses or [server.address for server in started])
-        servers = [Server(address, settings.server_timeout_s) for address in addresses]
+        servers = [Server(address, config.runtime.timeout_s / 3) for address in addresses]
         for server, own in zip(servers, started, strict=False):  # only the main rank has started them
             server.explain = own.explain
         options = dict(weights_folder=settings.weights_folder, root=root, probe_ids=probe_ids, longest=longest)

@@ -92,7 +92,7 @@ class Server:
         try:
             answer = await http.request(method, self.address + route, json=body, timeout=timeout)
         except httpx.ReadTimeout:
-            reason = f"did not answer {route} within {self.timeout_s:g} s (rollout.server_timeout_s)"
+            reason = f"did not answer {route} within {self.timeout_s:g} s (a third of runtime.timeout_s)"
         except (httpx.HTTPError, OSError) as error:
             reason = f"cannot be reached ({route}: {first_line(error)})"
         else:

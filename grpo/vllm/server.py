@@ -65,7 +65,7 @@ def start_servers(
         stack.callback(started[-1].close)
     print(f"starting vLLM (log: {', '.join(str(server.log) for server in started)}) ...", flush=True)
     for server in started:
-        server.wait(settings.server_timeout_s)
+        server.wait(config.runtime.timeout_s / 3)
     return started
 
 
@@ -115,7 +115,7 @@ class StartedServer:
                 httpx.get(f"{self.address}/health", timeout=5, trust_env=False).raise_for_status()
                 return
             if time.monotonic() > deadline:
-                after = f"{timeout_s:g} s (rollout.server_timeout_s)"
+                after = f"{timeout_s:g} s (a third of runtime.timeout_s)"
                 raise ConfigError(f"vLLM at {self.address} does not answer after {after}: see {self.log}")
             time.sleep(0.2)
 

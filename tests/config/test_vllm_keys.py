@@ -1,6 +1,4 @@
-"""The keys of ``rollout.engine=vllm``: what they accept, what follows from them, and which may change when a run continues."""
-
-import re
+"""The keys of ``rollout.engine=vllm``: what follows from them, and which may change when a run continues."""
 
 import pytest
 
@@ -11,47 +9,12 @@ from grpo.run.summary import warnings_of
 VLLM = {"rollout.engine": "vllm"}
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"rollout.server": []}, "rollout.server=[]: an empty list: name an address, http://host:8000, or start"),
-        ({"rollout.server": "host:8000"}, "neither start nor an address"),
-        ({"rollout.server": "http://:8000"}, "neither start nor an address"),
-        ({"rollout.server": "http://host:port"}, "neither start nor an address"),
-        ({"rollout.server": 8000}, "rollout.server=8000: 8000 is neither start nor an address"),
-        ({"rollout.server": ["start", "http://a"]}, "'start' is neither start nor an address"),
-        ({"rollout.server": ["http://a:1", "http://a:1/"]}, "http://a:1 is named twice"),
-        ({"rollout.server": "http://a:1", "rollout.num_servers": 2}, "rollout.num_servers=2 is for server=start"),
-        ({"rollout.vllm_command": "vllm serve {name}"}, "{name} is not known: there are {model} and {index}"),
-        ({"rollout.vllm_command": "vllm serve MODEL"}, "it needs {model}"),
-        (
-            {"rollout.vllm_command": "vllm serve {model} --api-key k"},
-            "--api-key is a secret: set it in the environment",
-        ),
-        ({"rollout.vllm_command": "env VLLM_API_KEY=k vllm serve {model}"}, "VLLM_API_KEY is a secret"),
-        ({"rollout.vllm_command": "env HF_TOKEN=hf_abc123def vllm serve {model}"}, "HF_TOKEN is a secret"),
-        ({"rollout.server": "http://me:pass@host:8000"}, "rollout.server: a password in an address is a secret"),
-        ({"rollout.vllm_command": "vllm 'serve {model}"}, "cannot be cut into words"),
-        (VLLM | {"rollout.keep_sampling_mask": True}, "rollout.keep_sampling_mask=true needs"),
-        ({"rollout.server_timeout_s": 0}, "rollout.server_timeout_s"),
-        ({"rollout.engine": "sglang"}, "rollout.engine"),
-    ],
-)
-def test_a_wrong_value_is_one_line(values, message):
-    with pytest.raises(ValueError) as caught:
-        make_config(values)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert not re.search("pass@|hf_abc|API_KEY=k|--api-key k", str(caught.value))
-
-
 def test_addresses():
     assert make_config({}).rollout.addresses is None
     one = make_config({"rollout.server": "http://a:1/"}).rollout
     assert (one.server, one.addresses) == ("http://a:1", ["http://a:1"])
-    assert make_config({"rollout.server": ["http://a:1", "https://b/x/"]}).rollout.addresses == [
-        "http://a:1",
-        "https://b/x",
-    ]
+    two = make_config({"rollout.server": ["http://a:1", "https://b/x/"]}).rollout
+    assert two.addresses == ["http://a:1", "https://b/x"]
     assert make_config({"rollout.vllm_command": "v {model} --config '{\"level\": 0}' {index}"})
 
 
@@ -81,11 +44,10 @@ def notes(values):
 def test_notes():
     assert notes({}) == [] and notes(VLLM) == []
     assert notes({"rollout.num_servers": 2}) == ["note: rollout.num_servers has no effect with rollout.engine=builtin"]
-    assert notes(VLLM | {"rollout.tokens_in_flight": 99}) == [
-        "note: rollout.tokens_in_flight has no effect with rollout.engine=vllm"
-    ]
-    given = {"rollout.server": "http://a:1", "rollout.vllm_command": "v {model}"}
-    assert notes(VLLM | given) == ["note: rollout.vllm_command has no effect with rollout.server=SEED_KEY"]
+    (line,) = notes(VLLM | {"rollout.tokens_in_flight": 99})
+    assert line == "note: rollout.tokens_in_flight has no effect with rollout.engine=vllm"
+    (line,) = notes(VLLM | {"rollout.server": "http://a:1", "rollout.vllm_command": "v {model}"})
+    assert line == "note: rollout.vllm_command has no effect with rollout.server=ADDRESS"
     (line,) = notes(VLLM | {"algorithm.sampler_correction": "none"})
     assert "rollout.engine=vllm without algorithm.sampler_correction" in line
     (line,) = notes(VLLM | {"rollout.top_k": 5})
@@ -94,8 +56,9 @@ def test_notes():
 
 def test_servers_may_change_between_runs_and_the_engine_may_not():
     moved = {
-        **{"rollout.server": "http://a:1", "rollout.vllm_command": "v {model}", "rollout.server_timeout_s": 9},
-        **{"rollout.weights_folder": "/elsewhere"},
+        "rollout.server": "http://a:1",
+        "rollout.vllm_command": "v {model}",
+        "rollout.weights_folder": "/elsewhere",
     }
     assert {key.removeprefix("rollout.") for key in moved} | {"num_servers"} == set(SERVER_KEYS)
     saved = {"config": make_config(VLLM).for_writing(), "data_fingerprint": "", "content": {}}

@@ -66,8 +66,6 @@ def plant(mistake):
             F.scaled_dot_product_attention = lambda q, *more, **o: (
                 sdpa(q, *more, **o) * (1.03 if q.requires_grad else 1)
             )
-        case "shared_save":  # a save in the background writes tensors that training changes
-            checkpoint.Trained.on_host = lambda self: (self.weights(), self.states())
         case "forgets_averages":  # a continued run begins with new averages in its optimizer
             restore = checkpoint.restore
 

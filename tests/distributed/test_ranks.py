@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import yaml
 from conftest import run_trainer, small_run
 from safetensors.torch import load_file
 
@@ -24,15 +23,8 @@ def runs(tmp_path_factory, random_model):
     outputs = {}
     for ranks in (1, 2, 3):
         outputs[ranks] = folder / str(ranks)
-        run_trainer(*sized(small_run(random_model, outputs[ranks]), ranks), *options, ranks=ranks)
+        run_trainer(*small_run(random_model, outputs[ranks]), *options, ranks=ranks)
     return outputs
-
-
-def sized(arguments: list[str], ranks: int) -> list[str]:
-    """The arguments of a run; of 3 ranks with its 6 problems a step written as 2 per rank."""
-    if ranks < 3:
-        return arguments
-    return [a for a in arguments if "prompts_per_step" not in a] + ["rollout.prompts_per_rank=2"]
 
 
 def lines(output) -> list[dict]:
@@ -80,14 +72,6 @@ def test_same_weights_after_five_steps(runs, ranks):
     for name, weights in one.items():
         # AdamW at 1e-3 moves each weight by up to 1e-2 in ten updates; rounding of a gradient near 0 may move it by less.
         torch.testing.assert_close(many[name], weights, rtol=1e-4, atol=2e-4, msg=name)
-
-
-def test_problems_per_rank_become_problems_per_step(runs, random_model):
-    """The run's configuration holds the product, so that it is the same run on any number of ranks; other products are another run."""
-    saved = yaml.safe_load((runs[3] / "config.yaml").read_text())["rollout"]
-    assert (saved["prompts_per_step"], saved["prompts_per_rank"]) == (6, None)
-    done = run_trainer(*sized(small_run(random_model, runs[3]), 3), "algorithm.beta=0.05", ranks=2, check=False)
-    assert done.returncode != 0 and "rollout.prompts_per_step: checkpoint 6, now 4" in done.stderr
 
 
 def test_metric_names_that_hold(runs):

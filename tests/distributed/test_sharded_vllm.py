@@ -13,7 +13,7 @@ def test_a_sharded_model_is_synced_whole(tmp_path, random_model):
     start = server.model.model.norm.weight.detach().clone()
     folder.mkdir()
     arguments = [*small_run(random_model, tmp_path / "run"), "runtime.parallel=fsdp", "optim.learning_rate=1e-2"]
-    arguments += [f"rollout.weights_folder={folder}", "rollout.server_timeout_s=60"]
+    arguments += [f"rollout.weights_folder={folder}", "runtime.timeout_s=180"]
     try:
         script = ROOT / "tests" / "distributed" / "sharded_vllm.py"
         done = run_forked(script, [file, server.address, *arguments], ranks=2, timeout=300, env=environment_of_runs())

@@ -16,9 +16,8 @@ from conftest import ROOT, run_trainer, small_run
 from grpo.algorithm.advantages import group_advantages
 from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import Config, load_config
-from grpo.config.aliases import EXPLANATIONS
-from grpo.config.arguments import keys_of
-from grpo.config.help import unknown_key
+from grpo.config.aliases import OTHER_NAMES
+from grpo.config.help import keys_of, unknown_key
 from grpo.rewards import load_reward
 from grpo.rewards.worker import Logged, RewardContractError
 from grpo.telemetry.samples import _COLUMNS
@@ -213,7 +212,7 @@ def test_every_key_that_replaces_one_of_trl_exists():
     assert len(mapping) == len(dict(mapping)) == 77 + 114, "of TRL 1.16.0 with transformers 5.23"
     assert {ours for _, ours in mapping if ours} - known.keys() == set()
     for theirs, ours in mapping:
-        assert not ours or theirs in known or ours in unknown_key(theirs, list(known)) or theirs in EXPLANATIONS, theirs
+        assert not ours or theirs in known or ours in unknown_key(theirs, list(known)) or theirs in OTHER_NAMES, theirs
     references = re.findall(r"see (\w+)", (ROOT / "docs" / "from_trl.md").read_text())
     assert set(references) - set(dict(mapping)) == set()
 

@@ -40,11 +40,6 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random
     assert done.stdout.count("warning: a gradient is not finite") == 2
     assert_same_weights(random_model, tmp_path / "run" / "checkpoint-2")
     assert [line["skipped_updates"] for line in lines(tmp_path / "run")] == [1, 1], "updates, not ranks"
-    stopped = run_trainer(
-        *small_run(random_model, tmp_path / "stopped"), *arguments, "optim.on_nonfinite=stop", check=False
-    )
-    assert stopped.returncode == 1
-    assert "lower optim.learning_rate" in stopped.stderr
 
 
 @pytest.mark.slow
@@ -149,7 +144,7 @@ def test_a_substitute_that_no_reward_scores_does_not_stop_the_run(tmp_path, rand
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [
         f"data.dataset={tmp_path}/rows.jsonl", f"reward.functions=['{tmp_path}/picky.py:scores']", "algorithm.beta=0",
-        "rollout.prompts_per_step=2", "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_attempts=2",
+        "rollout.prompts_per_step=2", "algorithm.dynamic_sampling=true",
         "optim.max_steps=2",
     ]  # fmt: skip
     run_trainer(*small_run(random_model, tmp_path / "run"), *options, "eval.before_training=false")

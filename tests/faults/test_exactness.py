@@ -76,7 +76,7 @@ def test_every_schedule(tmp_path, random_model, name):
             "algorithm.name=gdpo", "algorithm.top_entropy_quantile=0.5", "algorithm.sampler_correction=token_mask",
             "algorithm.off_policy_mask_threshold=0.001", "rollout.top_p=0.9", "rollout.keep_sampling_mask=true",
         ],
-        ["checkpoint.background=true"], ["runtime.precision=bf16"], ["eval.num_samples=2", "eval.temperature=1.0"],
+        ["runtime.precision=bf16"], ["eval.num_samples=2", "eval.temperature=1.0"],
         ["checkpoint.keep_best=eval/greedy_accuracy"], ["model.gradient_checkpointing=true"],
     ],
     ids=lambda options: options[0],

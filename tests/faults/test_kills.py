@@ -33,7 +33,7 @@ def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
 
 @pytest.mark.slow
 def test_a_lora_run_killed_in_a_save_continues_to_the_bit(tmp_path, random_model):
-    lora = ("lora.rank=4", "checkpoint.merge=true", "algorithm.ref_sync_steps=2", *SAVES)
+    lora = ("lora.rank=4", "algorithm.ref_sync_steps=2", *SAVES)
     whole, output = tmp_path / "whole", tmp_path / "run"
     run(whole, tiny(random_model, whole, *lora))
     started = Started(
@@ -138,7 +138,7 @@ def test_a_stop_signal_while_a_rank_hangs(tmp_path, random_model, straight):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", ["nan"])
 def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, number):
-    """All ranks leave that update out; then the run goes on. With ``stop`` all stop, and the weights are those before it."""
+    """All ranks leave that update out; then the run goes on."""
     output, fault = tmp_path / "run", f"rank=1 step=3 place=backward do={number} once={tmp_path}/once"
     options = ["checkpoint.save_steps=1", "checkpoint.keep=99", "optim.lr_scheduler_type=constant"]
     done = run(output, tiny(random_model, output, *options), ranks=2, fault=fault)
@@ -146,12 +146,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, numbe
     assert [line["skipped_updates"] for line in lines(output)[1:]] == [0, 0, 0, 1, 0, 0]
     weights = [bits(output, step)["model.safetensors"] for step in range(1, STEPS + 1)]
     assert weights[2] == weights[3] and len(set(weights)) == STEPS - 1
-    stopped = tmp_path / "stopped"
-    started = Started(stopped, tiny(random_model, stopped, "optim.on_nonfinite=stop"), ranks=2, fault=fault + "2")
-    assert started.end() == 1
-    assert "had a gradient that is not finite: lower optim.learning_rate" in started.text()
-    assert {path.name for path in stopped.glob("checkpoint-*")} == {"checkpoint-3"}
-    assert bits(stopped, 3)["model.safetensors"] == weights[2]
 
 
 @pytest.mark.slow

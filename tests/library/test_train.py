@@ -155,11 +155,12 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(reward_function="accuracy"), "train() has no argument 'reward_function'; it has reward_functions, dataset"),
+        (dict(reward_function="accuracy"), "unknown key 'reward_function'; did you mean 'reward_functions'?"),
+        (dict(use_vllm=True), "unknown key 'use_vllm'; did you mean 'rollout.engine'?"),
         (dict(optim={"lr": 1}), "unknown key 'optim.lr'"),
         (dict(config={"optim": 3}), "optim is a section"),
         (dict(config=3), "config must be a mapping of sections, a YAML file, a Config or None, got int"),
-        (dict(config="nowhere.yaml"), "config file nowhere.yaml does not exist"),
+        (dict(config="nowhere.yaml"), "config file nowhere.yaml cannot be read"),
         (dict(reward_functions=[3]), "reward_functions[0] is 3 of type int: give a function, a name"),
         (dict(reward_functions=WithGenerator), "reward_functions[0] is the class WithGenerator: give an instance of it"),
         (dict(reward_functions="acuracy"), "unknown reward 'acuracy' (did you mean 'accuracy'?)"),

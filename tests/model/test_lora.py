@@ -243,16 +243,17 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(tm
         return [*small_run(random_model_copy, tmp_path / name), *short, "data.max_eval_samples=4", *more]
 
     lora = ["lora.rank=4", "lora.target_modules=[q_proj, v_proj]", "algorithm.beta=0.1"]
-    assert main(arguments("run", *lora, "checkpoint.merge=true")) == 0
+    assert main(arguments("run", *lora)) == 0
     printed = capsys.readouterr().out
     assert "LoRA adapters of rank 4" in printed
     last = tmp_path / "run" / "checkpoint-3"
     assert lines(tmp_path / "run")[0]["kl"] == 0 and lines(tmp_path / "run")[2]["kl"] > 0
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "merged"} <= {
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
         path.name for path in last.iterdir()
     }
     groups, _ = a_batch()
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(last)
+    assert merge([str(last)]) == 0
     merged = AutoModelForCausalLM.from_pretrained(last / "merged")
     with torch.no_grad():
         both = expected_logprobs(theirs, groups), expected_logprobs(merged, groups)
@@ -263,19 +264,16 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(tm
     metrics = lines(tmp_path / "run")
     for step in (2, 3):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
-    assert main(arguments("run", *lora, "checkpoint.merge=true")) == 0
+    assert main(arguments("run", *lora)) == 0
     assert {name: (last / name).read_bytes() for name in kept} == kept and lines(tmp_path / "run") == metrics
 
-    # The other commands read the folder: the same completions as in the run, and the same merged weights later.
+    # The other commands read the folder: the same completions as in the run.
     capsys.readouterr()
     assert evaluate(["--model", str(last)]) == 0
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["models"][0]["metrics"]
     assert {name: value["value"] for name, value in found.items()} == {k: metrics[-1][k] for k in found}
     assert chat(["--model", str(last), "--prompt", "1+2=", "--samples", "1"]) == 0
-    assert merge([str(tmp_path / "run")]) == 2 and "merged exists" in capsys.readouterr().err
     assert merge([str(tmp_path / "run"), "--output", str(tmp_path / "later")]) == 0
-    name = "model.safetensors"
-    assert (tmp_path / "later" / name).read_bytes() == (last / "merged" / name).read_bytes()
 
     capsys.readouterr()
     assert main(arguments("run", "checkpoint.accept_changes=true")) == 2
@@ -293,7 +291,6 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(tm
     weights_file = random_model_copy / "model.safetensors"
     tensors = {name: tensor + 0.1 for name, tensor in load_file(weights_file).items()}
     save_file(tensors, weights_file, metadata={"format": "pt"})
-    shutil.rmtree(last / "merged")
     talk = ["--prompt", "1+2=", "--samples", "1"]
     for command in (merge, lambda words: evaluate(["--model", *words]), lambda words: chat(["--model", *words, *talk])):
         assert command([str(last)]) == 2

@@ -30,7 +30,6 @@ from grpo.model import (
     end_tokens,
     make_reference,
     sync_reference,
-    use_fp32_head,
 )
 from grpo.model.loading import check_finite
 from grpo.model.randomness import turn_randomness_off
@@ -332,45 +331,3 @@ def sampled_and_scored(policy, packed: bool):
     labels_N = batch.sequence_ids_BS.gather(1, positions_BT.clamp(max=batch.sequence_ids_BS.shape[1] - 1))[mask_BT]
     exact_NV = (hidden_NH.double() @ head.weight.double().T).log_softmax(dim=-1)
     return batch.sampling_logprobs_BT[mask_BT], scored_BT[mask_BT], exact_NV.gather(1, labels_N[:, None])[:, 0]
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_fp32_head_under_bf16(random_model, packed):
-    differences, errors = [], []
-    for fp32_head in (False, True):
-        policy = load(random_model, packed=packed, precision="bf16", fp32_head=fp32_head)
-        sampled_N, scored_N, exact_N = sampled_and_scored(policy, packed)
-        differences.append((sampled_N - scored_N).abs().mean().item())
-        errors.append((scored_N - exact_N).abs().max().item())
-    assert errors[1] < 1e-5, "the head adds no error of its own"
-    assert errors[0] > 1e-3, "and in bf16 it does"
-    assert differences[1] < 0.95 * differences[0], "less is left between sampler and scorer"
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_with_fp32_head_is_saved_copied_and_trained_like_any_other(tmp_path, tied):
-    folder = save_random_model(tmp_path / "model", tie_word_embeddings=tied)
-    policy = load(folder, precision="bf16", fp32_head=True)
-    head = policy.model.get_output_embeddings()
-    assert (head.weight is policy.model.get_input_embeddings().weight) == tied
-    with policy.autocast():
-        assert policy.model(torch.tensor([[1, 2]])).logits.dtype == torch.float32
-    reference = make_reference(policy.model)
-    before = reference.get_output_embeddings().weight.clone()
-    CompletionScorer(policy.model)(torch.arange(10)[None], torch.tensor([4]), torch.ones(1, 6) > 0)[0].sum().backward()
-    assert head.weight.grad.dtype == torch.float32 and head.weight.grad.abs().sum() > 0
-    with torch.no_grad():
-        head.weight += 1.0
-    assert type(reference.get_output_embeddings()) is type(head)
-    assert torch.equal(reference.get_output_embeddings().weight, before)
-    policy.model.save_pretrained(tmp_path / "saved")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert type(saved.lm_head) is torch.nn.Linear and torch.equal(saved.lm_head.weight, head.weight)
-    assert torch.equal(saved.get_input_embeddings().weight, policy.model.get_input_embeddings().weight)
-
-
-def test_fp32_head_needs_a_plain_head(random_model):
-    model = load(random_model).model
-    use_fp32_head(model)
-    with pytest.raises(ValueError, match=r"model\.fp32_head=true needs .* not FP32Head"):
-        use_fp32_head(model)

@@ -60,7 +60,7 @@ def test_the_try_changes_no_bit(tmp_path, random_model, ranks):
 def test_it_restores_generators_gradients_and_weights(tmp_path):
     """Dropout draws from the global generator, whose state is restored."""
     model = save_random_model(tmp_path / "model", attention_dropout=0.1)
-    config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false", "runtime.packed=false"])
+    config = load_config([*small_run(model, tmp_path / "run"), "model.disable_dropout=false"])
     run = prepare(config, start_world(config.runtime))
     try:
         state, weights = torch.get_rng_state(), [p.clone() for p in run.policy.model.parameters()]

@@ -47,7 +47,7 @@ def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, ra
     """In bf16, without packing, log-probs from sampling differ from those of the loss; the file has the loss's."""
     run_trainer(
         *small_run(random_model, tmp_path / "run"), "optim.max_steps=1", "logging.log_completions=24",
-        "runtime.precision=bf16", "optim.learning_rate=1e-20", "runtime.packed=false",
+        "runtime.precision=bf16", "optim.learning_rate=1e-20", "model.disable_dropout=false",
     )  # fmt: skip
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["sampling/logprob_difference"] > 1e-3

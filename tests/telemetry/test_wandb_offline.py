@@ -46,7 +46,8 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
     functions = f"[{{name: '{rewards}:share_of_digits', args: {{api_key: sk-of-the-test}}}}, '{rewards}:notes']"
     done = run_trainer(
         *small_run(random_model, output), "logging.wandb=offline", "logging.tensorboard=true", "optim.max_steps=3",
-        "eval.every=2", f"reward.functions={functions}", "logging.group=g", "logging.tags=[a,b]", ranks=2,
+        "eval.every=2", f"reward.functions={functions}", ranks=2,
+        env={"WANDB_RUN_GROUP": "g", "WANDB_TAGS": "a,b"},
     )  # fmt: skip
     with_the_key = [p for p in output.rglob("*") if p.is_file() and b"sk-of-the-test" in p.read_bytes()]
     assert not with_the_key and "api_key: '***'" in (output / "config.yaml").read_text()

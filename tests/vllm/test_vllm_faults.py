@@ -220,7 +220,7 @@ def test_a_server_that_stalls(server, build):
     engine, server.change_answer = build(server), lambda answer: time.sleep(30)
     with engine.weights():
         engine.servers[0].timeout_s = 1.0
-        with pytest.raises(ServerError, match=r"did not answer .* within 1 s \(rollout.server_timeout_s\)"):
+        with pytest.raises(ServerError, match=r"did not answer .* within 1 s"):
             engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY)
 
 

@@ -101,7 +101,7 @@ def test_a_server_ends_with_its_trainer(command, tmp_path, number):
         ),
         (
             "python3 -c 'import time; time.sleep(100)' {model}",
-            "does not answer after 1 s (rollout.server_timeout_s): see {log}",
+            "does not answer after 1 s (a third of runtime.timeout_s): see {log}",
         ),
     ],
 )

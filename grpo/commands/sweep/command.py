@@ -91,8 +91,6 @@ def _sweep(options: argparse.Namespace, overrides: list[str]) -> int:
     output = options.output or Path("runs", f"sweep-{Path(options.config).stem}")
     runs, notes = make_plan(options.config, overrides, variants, seeds, output)
     shares = places(runs[0].config, options.jobs)
-    if shares[0].ranks > 1:  # on which prompts_per_rank depends
-        runs, notes = make_plan(options.config, overrides, variants, seeds, output, shares[0].ranks)
     found = {run: data for run in runs if (data := finished(run))}
     outcome = None
     if not options.table_only:

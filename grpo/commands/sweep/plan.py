@@ -129,15 +129,10 @@ def make_plan(
     variants: Sequence[Variant],
     seeds: Sequence[int],
     output: Path,
-    num_ranks: int = 1,
 ) -> tuple[list[PlannedRun], list[str]]:
     """All runs, seed by seed, and notes on variants that are left out because an earlier one has the same settings.
 
-    Args:
-        num_ranks: processes of each run, the factor of ``rollout.prompts_per_rank``.
-
-    Raises:
-        ConfigError: one line per mistake, in the words of a run and with the variant's name.
+    ConfigError: one line per mistake, in the words of a run and with the variant's name.
     """
     for override in overrides:
         if (key := override.partition("=")[0].lstrip("-")) in OWN_KEYS:
@@ -148,13 +143,11 @@ def make_plan(
     for variant in variants:
         try:
             arguments = ["--config", file, *overrides, *variant.overrides]
-            settings = load_config(arguments, num_ranks=num_ranks).model_dump(mode="json")
+            settings = load_config(arguments).model_dump(mode="json")
         except ConfigError as error:
             for line in str(error).split("\n"):
                 mistakes.setdefault(line, []).append(variant.name)
             continue
-        if settings["debug"]:
-            raise ConfigError(f"{file}: debug: {OWN_KEYS['debug']}")
         if same := next((other.name for other, _, others in kept if others == settings), None):
             notes.append(f"{variant.name} has the settings of {same} and is left out")
             continue
@@ -174,10 +167,9 @@ def make_plan(
             own = {"seed": seed, "output_dir": str(folder)}
             if settings["logging"]["wandb"] != "disabled":
                 own["logging.run_name"] = f"{variant.name}, seed {seed}"
-                own["logging.group"] = settings["logging"]["group"] or output.name
             written = [f"{key}={_as_yaml(value)}" for key, value in own.items()]
             arguments = ["--config", file, *overrides, *variant.overrides, *written]
-            config = load_config(arguments, num_ranks=num_ranks)
+            config = load_config(arguments)
             runs.append(PlannedRun(variant.name, seed, folder, tuple(arguments), config))
     return runs, notes
 

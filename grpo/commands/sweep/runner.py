@@ -120,7 +120,7 @@ def _start(run: PlannedRun, place: Place) -> subprocess.Popen:
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with open(run.log, "ab") as log:
         return subprocess.Popen(
-            [*command, str(SCRIPT), *run.arguments, *place.arguments], env=os.environ | place.environment, stdin=subprocess.DEVNULL,
+            [*command, str(SCRIPT), *run.arguments, *place.arguments], env={"WANDB_RUN_GROUP": run.folder.parents[1].name} | os.environ | place.environment, stdin=subprocess.DEVNULL,
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
         )  # fmt: skip
 
