@@ -1,11 +1,9 @@
 """The policy, how it is loaded and saved, its LoRA adapter, and the frozen reference."""
 
-from grpo.model.fp32_head import use_fp32_head
 from grpo.model.loading import (
     REFERENCE,
     check_base,
     check_context,
-    check_finite,
     check_reference,
     digest,
     end_tokens,
@@ -14,7 +12,6 @@ from grpo.model.loading import (
     model_digests,
     resolve_model,
     save_weights,
-    without_cudnn_attention,
     write_merged,
 )
 from grpo.model.lora import HalfLinear, adapted_base, base_of, effective_weight, is_adapter
@@ -25,11 +22,13 @@ from grpo.model.policy import (
     make_reference,
     num_parameters,
     sync_reference,
+    turn_dropout_off,
+    turn_randomness_off,
+    use_fp32_head,
 )
-from grpo.model.randomness import turn_dropout_off, turn_randomness_off
 
 __all__ = ["REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "cast_frozen_to_bf16", "check_base"]
-__all__ += ["check_context", "check_finite", "check_reference", "decoder_layers", "digest", "effective_weight"]
-__all__ += ["end_tokens", "is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests"]
-__all__ += ["num_parameters", "resolve_model", "save_weights", "sync_reference", "turn_dropout_off"]
-__all__ += ["turn_randomness_off", "use_fp32_head", "without_cudnn_attention", "write_merged"]
+__all__ += ["check_context", "check_reference", "decoder_layers", "digest", "effective_weight", "end_tokens"]
+__all__ += ["is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests", "num_parameters"]
+__all__ += ["resolve_model", "save_weights", "sync_reference", "turn_dropout_off", "turn_randomness_off"]
+__all__ += ["use_fp32_head", "write_merged"]

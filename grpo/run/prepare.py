@@ -23,7 +23,7 @@ from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.collect import check_eval_context, eval_sampling
 from grpo.evaluation.grading import check_reward_names
-from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer, num_parameters, resolve_model
+from grpo.model import check_context, check_reference, load_tokenizer, num_parameters, resolve_model
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
@@ -63,7 +63,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         if config.uses_lora:
             load_peft()
         if config.model.adapter is not None:
-            read_adapter_config(config.model.adapter, "model.adapter")
+            read_adapter_config(config.model.adapter)
 
     lock, found = Lock(), None
     on_failure.callback(lock.release)
@@ -108,7 +108,7 @@ def _prepare(config: Config, world: World, given: Given | None, on_failure: cont
         path = resolve_model(config.model.name_or_path, dataset, trust_remote_code=trust)
         reference = config.model.reference if config.algorithm.beta > 0 else None
         if reference is not None:
-            reference = resolve_model(reference, dataset, trust_remote_code=trust, setting=REFERENCE)
+            reference = resolve_model(reference, dataset, trust_remote_code=trust)
     with world.fail_together():
         content = content_digests(config, path, rewards, reference) if world.is_main else None
     content = world.from_main(content)

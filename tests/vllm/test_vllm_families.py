@@ -1,5 +1,7 @@
 """The names under which weights go to the servers are those of a checkpoint on the Hub, also where the model's own differ."""
 
+import asyncio
+
 import pytest
 import torch
 from conftest import load
@@ -16,7 +18,7 @@ from transformers import (
 from vllm_server import VLLMServer
 
 from grpo.distributed import whole_trained_weights
-from grpo.vllm.client import EventLoop, Server, session
+from grpo.vllm.client import Server, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
 SIZES = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
@@ -73,11 +75,9 @@ def test_a_server_reads_all_weights(policy, tmp_path):
         async with session() as http:
             return await server.prompt_logprobs(http, probe.ids, str(folder))
 
-    loop = EventLoop()
     try:
         probe.update()
-        found = loop.wait_for(ask, Server(started.address, 300.0, started.started.explain))
+        found = asyncio.run(ask(Server(started.address, 300.0, started.started.explain)))
     finally:
-        loop.close()
         started.stop()
     assert (torch.tensor(found) - probe.computed_S).abs().max() < 1e-5
