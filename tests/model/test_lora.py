@@ -186,7 +186,7 @@ def test_copies_are_the_sum_in_fp32(random_model, precision, monkeypatch):
 
 
 def test_an_update_equals_one_in_float64(random_model, tmp_path):
-    """Gradients of both matrices by autograd through ``W + scale * B @ A`` of the plain model, then AdamW by its formula.
+    """Gradients of both matrices by autograd through ``W + scale * B @ A`` of the plain model, then AdamW by hand.
 
     And what is in memory is what the estimate says.
     """
@@ -320,7 +320,7 @@ def peft_adapter(folder, output, **settings):
 REFUSED = {
     "k_porj": (["q_proj", "k_porj"], r"\['q_proj', 'k_porj'\]: no layer has the name k_porj"),
     "no match": ("model[.]nowhere", "lora.target_modules=model.*nowhere: Target modules model.* not found"),
-    "no pattern": ("q_proj(", "missing \), unterminated subpattern"),
+    "no pattern": ("q_proj(", r"missing \), unterminated subpattern"),
     "no layer": (["self_attn"], "Target module .*Attention"),
     "head": (["lm_head"], "would adapt lm_head: name linear layers before the head"),
 }

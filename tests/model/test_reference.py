@@ -62,7 +62,7 @@ def test_a_reference_that_does_not_fit_is_refused(random_model, other, tmp_path,
 
 @pytest.mark.slow
 def test_a_continued_run_keeps_its_reference(random_model, other, tmp_path, capsys):
-    """Interrupted and continued it has the same bits; another reference, or other weights in its folder, are noticed."""
+    """Interrupted and continued it has the same bits; another reference, or other weights in it, are noticed."""
     folder = shutil.copytree(other, tmp_path / "reference")
     arguments = [*SHORT, f"model.reference={folder}", "algorithm.beta=0.1"]
     for name in ("whole", "cut"):

@@ -1,4 +1,4 @@
-"""The vLLM engine against real servers (vLLM on the CPU): greedy completions, log-probs, stops, seeds, weights, restarts."""
+"""The vLLM engine against real servers (vLLM on the CPU): greedy completions, log-probs, stops, seeds, weights."""
 
 import json
 import shutil
@@ -164,7 +164,7 @@ def test_logprobs_at_a_temperature_are_the_scorers(build, model, problems):
 
 
 def test_first_tokens_have_the_frequencies_of_the_softmax(build, model, problems):
-    """2,000 samples of one token: Pearson's chi-square over the tokens expected at least 8 times, and all others together."""
+    """2,000 samples: Pearson's chi-square over the tokens expected at least 8 times, and all others together."""
     policy, n = load(model), 2000
     engine = build("fp32", policy)
     with engine.weights():

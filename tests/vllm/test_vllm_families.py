@@ -1,4 +1,4 @@
-"""The names under which weights go to the servers are those of a checkpoint on the Hub, also where the model's own differ."""
+"""The names under which weights go to the servers are those of the Hub, also where the model's own differ."""
 
 import asyncio
 
@@ -61,7 +61,7 @@ def test_names_are_those_of_the_hub(policy, name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", MODELS, indirect=True)
 def test_a_server_reads_all_weights(policy, tmp_path):
-    """At its start: with the same weights, vLLM 0.32 on the CPU computes other log-probs after ``reload_weights`` of a mixture."""
+    """At its start: vLLM 0.32 on the CPU computes other log-probs after ``reload_weights`` of a mixture."""
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.1)
