@@ -14,8 +14,9 @@ from grpo.model.loading import (
     save_weights,
     write_merged,
 )
-from grpo.model.lora import HalfLinear, adapted_base, base_of, effective_weight, is_adapter
+from grpo.model.lora import adapted_base, base_of, effective_weight, is_adapter
 from grpo.model.policy import (
+    HalfLinear,
     Policy,
     cast_frozen_to_bf16,
     decoder_layers,
@@ -27,8 +28,9 @@ from grpo.model.policy import (
     use_fp32_head,
 )
 
-__all__ = ["REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "cast_frozen_to_bf16", "check_base"]
-__all__ += ["check_context", "check_reference", "decoder_layers", "digest", "effective_weight", "end_tokens"]
-__all__ += ["is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests", "num_parameters"]
-__all__ += ["resolve_model", "save_weights", "sync_reference", "turn_dropout_off", "turn_randomness_off"]
-__all__ += ["use_fp32_head", "write_merged"]
+__all__ = (
+    "REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "cast_frozen_to_bf16", "check_base",
+    "check_context", "check_reference", "decoder_layers", "digest", "effective_weight", "end_tokens", "is_adapter",
+    "load_policy", "load_tokenizer", "make_reference", "model_digests", "num_parameters", "resolve_model",
+    "save_weights", "sync_reference", "turn_dropout_off", "turn_randomness_off", "use_fp32_head", "write_merged",
+)  # fmt: skip

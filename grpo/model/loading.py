@@ -58,10 +58,7 @@ def check_context(
     key: str = "rollout.max_completion_length",
     trust_remote_code: bool = False,
 ) -> None:
-    """ValueError if the longest prompt and a completion of ``max_length`` tokens exceed the model's context.
-
-    It comes before weights are loaded, and names ``key``, the setting that ``max_length`` comes from.
-    """
+    """ValueError if the longest prompt and a completion of ``max_length`` (``key``) exceed the model's context."""
     context = context_limit(AutoConfig.from_pretrained(base_of(path), trust_remote_code=trust_remote_code))
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
@@ -89,10 +86,7 @@ def check_reference(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """ValueError, before weights are loaded, unless ``model.reference`` can score the policy's completions.
-
-    It needs the same tokens with the same ids, and a context for prompt and completion.
-    """
+    """ValueError unless ``model.reference`` has the policy's tokens, and a context for prompt and completion."""
     own, other = tokenizer.get_vocab(), load_tokenizer(path, trust_remote_code=trust_remote_code).get_vocab()
     if differing := sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token)):
         ids = f"{differing[0]!r} is {other.get(differing[0])} and {own.get(differing[0])}"
@@ -117,8 +111,7 @@ def load_policy(
 
     The folder of a LoRA adapter gives its model with the adapter in it, frozen weights in ``base_precision``.
 
-    ValueError if weights do not load, are incomplete or not finite, if tokenizer and model do not fit each other, if
-    neither names an EOS token, or if the head cannot be computed in fp32.
+    ValueError if weights do not load, are incomplete or not finite, or if model, tokenizer and settings do not fit.
     """
     base = base_of(path)
     model = load_weights(base, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
@@ -195,11 +188,8 @@ def write_merged(adapter: str | Path, output: str | Path, *, trust_remote_code: 
     """Write the whole model of an adapter folder, its weights added up in fp32 by peft, and its tokenizer.
 
     The model's own weights are read from its files: those that a run has in memory may be rounded to bf16. ``output``
-    appears when it is complete and on disk.
-
-    Raises:
-        ValueError: if ``output`` exists, or if adapter or model cannot be loaded, do not fit, or the model has changed.
-        OSError: if it cannot be written.
+    appears when it is complete and on disk. ValueError if it exists, if adapter or model cannot be loaded or do not
+    fit, or if the model has changed.
     """
     adapter, output, options = str(adapter), Path(output), dict(trust_remote_code=trust_remote_code)
     if output.exists():

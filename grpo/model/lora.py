@@ -15,11 +15,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from grpo.model.policy import Policy, cast_frozen_to_bf16, check_finite, reading
+from grpo.model.policy import HalfLinear, Policy, cast_frozen_to_bf16, check_finite, reading
 from grpo.system import import_extra
 
 TRAINED, REFERENCE_ADAPTER = "default", "reference"
@@ -51,26 +50,20 @@ def read_adapter_config(folder: str | Path) -> Any:
 
 def base_of(path: str) -> str:
     """The model that an adapter folder names as its own; any other path as it is."""
-    return str(read_adapter_config(path).base_model_name_or_path) if is_adapter(path) else path
+    return read_adapter_config(path).base_model_name_or_path if is_adapter(path) else path
 
 
 def add_adapter(policy: Policy, settings: Mapping[str, Any], *, base: str, seed: int = 0) -> None:
     """Put a new adapter into the policy's model as ``policy.adapter``, and freeze everything else.
 
-    Args:
-        settings: of peft's ``LoraConfig``.
-        base: the folder or Hub id of the model, for ``adapter_config.json``.
-        seed: of the first matrices. No global random number is drawn.
-
-    Raises:
-        ValueError: if peft is missing, or if ``target_modules`` names layers that are missing or not linear.
+    ``settings`` are of peft's ``LoraConfig``, ``base`` is the model for ``adapter_config.json``. No global random number
+    is drawn. ValueError if peft is missing, or if ``target_modules`` names layers that are missing or not linear.
     """
     targets = settings["target_modules"]
     if targets == "all-linear" and any(p.dim() == 3 for p in policy.model.parameters()):
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]  # peft would adapt the experts and routers of a mixture too
-    _inject(
-        policy, load_peft().LoraConfig(task_type="CAUSAL_LM", **{**settings, "target_modules": targets}), base, seed
-    )
+    config = load_peft().LoraConfig(task_type="CAUSAL_LM", **{**settings, "target_modules": targets})
+    _inject(policy, config, base, seed)
     adapted = policy.adapter.base_model.targeted_module_names
     names = [] if isinstance(targets, str) else targets
     if absent := [t for t in names if not any(f".{n}".endswith(f".{t}") for n in adapted)]:  # peft notices if all are
@@ -158,20 +151,6 @@ def reference_adapter(policy: Policy) -> Iterator[None]:
         yield
     finally:
         policy.adapter.set_adapter(TRAINED)
-
-
-class HalfLinear(nn.Linear):
-    """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for checks in fp32."""
-
-    def __init__(self, layer: nn.Linear):
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
-        self.train(layer.training)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            return F.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 def store_frozen_in_bf16(policy: Policy) -> None:

@@ -66,8 +66,7 @@ class Policy:
     def computes_equally(self, compute: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """True if both logits ``[..., V]`` differ by less than 0.1% of their standard deviation, in fp32.
 
-        Where a kernel has no fp32 (flash attention, for example), in the precision of the run and by less than 50%:
-        that finds gross errors only.
+        Where a kernel has no fp32 (flash attention), in the precision of the run and by less than 50%.
         """
         try:
             with torch.autocast(self.device.type, enabled=False), ieee_fp32():
@@ -165,10 +164,7 @@ def cast_frozen_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers that the model's hidden states pass through: of its lists of modules the one with the most parameters.
-
-    ValueError if it has none.
-    """
+    """The model's list of modules with the most parameters, which its hidden states pass through; or ValueError."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers: set runtime.parallel=ddp")
@@ -182,20 +178,29 @@ def sync_reference(reference: nn.Module, model: nn.Module, alpha: float) -> None
         old.lerp_(new, alpha)
 
 
-class FP32Head(nn.Linear):
+class HalfLinear(nn.Linear):
+    """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for checks in fp32."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.train(layer.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class FP32Head(HalfLinear):
     """Hidden states to logits in fp32, with another layer's parameters. bf16 rounds a logit of 20 by up to 0.06."""
 
     computes_in = torch.float32
     """Read by ``grpo.algorithm.logprobs``, which computes the head itself, in chunks."""
 
-    def __init__(self, head: nn.Linear):
-        super().__init__(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
-        self.weight, self.bias = head.weight, head.bias
-        self.train(head.training)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.weight, self.bias)
+            return super().forward(x.float())
 
 
 def use_fp32_head(model: PreTrainedModel) -> None:

@@ -58,7 +58,7 @@ def build_engine(
         servers = [Server(address, settings.server_timeout_s) for address in addresses]
         for server, own in zip(servers, started, strict=False):  # only the main rank has started them
             server.explain = own.explain
-        options = dict(weights_folder=settings.weights_folder, root=root, probe_ids=probe_ids)
-        engine = VLLMEngine(policy, servers, world=world, **options)
+        weights = settings.weights_folder
+        engine = VLLMEngine(policy, servers, world=world, weights_folder=weights, root=root, probe_ids=probe_ids)
         engine.on_close = on_failure.pop_all().close
         return engine

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from grpo.system import UserError
 
-CONNECT_SECONDS, CONNECT_RETRIES = 10.0, 3
 HEALTH_SECONDS = 5.0
 """Time between two questions whether a server that computes completions is healthy."""
 
@@ -39,16 +38,12 @@ class _Logprobs(_Record):
     content: Annotated[list[_Token], Field(min_length=1)]
 
 
-class _Version(_Record):
-    version: str
-
-
 class Sampled(_Record):
     """One completion."""
 
     finish_reason: Literal["stop", "length"]
     logprobs: _Logprobs
-    weight_versions: list[_Version]
+    weight_versions: list[dict[str, Any]]
     """Of the weights that sampled its tokens, one after the other."""
 
     @property
@@ -66,14 +61,11 @@ class Answer(_Record):
 class Server:
     """One vLLM server. Its coroutines get a client of :func:`session`."""
 
-    def __init__(self, address: str, timeout_s: float, explain: Callable[[str], str] = lambda problem: problem):
-        """
-        Args:
-            address: ``http://host:port``.
-            timeout_s: seconds that it may take to answer one request.
-            explain: of a server that the trainer has started (:meth:`grpo.vllm.server.StartedServer.explain`).
-        """
-        self.address, self.timeout_s, self.explain = address, timeout_s, explain
+    def __init__(self, address: str, timeout_s: float):
+        """``address``: ``http://host:port``; ``timeout_s``: to answer one request."""
+        self.address, self.timeout_s = address, timeout_s
+        self.explain: Callable[[str], str] = lambda problem: problem
+        """Of a server that the trainer has started: :meth:`grpo.vllm.server.StartedServer.explain`."""
         self.model = ""
         """The name of its model in requests, which the engine asks for."""
 
@@ -87,7 +79,7 @@ class Server:
 
         ServerError if the server cannot be reached, does not answer in time, or answers with an error.
         """
-        timeout = httpx.Timeout(self.timeout_s, connect=min(CONNECT_SECONDS, self.timeout_s))
+        timeout = httpx.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s))
         try:
             answer = await http.request(method, self.address + route, json=body, timeout=timeout)
             if answer.status_code < 400:
@@ -121,7 +113,7 @@ async def session() -> AsyncIterator[httpx.AsyncClient]:
     """A client with the API key of the environment and without the environment's proxies."""
     # A connection is used once: vLLM closes idle ones, and httpx looks through all of them at each answer.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    transport = httpx.AsyncHTTPTransport(retries=CONNECT_RETRIES, limits=limits)
+    transport = httpx.AsyncHTTPTransport(retries=3, limits=limits)
     headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("VLLM_API_KEY")) else {}
     async with httpx.AsyncClient(transport=transport, trust_env=False, headers=headers) as http:
         yield http

@@ -49,14 +49,9 @@ class VLLMEngine:
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
     ):
-        """All ranks build it together; other arguments as of :func:`grpo.vllm.build_engine`.
+        """All ranks build it together, with the same servers; arguments as of :func:`grpo.vllm.build_engine`.
 
-        Args:
-            policy: its model, or its adapter, is what the servers get; under FSDP the sharded model.
-            servers: the same on all ranks, which share them.
-
-        Raises:
-            ServerError: on all ranks, if a server does not answer or cannot sample for this policy.
+        ServerError, on all ranks, if a server does not answer or cannot sample for this policy.
         """
         self.policy, self.servers, self.world = policy, list(servers), world
         self.on_close: Callable[[], None] = lambda: None
@@ -70,13 +65,13 @@ class VLLMEngine:
         # In a thread of its own: in a notebook this thread has a loop already.
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         with world.fail_together():
-            self.vllm_version, *_ = self.wait_for(self._check_all())
+            self.vllm_version, *_ = self.wait_for(self._for_all(self._check))
 
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Give the policy's weights to the servers, now, for all calls of :meth:`generate` inside the block.
 
-        UserError, on all ranks, if the weights cannot be written, or a server does not load them.
+        ServerError, on all ranks, if a server does not load them.
         """
         if self.version is not None:
             yield
@@ -88,7 +83,12 @@ class VLLMEngine:
         version = f"{ADAPTER if self.policy.adapter else WHOLE}{uuid.uuid4().hex}"
         with self.world.fail_together():
             if self.world.is_main:
-                self.wait_for(self._load(self.folder.write(self.policy, weights, version), version))
+                files = self.folder.write(self.policy, weights, version)
+                self.wait_for(self._for_all(self._load, files, version))
+                # An adapter's files are deleted when the next one is loaded.
+                done, self._adapter = (self._adapter, files) if self.policy.adapter else (files, None)
+                if done is not None:
+                    shutil.rmtree(done, ignore_errors=True)
         self.version = self.world.from_main(version)
         try:
             yield
@@ -138,9 +138,9 @@ class VLLMEngine:
         finally:
             future.cancel()
 
-    async def _check_all(self) -> list[str]:
+    async def _for_all(self, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> list[Any]:
         async with session() as http:
-            return await asyncio.gather(*(self._check(server, http) for server in self.servers))
+            return await asyncio.gather(*(call(server, http, *args) for server in self.servers))
 
     async def _check(self, server: Server, http: httpx.AsyncClient) -> str:
         """vLLM's version; the server gets the name of its model. ServerError if its log-probs would be wrong."""
@@ -155,15 +155,7 @@ class VLLMEngine:
             raise ServerError(f"{server} does not reload a mixture's experts on the CPU: use rollout.engine=builtin")
         return (await server.call(http, "GET", "/version")).json()["version"]
 
-    async def _load(self, folder: Path, version: str) -> None:
-        """Load a folder into all servers, then delete it; an adapter's is deleted when the next one is loaded."""
-        async with session() as http:
-            await asyncio.gather(*(self._load_into(server, http, folder, version) for server in self.servers))
-        done, self._adapter = (folder, None) if self.policy.adapter is None else (self._adapter, folder)
-        if done is not None:
-            shutil.rmtree(done, ignore_errors=True)
-
-    async def _load_into(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
+    async def _load(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
         model = server.model
         await server.call(http, "POST", "/update_weight_version", {"new_version": version})
         if self.policy.adapter is None:
@@ -229,6 +221,6 @@ class VLLMEngine:
         length = len(sampled.ids)
         if length > most or (length < most and sampled.finish_reason == "length"):
             raise ServerError(f"{server} ended a completion after {length} of {most} tokens: raise --max-model-len")
-        if {weights.version for weights in sampled.weight_versions} != {self.version}:
+        if {weights["version"] for weights in sampled.weight_versions} != {self.version}:
             raise ServerError(f"{server} has lost this step's weights: it was started again, or another run uses it")
         return sampled

@@ -26,11 +26,8 @@ DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """vLLM's names of the values of ``runtime.precision``."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for ``--max-lora-rank``."""
-TERM_SECONDS = 10.0
-"""Seconds that the processes of a server have to end."""
 LAUNCHER_VARIABLES = re.compile(
-    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_.*|MASTER_ADDR|MASTER_PORT"
-    "|TORCHELASTIC_.*|TORCH_NCCL_.*"
+    "RANK|WORLD_SIZE|(LOCAL|GROUP)_(RANK|WORLD_SIZE)|ROLE_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|TORCH_NCCL_.*"
 )
 """Environment variables of the trainer's launcher, which would make the server look for other ranks."""
 END_WITH_PARENT = (
@@ -128,4 +125,4 @@ class StartedServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(TERM_SECONDS)
+                self.process.wait(10)

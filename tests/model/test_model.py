@@ -48,10 +48,6 @@ def test_master_weights_are_fp32_whatever_the_checkpoint(random_model, tmp_path)
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
     with policy.autocast():
         assert policy.model(torch.tensor([[1, 2]])).logits.dtype == torch.bfloat16
-    # An update of 1e-6 relative to weights of order 1 survives, which bf16 parameters would round away.
-    weight = next(policy.model.parameters()).detach()
-    assert not torch.equal(weight, weight * (1 + 1e-6))
-    assert torch.equal(weight.bfloat16(), (weight * (1 + 1e-6)).bfloat16())
 
 
 RANDOM = {
@@ -198,9 +194,9 @@ def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
     assert all(p.dtype == torch.float32 for p in policy.model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["fp32", "reads its weights itself", "fails"])
+@pytest.mark.parametrize("kind", ["reads its weights itself", "fails"])
 def test_a_reference_that_would_change_stays_in_fp32(random_model, kind):
-    policy = load(random_model, precision="fp32" if kind == "fp32" else "bf16")
+    policy = load(random_model, precision="bf16")
     reference = make_reference(policy.model)
     layer = reference.model.layers[0].mlp.down_proj
     if kind == "reads its weights itself":  # as routers do

@@ -58,9 +58,9 @@ def build(servers, tmp_path):
         if servers[name].started is None:
             servers[name].start()
         options = dict(weights_folder=str(tmp_path / "weights"), probe_ids=range(100, 140))
-        engine = VLLMEngine(
-            policy, [Server(servers[name].address, 300.0, servers[name].started.explain)], world=world, **options
-        )
+        server = Server(servers[name].address, 300.0)
+        server.explain = servers[name].started.explain
+        engine = VLLMEngine(policy, [server], world=world, **options)
         engines.append(engine)
         return engine
 

@@ -1,6 +1,5 @@
 """The vLLM engine against a server with faults: each is an error, and no request is repeated."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -261,24 +260,3 @@ def test_an_adapter_needs_the_weights_that_the_server_began_with(server, build, 
     server.weight_version = "grpo-whole-1"
     with pytest.raises(ServerError, match="has the weights of another run, which an adapter is not for"):
         build(server, policy=policy)
-
-
-def test_signals_at_the_start_of_a_rollout_leave_no_thread_waiting(server, build):
-    """At moments of which some lie where the request is handed to the event loop."""
-    engine = build(server)
-
-    def interrupt(*_):
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with engine.weights():
-            for number in range(60):
-                signal.setitimer(signal.ITIMER_REAL, 5e-5 * (number + 1))
-                with contextlib.suppress(Interrupted):
-                    engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY)
-                    time.sleep(0.01)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert len(sample(engine)) == len(PROBLEMS)
