@@ -63,7 +63,7 @@ def check_context(
     longest = max(len(problem.prompt_ids) for problem in problems)
     if context is not None and longest + max_length > context:
         exceed = f"the longest prompt of {longest} tokens exceed the context of {context} tokens of {path}"
-        raise ValueError(f"{key}={max_length} + {exceed}: use at most {context - longest}, or shorter prompts")
+        raise ValueError(f"{key}={max_length} + {exceed}: use at most {context - longest}")
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -57,7 +57,7 @@ def add_adapter(policy: Policy, settings: Mapping[str, Any], *, base: str, seed:
     """Put a new adapter into the policy's model as ``policy.adapter``, and freeze everything else.
 
     ``settings`` are of peft's ``LoraConfig``, ``base`` is the model for ``adapter_config.json``. No global random
-    number is drawn. ValueError if peft is missing, or if ``target_modules`` names layers that are missing or not linear.
+    number is drawn. ValueError if ``target_modules`` names layers that are missing or not linear.
     """
     targets = settings["target_modules"]
     if targets == "all-linear" and any(p.dim() == 3 for p in policy.model.parameters()):
