@@ -4,7 +4,6 @@ from grpo.model.loading import (
     REFERENCE,
     check_base,
     check_context,
-    check_finite,
     check_reference,
     digest,
     end_tokens,
@@ -13,22 +12,24 @@ from grpo.model.loading import (
     model_digests,
     resolve_model,
     save_weights,
-    without_cudnn_attention,
     write_merged,
 )
-from grpo.model.lora import HalfLinear, adapted_base, base_of, effective_weight, is_adapter
+from grpo.model.lora import adapted_base, base_of, effective_weight, is_adapter
 from grpo.model.policy import (
+    HalfLinear,
     Policy,
     cast_frozen_to_bf16,
     decoder_layers,
     make_reference,
     num_parameters,
     sync_reference,
+    turn_dropout_off,
+    turn_randomness_off,
 )
-from grpo.model.randomness import turn_dropout_off, turn_randomness_off
 
-__all__ = ["REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "cast_frozen_to_bf16", "check_base"]
-__all__ += ["check_context", "check_finite", "check_reference", "decoder_layers", "digest", "effective_weight"]
-__all__ += ["end_tokens", "is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests"]
-__all__ += ["num_parameters", "resolve_model", "save_weights", "sync_reference", "turn_dropout_off"]
-__all__ += ["turn_randomness_off", "without_cudnn_attention", "write_merged"]
+__all__ = (
+    "REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "cast_frozen_to_bf16", "check_base",
+    "check_context", "check_reference", "decoder_layers", "digest", "effective_weight", "end_tokens", "is_adapter",
+    "load_policy", "load_tokenizer", "make_reference", "model_digests", "num_parameters", "resolve_model",
+    "save_weights", "sync_reference", "turn_dropout_off", "turn_randomness_off", "write_merged",
+)  # fmt: skip

@@ -15,23 +15,25 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from grpo.model.policy import Policy, cast_frozen_to_bf16
-from grpo.system import first_line, import_extra
+from grpo.model.policy import HalfLinear, Policy, cast_frozen_to_bf16, check_finite, reading
+from grpo.system import import_extra
 
-CONFIG_FILE = "adapter_config.json"
 TRAINED, REFERENCE_ADAPTER = "default", "reference"
 """Names of adapters inside of peft's layers: the one that is trained, and a frozen one that the KL is measured from."""
-EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Ends of names that peft takes for experts and routers, in a mixture, also where they name dense layers."""
+PLAIN = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
+    "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern",
+}  # fmt: skip
+"""Fields of peft's ``LoraConfig`` with any value of which a layer computes ``W + scale * B @ A``, and nothing more."""
 
 
 def is_adapter(path: str | Path) -> bool:
     """True for a folder that holds an adapter, as peft writes it."""
-    return os.path.isfile(os.path.join(path, CONFIG_FILE))
+    return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
 def load_peft() -> ModuleType:
@@ -39,109 +41,79 @@ def load_peft() -> ModuleType:
     return import_extra("peft", extra="lora", needed_by="LoRA")
 
 
-def read_adapter_config(folder: str | Path, setting: str) -> Any:
-    """peft's ``LoraConfig`` of a folder; ValueError, which begins with ``setting``, if there is none."""
+def read_adapter_config(folder: str | Path) -> Any:
+    """peft's configuration of an adapter folder."""
     peft = load_peft()
-    try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
-        assert isinstance(config, peft.LoraConfig), f"its peft_type is {config.peft_type}"
-    except Exception as error:  # of any type: the file may hold anything
-        raise ValueError(f"{setting}={folder} is no LoRA adapter that peft can read: {first_line(error)}") from None
-    return config
+    with reading(f"{folder} cannot be loaded"):
+        return peft.PeftConfig.from_pretrained(str(folder))
 
 
-def base_of(path: str, setting: str = "model.name_or_path") -> str:
+def base_of(path: str) -> str:
     """The model that an adapter folder names as its own; any other path as it is."""
-    base = read_adapter_config(path, setting).base_model_name_or_path if is_adapter(path) else path
-    if not isinstance(base, str) or not base:
-        raise ValueError(f"{setting}={path}: {CONFIG_FILE} does not name its model (base_model_name_or_path)")
-    return base
+    return read_adapter_config(path).base_model_name_or_path if is_adapter(path) else path
 
 
 def add_adapter(policy: Policy, settings: Mapping[str, Any], *, base: str, seed: int = 0) -> None:
     """Put a new adapter into the policy's model as ``policy.adapter``, and freeze everything else.
 
-    Args:
-        settings: of peft's ``LoraConfig``.
-        base: the folder or Hub id of the model, for ``adapter_config.json``.
-        seed: of the first matrices. No global random number is drawn.
-
-    Raises:
-        ValueError: if peft is missing, or if ``target_modules`` names layers that are missing or not linear.
+    ``settings`` are of peft's ``LoraConfig``, ``base`` is the model for ``adapter_config.json``. No global random
+    number is drawn. ValueError if ``target_modules`` names layers that are missing or not linear.
     """
-    targets, linear = settings["target_modules"], _linear_layers(policy.model)
-    asked = f"lora.target_modules={targets}"
-    # peft's own "all-linear" would adapt the experts and routers of a mixture too, which are no linear layers.
-    found = linear if targets == "all-linear" else targets
-    config = load_peft().LoraConfig(task_type="CAUSAL_LM", **{**settings, "target_modules": found})
-    _inject(policy, config, base, asked, seed)
+    targets = settings["target_modules"]
+    if targets == "all-linear" and any(p.dim() == 3 for p in policy.model.parameters()):
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]  # peft would adapt the experts and routers of a mixture too
+    config = load_peft().LoraConfig(task_type="CAUSAL_LM", **{**settings, "target_modules": targets})
+    _inject(policy, config, base, seed)
     adapted = policy.adapter.base_model.targeted_module_names
-    names = [] if isinstance(found, str) else found
+    names = [] if isinstance(targets, str) else targets
     if absent := [t for t in names if not any(f".{n}".endswith(f".{t}") for n in adapted)]:  # peft notices if all are
-        choice = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise ValueError(f"{asked}: no layer has the name {absent[0]}; use all-linear or a list of {choice}")
+        raise ValueError(f"lora.target_modules={targets}: no layer has the name {absent[0]}")
 
 
-def read_adapter(policy: Policy, folder: str, *, setting: str, base: str, dropout: float = 0.0) -> None:
+def read_adapter(policy: Policy, folder: str, *, base: str, dropout: float = 0.0) -> None:
     """Load the adapter of a folder into the policy's model as ``policy.adapter``, with another dropout.
 
-    ValueError, which begins with ``setting``, unless the model then computes with ``W + scale * B @ A``, and ``W`` are
-    the weights that it has without the adapter: what the sampler and the reference of the KL compute with.
+    ValueError unless its layers compute ``W + scale * B @ A`` with the model's own ``W``, as the sampler and the
+    reference of the KL do. DoRA and trained biases do more, PiSSA and OLoRA have another ``W``.
     """
-    config = read_adapter_config(folder, setting)
-    asked = f"{setting}={folder}, an adapter of {config.base_model_name_or_path}"
+    config = read_adapter_config(folder)
+    plain = load_peft().LoraConfig()
+    changed = {name: value for name, value in vars(config).items() if value and value != getattr(plain, name, None)}
+    if more := [n for n in changed if n not in PLAIN and changed[n] != "gaussian"]:
+        raise ValueError(f"{folder} is not plain LoRA ({more[0]}): python -m grpo.merge makes a whole model of it")
     config.lora_dropout, config.inference_mode = dropout, False
-    with policy.inference():
-        before = _logits(policy)
-        _inject(policy, config, base, asked, seed=0)
-        read_values(policy, folder, asked)
-        with policy.adapter.disable_adapter():
-            is_base_unchanged = torch.equal(_logits(policy), before)
-        if not is_base_unchanged or not policy.computes_equally(lambda: _adapted_and_summed_logits(policy)):
-            raise ValueError(
-                f"{asked}: it does more than add scale * B @ A to weights of its model (PiSSA and OLoRA change these, "
-                "for example): plain LoRA works, and python -m grpo.merge makes a whole model of any other"
-            )
+    _inject(policy, config, base, seed=0)
+    read_values(policy, folder)
 
 
-def read_values(policy: Policy, folder: str | Path, asked: str) -> None:
-    """Give the trained adapter the values of a folder; ValueError, which begins with ``asked``, if they do not fit."""
-    try:
-        with _quiet(seed=0):
-            found = policy.adapter.load_adapter(
-                str(folder), TRAINED, is_trainable=True, torch_device=str(policy.device)
-            )
-    except Exception as error:  # of any type: the file may hold anything
-        raise ValueError(f"{asked}, cannot be loaded: {first_line(error)}") from None
+def read_values(policy: Policy, folder: str | Path) -> None:
+    """Give the trained adapter the values of a folder; ValueError if they do not fit."""
+    with reading(f"{folder} cannot be loaded"):
+        found = policy.adapter.load_adapter(str(folder), TRAINED, is_trainable=True, torch_device=str(policy.device))
     if wrong := [*found.missing_keys, *found.unexpected_keys]:
-        raise ValueError(f"{asked}, does not fit the model: {wrong[0]} is on one side only")
-    if bad := [name for name, p in adapter_parameters(policy.model).items() if not torch.isfinite(p).all()]:
-        raise ValueError(f"{asked}: {bad[0]} contains NaN or infinity; take another checkpoint")
+        raise ValueError(f"{folder} does not fit the model: {wrong[0]} is on one side only")
+    check_finite(policy.model, folder)
 
 
-def _inject(policy: Policy, config: Any, base: str, asked: str, seed: int) -> None:
-    """Let peft put its layers in; ValueError if anything but the matrices of linear layers would be trained."""
-    peft, model, plain = load_peft(), policy.model, set()
+def _inject(policy: Policy, config: Any, base: str, seed: int) -> None:
+    """Let peft put its layers in; ValueError if it adapts anything but linear layers before the head."""
+    peft, model = load_peft(), policy.model
     model.disable_input_require_grads()  # peft asks for them anew, and both are needless for checkpointing as done here
-    try:
-        with _quiet(seed):
-            policy.adapter = peft.get_peft_model(model, config)
-    except Exception as error:  # of many types, also those of regular expressions
-        raise ValueError(f"{asked}: {first_line(error)}") from None
+    quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)  # of transformers, about peft's calls
+    with torch.random.fork_rng(devices=[]), quiet, reading(f"lora.target_modules={config.target_modules}"):
+        torch.default_generator.manual_seed(seed)
+        policy.adapter = peft.get_peft_model(model, config)
     config.base_model_name_or_path = base
     if isinstance(config.target_modules, set):  # whose order differs from process to process
         config.target_modules = sorted(config.target_modules)
     model.disable_input_require_grads()
-    for layer in [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]:
-        # The input stays in bf16 under autocast: peft would cast it to fp32, and autocast would cast it back.
-        layer.cast_input_dtype_enabled = False
-        is_linear = isinstance(layer.get_base_layer(), nn.Linear | Conv1D) and not layer.lora_variant
-        if is_linear and layer is not model.get_output_embeddings():
-            plain |= {layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight}
-    if other := [name for name, p in model.named_parameters() if p.requires_grad and p not in plain]:
-        raise ValueError(
-            f"{asked}: {other[0]} would be trained, and only plain LoRA of linear layers before the head can be"
-        )
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+            # The input stays in bf16 under autocast: peft would cast it to fp32, and autocast would cast it back.
+            layer.cast_input_dtype_enabled = False
+            if layer is model.get_output_embeddings() or not isinstance(layer.get_base_layer(), nn.Linear | Conv1D):
+                linear = "name linear layers before the head, of a mixture of experts those of attention"
+                raise ValueError(f"lora.target_modules would adapt {name}: {linear}")
 
 
 def adapter_parameters(model: nn.Module, name: str = TRAINED) -> dict[str, nn.Parameter]:
@@ -153,9 +125,9 @@ def adapter_parameters(model: nn.Module, name: str = TRAINED) -> dict[str, nn.Pa
 
 def add_reference_adapter(policy: Policy) -> None:
     """Add a frozen copy of the adapter, for :func:`reference_adapter`."""
-    with _quiet(seed=0):
+    with torch.random.fork_rng(devices=[]):
         policy.adapter.add_adapter(REFERENCE_ADAPTER, policy.adapter.peft_config[TRAINED])
-        policy.adapter.set_adapter(TRAINED)
+    policy.adapter.set_adapter(TRAINED)
     copy_to_reference_adapter(policy.model)
 
 
@@ -179,59 +151,6 @@ def reference_adapter(policy: Policy) -> Iterator[None]:
         yield
     finally:
         policy.adapter.set_adapter(TRAINED)
-
-
-def _linear_layers(model: nn.Module) -> list[str]:
-    """All linear layers but the head: the ends of their names, or the whole names where an end means others too."""
-    head, modules = model.get_output_embeddings(), dict(model.named_modules())
-    layers = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-    if any(parameter.dim() == 3 for parameter in model.parameters()):  # the experts of a mixture
-        layers = [name for name in layers if name.rpartition(".")[2] not in EXPERTS]
-    ends = {name.rpartition(".")[2] for name in layers}
-    is_plain = {name for name in modules if name.rpartition(".")[2] in ends} == set(layers)
-    return sorted(ends if is_plain else layers)
-
-
-@contextlib.contextmanager
-def _quiet(seed: int) -> Iterator[None]:
-    """Inside the block peft warns of nothing, and draws random numbers from this seed."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
-def _logits(policy: Policy) -> torch.Tensor:
-    """``[1, 16, V]`` of fixed tokens."""
-    ids_BS = torch.arange(16, device=policy.device)[None, :] % policy.model.get_input_embeddings().weight.shape[0]
-    return policy.model(input_ids=ids_BS, use_cache=False).logits
-
-
-def _adapted_and_summed_logits(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits as peft computes them, and with the weight of each adapted layer added up."""
-    adapted = _logits(policy)
-    layers = [layer for layer in policy.model.modules() if adapted_base(layer)]
-    for layer in layers:
-        layer.forward = lambda x, layer=layer: F.linear(x, effective_weight(layer), layer.bias)
-    try:
-        return adapted, _logits(policy)
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-class HalfLinear(nn.Linear):
-    """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for checks in fp32."""
-
-    def __init__(self, layer: nn.Linear):
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
-        self.train(layer.training)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            return F.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 def store_frozen_in_bf16(policy: Policy) -> None:

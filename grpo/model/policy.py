@@ -1,4 +1,4 @@
-"""The model that is trained, with its tokenizer and precision, and the frozen reference of the KL term."""
+"""The model that is trained: its precision, head and dropout; and the frozen reference of the KL term."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.attention.precision import ieee_fp32
+from grpo.system import first_line
 
 
 @dataclass
@@ -45,8 +48,8 @@ class Policy:
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens that :func:`context_limit` allows; None if the model's config names no limit."""
-        return context_limit(self.model.config)[0]
+        """See :func:`context_limit`."""
+        return context_limit(self.model.config)
 
     def without_weights(self) -> Policy:
         """A copy whose parameters are on the meta device: the same modules, ties, adapters and buffers."""
@@ -63,8 +66,7 @@ class Policy:
     def computes_equally(self, compute: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """True if both logits ``[..., V]`` differ by less than 0.1% of their standard deviation, in fp32.
 
-        Where a kernel has no fp32 (flash attention, for example), in the precision of the run and by less than 50%:
-        that finds gross errors only.
+        Where a kernel has no fp32 (flash attention), in the precision of the run and by less than 50%.
         """
         try:
             with torch.autocast(self.device.type, enabled=False), ieee_fp32():
@@ -92,22 +94,36 @@ class Policy:
             self.model.train(was_training)
 
 
-def context_limit(config: PreTrainedConfig) -> tuple[int | None, str]:
-    """Most tokens of a sequence, None if the configuration names no limit, and what the limit is.
+def context_limit(config: PreTrainedConfig) -> int | None:
+    """Most tokens of a sequence; None if the configuration names no limit. Of longrope the *original* context.
 
-    Longrope has one set of frequencies up to its original context and another beyond it, and transformers chooses by
-    the longest row of a pass: beyond the original context, log-probs would depend on which rows share a pass.
+    Beyond it longrope has other frequencies, and transformers chooses by the longest row of a pass: log-probs would
+    depend on which rows share a pass.
     """
     text = config.get_text_config()
-    limit, what = getattr(text, "max_position_embeddings", None), "the model's context"
+    limits = [getattr(text, "max_position_embeddings", None)]
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for options in [rope, *rope.values()]:  # some models have one entry for each type of layer
         if isinstance(options, dict) and options.get("rope_type", options.get("type")) in ("longrope", "su"):
-            original = options.get("original_max_position_embeddings") or text.original_max_position_embeddings
-            if limit is None or original < limit:
-                limit = original
-                what = "the model's original context (beyond it, longrope computes all rows as the longest one)"
-    return limit, what
+            limits.append(options.get("original_max_position_embeddings") or text.original_max_position_embeddings)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Errors of transformers and peft about a folder, of many types, as a ValueError that begins with ``what``."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {first_line(error)}") from error
+
+
+def check_finite(model: nn.Module, path: str | Path) -> None:
+    """ValueError if a weight is NaN or infinite."""
+    for name, parameter in model.named_parameters():
+        # aminmax takes a tenth of the time of isfinite() on CPU, and is NaN where a value is.
+        if parameter.numel() and not torch.stack(parameter.aminmax()).isfinite().all():
+            raise ValueError(f"{path}: {name} contains NaN or infinity; take another checkpoint")
 
 
 def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
@@ -148,10 +164,7 @@ def cast_frozen_to_bf16(reference: PreTrainedModel, policy: Policy) -> bool:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers that the model's hidden states pass through: of its lists of modules the one with the most parameters.
-
-    ValueError if it has none.
-    """
+    """The model's list of modules with the most parameters, which its hidden states pass through; or ValueError."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers: set runtime.parallel=ddp")
@@ -163,3 +176,58 @@ def sync_reference(reference: nn.Module, model: nn.Module, alpha: float) -> None
     """``ref = alpha * policy + (1 - alpha) * ref``, in place."""
     for old, new in zip(reference.parameters(), model.parameters(), strict=True):
         old.lerp_(new, alpha)
+
+
+class HalfLinear(nn.Linear):
+    """A frozen linear layer in bf16. Without autocast it computes in the dtype of its input, for checks in fp32."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.train(layer.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """Set every number named after randomness to 0, in modules and in configurations, which some models read."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    for holder in [*model.modules(), *configs]:
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, float) and any(part in name for part in ("drop", "jitter", "noise")):
+                setattr(holder, name, 0.0)
+        if isinstance(holder, nn.modules.dropout._DropoutNd):
+            holder.p = 0.0
+
+
+@torch.no_grad()
+def turn_randomness_off(policy: Policy) -> None:
+    """:func:`turn_dropout_off`, and a check on a short batch that training mode now computes what sampling computes.
+
+    ValueError if two passes in training mode, with different seeds, are not the pass in evaluation mode. No global
+    random number is drawn.
+    """
+    # The evaluation pass comes first: a number that also counts in evaluation must not be set to 0 unnoticed.
+    model, was_training = policy.model, policy.model.training
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids_BS = torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(0)).to(policy.device)
+
+    def train_and_eval_logits() -> tuple[torch.Tensor, torch.Tensor]:
+        model.eval()
+        expected = model(input_ids=ids_BS, use_cache=False).logits
+        turn_dropout_off(model)
+        model.train()
+        found = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            found.append(model(input_ids=ids_BS, use_cache=False).logits)
+        return torch.stack(found), expected
+
+    with torch.random.fork_rng(devices=[policy.device] if policy.device.type == "cuda" else []):
+        is_off = policy.computes_equally(train_and_eval_logits)
+    model.train(was_training)
+    if not is_off:
+        raise ValueError(f"{type(model).__name__} is random in training mode: set model.disable_dropout=false")

@@ -143,7 +143,7 @@ def matches_model(
         return False
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
     ids = torch.randint(backbone.embed_tokens.num_embeddings, (18,), generator=generator).tolist()
-    limit = context_limit(model.config)[0] or 2**20
+    limit = context_limit(model.config) or 2**20
     far = [2**power for power in range(3, 20) if 2**power < limit - 2]
     prompts, rows = (ids[:9], ids[9:14]), torch.tensor([0, 1] + [1] * len(far), device=device)
     results = []

@@ -119,8 +119,7 @@ def build_models(
 
     def load_reference() -> Policy:
         # Without model.reference it is the model that training began with, also for a policy from a checkpoint.
-        setting = REFERENCE if reference_path else "model.name_or_path"
-        reference = load_policy(reference_path or path, tokenizer, **options, setting=setting)
+        reference = load_policy(reference_path or path, tokenizer, **options)
         reference.model.requires_grad_(False)
         if is_sharded and not moves:
             lora.store_frozen_in_bf16(reference)
@@ -191,8 +190,8 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
     needs_frozen = is_reference and (start is not None or algorithm.ref_sync_steps > 0)
     if start is not None:
         if folder is None:  # a continued run has compared these files with its checkpoint's
-            check_base(start, path, "model.adapter")
-        lora.read_adapter(policy, start, setting="model.adapter", base=base, dropout=settings.dropout)
+            check_base(start, path)
+        lora.read_adapter(policy, start, base=base, dropout=settings.dropout)
     else:
         options = dict(r=settings.rank, lora_alpha=settings.alpha or 2 * settings.rank, lora_dropout=settings.dropout)
         options |= dict(use_rslora=settings.rslora, init_lora_weights=settings.init)
@@ -201,7 +200,7 @@ def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None
     if needs_frozen:
         lora.add_reference_adapter(policy)
     if folder is not None:
-        lora.read_values(policy, folder, f"checkpoint {folder}")
+        lora.read_values(policy, folder)
 
 
 def _load_sharded(

@@ -23,7 +23,7 @@ from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.collect import check_eval_context, eval_sampling
 from grpo.evaluation.grading import check_reward_names
-from grpo.model import REFERENCE, check_context, check_reference, load_tokenizer, num_parameters, resolve_model
+from grpo.model import check_context, check_reference, load_tokenizer, num_parameters, resolve_model
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
@@ -66,7 +66,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         if config.uses_lora:
             load_peft()
         if config.model.adapter is not None:
-            read_adapter_config(config.model.adapter, "model.adapter")
+            read_adapter_config(config.model.adapter)
         if world.is_main:  # in a folder that changes, two ranks could find different checkpoints
             found = find_checkpoint(config, lock)
         specs = [RewardSpec(f.name, f.weight, f.args, objects.rewards.get(f.name)) for f in config.reward.functions]
@@ -207,7 +207,7 @@ def _resolved_models(config: Config, world: World) -> tuple[str, str | None]:
         path = resolve_model(config.model.name_or_path, dataset, **options)
         reference = config.model.reference if config.algorithm.beta > 0 else None
         if reference is not None:
-            reference = resolve_model(reference, dataset, setting=REFERENCE, **options)
+            reference = resolve_model(reference, dataset, **options)
     return path, reference
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from grpo.distributed import World, is_sharded, whole_trained_weights
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
 from grpo.rollout.interface import grouped
-from grpo.vllm.check import ADAPTER, WHOLE, check_server
-from grpo.vllm.client import EventLoop, Sampled, Server, ServerError, session
+from grpo.vllm.client import Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
 MAX_REQUESTS = 512
 """Most requests in flight over all ranks and servers, each with a connection of its own."""
+WHOLE, ADAPTER = "grpo-whole-", "grpo-adapter-"
+"""Beginnings of the versions of weights that replace a server's, and of adapters beside these."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM computes with this one in place of lower ones."""
 
@@ -46,38 +48,30 @@ class VLLMEngine:
         weights_folder: str,
         root: nn.Module | None = None,
         probe_ids: Sequence[int] = (),
-        longest: int = 0,
-        on_close: Callable[[], None] = lambda: None,
     ):
-        """All ranks build it together; other arguments as of :func:`grpo.vllm.build_engine`.
+        """All ranks build it together, with the same servers; arguments as of :func:`grpo.vllm.build_engine`.
 
-        Args:
-            policy: its model, or its adapter, is what the servers get; under FSDP the sharded model.
-            servers: the same on all ranks, which share them.
-            on_close: called by :meth:`close`: ends servers that were started for this engine.
-
-        Raises:
-            ServerError: on all ranks, if a server does not answer or cannot sample for this policy.
+        ServerError, on all ranks, if a server does not answer or cannot sample for this policy.
         """
-        self.policy, self.servers, self.world, self.on_close = policy, list(servers), world, on_close
+        self.policy, self.servers, self.world = policy, list(servers), world
+        self.on_close: Callable[[], None] = lambda: None
+        """Called by :meth:`close`: ends servers that were started for this engine."""
         self.probe = Probe(policy, root or policy.model, probe_ids)
         self.version: str | None = None
         """A name for the weights that the servers have, used once; None outside of :meth:`weights`."""
         self._adapter: Path | None = None
         """The files of the adapter that the servers have."""
-        self.loop, self.folder = EventLoop(), WeightsFolder(weights_folder)
-        try:
-            with world.fail_together():
-                self.vllm_version, *_ = self.loop.wait_for(self._check, longest)
-        except BaseException:
-            self.loop.close()
-            raise
+        self.folder, self.loop = WeightsFolder(weights_folder), asyncio.new_event_loop()
+        # In a thread of its own: in a notebook this thread has a loop already.
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        with world.fail_together():
+            self.vllm_version, *_ = self.wait_for(self._for_all(self._check))
 
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Give the policy's weights to the servers, now, for all calls of :meth:`generate` inside the block.
 
-        UserError, on all ranks, if the weights cannot be written, or a server does not load them.
+        ServerError, on all ranks, if a server does not load them.
         """
         if self.version is not None:
             yield
@@ -89,7 +83,12 @@ class VLLMEngine:
         version = f"{ADAPTER if self.policy.adapter else WHOLE}{uuid.uuid4().hex}"
         with self.world.fail_together():
             if self.world.is_main:
-                self.loop.wait_for(self._load, self.folder.write(self.policy, weights, version), version)
+                files = self.folder.write(self.policy, weights, version)
+                self.wait_for(self._for_all(self._load, files, version))
+                # An adapter's files are deleted when the next one is loaded.
+                done, self._adapter = (self._adapter, files) if self.policy.adapter else (files, None)
+                if done is not None:
+                    shutil.rmtree(done, ignore_errors=True)
         self.version = self.world.from_main(version)
         try:
             yield
@@ -114,7 +113,7 @@ class VLLMEngine:
         bodies = [self._body(problem, g, sampling, stops, seed_key) for problem in problems for g in range(G)]
         completions = []
         with self.weights():
-            for sampled in self.loop.wait_for(self._sample_all, bodies, on_tokens or (lambda num_tokens: None)):
+            for sampled in self.wait_for(self._sample_all(bodies, on_tokens or (lambda num_tokens: None))):
                 end = stops.first_end(sampled.ids, 0) if stops.strings else None
                 logprobs = () if sampling.is_greedy else tuple(t.logprob for t in sampled.logprobs.content[:end])
                 finished = end is not None or sampled.finish_reason == "stop"
@@ -123,7 +122,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Delete the weights, and end the servers if they were started for this engine."""
-        self.loop.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
         shutil.rmtree(self.folder.path, ignore_errors=True)
         self.on_close()
 
@@ -131,19 +130,32 @@ class VLLMEngine:
         """``vLLM 0.32.0 at http://host:8000``."""
         return f"vLLM {self.vllm_version} at {', '.join(server.address for server in self.servers)}"
 
-    async def _check(self, longest: int) -> list[str]:
-        async with session() as http:
-            return await asyncio.gather(*(check_server(server, http, self.policy, longest) for server in self.servers))
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Its result. An exception that a signal handler raises here cancels it, so that servers stop computing."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
 
-    async def _load(self, folder: Path, version: str) -> None:
-        """Load a folder into all servers, then delete it; an adapter's is deleted when the next one is loaded."""
+    async def _for_all(self, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> list[Any]:
         async with session() as http:
-            await asyncio.gather(*(self._load_into(server, http, folder, version) for server in self.servers))
-        done, self._adapter = (folder, None) if self.policy.adapter is None else (self._adapter, folder)
-        if done is not None:
-            shutil.rmtree(done, ignore_errors=True)
+            return await asyncio.gather(*(call(server, http, *args) for server in self.servers))
 
-    async def _load_into(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
+    async def _check(self, server: Server, http: httpx.AsyncClient) -> str:
+        """vLLM's version; the server gets the name of its model. ServerError if its log-probs would be wrong."""
+        server.model = (await server.call(http, "GET", "/v1/models")).json()["data"][0]["id"]
+        settings = (await server.call(http, "GET", "/server_info?config_format=json")).json()["vllm_config"]
+        weights = (await server.call(http, "GET", "/weight_info")).json()["weight_version"]
+        if settings["model_config"]["logprobs_mode"] != "processed_logprobs":
+            raise ServerError(f"{server} returns other log-probs: start it with --logprobs-mode processed_logprobs")
+        if self.policy.adapter and weights.startswith(WHOLE):
+            raise ServerError(f"{server} has the weights of another run, which an adapter is not for: start it again")
+        if settings["device_config"]["device"] == "cpu" and any(p.dim() == 3 for p in self.policy.model.parameters()):
+            raise ServerError(f"{server} does not reload a mixture's experts on the CPU: use rollout.engine=builtin")
+        return (await server.call(http, "GET", "/version")).json()["version"]
+
+    async def _load(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
         model = server.model
         await server.call(http, "POST", "/update_weight_version", {"new_version": version})
         if self.policy.adapter is None:
@@ -155,7 +167,8 @@ class VLLMEngine:
             if self._adapter is not None:
                 await server.call(http, "POST", "/v1/unload_lora_adapter", {"lora_name": self._adapter.name})
         if problem := self.probe.compare(server, await server.prompt_logprobs(http, self.probe.ids, model)):
-            raise ServerError(f"{server} does not compute with the weights it was given: {problem}")
+            hint = "is it another model, or its --dtype not runtime.precision?"
+            raise ServerError(f"{server} does not compute with the policy's weights: {problem}; {hint}")
 
     def _body(self, problem: Problem, g: int, sampling: SamplingParams, stops: Stops, seed_key) -> dict[str, Any]:
         """Of the request for completion ``g``."""
@@ -207,9 +220,7 @@ class VLLMEngine:
         (sampled,), most = answer.choices, body["sampling_params"]["max_tokens"]
         length = len(sampled.ids)
         if length > most or (length < most and sampled.finish_reason == "length"):
-            problem = f"ended a completion after {length} tokens where {most} were asked for: raise --max-model-len"
-        elif {weights.version for weights in sampled.weight_versions} != {self.version}:
-            problem = "has lost the weights of this step: it was started again, or another run uses it"
-        else:
-            return sampled
-        raise ServerError(f"{server} {problem}")
+            raise ServerError(f"{server} ended a completion after {length} of {most} tokens: raise --max-model-len")
+        if {weights["version"] for weights in sampled.weight_versions} != {self.version}:
+            raise ServerError(f"{server} has lost this step's weights: it was started again, or another run uses it")
+        return sampled

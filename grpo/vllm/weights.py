@@ -15,7 +15,6 @@ from torch import nn
 
 from grpo.distributed import compute_inside
 from grpo.model import Policy, save_weights
-from grpo.system import UserError, first_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LIMITS = {"fp32": 1e-3, "bf16": 0.1}
@@ -33,7 +32,7 @@ class WeightsFolder:
 
     def write(self, policy: Policy, weights: dict[str, torch.Tensor], version: str) -> Path:
         """Delete what ended processes of this machine have left, then write weights as ``save_pretrained`` does, in the
-        precision of the run, an adapter in fp32. UserError if that fails.
+        precision of the run, an adapter in fp32.
 
         A tied weight is written under each of its names: on the CPU, vLLM makes its packed copy of the head anew only
         when the files hold the head.
@@ -42,13 +41,7 @@ class WeightsFolder:
             if not Path("/proc", left.name.removeprefix(self.prefix).partition("-")[0]).exists():
                 shutil.rmtree(left, ignore_errors=True)
         folder, dtype = self.path / version, torch.float32 if policy.adapter else DTYPES[policy.precision]
-        try:
-            folder.mkdir(parents=True)
-            save_weights(policy.trained, {n: t.to(dtype, copy=True) for n, t in weights.items()}, folder)
-        except Exception as error:  # SafetensorError on a full disk, OSError
-            shutil.rmtree(self.path, ignore_errors=True)
-            problem = f"the weights cannot be written ({first_line(error)}): free space there, or set another folder"
-            raise UserError(f"rollout.weights_folder={self.path.parent}: {problem}") from None
+        save_weights(policy.trained, {n: t.to(dtype, copy=True) for n, t in weights.items()}, folder)
         return folder
 
 
@@ -66,7 +59,7 @@ class Probe:
         """Of each server the last new answer, and the policy's log-probs then."""
 
     def update(self) -> None:
-        """Compute the policy's log-probs; all ranks call it together."""
+        """Compute the policy's log-probs, ValueError if they are NaN; all ranks call it together."""
         sequence_1S = torch.tensor([self.ids], device=self.policy.device)
 
         def logits() -> torch.Tensor:
@@ -75,6 +68,8 @@ class Probe:
         with self.policy.inference():
             logprobs_SV = torch.log_softmax(compute_inside(self.root, logits), dim=-1)
         self.computed_S = logprobs_SV.gather(1, sequence_1S[0, 1:, None])[:, 0].cpu()
+        if self.computed_S.isnan().any():
+            raise ValueError("the model computes NaN: its weights are broken, lower optim.learning_rate")
 
     def compare(self, server: Any, found: Sequence[float]) -> str | None:
         """The fault of a server's log-probs after it has loaded the weights; None: there is none.

@@ -52,7 +52,7 @@ def test_a_conversation_goes_on_until_it_is_too_long_or_ended(checkpoint, chat):
 
 def test_user_errors_are_one_line(checkpoint, random_model, chat):
     cases = {
-        ("--model", "/nowhere"): "model.name_or_path=/nowhere: no such folder",
+        ("--model", "/nowhere"): "/nowhere cannot be loaded",
         ("--model", random_model, "--prompt", "2+2=", "--max-tokens", "256"): "256 completion tokens leave no space",
         (
             "--model",

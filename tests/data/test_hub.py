@@ -27,7 +27,7 @@ def test_a_run_takes_data_and_model_from_the_hub_and_again_from_its_cache(tmp_pa
             (["data.config_name=null"], "Please pick one among the available configs: ['main', 'socratic']"),
             (["data.config_name=mian"], "BuilderConfig 'mian' not found. Available: ['main', 'socratic']"),
             (["data.dataset=openai/gsm9k"], "doesn't exist on the Hub or cannot be accessed"),
-            (["model.name_or_path=someone/smal"], "model.name_or_path=someone/smal cannot be loaded"),
+            (["model.name_or_path=someone/smal"], "someone/smal cannot be loaded"),
         ):
             done = run_trainer(*small, f"output_dir={tmp_path}/wrong", *settings, env=env, check=False)
             assert done.returncode == 2

@@ -61,7 +61,7 @@ def test_a_poisoned_pickle_in_place_of_weights(capsys, tmp_path, random_model):
     (model / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Poison(tmp_path / "poisoned")}, model / "pytorch_model.bin")
     assert start(model, tmp_path / "run") == 2
-    assert f"error: model.name_or_path={model}: cannot be loaded" in capsys.readouterr().err
+    assert f"error: {model} cannot be loaded" in capsys.readouterr().err
     assert not (tmp_path / "poisoned").exists()
 
 
@@ -76,5 +76,5 @@ def test_code_beside_a_model_is_not_run_unless_asked(tmp_path, random_model):
     arguments, env = tiny(model, tmp_path / "run"), environment_of_runs()
     done = run_forked(ROOT / "train_grpo.py", arguments, timeout=120, env=env, stdin="y\n")
     assert done.returncode == 2
-    assert "error: model.name_or_path=" in done.stderr and "cannot be loaded: The repository" in done.stderr
+    assert f"error: {model} cannot be loaded: The repository" in done.stderr
     assert not (tmp_path / "poisoned").exists()

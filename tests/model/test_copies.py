@@ -1,4 +1,4 @@
-"""Copies of a model: without weights, for other ranks, and in a folder."""
+"""Copies of a model without weights, for other ranks."""
 
 import copy
 import pickle
@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from architectures import GPT2, SIZES
-from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -18,7 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from grpo.model import Policy, save_weights
+from grpo.model import Policy
 from grpo.model.lora import adapter_parameters, add_adapter
 
 NEOX = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
@@ -88,19 +87,3 @@ def test_a_copy_without_weights_is_the_model_once_it_has_them(kind, lora):
         results.append([logits, *(p.grad for p in named(found).values() if p.grad is not None)])
     assert len(results[0]) == len(results[1]) > 4
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["gpt_neox", "mixtral", "qwen3_moe", "qwen2, tied"])
-def test_a_folder_has_the_names_and_values_that_transformers_writes(kind, tmp_path):
-    """Of a model that was made, and of a loaded one; experts are several weights in the file and one in memory."""
-    made = built(kind)
-    made.save_pretrained(tmp_path / "made")
-    for model in (made, AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)):
-        save_weights(model, model.state_dict(), tmp_path / "ours")
-        model.save_pretrained(tmp_path / "theirs")
-        ours, theirs, start = (load_file(tmp_path / n / "model.safetensors") for n in ("ours", "theirs", "made"))
-        assert ours.keys() == theirs.keys() == start.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).state_dict()
-        assert again.keys() == made.state_dict().keys()
-        assert all(torch.equal(tensor, again[name]) for name, tensor in made.state_dict().items())

@@ -1,4 +1,6 @@
-"""Loading, dropout, end tokens, reference, optimizer, schedule."""
+"""Loading, dropout, end tokens, reference, head in fp32, optimizer, schedule."""
+
+import contextlib
 
 import pytest
 import torch
@@ -28,11 +30,11 @@ from grpo.model import (
     cast_frozen_to_bf16,
     check_context,
     end_tokens,
+    load_policy,
     make_reference,
     sync_reference,
+    turn_randomness_off,
 )
-from grpo.model.loading import check_finite
-from grpo.model.randomness import turn_randomness_off
 from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.run.optimizer import make_lr_schedule, make_optimizer
 
@@ -45,10 +47,6 @@ def test_master_weights_are_fp32_whatever_the_checkpoint(random_model, tmp_path)
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
     with policy.autocast():
         assert policy.model(torch.tensor([[1, 2]])).logits.dtype == torch.bfloat16
-    # An update of 1e-6 relative to weights of order 1 survives, which bf16 parameters would round away.
-    weight = next(policy.model.parameters()).detach()
-    assert not torch.equal(weight, weight * (1 + 1e-6))
-    assert torch.equal(weight.bfloat16(), (weight * (1 + 1e-6)).bfloat16())
 
 
 RANDOM = {
@@ -92,30 +90,19 @@ def test_what_stays_random_is_refused():
     """PhiMoE's router draws its experts in training mode, whatever the configuration says."""
     torch.manual_seed(0)
     model = PhimoeForCausalLM._from_config(PhimoeConfig(**SIZES, num_local_experts=4), attn_implementation="sdpa")
-    with pytest.raises(
-        ValueError, match=r"disable_dropout=true .* of PhimoeForCausalLM: .* model\.disable_dropout=false"
-    ):
+    with pytest.raises(ValueError, match=r"PhimoeForCausalLM is random .* model\.disable_dropout=false"):
         turn_randomness_off(policy_of(model))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_weights_that_are_not_finite_are_named(random_model, tmp_path, value):
     policy = load(random_model)
     with torch.no_grad():
         policy.model.model.layers[1].mlp.up_proj.weight[3, 5] = value
     policy.model.save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"NaN or infinity: model\.layers\.1\.mlp\.up_proj\.weight; ") as caught:
+    with pytest.raises(ValueError, match=rf"{tmp_path}: model\.layers\.1\.mlp\.up_proj\.weight contains NaN"):
         load(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-
-
-def test_a_buffer_may_be_infinite_as_masks_are(policy):
-    policy.model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-    check_finite("folder", policy.model)
-    policy.model.register_buffer("table", torch.tensor([0.0, torch.nan]))
-    with pytest.raises(ValueError, match="infinity: table; "):
-        check_finite("folder", policy.model)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -141,8 +128,7 @@ def test_longrope_is_refused_from_where_one_row_changes_the_others(tmp_path):
     model.config.save_pretrained(tmp_path)
     problems = [Problem(0, "", tuple(range(40))), Problem(1, "", (1, 2))]
     check_context(str(tmp_path), problems, 24)
-    said = r"max_completion_length=25 .* 40 tokens exceed the model's original context .* longrope .* of 64: use at most 24"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=r"max_completion_length=25 .* 40 tokens exceed the context of 64 tokens"):
         check_context(str(tmp_path), problems, 25)
     assert policy_of(model).context_length == 64
 
@@ -162,13 +148,6 @@ def test_weight_decay_is_for_matrices(policy):
     count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     assert count == sum(p.numel() for p in policy.model.parameters())
     assert optimizer.defaults["fused"] is None  # on CPU the bits are those of PyTorch's default
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_adamw_is_fused_on_a_gpu(policy):
-    options = dict(learning_rate=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    assert make_optimizer(policy.model.cuda(), **options).defaults["fused"]
-    assert not make_optimizer(policy.model.bfloat16(), **options).defaults["fused"]
 
 
 def test_reference_is_frozen_and_moves_only_when_told(random_model):
@@ -214,9 +193,9 @@ def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
     assert all(p.dtype == torch.float32 for p in policy.model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["fp32", "reads its weights itself", "fails"])
+@pytest.mark.parametrize("kind", ["reads its weights itself", "fails"])
 def test_a_reference_that_would_change_stays_in_fp32(random_model, kind):
-    policy = load(random_model, precision="fp32" if kind == "fp32" else "bf16")
+    policy = load(random_model, precision="bf16")
     reference = make_reference(policy.model)
     layer = reference.model.layers[0].mlp.down_proj
     if kind == "reads its weights itself":  # as routers do
@@ -272,47 +251,24 @@ def test_tokenizer_without_pad_works(random_model, tmp_path):
     folder = save_random_model(tmp_path)
     tokenizer = load(folder).tokenizer
     tokenizer.pad_token = None
-    from grpo.model import load_policy
-
     policy = load_policy(str(folder), tokenizer, device=torch.device("cpu"), precision="fp32")
     assert policy.pad_id == policy.eos_ids[0]
 
 
-def test_dropout_stays_where_it_is_asked_for(random_model, tmp_path):
-    tokenizer = load(random_model).tokenizer
-    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=32)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    ids = torch.arange(10)[None]
-    for attention in ("sdpa", "eager"):
-        without, with_dropout = (
-            load(tmp_path, attn_implementation=attention, disable_dropout=off).model.train() for off in (True, False)
-        )
-        assert torch.equal(without(ids).logits, without(ids).logits)
-        assert torch.equal(without(ids).logits, without.eval()(ids).logits)
-        assert not torch.equal(with_dropout(ids).logits, with_dropout(ids).logits)
-
-
-def test_inference_restores_the_mode_also_after_an_error(policy):
-    def fail():
-        assert not policy.model.training
-        assert not torch.is_grad_enabled()
-        with policy.inference():
-            raise ZeroDivisionError
-
-    for mode in (True, False):
-        policy.model.train(mode)
-        with policy.inference(), pytest.raises(ZeroDivisionError):
-            fail()
-        assert policy.model.training is mode
-        assert torch.is_grad_enabled()
+@pytest.mark.parametrize("mode", [True, False])
+def test_inference_restores_the_mode_also_after_an_error(policy, mode):
+    policy.model.train(mode)
+    with contextlib.suppress(ZeroDivisionError), policy.inference():
+        assert not policy.model.training and not torch.is_grad_enabled()
+        raise ZeroDivisionError
+    assert policy.model.training is mode and torch.is_grad_enabled()
 
 
 # --- the head in fp32
 
 
 def sampled_and_scored(policy, packed: bool):
-    """Log-probs of completions as the sampler had them, as the scorer has them, and from a float64 head on the scorer's states."""
+    """Log-probs of completions by the sampler, by the scorer, and by a float64 head on the scorer's states."""
     problems = [Problem(n, "", tuple(range(3 + n, 12 + n))) for n in range(8)]
     groups = BuiltinEngine(policy).generate(problems, SamplingParams(8, 24), seed_key=(0, "test", 0))
     batch = collate(groups, torch.zeros(8, 8), pad_id=policy.pad_id)

@@ -8,8 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo.algorithm.batch import Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.data.tiny import build_tokenizer
-from grpo.model import Policy
-from grpo.model.randomness import turn_randomness_off
+from grpo.model import Policy, turn_randomness_off
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling
 from grpo.rollout.llama_decoder import matches_model
 

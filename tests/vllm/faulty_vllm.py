@@ -6,6 +6,7 @@ seed: they show which request was answered, not what the model samples.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import threading
@@ -18,14 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-SETTINGS = {
-    "model_config": {
-        "dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "quantization": None, "max_model_len": 256,
-    },
-    "scheduler_config": {"enable_chunked_prefill": False},
-    "device_config": {"device": "cpu"},
-    "lora_config": None,
-}  # fmt: skip
+SETTINGS = {"model_config": {"logprobs_mode": "processed_logprobs"}, "device_config": {"device": "cpu"}}
 
 
 class HTTPServer(ThreadingHTTPServer):
@@ -37,9 +31,9 @@ class FaultyServer:
     """In this process, on a port of its own."""
 
     def __init__(self, folder: Path):
-        self.folder, self.settings, self.vllm_version = str(folder), json.loads(json.dumps(SETTINGS)), "0.32.0"
+        self.folder, self.settings = str(folder), copy.deepcopy(SETTINGS)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.weight_version, self.num_loads, self.applies_weights, self.runtime_lora = "default", 0, True, False
+        self.weight_version, self.num_loads, self.applies_weights = "default", 0, True
         self.bodies: list[dict] = []
         """Of all requests for completions."""
         self.headers: list[dict] = []
@@ -94,9 +88,12 @@ class FaultyServer:
             self.weight_version = body["new_version"]
         if route == "/collective_rpc":
             self.load(Path(body["kwargs"]["weights_path"]))
-        info = {"vllm_config": self.settings, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.runtime_lora}}
-        weights = {"/weight_info": {"weight_version": self.weight_version}, "/server_info": info}
-        named = weights | {"/version": {"version": self.vllm_version}, "/v1/models": {"data": [{"id": self.folder}]}}
+        named = {
+            "/version": {"version": "0.32.0"},
+            "/v1/models": {"data": [{"id": self.folder}]},
+            "/server_info": {"vllm_config": self.settings},
+            "/weight_info": {"weight_version": self.weight_version},
+        }
         return named.get(route, {})
 
     @torch.no_grad()

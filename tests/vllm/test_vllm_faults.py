@@ -1,6 +1,5 @@
-"""The vLLM engine against a server with faults: each is an error of one line, and none is asked again and again."""
+"""The vLLM engine against a server with faults: each is an error, and no request is repeated."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from grpo.config import RuntimeConfig
 from grpo.distributed import start_world
 from grpo.model.lora import add_adapter
 from grpo.rollout import SamplingParams
-from grpo.system import UserError
 from grpo.vllm.client import Server, ServerError
 from grpo.vllm.engine import VLLMEngine
 from grpo.vllm.weights import WeightsFolder
@@ -110,26 +108,19 @@ def test_a_missed_update_shows(server, build):
     with pytest.raises(ServerError, match="log-probs of a text have not changed, those of the policy by"):
         sample(engine)
     train(engine.policy)
-    with pytest.raises(ServerError, match="does not compute with the weights it was given: log-probs of a text differ"):
+    with pytest.raises(ServerError, match="does not compute with the policy's weights: log-probs of a text differ"):
         sample(engine)
 
 
-def change_settings(section, key, value):
-    return lambda server: server.settings[section].update({key: value})
+def refuse(route, status):
+    return lambda server: setattr(server, "status", lambda asked: status if asked == route else 200)
 
 
 REFUSED = {
-    "computes in bfloat16": change_settings("model_config", "dtype", "torch.bfloat16"),
-    "quantizes its weights": change_settings("model_config", "quantization", "fp8"),
-    "--logprobs-mode processed_logprobs": change_settings("model_config", "logprobs_mode", "raw_logprobs"),
-    "--max-model-len 300": change_settings("model_config", "max_model_len", 299),
-    "--no-enable-chunked-prefill": change_settings("scheduler_config", "enable_chunked_prefill", True),
-    "install vLLM 0.32 or later": lambda server: setattr(server, "vllm_version", "0.31.9"),
-    "does not answer as a vLLM server does": lambda server: server.settings.pop("lora_config"),
-    r"refuses /server_info.* \(status 404\)": lambda server: setattr(
-        server, "status", lambda route: 404 if route == "/server_info" else 200
-    ),
-    "wants another API key": lambda server: setattr(server, "status", lambda route: 401),
+    "--logprobs-mode processed_logprobs": lambda server: server.settings["model_config"].update(logprobs_mode="raw"),
+    r"refuses /server_info.* \(status 404\)": refuse("/server_info", 404),
+    r"refuses /v1/models \(status 401\)": refuse("/v1/models", 401),
+    "does not answer /v1/models": lambda server: server.stop(),
 }
 
 
@@ -137,13 +128,16 @@ REFUSED = {
 def test_a_server_that_cannot_sample_for_the_policy(server, build, message):
     REFUSED[message](server)
     with pytest.raises(ServerError, match=message) as error:
-        build(server, longest=300 if "300" in message else 0)
+        build(server, timeout_s=5)
     assert server.address in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_server_that_is_not_there(build):
-    with pytest.raises(ServerError, match="cannot be reached"):
-        build("http://127.0.0.1:9", timeout_s=5)
+def test_a_policy_that_computes_nan_is_not_blamed_on_the_server(server, build):
+    engine = build(server)
+    with torch.no_grad():
+        engine.policy.model.get_output_embeddings().weight[7] = torch.nan
+    with pytest.raises(ValueError, match="the model computes NaN"):
+        sample(engine)
 
 
 def changed(**changes):
@@ -163,20 +157,15 @@ def first_token(**changes):
 
 
 WRONG = {
-    "choices: List should have at least 1 item": lambda answer: {"choices": []},
-    "choices.0: Input should be": lambda answer: {"choices": [None]},
-    "finish_reason: Input should be 'stop' or 'length'": changed(finish_reason="abort"),
-    "logprobs: Input should be": changed(logprobs=None),
-    "content: List should have at least 1 item": changed(logprobs={"content": []}),
-    "token_id: Input should be a valid integer": first_token(token_id=True),
-    "token_id: Input should be greater than or equal to 0": first_token(token_id=-1),
-    "logprob: Input should be less than or equal to": first_token(logprob=0.1),
-    "logprob: Input should be greater than -9999": first_token(logprob=-9999.0),
-    "logprob: Input should be a finite number": first_token(logprob=float("nan")),
-    "logprob: Input should be a valid number": first_token(logprob="-1"),
-    "tokens where 12 were asked for": changed(finish_reason="length"),
-    "has lost the weights of this step": changed(weight_versions=[{"version": "default"}]),
-    "Invalid JSON: recursion limit exceeded": lambda answer: b"[" * 100_000,
+    "choices\n.*at least 1 item": lambda answer: {"choices": []},
+    "finish_reason\n.* 'stop' or 'length'": changed(finish_reason="abort"),
+    "content\n.*at least 1 item": changed(logprobs={"content": []}),
+    "token_id\n.*greater than or equal to 0": first_token(token_id=-1),
+    "logprob\n.*less than or equal to": first_token(logprob=0.1),
+    "logprob\n.*greater than -9999": first_token(logprob=-9999.0),
+    "logprob\n.*finite number": first_token(logprob=float("nan")),
+    "of 12 tokens: raise --max-model-len": changed(finish_reason="length"),
+    "has lost this step's weights": changed(weight_versions=[{"version": "default"}]),
     "Invalid JSON": lambda answer: b"<html>",
 }
 
@@ -184,21 +173,19 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_an_answer_that_is_no_completion(server, build, message):
     engine, server.change_answer = build(server), WRONG[message]
-    with pytest.raises(ServerError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         sample(engine)
-    assert server.address in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("status", [404, 500])
-def test_a_request_that_fails_is_not_repeated(server, build, status):
+def test_a_request_that_fails_is_not_repeated(server, build):
     engine, asked = build(server), []
 
     def refuse(route):
         asked.append(route)
-        return status if route == "/inference/v1/generate" and server.weight_version != "default" else 200
+        return 500 if route == "/inference/v1/generate" and server.weight_version != "default" else 200
 
     server.status = refuse
-    with pytest.raises(ServerError, match=rf"refuses /inference/v1/generate \(status {status}\): .*made to fail"):
+    with pytest.raises(ServerError, match=r"refuses /inference/v1/generate \(status 500\): .*made to fail"):
         sample(engine)
     assert asked == ["/update_weight_version", "/collective_rpc", "/inference/v1/generate"]
 
@@ -212,7 +199,7 @@ def test_a_server_that_dies_while_it_samples(server, build):
         return answer
 
     server.change_answer = die
-    with pytest.raises(ServerError, match="cannot be reached"):
+    with pytest.raises(ServerError, match="does not answer /inference/v1/generate"):
         sample(engine)
 
 
@@ -220,7 +207,7 @@ def test_a_server_that_stalls(server, build):
     engine, server.change_answer = build(server), lambda answer: time.sleep(30)
     with engine.weights():
         engine.servers[0].timeout_s = 1.0
-        with pytest.raises(ServerError, match=r"did not answer .* within 1 s"):
+        with pytest.raises(ServerError, match=r"does not answer .* within 1 s .*: ReadTimeout"):
             engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY)
 
 
@@ -254,13 +241,6 @@ def test_a_signal_interrupts_a_rollout(server, build):
     assert len(sample(engine)) == len(PROBLEMS)
 
 
-def test_a_weights_folder_that_cannot_be_written(build, server, tmp_path):
-    (tmp_path / "file").touch()
-    engine = build(server, weights_folder=str(tmp_path / "file"))
-    with pytest.raises(UserError, match=f"rollout.weights_folder={tmp_path}/file: the weights cannot be written"):
-        sample(engine)
-
-
 def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_has_is_not(tmp_path, random_model):
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -276,29 +256,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_has_is_not(
 def test_an_adapter_needs_the_weights_that_the_server_began_with(server, build, random_model):
     policy = load(random_model)
     add_adapter(policy, {"r": 2, "target_modules": "all-linear"}, base=str(random_model))
-    server.settings["lora_config"], server.runtime_lora = {"max_lora_rank": 8}, True
     build(server, policy=policy)
     server.weight_version = "grpo-whole-1"
-    with pytest.raises(ServerError, match="has the weights of another run, to which an adapter must not be added"):
+    with pytest.raises(ServerError, match="has the weights of another run, which an adapter is not for"):
         build(server, policy=policy)
-
-
-def test_signals_at_the_start_of_a_rollout_leave_no_thread_waiting(server, build):
-    """At moments of which some lie where the request is handed to the event loop."""
-    engine = build(server)
-
-    def interrupt(*_):
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with engine.weights():
-            for number in range(60):
-                signal.setitimer(signal.ITIMER_REAL, 5e-5 * (number + 1))
-                with contextlib.suppress(Interrupted):
-                    engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY)
-                    time.sleep(0.01)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert len(sample(engine)) == len(PROBLEMS)
