@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from grpo.algorithm.advantages import Scores
 from grpo.algorithm.batch import Batch, Group, Problem, microbatch_rows, microbatches
-from grpo.algorithm.corrections import entropy_threshold
 from grpo.algorithm.logprobs import CompletionScorer
+from grpo.algorithm.loss import entropy_threshold
 from grpo.checkpoint.output_folder import Lock
 from grpo.checkpoint.saver import Progress, Saver
 from grpo.config import Config

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from grpo.algorithm.advantages import Scores, has_equal_rewards
 from grpo.algorithm.batch import Batch, Group
-from grpo.algorithm.corrections import off_policy_mask, sampler_weights
-from grpo.algorithm.loss import importance_ratio
+from grpo.algorithm.loss import importance_ratio, off_policy_mask, sampler_weights
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.rewards import RewardResult
 from grpo.run.state import Run

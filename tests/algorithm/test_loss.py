@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from grpo.algorithm.batch import Batch
-from grpo.algorithm.corrections import entropy_threshold
-from grpo.algorithm.loss import importance_ratio, loss_denominator, policy_loss
+from grpo.algorithm.loss import entropy_threshold, importance_ratio, loss_denominator, policy_loss
 from grpo.config import AlgorithmConfig
 from grpo.distributed import World
 from grpo.run.step_metrics import add_corrections
