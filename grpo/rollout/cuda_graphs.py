@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from grpo.attention import ForkedCache, forked_hidden
+from grpo.attention.forked import additive_mask
 from grpo.model import Policy
 from grpo.rollout.decode_loop import Decoded
 from grpo.rollout.draw import SamplingParams, draw
@@ -228,7 +229,7 @@ class FixedWidthCache(ForkedCache):
 
     def begin_token(self) -> None:
         self.index_1, self._token_bias = self.next_1 - 1, None
-        self.own_padding = (self.index_C >= self.next_1)[None, None, None]
+        self.own_bias = additive_mask((self.index_C >= self.next_1)[None], self.dtype)
 
     def _store_token(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.own[layer]

@@ -73,7 +73,7 @@ class ForkedCacheDecoder:
 
     def skip_tokens(self, count: int) -> None:
         """Advance by ``count`` arbitrary tokens, so that the next token takes as much memory as a late one."""
-        self.cache.skip_tokens(count)
+        self.cache.length += count
 
     def step(self, token_R: torch.Tensor) -> torch.Tensor:
         """Append one token to every row; logits ``[R, V]`` of the next."""

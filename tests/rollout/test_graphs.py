@@ -148,8 +148,8 @@ def one_row_reads_another_prompt(monkeypatch):
 
     def init(cache, *arguments):
         real(cache, *arguments)
-        cell_S = torch.arange(cache.num_cells) if cache.from_cell_R is None else cache.from_cell_R
-        cache.from_cell_R = torch.cat([cell_S[:-1], cell_S[:1]])
+        cell_S = torch.arange(len(cache.prompt_R)) if cache.cell_R is None else cache.cell_R
+        cache.cell_R = torch.cat([cell_S[:-1], cell_S[:1]])
 
     monkeypatch.setattr(FixedWidthCache, "__init__", init)
 
