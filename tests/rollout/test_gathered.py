@@ -9,7 +9,7 @@ from grpo.distributed import World
 from grpo.model import Policy
 from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.rollout.gathered import GatheredWeights
+from grpo.rollout.weights import GatheredWeights
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=12)

@@ -347,7 +347,7 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
     ],
 )
 def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatch, rows, temperature, spare):
-    monkeypatch.setattr("grpo.rollout.decode_loop.SPARE_SHARE", spare)
+    monkeypatch.setattr("grpo.rollout.decode_loop.MARGIN_SHARE", spare)
     policy = load(random_model, packed=True)
     problems = problems_of(policy, "7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
     sampling = SamplingParams(8, 40, temperature=temperature)
