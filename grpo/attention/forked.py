@@ -50,7 +50,7 @@ class ForkedCache:
 
     @property
     def is_full(self) -> bool:
-        """True if the buffers have no index for another token until :meth:`keep_rows` drops the rows that began first."""
+        """True if the buffers have no index for another token until :meth:`keep_rows` drops rows that began first."""
         return self.length == self.capacity
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -31,7 +31,7 @@ class SamplingParams:
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
     keep_sampling_mask: bool = False
-    """Record the tokens that top-k, top-p and min-p allowed; log-probs are then those of a softmax over these tokens."""
+    """Record the tokens that top-k, top-p and min-p allowed; log-probs are then those of a softmax over these."""
 
     @property
     def is_greedy(self) -> bool:
@@ -61,7 +61,7 @@ def draw(logits_RV: Tensor, u_R: Tensor | None, sampling) -> tuple[Tensor, Tenso
 
 
 def draw_and_record(logits_RV: Tensor, u_R: Tensor, sampling) -> tuple[Tensor, ...]:
-    """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the tokens these allowed."""
+    """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the allowed tokens."""
     token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling)
     return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
 

@@ -96,12 +96,6 @@ def test_batch_scale_divides_every_group_by_the_same_std():
     torch.testing.assert_close(alone, double([-(0.5**0.5), 0.5**0.5]), rtol=1e-12, atol=0)
 
 
-def test_batch_scale_keeps_a_group_of_equal_rewards_at_0():
-    advantages = group_advantages(torch.tensor([[0.1] * 6, [0, 1, 0, 1, 0, 1]]), scale="batch")
-    assert torch.equal(advantages[0], torch.zeros(6))
-    assert (advantages[1] != 0).all()
-
-
 @pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
 def test_random_rewards_agree_with_plain_loops(baseline, scale):
     generator = torch.Generator().manual_seed(1)
@@ -126,17 +120,6 @@ def test_equal_rewards_give_exactly_0(G):
         value = abs(value) if scale == "mean" else value
         advantages = group_advantages(torch.full((2, G), value, dtype=dtype), baseline=baseline, scale=scale)
         assert torch.equal(advantages, torch.zeros_like(advantages)), (baseline, scale, dtype, value)
-
-
-def test_equal_rewards_give_0_also_without_eps():
-    """Then the standard deviation is the whole divisor, and it is 0."""
-    for scale in SCALES:
-        assert group_advantages(double([0.1] * 3, [0.1] * 3), scale=scale, eps=0.0).tolist() == [[0] * 3] * 2
-
-
-def test_equal_rewards_with_gaps_give_exactly_0():
-    advantages = group_advantages(torch.tensor([[0.1, NAN, 0.1, 0.1, NAN, 0.1, 0.1], [0, 1, 0, 1, 0, 1, 0]]))
-    assert torch.equal(advantages[0], torch.zeros(7))
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
@@ -166,11 +149,6 @@ def test_the_unit_of_the_rewards_does_not_matter(unit):
     torch.testing.assert_close(group_advantages(rewards * unit, eps=0.0), group_advantages(rewards, eps=0.0))
 
 
-def test_no_baseline_and_no_scale_is_the_reward_itself():
-    advantages = group_advantages(torch.tensor([[1.0, 1.0], [0.0, 3.0], [NAN, 2.0]]), baseline="none", scale="none")
-    assert advantages.tolist() == [[1, 1], [0, 3], [0, 2]]
-
-
 # --- MaxRL and GDPO
 
 
@@ -180,8 +158,6 @@ def test_the_mean_as_scale_by_hand():
     torch.testing.assert_close(advantages[:2], double([3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1]), rtol=1e-12, atol=0)
     assert not advantages[2:].any()
     assert group_advantages(double([0, 0]), baseline="none", scale="mean", eps=0.0).tolist() == [[0, 0]]
-    with pytest.raises(ValueError, match=r"algorithm.scale=mean \(MaxRL\).*must not be negative, got -0.5"):
-        group_advantages(double([1, NAN], [2, -0.5]), scale="mean")
 
 
 def test_gdpo_by_hand():
@@ -237,12 +213,6 @@ def test_an_unscorable_completion_gets_0_and_is_as_if_absent(baseline, scale):
     torch.testing.assert_close(present[1, :3], absent[1], rtol=1e-12, atol=1e-15)
 
 
-def test_leave_one_out_with_an_unscorable_completion_by_hand():
-    # Scored 3, 1, 2: the others' means are 1.5, 2.5 and 2.
-    advantages = group_advantages(double([3, NAN, 1, 2]), baseline="leave_one_out", scale="none")
-    assert advantages.tolist() == [[1.5, 0, -1.5, 0]]
-
-
 @pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
 def test_a_group_in_which_nothing_is_scorable_gets_0(baseline, scale):
     with_dead_group = group_advantages(double([NAN, NAN, NAN], [0, 1, 5]), baseline=baseline, scale=scale)
@@ -251,13 +221,6 @@ def test_a_group_in_which_nothing_is_scorable_gets_0(baseline, scale):
     torch.testing.assert_close(with_dead_group[1:], alone, rtol=1e-12, atol=0)
     all_dead = group_advantages(double([NAN, NAN]), baseline=baseline, scale=scale)
     assert all_dead.tolist() == [[0, 0]]
-
-
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", SCALES)
-def test_a_single_scorable_completion_has_nothing_to_compare_with(baseline, scale):
-    advantages = group_advantages(double([NAN, 7, NAN], [0, 1, 2]), baseline=baseline, scale=scale)
-    assert advantages[0].tolist() == [0, 0, 0]
 
 
 # --- types, inputs, errors
@@ -273,48 +236,19 @@ def test_half_precision_rewards_are_computed_in_fp32(dtype):
 
 
 @pytest.mark.parametrize(
-    ("given", "returned"),
-    [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.int64, torch.float32)],
+    ("rewards", "options", "message"),
+    [
+        ([[1.0]], {}, "G >= 2 or baseline='none'"),
+        ([[1.0]], dict(baseline="leave_one_out"), "G >= 2 or baseline='none'"),
+        ([[0.0, math.inf]], {}, "finite or NaN"),
+        ([[0.0, -math.inf]], {}, "finite or NaN"),
+        ([0.0, 1.0], {}, r"\[P, G\]"),
+        ([[[0.0, 1.0]]], {}, r"\[P, G\]"),
+        ([[1, NAN], [2, -0.5]], dict(scale="mean"), r"algorithm.scale=mean \(MaxRL\).*must not be negative, got -0.5"),
+        ([[0.0, 1.0]], dict(baseline="median"), r"median.*mean, leave_one_out or none"),
+        ([[0.0, 1.0]], dict(scale="global"), r"global.*group, batch, mean or none"),
+    ],
 )
-def test_type_and_shape_of_the_result(given, returned):
-    advantages = group_advantages(torch.tensor([[0, 1, 1], [1, 0, 0]]).to(given))
-    assert advantages.dtype == returned
-    assert advantages.shape == (2, 3)
-
-
-@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
-def test_the_rewards_are_left_as_they_were(baseline, scale):
-    rewards = torch.tensor([[1.0, NAN, 0.0], [0.0, 0.0, 0.0]])
-    before = rewards.clone()
-    advantages = group_advantages(rewards, baseline=baseline, scale=scale)
-    advantages.fill_(9.0)  # nor is the result a view of them
-    assert torch.equal(rewards.nan_to_num(-1.0), before.nan_to_num(-1.0))
-
-
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-def test_one_completion_with_a_baseline_is_refused(baseline):
-    with pytest.raises(ValueError, match="G >= 2 or baseline='none'"):
-        group_advantages(torch.ones(3, 1), baseline=baseline)
-
-
-def test_one_completion_without_a_baseline_is_its_reward():
-    assert group_advantages(double([2], [-1]), baseline="none", scale="none").tolist() == [[2], [-1]]
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_an_infinite_reward_is_refused(value):
-    with pytest.raises(ValueError, match="finite or NaN"):
-        group_advantages(torch.tensor([[0.0, value]]))
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2, 2), ()])
-def test_another_shape_is_refused(shape):
-    with pytest.raises(ValueError, match=r"\[P, G\]"):
-        group_advantages(torch.zeros(shape))
-
-
-def test_unknown_names_are_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"median.*mean, leave_one_out or none"):
-        group_advantages(torch.zeros(1, 2), baseline="median")
-    with pytest.raises(ValueError, match=r"global.*group, batch, mean or none"):
-        group_advantages(torch.zeros(1, 2), scale="global")
+def test_what_has_no_advantage_is_refused(rewards, options, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(torch.tensor(rewards), **options)
