@@ -12,23 +12,21 @@ from test_sampling import filtered, softmax
 
 from grpo.algorithm.batch import AllowedTokens, collate
 from grpo.algorithm.logprobs import CompletionScorer, keep_only_, score_logits
-from grpo.config import Config
 from grpo.rollout.draw import SamplingParams, draw, draw_and_record
-from grpo.run.summary import warnings_of
 
 FILTERS = [dict(top_p=0.8), dict(top_k=5), dict(min_p=0.1), dict(top_k=20, top_p=0.9, min_p=0.01)]
 
 
-def test_what_is_recorded_is_what_plain_python_keeps():
+def test_what_is_recorded_is_what_plain_python_allows():
     generator = torch.Generator().manual_seed(0)
     logits_RV, u_R = 3 * torch.randn(40, 30, generator=generator), torch.rand(40, generator=generator)
     for filters in FILTERS:
         sampling = SamplingParams(1, 1, temperature=0.8, keep_sampling_mask=True, **filters)
         token_R, logprob_R, allowed_RV = draw_and_record(logits_RV, u_R, sampling)
         assert torch.equal(token_R, draw(logits_RV, u_R, sampling)[0])
-        for logits_V, token, logprob, kept_V in zip(logits_RV, token_R.tolist(), logprob_R, allowed_RV, strict=True):
+        for logits_V, token, logprob, allowed_V in zip(logits_RV, token_R.tolist(), logprob_R, allowed_RV, strict=True):
             expected = filtered(softmax(logits_V.tolist(), 0.8), sampling)
-            assert kept_V.nonzero().flatten().tolist() == sorted(expected)
+            assert allowed_V.nonzero().flatten().tolist() == sorted(expected)
             assert logprob.exp().item() == pytest.approx(expected[token], rel=1e-5)
 
 
@@ -93,22 +91,6 @@ def test_the_gradient_estimate_is_unbiased(filters):
     assert 1 < int(allowed_V.sum()) < 8
     torch.testing.assert_close(estimate(allowed), exact_V, rtol=0, atol=1e-4)
     assert (estimate(None) - exact_V).abs().max() > 0.02
-
-
-def test_the_start_says_what_the_filters_do():
-    def lines(**rollout):
-        return [line for line in warnings_of(Config.model_validate({"rollout": rollout}), [], []) if "rollout." in line]
-
-    (line,) = lines(top_p=0.9, top_k=50)
-    assert line.startswith(
-        "warning: rollout.top_p=0.9, rollout.top_k=50: tokens are sampled from a truncated distribution"
-    )
-    assert "biased" in line and "rollout.keep_sampling_mask=true" in line
-    assert not lines() and not lines(top_p=0.9, top_k=50, keep_sampling_mask=True)
-    (line,) = lines(min_p=0.1, keep_sampling_mask=True)
-    assert "4 bytes" in line and "rollout.top_k" in line
-    (line,) = lines(keep_sampling_mask=True)
-    assert "has no effect" in line
 
 
 @pytest.mark.slow
