@@ -19,7 +19,7 @@ def double(*rows):
 
 
 def reference(rewards_PG, baseline, scale, eps):
-    """The table of the algorithm as plain loops over Python floats; NaN rewards are dropped before anything is computed."""
+    """The table of the algorithm as plain loops over Python floats; NaN rewards are dropped first."""
 
     def std(values):
         mean = math.fsum(values) / len(values)
@@ -58,7 +58,7 @@ def reference(rewards_PG, baseline, scale, eps):
 
 
 def test_two_right_of_four_give_0_8660():
-    # Mean 1/2; squared deviations 4 * 1/4 = 1; over n-1 = 3: std = sqrt(1/3) = 0.57735; 0.5 / (0.57735 + 0.0001) = 0.865875.
+    # Mean 1/2; squared deviations 4 * 1/4 = 1; over n-1 = 3: std = sqrt(1/3) = 0.57735; 0.5 / 0.57745 = 0.865875.
     a = 0.5 / (math.sqrt(1 / 3) + 1e-4)
     assert a == pytest.approx(0.865875, abs=1e-6)
     advantages = group_advantages(double([1, 0, 0, 1], [0, 0, 1, 1]))
@@ -69,7 +69,7 @@ def test_two_right_of_four_give_0_8660():
 
 
 # Two groups, [0, 1, 2, 5] and [1, 1, 1, 5]. Means 2 and 2. Others' means: (8 - r) / 3.
-# Squared deviations: 4 + 1 + 0 + 9 = 14 and 1 + 1 + 1 + 9 = 12; over 3: variances 14/3 and 4. Whole batch: mean 2, 26 / 7.
+# Squared deviations: 4 + 1 + 0 + 9 = 14 and 1 + 1 + 1 + 9 = 12; over 3: 14/3 and 4. Whole batch: mean 2, 26 / 7.
 CENTRED = {
     "mean": [[-2, -1, 0, 3], [-1, -1, -1, 3]],
     "leave_one_out": [[-8 / 3, -4 / 3, 0, 4], [-4 / 3, -4 / 3, -4 / 3, 4]],
@@ -88,7 +88,7 @@ def test_every_baseline_and_scale_by_hand(baseline, scale):
 
 
 def test_batch_scale_divides_every_group_by_the_same_std():
-    # Group means 1/2 and 5; all four values 0, 1, 0, 10: mean 11/4, squared deviations 101 - 4 * 121/16 = 70.75, variance 70.75/3.
+    # Group means 1/2 and 5; values 0, 1, 0, 10: mean 11/4, squared deviations 101 - 4 * 121/16 = 70.75, over 3.
     std = math.sqrt(70.75 / 3)
     advantages = group_advantages(double([0, 1], [0, 10]), scale="batch", eps=0.0)
     torch.testing.assert_close(advantages, double([-0.5 / std, 0.5 / std], [-5 / std, 5 / std]), rtol=1e-12, atol=0)
@@ -153,7 +153,7 @@ def test_the_unit_of_the_rewards_does_not_matter(unit):
 
 
 def test_the_mean_as_scale_by_hand():
-    # Mean 1/4: (1 - 1/4) / (1/4) = 3 and -1: a solved hard problem counts more than a solved easy one, of mean 3/4, 1/3 and -1.
+    # Mean 1/4: (1 - 1/4) / (1/4) = 3 and -1; mean 3/4: 1/3 and -1: a solved hard problem counts more than an easy one.
     advantages = group_advantages(double([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]), scale="mean", eps=0.0)
     torch.testing.assert_close(advantages[:2], double([3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1]), rtol=1e-12, atol=0)
     assert not advantages[2:].any()
@@ -161,8 +161,8 @@ def test_the_mean_as_scale_by_hand():
 
 
 def test_gdpo_by_hand():
-    # Two functions, two groups of two, eps 0. A pair of unequal values becomes -+ 1 / sqrt 2 =: -+ a, a pair of equal ones 0.
-    # Sums with weights 1 and 2: group 0: -a + 2a, a - 2a; group 1: 0 + 2a, 0 - 2a. Their squares add up to 10 a^2 = 5: std sqrt(5 / 3).
+    # Two functions, two groups of two, eps 0. Two unequal values become -+ 1 / sqrt 2 =: -+ a, two equal ones 0.
+    # Sums with weights 1 and 2: -a + 2a, a - 2a; 0 + 2a, 0 - 2a. Their squares add up to 10 a^2 = 5: std sqrt(5 / 3).
     values = double([0, 1], [3, 3]), double([100, 50], [7, 6])
     values_PGF = torch.stack(values, dim=-1)
     a, std = 0.5**0.5, math.sqrt(5 / 3)

@@ -1,6 +1,6 @@
 """Masks, and the rows of a step on their way from groups to micro-batches.
 
-Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``S`` prompt + completion tokens, ``T`` completion tokens.
+Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``S`` tokens with the prompt, ``T`` completion tokens.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ PAD = EOS = 7
 
 
 def test_mask_does_not_look_at_the_tokens():
-    # EOS and padding are the same id; it is a token that counts in row 0 (finished) and in the middle of row 1, padding in row 2.
+    # EOS and padding are the same id; it counts in rows 0 (finished) and 1 (in the middle), and is padding in row 2.
     ids = torch.tensor([[5, EOS, PAD, PAD], [EOS, 5, EOS, 5], [5, PAD, PAD, PAD], [5, 5, 5, EOS]])
     mask = completion_mask(ids, torch.tensor([2, 4, 1, 4]))
     assert mask.sum(dim=1).tolist() == [2, 4, 1, 4]
@@ -103,7 +103,7 @@ def test_greedy_completions_have_no_sampling_logprobs():
 
 
 def many_rows(seed=0, P=6, G=4):
-    """Groups of uneven lengths; every row says its number in its advantage and its log-probs, and its tokens are its own."""
+    """Groups of uneven lengths; every row's number is in its advantage and log-probs, and its tokens are its own."""
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for p in range(P):
@@ -124,7 +124,7 @@ def many_rows(seed=0, P=6, G=4):
 
 
 def assert_same_rows(part, batch):
-    """Every row of ``part`` is, all of it, the row of ``batch`` that its advantage names; trimmed to the longest of the part."""
+    """Every row of ``part`` is the row of ``batch`` that its advantage names, trimmed to the longest of the part."""
     numbers = part.advantages_B.long().tolist()
     assert part.sequence_ids_BS.shape == (len(numbers), int(batch.lengths_B[numbers].max()))
     T = int(batch.completion_mask_BT[numbers].sum(dim=1).max())
@@ -215,7 +215,7 @@ def test_many_short_completions_of_a_long_prompt_are_divided():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_of_advantage_0_are_in_no_microbatch(packed):
-    """Of 2 minibatches of 3 groups x 4 rows: the first has advantages in 5 rows, the second in none, so that its shortest row stays."""
+    """Of 2 minibatches of 12 rows the first has 5 advantages, the second none, so that its shortest row stays."""
     batch = many_rows()
     advantages_B = torch.zeros(24)
     advantages_B[[0, 1, 6, 10, 11]] = torch.tensor([1.0, -1, 2, -2, 0.5])

@@ -157,7 +157,7 @@ def test_entropy_is_not_negative_at_a_low_temperature():
 
 
 def test_entropy_by_hand():
-    # Probabilities 1/2, 1/4, 1/8, 1/8: 1/2 ln 2 + 1/4 ln 4 + 2/8 ln 8 = 7/4 ln 2. Uniform over 4: ln 4. A sure token: 0.
+    # Probabilities 1/2, 1/4, 1/8, 1/8: 1/2 ln 2 + 1/4 ln 4 + 2/8 ln 8 = 7/4 ln 2. Uniform over 4: ln 4. Sure: 0.
     logits = torch.tensor([[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]).log().requires_grad_()
     _, entropies = score_logits(logits, torch.tensor([0, 0, 0]), 1.0)
     torch.testing.assert_close(entropies, torch.tensor([1.75, 2.0, 0.0]) * math.log(2), rtol=1e-6, atol=1e-7)
@@ -232,7 +232,7 @@ def test_scorer_agrees_with_the_full_logits_in_float64(temperature, tokens_per_c
 
 
 def random_allowed(ids_BS, lengths_B, mask_BT):
-    """For each completion token the ids allowed, the token's own among them, as lists and as tensors; every fourth: all."""
+    """For each completion token the ids allowed, its own among them, as lists and as tensors; every fourth: all."""
     generator = torch.Generator().manual_seed(5)
     tokens = [ids_BS[b, p + t].item() for b, p in enumerate(lengths_B) for t in range(int(mask_BT[b].sum()))]
     sizes = [0 if n % 4 == 3 else int(torch.randint(1, 20, (), generator=generator)) for n in range(len(tokens))]
@@ -248,7 +248,7 @@ def random_allowed(ids_BS, lengths_B, mask_BT):
 @pytest.mark.parametrize("build_model", [tiny_qwen2, lambda: tiny_gemma2(cap=1.0)], ids=["plain head", "capped"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_softmax_over_the_allowed_tokens_agrees_with_float64(build_model, temperature):
-    """Whole and in chunks of 1 and 5 tokens, packed and padded: log-probs, entropies and the gradients of all parameters."""
+    """Whole and in chunks of 1 and 5 tokens, packed and padded: log-probs, entropies and all gradients."""
     inputs = uneven_rows()
     allowed, tensors = random_allowed(*inputs)
     exact_model, model = build_model().double(), build_model()

@@ -112,7 +112,7 @@ def test_cispo_by_hand():
 
 
 def test_reinforce_by_hand():
-    # -A lp: .5108256 + .6931472 + 1.6094379 = 2.8134107; -(.5108256 + 1.6094379) = -2.1202635; 2 * .5978370 = 1.1956740;
+    # -A lp: .5108256 + .6931472 + 1.6094379 = 2.8134107; -.5108256 - 1.6094379 = -2.1202635; 2 * .5978370 = 1.1956740;
     # -2 * (1.3862944 + .9162907 + 1.7147984) = -8.0347670. Old log-probs play no part.
     loss, gradient_BT, _ = example(objective="reinforce", aggregation="token_mean")
     assert loss == pytest.approx(2.8134107 - 2.1202635 + 1.1956740 - 8.0347670, abs=1e-6)
@@ -121,8 +121,8 @@ def test_reinforce_by_hand():
 
 
 def test_sequence_level_by_hand():
-    # Geometric means of the ratios: .75^(1/3) = .9085603, .75^(1/2) = .8660254, 1.1, .9^(1/3) = .9654894; clipped to [.95, 1.05]:
-    # row 0: -.9085603; row 1: -min(-.8660254, -.95) = .95; row 2: -min(2.2, 2.1) = -2.1; row 3: 2 * .9654894, at every token.
+    # Geometric means: .75^(1/3) = .9085603, .75^(1/2) = .8660254, 1.1, .9^(1/3) = .9654894; clipped to [.95, 1.05]:
+    # row 0: -.9085603; row 1: -min(-.8660254, -.95) = .95; row 2: -min(2.2, 2.1) = -2.1; row 3: 2 * .9654894, a token.
     options = dict(importance_level="sequence", epsilon=0.05)
     ratio_0, ratio_3 = 0.75 ** (1 / 3), 0.9 ** (1 / 3)
     loss, gradient_BT, stats = example(aggregation="response_mean", **options)
@@ -176,7 +176,7 @@ def test_unbiased_kl_by_hand():
 
 
 def test_sapo_by_hand():
-    # -4 / t sigmoid(t (rho - 1)) A, t = 1 where A > 0, else 2: rows 0 and 2 have rho - 1 = .5, 0, -.5 and .1; rows 1 and 3 .5, -.5 and -.5, 1, -.1.
+    # -4 / t sigmoid(t (rho - 1)) A, t = 1 where A > 0, else 2. rho - 1: .5 0 -.5 | .5 -.5 | .1 | -.5 1 -.1.
     def s(x):
         return 1 / (1 + math.exp(-x))
 
@@ -188,8 +188,8 @@ def test_sapo_by_hand():
 
 
 def test_dppo_tv_by_hand():
-    # new - old probability: .2 0 -.2 | .2 -.2 | .05 | -.25 .2 -.02. With bounds -.15 and .15: row 0's first token (A > 0, rose) and row 1's
-    # second (A < 0, fell) and row 3's first are cut; the others have weights min(rho, 20), as of cispo.
+    # new - old probability: .2 0 -.2 | .2 -.2 | .05 | -.25 .2 -.02. With bounds of .15 row 0's first token (A > 0,
+    # rose), row 1's second (A < 0, fell) and row 3's first are cut; the others have weights min(rho, 20), as of cispo.
     options = dict(objective="dppo_tv", epsilon=0.15, aggregation="token_mean")
     loss, gradient_BT, stats = example(**options)
     expected = double([[0, -1, -0.5], [1.5, 0, 0], [-2.2, 0, 0], [0, 4, 1.8]])
@@ -248,8 +248,8 @@ def test_sampler_correction_by_hand(correction, bounds, weights, cut):
 
 
 def test_off_policy_sequence_mask_by_hand():
-    # Mean of log(sampled / new), by rows: row 1, -ln(1.5 .5 4 1) / 2 < 0: kept; row 3, -ln(.5 2 .9 5) / 3 < 0: kept. Sampled as often as old,
-    # these are -ln(.75) / 2 = .1438 and -ln(.9) / 3 = .0351; rows 0 and 2 have positive advantages and stay.
+    # Mean of log(sampled / new): row 1, -ln(1.5 .5 4 1) / 2 < 0: kept; row 3, -ln(.5 2 .9 5) / 3 < 0: kept. With old
+    # as sampled these are -ln(.75) / 2 = .1438 and -ln(.9) / 3 = .0351; rows 0 and 2 have positive advantages and stay.
     plain_BT = example(aggregation="token_mean")[1]
     for sampled, threshold, dropped in ((SAMPLED, 0.01, []), (OLD, 0.1, [1]), (OLD, 0.01, [1, 3]), (OLD, 0.2, [])):
         options = dict(sampling_logprobs_BT=sampled, off_policy_mask_threshold=threshold)
@@ -280,7 +280,7 @@ def test_clip_ratios_by_hand():
     _, _, stats = example()
     counts = {name: (total.item(), count.item()) for name, (total, count) in stats.items() if name != "kl"}
     assert counts.pop("ratio") == (pytest.approx(1.5 + 1 + 0.5 + 1.5 + 0.5 + 1.1 + 0.5 + 2 + 0.9), 9)
-    # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; of rows 1 and 3 the unclipped branch is used there.
+    # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; rows 1 and 3 take the unclipped branch there.
     assert counts == {"clip_ratio/low_mean": (2, 9), "clip_ratio/high_mean": (1, 9), "clip_ratio/region_mean": (3, 9)}
     _, _, stats = example(objective="cispo")  # its weight is capped above 1.2 whatever the sign: rows 0, 1, 3
     assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == [0, 3, 3]
@@ -321,7 +321,7 @@ def test_ratio_1_gives_minus_the_advantage(level):
 
 
 def reference(new, old, advantages, mask, ref, *, objective, level, low, high, delta, beta, kl, aggregation):
-    """The same loss sum, one Python scalar at a time: nested lists of 0-d float64 tensors (``new``, with grad) and floats."""
+    """The same loss sum, one scalar at a time: nested lists of 0-d float64 tensors (``new``, with grad) and floats."""
     total = 0.0
     for b, tokens in enumerate(mask):
         live = [t for t, counts in enumerate(tokens) if counts]

@@ -1,4 +1,4 @@
-"""``rollout.keep_sampling_mask``: sampling records the tokens that could be drawn, and the loss scores with a softmax over these."""
+"""``rollout.keep_sampling_mask``: sampling records the allowed tokens, and the loss takes the softmax over these."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_what_is_recorded_is_what_plain_python_allows():
 
 @pytest.mark.parametrize("filters", [FILTERS[0], pytest.param(FILTERS[3], marks=pytest.mark.slow)], ids=str)
 def test_the_loss_scores_what_the_sampler_reports(policy, filters):
-    """The same tokens as without the mask; rows that wait, end and leave; each with the log-prob that the scorer computes."""
+    """The same tokens as without the mask, each with the log-prob of the scorer; rows wait, end and leave."""
     problems = problems_of(policy, *TEXTS)
     sampling = replace(SAMPLING, keep_sampling_mask=True, tokens_in_flight=300, stop=("7",), **filters)
     groups = generate(policy, problems, sampling, seed_key=SEED_KEY)
@@ -70,8 +70,7 @@ def test_rollouts_that_record_do_not_use_the_captured_steps(random_model):
 
 @pytest.mark.parametrize("filters", [dict(top_p=0.6), dict(top_k=3), dict(min_p=0.3)], ids=str)
 def test_the_gradient_estimate_is_unbiased(filters):
-    """One token and 8 logits: the mean of reward x gradient of the log-prob over many samples, and the exact gradient of the expected
-    reward of the distribution that is sampled from."""
+    """One token and 8 logits: the mean of reward x gradient of the log-prob, and the exact gradient."""
     logits_V = torch.tensor([0.3, -1.0, 2.0, 0.1, 1.1, -3.0, 0.35, 1.9], requires_grad=True)
     rewards_V, n = torch.tensor([1.0, 0.0, 0.2, 0.9, 0.0, 1.0, 0.5, 0.7]), 40_000
     sampling = SamplingParams(1, 1, keep_sampling_mask=True, **filters)
@@ -116,8 +115,9 @@ def test_one_and_two_ranks_are_equal_and_the_first_update_has_ratio_1(random_mod
 @pytest.mark.slow
 def test_a_short_run_learns(tmp_path):
     run_trainer(
-        "--config", "configs/tiny_arithmetic.yaml", f"output_dir={tmp_path}/run", "rollout.top_p=0.9", "optim.max_steps=20",
-        "rollout.keep_sampling_mask=true", "algorithm.num_iterations=2", "eval.max_samples=64", "eval.num_samples=4",
+        "--config", "configs/tiny_arithmetic.yaml", f"output_dir={tmp_path}/run", "rollout.top_p=0.9",
+        "optim.max_steps=20", "rollout.keep_sampling_mask=true", "algorithm.num_iterations=2", "eval.max_samples=64",
+        "eval.num_samples=4",
         timeout=600,
     )  # fmt: skip
     before, *_, after = metrics_of(tmp_path / "run")

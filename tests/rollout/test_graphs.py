@@ -1,4 +1,4 @@
-"""Decode steps in tensors of fixed shapes give the tokens of the decode loop; here without capturing, in ``tests/cuda`` with it."""
+"""Decode steps in fixed shapes give the decode loop's tokens; without capturing (``tests/cuda``: with it)."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ SAMPLING = SamplingParams(num_generations=8, max_completion_length=40)
 
 
 def engines(random_model, **options) -> tuple[BuiltinEngine, BuiltinEngine]:
-    """Two engines of equal policies: one decodes by the loop, one by :mod:`grpo.rollout.cuda_graphs` without capturing its steps."""
+    """Two engines of equal policies: one decodes by the loop, one by captured steps without capture."""
     loop, static = (load(random_model, packed=True, **options) for _ in range(2))
     engine = BuiltinEngine(static, warn=pytest.fail)
     engine.graphs = CUDAGraphRunner(static, capture=False)

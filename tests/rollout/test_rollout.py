@@ -224,7 +224,7 @@ def test_sampling_leaves_the_model_as_it_was(random_model):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature):
-    """Prompts of 1 to 15 tokens, rows that end at different times: groups lose rows unevenly, and prompts all of theirs."""
+    """Prompts of 1 to 15 tokens; rows end at different times: groups lose rows unevenly, and prompts all of theirs."""
     sampling = SamplingParams(8, 40, temperature=temperature)
     plain, packed = load(random_model), load(random_model, packed=True)
     texts = ("7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
@@ -239,7 +239,7 @@ def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature
 
 
 def one_more_token(cache, history, random, H: int) -> list:
-    """Attend with random queries, and compare with attention over each row's own copy of all its keys ``[N, K, D]`` and values."""
+    """Attend with random queries, and compare with attention over each row's own keys and values ``[N, K, D]``."""
     R, (_, K, D) = len(history), history[0][0].shape
     q, k, v = random(R, H, 1, D), random(R, K, 1, D), random(R, K, 1, D)
     history = [
@@ -257,7 +257,7 @@ def one_more_token(cache, history, random, H: int) -> list:
 
 @pytest.mark.parametrize("use_cascade", [True, False])
 def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
-    """Against attention over each row's own tokens, in float64; rows leave and join, and buffer space of left rows is reused."""
+    """Against attention over each row's own tokens, in float64; rows leave and join; buffer space is reused."""
     rng = torch.Generator().manual_seed(0)
     H, K, D, capacity = 4, 2, 8, 6
 
@@ -275,8 +275,8 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
     cache, history = begin([5, 3], [0, 0, 1, 1])
     # (rows kept, prompts and rows that join) before each token
     plan = [
-        None, None, ([0, 1, 3], ([7, 2], [0, 0, 1])), ([0, 2, 3, 5], None), None, ([2, 3], ([1], [0])), None, ([1, 2], None),
-        ([1], ([4, 4], [0, 1])), None, None,
+        None, None, ([0, 1, 3], ([7, 2], [0, 0, 1])), ([0, 2, 3, 5], None), None, ([2, 3], ([1], [0])), None,
+        ([1, 2], None), ([1], ([4, 4], [0, 1])), None, None,
     ]  # fmt: skip
     longest, was_full = 0, False
     for change in plan:

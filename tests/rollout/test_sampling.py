@@ -168,7 +168,7 @@ def test_filters_agree_with_plain_python(top_k, top_p, min_p):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sums_where_bits_must_repeat(rows):
-    """On CUDA PyTorch refuses `cumsum` then. A tensor that says it is there takes that path; the setting is as it was afterwards."""
+    """PyTorch refuses `cumsum` on CUDA then, where a tensor says it is; the setting is as it was afterwards."""
 
     class Elsewhere(torch.Tensor):
         is_cuda = True

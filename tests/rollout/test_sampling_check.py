@@ -19,6 +19,10 @@ DELTA = dict(
 )
 DELTA |= dict(layer_types=["linear_attention", "full_attention"])
 MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
+JAMBA = dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False)
+NEMOTRON = dict(layers_block_type=["mamba", "attention", "mlp"], head_dim=8, mamba_num_heads=8, mamba_head_dim=8)
+NEMOTRON |= dict(n_groups=2, ssm_state_size=8, chunk_size=8)
+FEW_EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 SAMPLED = {
     "qwen2": SIZES,
@@ -35,14 +39,13 @@ SAMPLED = {
     "llama4_text": SIZES | dict(intermediate_size_mlp=48, head_dim=8, num_local_experts=2, attention_chunk_size=8),
     "falcon_mamba": STATES,
     "mamba2": STATES | dict(num_heads=8, head_dim=8, n_groups=2, expand=2, chunk_size=8),
-    "jamba": SIZES | dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False),
+    "jamba": SIZES | JAMBA,
     "qwen3_next": SIZES | DELTA | EXPERTS,
     "olmo_hybrid": SIZES | DELTA | dict(linear_num_key_heads=4, num_key_value_heads=4),
     "bamba": SIZES | MAMBA2 | dict(attn_layer_indices=[1]),
     "falcon_h1": SIZES | MAMBA2 | dict(mamba_d_ssm=64),
-    "granitemoehybrid": SIZES | MAMBA2 | dict(layer_types=["mamba", "attention"], num_local_experts=2, num_experts_per_tok=1),
-    "nemotron_h": SIZES | dict(layers_block_type=["mamba", "attention", "mlp"], head_dim=8, mamba_num_heads=8, mamba_head_dim=8,
-                               n_groups=2, ssm_state_size=8, chunk_size=8),
+    "granitemoehybrid": SIZES | MAMBA2 | dict(layer_types=["mamba", "attention"]) | FEW_EXPERTS,
+    "nemotron_h": SIZES | NEMOTRON,
     "gpt2": GPT2,
 }  # fmt: skip
 REFUSED = SIZES | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8)
