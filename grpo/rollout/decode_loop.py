@@ -81,6 +81,7 @@ def decode(
                     logits_BV = torch.cat([logits_BV[live.to(device)], new_logits_NV])
                 else:
                     decoder, logits_BV = new_decoder, new_logits_NV
+                del new_decoder, new_logits_NV  # whose keys and values have been copied
                 num_started += count
                 rows_B, t_B = [*live_rows, *new_rows], torch.cat([t_B[live], t_B.new_zeros(count)])
                 live_B = torch.ones(len(rows_B), dtype=torch.bool)

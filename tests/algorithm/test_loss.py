@@ -159,10 +159,6 @@ def test_kl_estimators_by_hand(estimator, up, down, gradient_up, gradient_down):
     assert stats["kl"][0].item() == pytest.approx(up + down, abs=1e-6) and stats["kl"][1].item() == 9
 
 
-def test_kl_is_added_to_the_policy_term():
-    assert example(aggregation="token_mean", beta=0.5)[0] == close(4.8 + 0.5 * (1 - LN2 - 0.5 + LN2))
-
-
 def test_unbiased_kl_by_hand():
     # k3 is 1 - ln 2 at row 0's last token, of ratio .5, and ln 2 - 1/2 at row 1's first, of ratio 1.5.
     options = dict(advantages_B=torch.zeros(4), beta=0.5, unbiased_kl=True)
