@@ -118,7 +118,7 @@ def test_the_logits_of_a_chunk_are_counted(precision, chunks, k, monkeypatch):
     scorer = CompletionScorer(holder)
     kept = AllowedTokens(labels_N.repeat_interleave(k).int(), torch.full((N,), k, dtype=torch.int32)) if k else None
     with Allocated() as allocated, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-        scorer._score_tokens(hidden_NH, labels_N, kept)[0].sum().backward()
+        scorer._score_hidden(hidden_NH, torch.arange(N), labels_N, kept)[0].sum().backward()
     expected = BYTES_PER_SCORED_LOGIT * N * V // chunks
     assert 0.5 * expected < allocated.peak <= 1.1 * expected
 
