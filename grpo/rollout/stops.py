@@ -46,5 +46,7 @@ def split_stop(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple
     strings = [string for string in stop if string not in special]
     if mixed := [(string, token) for string in strings for token in special if token in string]:
         string, token = mixed[0]
-        raise ValueError(f"rollout.stop: {string!r} holds the special token {token!r} beside other text: separate them")
+        raise ValueError(
+            f"rollout.stop: {string!r} holds the special token {token!r} beside other text: give {token!r} alone"
+        )
     return [special[string] for string in stop if string in special], strings
