@@ -19,7 +19,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from grpo.algorithm.objectives import surrogate_loss
+from grpo.algorithm.loss import surrogate_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMES = {

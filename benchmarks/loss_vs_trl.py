@@ -25,8 +25,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from grpo.algorithm.advantages import normalize_then_sum
-from grpo.algorithm.corrections import entropy_threshold
-from grpo.algorithm.loss import loss_denominator, policy_loss
+from grpo.algorithm.loss import entropy_threshold, loss_denominator, policy_loss
 
 B, T, MAX_LENGTH = 16, 12, 16
 WEIGHTS = [1.0, 0.5]

@@ -1,1 +1,1 @@
-"""The algorithm: batches, advantages, log-probs and the loss. Tensors in, tensors out; no configuration, no ranks, no I/O."""
+"""The algorithm: batches, advantages, log-probs and the loss. Tensors in, tensors out; no configuration, no ranks."""

@@ -1,4 +1,4 @@
-"""Advantages from rewards. Pure functions. Shapes: ``P`` problems, ``G`` completions of each problem, ``F`` reward functions."""
+"""Advantages from rewards. Pure functions. Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +10,18 @@ from torch import Tensor
 from grpo.algorithm.choices import Baseline, MultiObjectiveAggregation, Scale, check_choice, equal_rewards_have_gradient
 
 CANCELLED = 1e-5
-"""With ``normalize_then_sum``, a sum below this share of the absolute values of its terms is a rounding error of values in fp32, and counts as 0."""
+"""In ``normalize_then_sum`` a sum below this share of its terms' absolute values is a rounding error, counted as 0."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The values of all reward functions for the completions of a step, and what follows from them."""
+    """The values of all reward functions for the completions of a step, and their rewards and advantages."""
 
     values_PGF: Tensor
     """``[P, G, F]`` fp32; NaN where a function could not score a completion."""
     weights: Sequence[float]
     """``[F]`` of the functions."""
     multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
-
-    def __post_init__(self) -> None:
-        check_choice("multi_objective_aggregation", self.multi_objective_aggregation, MultiObjectiveAggregation)
 
     @cached_property
     def rewards_PG(self) -> Tensor:
@@ -33,15 +30,14 @@ class Scores:
 
     @property
     def compared(self) -> Tensor:
-        """The rewards whose differences within a group are its advantages: ``[P, G]``; with ``normalize_then_sum`` the
-        values of each function with a weight, ``[P, G, F]``."""
+        """The numbers that are compared within a group: rewards ``[P, G]``; with ``normalize_then_sum`` the values
+        ``[P, G, F]`` of each function with a weight."""
         if self.multi_objective_aggregation == "normalize_then_sum":
             return self.values_PGF[..., torch.tensor(self.weights) != 0]
         return self.rewards_PG
 
     def advantages(self, *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4) -> Tensor:
-        """``[P, G]`` :func:`group_advantages` of the rewards, or :func:`normalize_then_sum` (GDPO), whose baseline and
-        scale are always ``mean`` and ``group``."""
+        """``[P, G]`` :func:`group_advantages` of the rewards, or :func:`normalize_then_sum`, with its own scale."""
         if self.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(self.values_PGF, self.weights, eps=eps)
         return group_advantages(self.rewards_PG, baseline=baseline, scale=scale, eps=eps)
@@ -66,26 +62,26 @@ def group_advantages(
 ) -> Tensor:
     """The advantage of each completion: ``A = (reward - baseline) / scale``.
 
-    GRPO (DeepSeekMath, section 4.1) subtracts the group's mean and divides by the group's standard deviation; Dr. GRPO does not
-    divide; RLOO subtracts the mean of the other completions of the group; MaxRL divides by the group's mean.
+    GRPO (DeepSeekMath, section 4.1) subtracts the group's mean and divides by the group's standard deviation; Dr. GRPO
+    does not divide; RLOO subtracts the mean of the group's other completions; MaxRL divides by the group's mean.
 
     Args:
-        rewards_PG: ``[P, G]`` rewards. NaN marks a completion that could not be scored. With ``scale="batch"`` these must be the
-            problems of all ranks, because one standard deviation over all of them is the divisor.
-        baseline: ``mean`` of the group; ``leave_one_out``: mean of the other completions of the group; ``none``: 0.
-        scale: standard deviation (n - 1) of the ``group`` or of the whole ``batch``, or the group's ``mean``, plus ``eps``; ``none``: 1.
+        rewards_PG: ``[P, G]`` rewards, NaN for a completion that could not be scored. With ``scale="batch"`` those of
+            all ranks, because one standard deviation over all of them is the divisor.
+        baseline: ``mean`` of the group; ``leave_one_out``: mean of the group's other completions; ``none``: 0.
+        scale: standard deviation (n - 1) of the ``group`` or the ``batch``, or the group's ``mean``; ``none``: 1.
         eps: added to the standard deviation or mean, in units of reward.
 
     Returns:
-        ``[P, G]`` advantages, fp32 or wider. A completion that could not be scored gets 0 and does not influence the others. Where
-        all rewards of a group (with ``scale="batch"``: of the batch) are equal, the advantage is exactly 0.
+        ``[P, G]`` advantages, fp32 or wider. A completion that could not be scored gets 0 and does not influence the
+        others. Where all rewards of a group (with ``scale="batch"``: of the batch) are equal, it is exactly 0.
 
     Raises:
-        ValueError: if the shape is not ``[P, G]``, a reward is infinite, or negative with ``scale="mean"``, a name is unknown, or
-            ``G == 1`` with a baseline (the only completion of a group has nothing to be compared with).
+        ValueError: if the shape is not ``[P, G]``, a reward is infinite, or negative with ``scale="mean"``, a name is
+            unknown, or ``G == 1`` with a baseline (a group's only completion has nothing to be compared with).
     """
     _check(rewards_PG, baseline, scale)
-    # At least fp32: half precision would round away the small differences between rewards that the advantages are made of.
+    # At least fp32: half precision would round away the small differences that the advantages are made of.
     dtype = torch.promote_types(rewards_PG.dtype, torch.float32)
     # In fp32 the squares of rewards above 1e19 would be infinite, and all their advantages 0.
     rewards_PG = rewards_PG.double()
@@ -109,15 +105,14 @@ def group_advantages(
 
 
 def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: float = 1e-4) -> Tensor:
-    """``[P, G]`` advantages of GDPO: each reward function is normalised for itself, so that one with a wide spread does not drown the others.
+    """``[P, G]`` advantages of GDPO: reward functions are normalised one by one, so that a wide spread drowns no other.
 
-    For each function, ``(value - mean) / (std + eps)`` over the group, as by :func:`group_advantages`; their sum with ``weights``; then
-    ``(sum - mean) / (std + eps)`` over the whole batch (GDPO, arXiv 2601.05242). A group whose values are equal in every function gets exactly 0,
-    and so does a batch in which the functions cancel each other out in every completion.
+    For each function ``(value - mean) / (std + eps)`` over the group, as by :func:`group_advantages`; their sum with
+    ``weights``; then ``(sum - mean) / (std + eps)`` over the whole batch (GDPO, arXiv 2601.05242). A group whose values
+    are equal in every function gets exactly 0, and so does a batch in which the functions cancel each other out.
 
-    Args:
-        values_PGF: ``[P, G, F]`` of the problems of all ranks. A NaN does not influence the others; a completion without a value of any
-            function with a weight gets 0.
+    ``values_PGF`` are those of all ranks. A NaN does not influence the others; a completion without a value of any
+    function with a weight gets 0.
     """
     weights_F = torch.tensor(weights, dtype=torch.double)
     normalized = [group_advantages(values_PG.double(), eps=eps) for values_PG in values_PGF.unbind(dim=-1)]
@@ -132,19 +127,18 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:
-    """``[P]`` booleans: True where all rewards of a group are equal, or none is a number; of ``[P, G, F]`` those of each function."""
+    """``[P]`` True where a group's rewards are equal, or none is a number; of ``[P, G, F]`` those of each function."""
     return _all_equal(rewards_PG, ~torch.isnan(rewards_PG), dim=1).flatten(1).all(dim=1)
 
 
 def has_no_advantage(rewards_PG: Tensor, *, baseline: Baseline, scale: Scale) -> Tensor:
-    """``[P]`` booleans: True where all advantages of a group are 0, whatever the rewards of the other groups are.
+    """``[P]`` True where all advantages of a group are 0, whatever the rewards of the other groups are.
 
     Those of equal rewards are, except that without a baseline an advantage is a multiple of its reward.
     """
-    has_zero_advantages_P = has_equal_rewards(rewards_PG)
     if equal_rewards_have_gradient(baseline, scale):
-        has_zero_advantages_P = has_zero_advantages_P & (rewards_PG.nan_to_num(0.0) == 0).all(dim=1)
-    return has_zero_advantages_P
+        return (rewards_PG.nan_to_num(0.0) == 0).all(dim=1)
+    return has_equal_rewards(rewards_PG)
 
 
 def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
@@ -161,8 +155,8 @@ def _check(rewards_PG: Tensor, baseline: str, scale: str) -> None:
     if scale == "mean" and (rewards_PG < 0).any():
         lowest = rewards_PG[~torch.isnan(rewards_PG)].min().item()
         raise ValueError(
-            f"algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, got {lowest:g}: "
-            "change the rewards or their weights, or take algorithm.scale=group"
+            "algorithm.scale=mean (MaxRL) divides by the mean reward of a group, so rewards must not be negative, "
+            f"got {lowest:g}: change the rewards or their weights, or take algorithm.scale=group"
         )
 
 
@@ -184,7 +178,7 @@ def _all_equal(values: Tensor, scored: Tensor, dim: int) -> Tensor:
 
 
 def _std(values: Tensor, scored: Tensor, dim: int) -> Tensor:
-    """Standard deviation (n - 1) of the scored values along ``dim``, which remains with size 1; values that are not scored must be 0."""
+    """Standard deviation (n - 1) of the scored values along ``dim``, which stays with size 1; the others must be 0."""
     count = scored.sum(dim=dim, keepdim=True)
     mean = values.sum(dim=dim, keepdim=True) / count.clamp(min=1)
     squares = ((values - mean) ** 2).masked_fill(~scored, 0.0).sum(dim=dim, keepdim=True)

@@ -1,6 +1,6 @@
 """The records of a step, from a row of the dataset to a micro-batch. Masks are made here and nowhere else.
 
-Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens.
+Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``T`` completion tokens, ``S`` tokens with the prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,19 +28,19 @@ class Problem:
     columns: dict[str, Any] = field(default_factory=dict)
     """The other columns of the row, among them ``answer``; rewards get them as keyword arguments."""
     reward_prompt: str | list[dict[str, str]] | None = None
-    """The prompt as rewards get it; ``None``: as in the row. If it is a list of messages, they get completions as messages too."""
+    """The prompt as rewards get it; ``None``: as in the row. With a list of messages, completions are messages too."""
 
 
 class AllowedTokens(NamedTuple):
-    """The tokens that could be drawn at each position: those that top-k, top-p and min-p allowed (``rollout.keep_sampling_mask``).
+    """The tokens that top-k, top-p and min-p allowed at each position (``rollout.keep_sampling_mask``).
 
-    Lists of token ids of uneven lengths, one after the other: a mask of positions x vocabulary would be a thousand times larger.
+    Lists of token ids, one after the other: a mask of positions x vocabulary would be a thousand times larger.
     """
 
     ids_K: Tensor
     """int32: the ids allowed at the first position, then those at the second, ..., row after row."""
     counts: Tensor
-    """int32, of any shape (``[T]`` of a completion, ``[B, T]`` of a batch): ids allowed at each position; 0: the whole vocabulary."""
+    """int32 ``[T]`` of a completion, ``[B, T]`` of a batch: number of ids allowed at each position; 0: all tokens."""
 
     def select(self, rows: Tensor, T: int) -> "AllowedTokens":
         """The allowed tokens of some rows of a batch; ``counts`` becomes ``[rows, T]``."""
@@ -68,9 +68,9 @@ class Completion:
     finished: bool
     """True if the response ended with EOS or a stop string, False if it was truncated at ``max_completion_length``."""
     sampling_logprobs: tuple[float, ...] = ()
-    """Log-probability of each token at the sampling temperature, as computed while sampling; empty for greedy decoding."""
+    """Log-probability of each token at the sampling temperature, as computed while sampling; empty if greedy."""
     allowed: AllowedTokens | None = field(default=None, compare=False)
-    """The tokens that could be drawn at each position, with ``rollout.keep_sampling_mask``; None: all."""
+    """The tokens that could be drawn at each position, if ``rollout.keep_sampling_mask``; None: all."""
     logged: dict[str, Any] = field(default_factory=dict)
     """Column -> the value that a reward gave to ``log_extra`` for this completion."""
 
@@ -86,16 +86,14 @@ class Group:
 def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """Boolean ``[B, T]``: True at the first ``lengths_B[b]`` positions of row ``b``.
 
-    The mask depends on lengths and never on token values, so a pad id that equals the EOS id, or several EOS ids, make no difference.
-    Raises ``ValueError`` if shapes disagree or a length is not in ``[0, T]``.
+    The mask never depends on token values, so a pad id that equals the EOS id, or several EOS ids, make no difference.
+    ValueError if shapes disagree or a length is not in ``[0, T]``.
     """
-    if completion_ids_BT.dim() != 2 or lengths_B.shape != completion_ids_BT.shape[:1]:
+    shape, T = completion_ids_BT.shape, completion_ids_BT.shape[-1]
+    if len(shape) != 2 or lengths_B.shape != shape[:1] or bool(((lengths_B < 0) | (lengths_B > T)).any()):
         raise ValueError(
-            f"expected completion_ids [B, T] and lengths [B], got {tuple(completion_ids_BT.shape)} and {tuple(lengths_B.shape)}"
+            f"expected completion_ids [B, T] and lengths [B] in [0, T], got {tuple(shape)} and {lengths_B.tolist()}"
         )
-    B, T = completion_ids_BT.shape
-    if B and (int(lengths_B.min()) < 0 or int(lengths_B.max()) > T):
-        raise ValueError(f"lengths must lie in [0, {T}], got {lengths_B.tolist()}")
     positions_T = torch.arange(T, device=completion_ids_BT.device)
     return positions_T[None, :] < lengths_B.to(completion_ids_BT.device)[:, None]
 
@@ -111,7 +109,7 @@ def right_pad(rows: Sequence[Sequence[int]], value: int, device: Device = "cpu")
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tensors on the training device. ``S`` and ``T`` are the longest sequence and the longest completion among the rows."""
+    """Rows of tensors on the training device. ``S`` and ``T``: longest sequence and longest completion of the rows."""
 
     sequence_ids_BS: Tensor
     """Prompt, then completion, then padding."""
@@ -119,24 +117,24 @@ class Batch:
     completion_mask_BT: Tensor
     """True at the tokens of each completion: those that are scored."""
     loss_mask_BT: Tensor
-    """True at the tokens that are trained on: those that are scored, without truncated completions if these are masked."""
+    """True at the tokens that are trained on: all scored ones, or those of completions that are not truncated."""
     advantages_B: Tensor
     group_B: Tensor
     """Index of each row's group on this rank. Rows of one group are neighbours and have the same prompt."""
     row_B: Tensor
     """Index of each row in this rank's batch of the step; a minibatch or micro-batch keeps it."""
     sampling_logprobs_BT: Tensor
-    """Log-probs as computed while sampling, to compare the scored ones with, and for the loss's corrections of their difference."""
+    """Log-probs as computed while sampling, for the loss's corrections and to report their difference."""
     old_logprobs_BT: Tensor | None = None
     """Log-probs under the policy that sampled; None: the policy has not been updated since."""
     ref_logprobs_BT: Tensor | None = None
     """Log-probs under the reference model; None: there is no KL term."""
     allowed: AllowedTokens | None = None
-    """The tokens that could be drawn at each position: log-probs are those of a softmax over these; None: over the vocabulary."""
+    """The tokens that could be drawn at each position: log-probs are those of a softmax over these; None: all."""
     policy_mask_BT: Tensor | None = None
     """True at the tokens that have a policy term; None: all that are trained on."""
     computed_B: Tensor | None = None
-    """True at the rows that scoring and updates compute; the others have advantage 0 and no influence. None: all rows."""
+    """True at the rows that are scored and trained on; the others have advantage 0 and no influence. None: all rows."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids_BS)
@@ -154,7 +152,7 @@ class Batch:
 
     @property
     def counted_BT(self) -> Tensor:
-        """True at the tokens that the metrics of scoring count: those that are scored, except where only rows with an advantage count."""
+        """True at the tokens that metrics count: all scored ones, or, with ``computed_B``, those of advantage not 0."""
         if self.computed_B is None:
             return self.completion_mask_BT
         return self.completion_mask_BT & self.advantages_B.ne(0)[:, None]
@@ -162,8 +160,7 @@ class Batch:
     @property
     def loss_inputs(self) -> dict[str, Tensor | None]:
         """The optional tensors of :func:`grpo.algorithm.loss.policy_loss`."""
-        names = ("ref_logprobs_BT", "sampling_logprobs_BT", "policy_mask_BT")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("ref_logprobs_BT", "sampling_logprobs_BT", "policy_mask_BT")}
 
     def select(self, rows: Tensor | slice) -> "Batch":
         """The batch of these rows only, padded to the longest of them."""
@@ -179,12 +176,9 @@ class Batch:
 def collate(
     groups: Sequence[Group], advantages_PG: Tensor, *, pad_id: int, device: Device = "cpu", mask_truncated: bool = False
 ) -> Batch:
-    """Make one batch of ``P*G`` rows, group after group.
+    """Make one batch of ``P*G`` rows, group after group, with an advantage for each completion, or ValueError.
 
-    Args:
-        advantages_PG: ``[P, G]``, in the order of ``groups``; ``ValueError`` if there are not as many advantages as completions.
-        pad_id: token that fills up shorter rows.
-        mask_truncated: leave truncated completions out of the loss.
+    ``pad_id`` fills up shorter rows. ``mask_truncated`` leaves truncated completions out of the loss.
     """
     pairs = [(group.problem, completion) for group in groups for completion in group.completions]
     if advantages_PG.numel() != len(pairs):
@@ -206,26 +200,19 @@ def collate(
         row_B=torch.arange(len(pairs)),
         sampling_logprobs_BT=sampled_BT,
     )
-    return Batch(
-        **{name: tensor.to(device) for name, tensor in tensors.items()}, allowed=_allowed_of(pairs, mask_BT, device)
-    )
-
-
-def _allowed_of(pairs: list[tuple[Problem, Completion]], mask_BT: Tensor, device: Device) -> AllowedTokens | None:
-    """The allowed tokens of all completions; None if no completion has any."""
-    if not any(completion.allowed for _, completion in pairs):
-        return None
-    no_ids = torch.zeros(0, dtype=torch.int32)
-    allowed = [c.allowed or AllowedTokens(no_ids, torch.zeros(len(c.ids), dtype=torch.int32)) for _, c in pairs]
-    counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
-    counts_BT[mask_BT] = torch.cat([tokens.counts for tokens in allowed])
-    return AllowedTokens(torch.cat([tokens.ids_K for tokens in allowed]), counts_BT).to(device)
+    allowed = None
+    if recorded := {b: completion.allowed for b, (_, completion) in enumerate(pairs) if completion.allowed}:
+        counts_BT = torch.zeros(mask_BT.shape, dtype=torch.int32)
+        for b, tokens in recorded.items():
+            counts_BT[b, : len(tokens.counts)] = tokens.counts
+        allowed = AllowedTokens(torch.cat([tokens.ids_K for tokens in recorded.values()]), counts_BT).to(device)
+    return Batch(**{name: tensor.to(device) for name, tensor in tensors.items()}, allowed=allowed)
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:
     """``count`` equal parts of consecutive groups; each part is one optimizer update.
 
-    Rank r has the groups r, r + world_size, ... of the step: the m-th parts of all ranks are the same groups at every world size.
+    Rank r has the groups r, r + world_size, ...: the m-th parts of all ranks are the same groups at every world size.
     """
     assert len(batch) % count == 0, f"{len(batch)} rows do not split into {count} minibatches"
     n = len(batch) // count
@@ -233,14 +220,14 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
 
 
 def skip_zero_advantage(batch: Batch, num_minibatches: int = 1) -> Batch:
-    """The batch with the rows of advantage 0 marked as not to be computed (``computed_B``). Without a KL term they have no gradient.
+    """The batch with ``computed_B``: without the rows of advantage 0, which have no gradient if there is no KL term.
 
-    Of a minibatch in which no row has an advantage, the shortest row is computed: DDP needs a backward pass of every rank.
+    Of a minibatch without any advantage, the shortest row is computed: DDP needs a backward pass of every rank.
     """
     has_advantage_Mn = batch.advantages_B.ne(0).view(num_minibatches, -1)
-    shortest_M = batch.lengths_B.view(num_minibatches, -1).argmin(dim=1)
-    is_spare_Mn = torch.arange(has_advantage_Mn.shape[1], device=shortest_M.device) == shortest_M[:, None]
-    computed_Mn = has_advantage_Mn | (is_spare_Mn & ~has_advantage_Mn.any(dim=1, keepdim=True))
+    shortest_M1 = batch.lengths_B.view(num_minibatches, -1).argmin(dim=1, keepdim=True)
+    is_shortest_Mn = torch.arange(has_advantage_Mn.shape[1], device=shortest_M1.device) == shortest_M1
+    computed_Mn = has_advantage_Mn | (is_shortest_Mn & ~has_advantage_Mn.any(dim=1, keepdim=True))
     return replace(batch, computed_B=computed_Mn.flatten())
 
 
@@ -249,9 +236,7 @@ def microbatches(batch: Batch, max_tokens: int, *, packed: bool = False) -> Iter
     parts = microbatch_rows(batch, max_tokens, packed=packed)
     for number, rows in enumerate(parts, 1):
         micro = batch.select(rows)
-        if (
-            micro.computed_B is not None
-        ):  # a row of advantage 0 is there for the backward pass alone: no metric counts it
+        if micro.computed_B is not None:  # no metric counts the rows of advantage 0
             micro = replace(micro, loss_mask_BT=micro.loss_mask_BT & micro.advantages_B.ne(0)[:, None])
         yield micro, number == len(parts)
 
@@ -269,15 +254,15 @@ def without_effect(batch: Batch) -> Batch:
 
 
 KEYS_PER_TOKEN = 8
-"""A packed backward pass keeps the prompt's keys and values once a row, which is most of its memory for many short completions."""
+"""A packed backward pass stores the prompt's keys and values once per row: most of the memory of short completions."""
 
 
 def microbatch_rows(batch: Batch, max_tokens: int, *, packed: bool = False) -> list[Tensor]:
-    """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens. Only rows of ``computed_B``.
+    """Row indices of each micro-batch, so that one forward pass computes at most ``max_tokens`` tokens.
 
-    With ``packed``, a micro-batch holds consecutive rows and counts each prompt once per group; its rows together attend to at most
-    :data:`KEYS_PER_TOKEN` times ``max_tokens`` prompt tokens. Otherwise rows are sorted by length, and padding tokens count. A row longer than ``max_tokens`` is a micro-batch of its own. There is always at least one micro-batch, because
-    every rank must run a backward pass for DDP to synchronise.
+    With ``packed``, a micro-batch has consecutive rows and counts each prompt once per group; its rows together attend
+    to at most :data:`KEYS_PER_TOKEN` times ``max_tokens`` prompt tokens. Otherwise rows are sorted by length, and
+    padding counts. A longer row is a micro-batch of its own. Only rows of ``computed_B`` are in one.
     """
     prompts, lengths, groups = batch.prompt_lengths_B.tolist(), batch.lengths_B.tolist(), batch.group_B.tolist()
     parts: list[list[int]] = [[]]

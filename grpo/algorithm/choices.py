@@ -13,12 +13,12 @@ SamplerCorrection = Literal["none", "token_truncate", "token_mask", "sequence_tr
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise ``ValueError`` if an argument called ``name`` is none of ``choices``, one of the ``Literal`` types above."""
+    """ValueError if the argument called ``name`` is none of ``choices``, one of the ``Literal`` types above."""
     allowed = get_args(choices)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: use {', '.join(allowed[:-1])} or {allowed[-1]}")
 
 
 def equal_rewards_have_gradient(baseline: Baseline, scale: Scale) -> bool:
-    """True if advantages are the rewards themselves (up to a factor of the batch), not their differences within a group."""
+    """True if advantages are the rewards (up to a factor of the batch), not their differences within a group."""
     return baseline == "none" and scale != "group"

@@ -1,30 +1,30 @@
 """Log-probabilities of completion tokens by shifted cross-entropy, without all the logits in memory at once.
 
-Shapes: ``B`` rows, ``T`` completion tokens, ``S`` prompt + completion tokens, ``V`` vocabulary, ``H`` hidden size, ``N`` completion
-tokens of all rows one after the other, ``n`` tokens of one chunk, ``K`` token ids that the sampler allowed at all positions together.
+Shapes: ``B`` rows, ``T`` completion tokens, ``S`` tokens with the prompt, ``V`` vocabulary, ``H`` hidden size, ``N``
+completion tokens of all rows together, ``n`` tokens of one chunk, ``K`` token ids that the sampler allowed in all.
 """
 
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens
 from grpo.attention import enable_packing, few_sizes, pack, packed_hidden
 from grpo.attention.precision import ieee_fp32
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
-"""Maximum number of logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products."""
+"""Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products."""
 
 
-def logprobs_from_logits(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probability of each label: ``-cross_entropy(logits / temperature, label)``.
 
     Args:
-        logits_BTV: ``[B, T, V]`` (or any other leading shape); the logits at position ``t`` predict ``labels_BT[:, t]``.
+        logits_BTV: ``[B, T, V]`` (or another leading shape); the logits at position ``t`` predict ``labels_BT[:, t]``.
         labels_BT: ``[B, T]`` at each position the *next* token of the sequence, or ``-100`` where nothing is scored.
-        temperature: the sampling temperature, above 0, so that the result is the probability with which the token was sampled.
+        temperature: the sampling temperature, above 0: the result is the probability with which the token was drawn.
 
     Returns:
         ``[B, T]`` in fp32 (float64 for float64 logits), in nats; 0.0 at ``-100``.
@@ -52,7 +52,7 @@ class CompletionScorer(nn.Module):
         """True if each prompt is computed once per group instead of once per completion; see :meth:`pack_groups`."""
 
     def pack_groups(self) -> str | None:
-        """Compute each prompt once per group from now on. Returns None, or the reason why the model cannot; then nothing has changed."""
+        """Compute each prompt once per group from now on. Returns None, or, changing nothing, why the model cannot."""
         reason = enable_packing(self.model, self.model.base_model if self.plain_head else None)
         self.packed = reason is None
         return reason
@@ -64,86 +64,78 @@ class CompletionScorer(nn.Module):
 
     def forward(
         self,
-        sequence_ids_BS: torch.Tensor,
-        prompt_lengths_B: torch.Tensor,
-        completion_mask_BT: torch.Tensor,
-        group_B: torch.Tensor | None = None,
+        sequence_ids_BS: Tensor,
+        prompt_lengths_B: Tensor,
+        completion_mask_BT: Tensor,
+        group_B: Tensor | None = None,
         allowed: AllowedTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Score the completions of right-padded sequences.
 
         Args:
-            sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value. No attention mask is needed: in a causal
-                model, padding on the right has no influence on what stands left of it.
+            sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value. No attention mask is needed:
+                in a causal model, padding on the right has no influence on its left.
             prompt_lengths_B: ``[B]`` tokens of each prompt.
             completion_mask_BT: ``[B, T]`` True at the tokens of each completion.
-            group_B: ``[B]`` group of each row, if ``packed``: rows of one group have the same prompt, which is computed once.
-            allowed: the tokens that could be drawn at each position: the distributions are softmaxes over these. None: over all tokens.
+            group_B: ``[B]`` group of each row, if ``packed``: rows of one group have the same prompt.
+            allowed: the tokens that could be drawn at each position: softmaxes are over these. None: over all tokens.
 
         Returns:
             ``(logprobs_BT, entropies_BT)`` in fp32, in nats, 0.0 outside of the mask; entropies are without gradient.
         """
-        T = completion_mask_BT.shape[1]
-        # Token t of the completion of row b stands at position prompt_lengths_B[b] + t, and the position before that predicts it.
-        positions_BT = prompt_lengths_B[:, None] + torch.arange(T, device=sequence_ids_BS.device)[None, :]
-        positions_BT = positions_BT.clamp(max=sequence_ids_BS.shape[1] - 1)
-        labels_N = sequence_ids_BS.gather(1, positions_BT)[completion_mask_BT]
-        rows_BT = torch.arange(len(sequence_ids_BS), device=sequence_ids_BS.device)[:, None].expand_as(positions_BT)
-        before_N = rows_BT[completion_mask_BT] * sequence_ids_BS.shape[1] + positions_BT[completion_mask_BT] - 1
+        B, S = sequence_ids_BS.shape
+        # Token t of the completion of row b stands at prompt_lengths_B[b] + t, and the position before it predicts it.
+        offsets_T = torch.arange(completion_mask_BT.shape[1], device=sequence_ids_BS.device)
+        positions_BT = prompt_lengths_B[:, None] + offsets_T + S * torch.arange(B, device=offsets_T.device)[:, None]
+        positions_N = positions_BT[completion_mask_BT]
+        labels_N, before_N = sequence_ids_BS.flatten()[positions_N], positions_N - 1
         if allowed is not None:
             # The counts outside of the mask are 0, so the ids are those of the positions inside, in their order.
             allowed = AllowedTokens(allowed.ids_K, allowed.counts[completion_mask_BT])
         if self.packed and group_B is not None:
             lengths_B = completion_mask_BT.sum(dim=1)
             packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
-            hidden_NH = packed_hidden(self.model.base_model, packed)
-            logprobs_N, entropies_N = self._score_hidden(hidden_NH, packed.before_M, labels_N, allowed)
+            hidden_MH = packed_hidden(self.model.base_model, packed)
+            scored = self._score_hidden(hidden_MH, packed.before_M, labels_N, allowed)
         elif self.plain_head:
             hidden_BSH = self.model.base_model(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
-            logprobs_N, entropies_N = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N, allowed)
+            scored = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N, allowed)
         else:
             logits_BSV = self.model(input_ids=sequence_ids_BS, use_cache=False).logits
             logits_NV = keep_only_(logits_BSV.flatten(0, 1)[before_N], allowed, self.temperature)
-            logprobs_N, entropies_N = score_logits(logits_NV, labels_N, self.temperature)
-        zeros_BT = logprobs_N.new_zeros(completion_mask_BT.shape)
-        return tuple(zeros_BT.masked_scatter(completion_mask_BT, values_N) for values_N in (logprobs_N, entropies_N))
+            scored = score_logits(logits_NV, labels_N, self.temperature)
+        zeros_BT = scored[0].new_zeros(completion_mask_BT.shape)
+        return tuple(zeros_BT.masked_scatter(completion_mask_BT, values_N) for values_N in scored)
 
     def _score_hidden(
-        self, hidden_MH: torch.Tensor, before_N: torch.Tensor, labels_N: torch.Tensor, allowed: AllowedTokens | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies from the last hidden states of ``M`` tokens, of which ``before_N`` predict the labels.
+        self, hidden_MH: Tensor, before_N: Tensor, labels_N: Tensor, allowed: AllowedTokens | None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies from hidden states of ``M`` tokens, of which ``before_N`` predict the labels.
 
         In chunks of tokens where tokens x vocabulary is large. The number of tokens is rounded up to one of few sizes.
         """
-        N = len(before_N)
+        N, head, kind = len(before_N), self.model.get_output_embeddings(), hidden_MH.device.type
         padding = 0, few_sizes(N) - N
-        before_N, labels_N = F.pad(before_N, padding), F.pad(labels_N, padding)
+        labels_N, hidden_NH = F.pad(labels_N, padding), hidden_MH[F.pad(before_N, padding)]
         if allowed is not None:
             allowed = AllowedTokens(allowed.ids_K, F.pad(allowed.counts, padding))
-        logprobs_N, entropies_N = self._score_tokens(hidden_MH[before_N], labels_N, allowed)
-        return logprobs_N[:N], entropies_N[:N]
-
-    def _score_tokens(
-        self, hidden_NH: torch.Tensor, labels_N: torch.Tensor, allowed: AllowedTokens | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = self.model.get_output_embeddings()
-        kind = hidden_NH.device.type
         n = -(-(LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK) // head.weight.shape[0])
         if len(hidden_NH) <= n:
             logits_NV = keep_only_(head(hidden_NH), allowed, self.temperature)
-            return _ScoreLogits.apply(logits_NV, labels_N, self.temperature)
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        dtype = getattr(head, "computes_in", autocast)
-        inputs = hidden_NH, head.weight, head.bias, labels_N
-        return _ScoreHiddenInChunks.apply(*inputs, self.temperature, n, dtype, allowed)
+            scored = _ScoreLogits.apply(logits_NV, labels_N, self.temperature)
+        else:
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+            inputs = hidden_NH, head.weight, head.bias, labels_N, self.temperature, n
+            scored = _ScoreHiddenInChunks.apply(*inputs, autocast, allowed)
+        return scored[0][:N], scored[1][:N]
 
 
-def keep_only_(logits_NV: torch.Tensor, allowed: AllowedTokens | None, temperature: float) -> torch.Tensor:
+def keep_only_(logits_NV: Tensor, allowed: AllowedTokens | None, temperature: float) -> Tensor:
     """Lower, in place, the logits of tokens that could not be drawn; ``None``: change nothing.
 
-    They get the lowest of all logits minus 30 (at the temperature). Each has then less than e^-30 = 1e-13 of the probability of any token
-    that could be drawn, and 150,000 of them together less than 2e-8, which fp32 rounds away. With minus infinity an entropy would be NaN;
-    with -1e38 ``exp`` takes 20 times as long on CPU.
+    They get the lowest of all logits minus 30 (at the temperature). Each has then less than e^-30 = 1e-13 of the
+    probability of any token that could be drawn, and 150,000 of them less than 2e-8, which fp32 rounds away. With minus
+    infinity an entropy would be NaN; with -1e38 ``exp`` takes 20 times as long on CPU.
     """
     if allowed is None or len(logits_NV) == 0:
         return logits_NV
@@ -154,10 +146,8 @@ def keep_only_(logits_NV: torch.Tensor, allowed: AllowedTokens | None, temperatu
     return logits_NV.masked_fill_(left_out_NV, logits_NV.detach().amin() - 30 * temperature)
 
 
-def score_logits(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label and entropy of each distribution, ``[N]`` each, fp32, in nats; entropies without gradient."""
+def score_logits(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of each distribution (a constant), ``[N]`` each, fp32, in nats."""
     logprobs_N = logprobs_from_logits(logits_NV, labels_N, temperature)
     with torch.no_grad():
         probs_NV = F.softmax(logits_NV.detach().to(logprobs_N.dtype) / temperature, dim=-1)
@@ -166,9 +156,9 @@ def score_logits(
 
 
 class _ScoreLogits(torch.autograd.Function):
-    """:func:`score_logits` for finite logits, which keeps no tensor of size ``[N, V]`` but the logits for the backward pass.
+    """:func:`score_logits` for finite logits, which stores no tensor ``[N, V]`` but the logits for the backward pass.
 
-    Autograd would use a dozen such tensors, which at V = 4,104 takes a sixth of an update's time and most of its memory.
+    Autograd would use a dozen such tensors, at V = 4,104 a sixth of an update's time and most of its memory.
     """
 
     @staticmethod
@@ -188,8 +178,8 @@ class _ScoreLogits(torch.autograd.Function):
 class _ScoreHiddenInChunks(torch.autograd.Function):
     """The head and :class:`_ScoreLogits`, ``n`` tokens at a time; the backward pass computes the logits a second time.
 
-    All logits together can take tens of GiB at a vocabulary of 150,000. The head's weight is cast once per pass. The weight's gradient
-    is added up in the weight's own dtype: autograd would add up hundreds of chunks in bf16.
+    All logits together can take tens of GiB at a vocabulary of 150,000. The head's weight is cast once per pass, and
+    its gradient is added up in its own dtype: autograd would add up hundreds of chunks in bf16.
     """
 
     @staticmethod
@@ -230,30 +220,30 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
-def _score(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-probs, entropies and log-normalizers, ``[N]`` each, in fp32 or wider."""
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
     normalizers_N = scaled_NV.logsumexp(dim=-1)
     logprobs_N = scaled_NV.gather(1, labels_N[:, None])[:, 0] - normalizers_N
-    if scaled_NV is logits_NV:  # which the backward pass reads: no second tensor of this size besides the probabilities
+    if scaled_NV is logits_NV:  # the backward pass reads these logits: only the probabilities are of this size, too
         probs_NV = (scaled_NV - normalizers_N[:, None]).exp_()
         entropies_N = (normalizers_N - torch.linalg.vecdot(probs_NV, scaled_NV)).clamp(min=0)
     else:
-        # From log-probs. A low temperature makes the scaled logits large, and the difference above would be lost in rounding.
+        # A low temperature makes the scaled logits large, and the difference above would be lost in rounding.
         all_logprobs_NV = scaled_NV.sub_(normalizers_N[:, None])
         entropies_N = -torch.linalg.vecdot(all_logprobs_NV.exp(), all_logprobs_NV)
     return logprobs_N, entropies_N, normalizers_N
 
 
-def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> torch.Tensor:
-    """Gradient of the logits ``[N, V]``, in their dtype: ``(one_hot(label) - softmax) / temperature``, times ``grad_N``."""
+def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> Tensor:
+    """``[N, V]`` gradient of the logits, in their dtype: ``(one_hot(label) - softmax) / temperature * grad``."""
     grad_N = grad_N / temperature
     grad_NV = (_divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]).exp_().mul_(-grad_N[:, None])
     grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
     return grad_NV.to(logits_NV.dtype)
 
 
-def _divide_by_temperature(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
+def _divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
     """Logits divided by the temperature, in fp32 or wider."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return logits_NV if temperature == 1.0 else logits_NV / temperature
@@ -262,10 +252,10 @@ def _divide_by_temperature(logits_NV: torch.Tensor, temperature: float) -> torch
 @torch.no_grad()
 @ieee_fp32()
 def head_is_plain(model: nn.Module) -> bool:
-    """True if the model's logits are ``head(backbone(ids))`` and nothing else; tested with a forward pass of two tokens.
+    """True if the model's logits are ``head(backbone(ids))`` and nothing else; tested with a pass over two tokens.
 
-    False for models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone: their completions are scored
-    from the logits that the whole model returns, all in memory at once.
+    Models that scale or cap their logits (Gemma 2, Cohere, Granite) or have no separate backbone are scored from the
+    logits that the whole model returns, all in memory at once.
     """
     inner, head = model.base_model, model.get_output_embeddings()
     if inner is model or not isinstance(head, nn.Linear):
@@ -274,7 +264,7 @@ def head_is_plain(model: nn.Module) -> bool:
     was_training = model.training
     model.eval()
     logits = []
-    # The hook replaces the head's output by numbers from -1000 to 1000: a cap at 30 would not change the small logits of a new model.
+    # The hook puts numbers from -1000 to 1000 in place of the head's output: a cap at 30 would not change small logits.
     hook = head.register_forward_hook(lambda module, inputs, output: logits.append(output) or _ramp_like(output))
     try:
         hidden = inner(input_ids=ids, use_cache=False).last_hidden_state
@@ -290,5 +280,5 @@ def head_is_plain(model: nn.Module) -> bool:
     return torch.allclose(expected, logits[0].float(), rtol=1e-3, atol=1e-4)
 
 
-def _ramp_like(logits: torch.Tensor) -> torch.Tensor:
+def _ramp_like(logits: Tensor) -> Tensor:
     return torch.linspace(-1000.0, 1000.0, logits.shape[-1], dtype=logits.dtype, device=logits.device).expand_as(logits)

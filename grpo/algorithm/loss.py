@@ -1,17 +1,21 @@
 """The policy loss as a sum over completions, and the denominator that turns the sum into a mean. Pure functions.
 
-Shapes: ``B`` rows (completions), ``T`` completion tokens.
+Shapes: ``B`` rows (completions), ``T`` completion tokens; ``A_B1`` is the advantage of each row, a constant.
 
-The sum and its denominator are two functions because in a mean of means, tokens of a small micro-batch (or rank) would weigh more.
-The caller adds up the denominator over the whole optimizer step and all ranks, then divides each micro-batch's sum by that number.
+The sum and its denominator are two functions because in a mean of means, tokens of a small micro-batch (or rank) would
+weigh more. The caller adds up the denominator over the whole optimizer step and all ranks, then divides each
+micro-batch's sum by that number.
 """
 
 import torch
 from torch import Tensor
 
 from grpo.algorithm.choices import Aggregation, ImportanceLevel, KLEstimator, Objective, SamplerCorrection, check_choice
-from grpo.algorithm.corrections import off_policy_mask, sampler_weights
-from grpo.algorithm.objectives import clip_bounds, clipped_tokens, probability_change, surrogate_loss
+
+Bounds = tuple[float, float]
+"""Least and greatest value that is not clipped: of the importance ratio; ``dppo_tv``: of the change of probability."""
+MOST_DPPO_RATIO = 20.0
+"""Upper bound of the importance ratio as a weight of ``dppo_tv``, as in the authors' code."""
 
 
 def policy_loss(
@@ -40,58 +44,62 @@ def policy_loss(
     sampler_correction_max: float | None = 3.0,
     off_policy_mask_threshold: float | None = None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The surrogate loss of every token, times its weights, plus ``beta`` times its KL to the reference, summed over rows.
+    """The surrogate loss of every token, times its weights, plus ``beta`` times its KL to the reference, over all rows.
 
     Args:
-        logprobs_BT: ``[B, T]`` log-probabilities of the tokens under the policy being trained (nats, at the sampling temperature).
-        old_logprobs_BT: ``[B, T]`` the same under the policy that sampled the tokens; a constant. For ``dppo_tv`` as the sampler had them.
+        logprobs_BT: ``[B, T]`` log-probabilities of the tokens under the policy that is trained, in nats, at the
+            sampling temperature.
+        old_logprobs_BT: ``[B, T]`` the same under the policy that sampled, a constant; for ``dppo_tv`` the sampler's.
         advantages_B: ``[B]`` one advantage per completion.
-        mask_BT: ``[B, T]`` True (or 1) at the tokens to train on. The values at other positions have no influence, even if NaN.
-        ref_logprobs_BT: ``[B, T]`` the same under the frozen reference model; needed when ``beta > 0``.
-        objective: the loss of a token: ``clip``, ``cispo``, ``sapo``, ``dppo_tv`` or ``reinforce``; see ``objectives.py``.
-        importance_level: one importance ratio per ``token``, or one per ``sequence``; see :func:`importance_ratio`.
-        epsilon: importance ratios below ``1 - epsilon`` are clipped (``clip`` only; ``dppo_tv``: probabilities that fell by more).
-        epsilon_high: importance ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: above ``1 + epsilon``.
-        delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2); ``None``: no bound.
+        mask_BT: ``[B, T]`` True (or 1) at the tokens to train on. Values elsewhere have no influence, even if NaN.
+        ref_logprobs_BT: ``[B, T]`` the same under the frozen reference; needed when ``beta > 0``.
+        objective: the loss of a token, see :func:`surrogate_loss`.
+        importance_level: one ratio per ``token``, or one per ``sequence``; see :func:`importance_ratio`.
+        epsilon: ratios below ``1 - epsilon`` are clipped (``clip``); probabilities that fell by more (``dppo_tv``).
+        epsilon_high: ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: ``epsilon``.
+        delta: upper bound of the ratio where ``clip`` does not clip it, for negative advantages (INTELLECT-2).
+        sapo_temperature_pos, sapo_temperature_neg: of ``sapo``, for positive and for other advantages.
         beta: weight of the KL to the reference.
-        sapo_temperature_pos, sapo_temperature_neg: see :func:`grpo.algorithm.objectives.sapo_loss`.
         kl_estimator: ``k1``, ``k2`` or ``k3``; see :func:`kl_estimate`.
+        unbiased_kl: multiply each token's KL by its ratio, with gradient through both (DeepSeek-V3.2).
         aggregation: with ``response_mean`` each row's loss is its mean over tokens, otherwise its sum.
-        max_length: bound on the length of completions, in tokens; needed by ``constant``, for the denominator.
-        unbiased_kl: multiply each token's KL by its importance ratio, with gradient through both (DeepSeek-V3.2).
-        policy_mask_BT: ``[B, T]`` False at tokens that have no policy term; their KL stays, and the denominators count them. None: all have one.
-        sampling_logprobs_BT: ``[B, T]`` log-probs as computed while sampling, a constant; needed by the two options below.
+        max_length: bound on the tokens of a completion; needed by ``constant``, for the denominator.
+        policy_mask_BT: ``[B, T]`` False at tokens without a policy term, whose KL and count remain. None: all have one.
+        sampling_logprobs_BT: ``[B, T]`` log-probs as computed while sampling; needed by the two options below.
         sampler_correction, sampler_correction_min, sampler_correction_max: see :func:`sampler_weights`.
-        off_policy_mask_threshold: see :func:`off_policy_mask`; None: all completions are kept.
+        off_policy_mask_threshold: see :func:`off_policy_mask`; None: no completion is left out.
 
     Returns:
         ``loss_sum``: a scalar, to be divided by :func:`loss_denominator` added up over micro-batches and ranks.
-        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``; with a reference ``kl``. Each is
-        (sum, count) over the tokens to train on, without gradient.
+        ``stats``: ``ratio``, ``clip_ratio/low_mean``, ``clip_ratio/high_mean``, ``clip_ratio/region_mean``; with a
+        reference ``kl``. Each is (sum, count) over the tokens to train on, without gradient.
 
     Raises:
-        ValueError: on an unknown name, disagreeing shapes, ``beta > 0`` without a reference, ``constant`` without ``max_length``.
+        ValueError: on an unknown name, other shapes, ``beta`` without a reference, ``constant`` without ``max_length``.
     """
-    given = dict(old_logprobs=old_logprobs_BT, mask=mask_BT, ref_logprobs=ref_logprobs_BT)
-    given |= dict(policy_mask=policy_mask_BT, sampling_logprobs=sampling_logprobs_BT)
-    _check_shapes(logprobs_BT, advantages_B, **given)
+    others = dict(old_logprobs=old_logprobs_BT, mask=mask_BT, ref_logprobs=ref_logprobs_BT)
+    others |= dict(policy_mask=policy_mask_BT, sampling_logprobs=sampling_logprobs_BT)
+    _check_shapes(logprobs_BT, advantages_B, others)
     _check_aggregation(aggregation, max_length)
     check_choice("kl_estimator", kl_estimator, KLEstimator)
     check_choice("sampler_correction", sampler_correction, SamplerCorrection)
-    needs_sampler = sampler_correction != "none" or off_policy_mask_threshold is not None
-    if needs_sampler and sampling_logprobs_BT is None:
-        raise ValueError("sampler_correction and off_policy_mask_threshold need sampling_logprobs_BT")
     if beta != 0 and ref_logprobs_BT is None:
         raise ValueError(f"beta={beta} needs ref_logprobs_BT")
-    bounds = clip_bounds(objective, epsilon, epsilon if epsilon_high is None else epsilon_high)
     mask_BT = mask_BT.bool()
     A_B1 = advantages_B.detach().to(logprobs_BT.dtype)[:, None]
     ratio_BT = importance_ratio(logprobs_BT, old_logprobs_BT, mask_BT, importance_level)
     logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
-    old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT)
+    old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT.detach())
 
-    options = dict(old_logprobs_BT=old_logprobs_BT, sapo_temperatures=(sapo_temperature_pos, sapo_temperature_neg))
-    loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta, **options)
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    moved_BT, bounds = ratio_BT.detach(), (1 - epsilon, 1 + epsilon_high)
+    if objective == "dppo_tv":
+        moved_BT, bounds = logprobs_BT.detach().exp() - old_logprobs_BT.exp(), (-epsilon, epsilon_high)
+    is_low_BT, is_high_BT = clipped_tokens(objective, moved_BT, A_B1, bounds)
+    temperatures = sapo_temperature_pos, sapo_temperature_neg
+    loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta, temperatures)
+    if objective == "dppo_tv":
+        loss_BT = loss_BT.masked_fill(is_low_BT | is_high_BT, 0.0)
     if policy_mask_BT is not None:
         loss_BT = loss_BT * policy_mask_BT
     if sampler_correction != "none":
@@ -100,28 +108,27 @@ def policy_loss(
     if off_policy_mask_threshold is not None:
         sampled_BT = sampling_logprobs_BT
         loss_BT = loss_BT * off_policy_mask(logprobs_BT, sampled_BT, A_B1, mask_BT, off_policy_mask_threshold)
+    stats = {
+        "ratio": ratio_BT,
+        "clip_ratio/low_mean": is_low_BT,
+        "clip_ratio/high_mean": is_high_BT,
+        "clip_ratio/region_mean": is_low_BT | is_high_BT,
+    }
     if ref_logprobs_BT is not None:
         kl_BT = kl_estimate(logprobs_BT, _zero_outside(mask_BT, ref_logprobs_BT.detach()), kl_estimator)
-        if unbiased_kl:
-            kl_BT = ratio_BT * kl_BT
+        stats["kl"] = kl_BT = ratio_BT * kl_BT if unbiased_kl else kl_BT
         if beta != 0:
             loss_BT = loss_BT + beta * kl_BT
-    loss_sum = _sum_over_rows(loss_BT, mask_BT, aggregation)
+    loss_BT = _zero_outside(mask_BT, loss_BT)
+    if aggregation == "response_mean":
+        loss_sum = (loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum()
+    else:
+        loss_sum = loss_BT.sum()
 
     with torch.no_grad():
-        moved_BT = probability_change(logprobs_BT, old_logprobs_BT) if objective == "dppo_tv" else ratio_BT
-        is_low_BT, is_high_BT = clipped_tokens(objective, moved_BT, A_B1, bounds)
-        values = {
-            "ratio": ratio_BT,
-            "clip_ratio/low_mean": is_low_BT,
-            "clip_ratio/high_mean": is_high_BT,
-            "clip_ratio/region_mean": is_low_BT | is_high_BT,
-        }
-        if ref_logprobs_BT is not None:
-            values["kl"] = kl_BT
         count = mask_BT.sum().to(torch.float32)
-        stats = {name: (_zero_outside(mask_BT, v_BT.to(torch.float32)).sum(), count) for name, v_BT in values.items()}
-    return loss_sum, stats
+        sums = {name: (_zero_outside(mask_BT, x_BT.to(torch.float32)).sum(), count) for name, x_BT in stats.items()}
+    return loss_sum, sums
 
 
 def loss_denominator(
@@ -129,8 +136,8 @@ def loss_denominator(
 ) -> Tensor:
     """The divisor of :func:`policy_loss`'s sum, for these rows; the caller adds it up over micro-batches and ranks.
 
-    ``response_mean``: the number of responses with at least one token to train on. ``token_mean``: the number of those tokens
-    (DAPO, eq. 8). ``constant``: responses x ``max_length``, whatever their length (Dr. GRPO). A scalar in fp32 on the mask's device.
+    ``response_mean``: the number of responses with a token to train on. ``token_mean``: the number of those tokens
+    (DAPO, eq. 8). ``constant``: responses x ``max_length``, whatever their length (Dr. GRPO). An fp32 scalar.
     """
     _check_aggregation(aggregation, max_length)
     mask_BT = mask_BT.bool()
@@ -146,10 +153,10 @@ def loss_denominator(
 def importance_ratio(
     logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor, importance_level: ImportanceLevel = "token"
 ) -> Tensor:
-    """``[B, T]`` probability of each token under the policy being trained, divided by that under the policy that sampled it.
+    """``[B, T]`` probability of each token under the policy that is trained, over that under the policy that sampled.
 
-    ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at each of its
-    tokens (GSPO, eq. 7); its gradient reaches every token of the response. Values outside of the mask mean nothing.
+    ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at
+    each of its tokens (GSPO, eq. 7); its gradient reaches them all. Values outside of the mask mean nothing.
     """
     check_choice("importance_level", importance_level, ImportanceLevel)
     mask_BT = mask_BT.bool()
@@ -157,28 +164,114 @@ def importance_ratio(
     if importance_level == "sequence":
         lengths_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
         log_ratio_BT = (log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1).expand_as(log_ratio_BT)
-    # exp() overflows fp32 at 88. An infinite ratio times 0 (a clipped branch, an advantage of 0) would be a NaN gradient.
+    # exp() overflows fp32 at 88. An infinite ratio times 0 (a clipped branch, advantage 0) would be a NaN gradient.
     return log_ratio_BT.clamp(max=80.0).exp()
 
 
+def surrogate_loss(
+    objective: Objective,
+    logprobs_BT: Tensor,
+    ratio_BT: Tensor,
+    A_B1: Tensor,
+    bounds: Bounds,
+    delta: float | None = None,
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+) -> Tensor:
+    """``[B, T]`` the loss of each token, whose gradient is the policy gradient.
+
+    - ``clip``: ``-min(ratio * A, clip(ratio, low, high) * A)``, the first ratio at most ``delta`` (PPO; GRPO, eq. 3).
+    - ``cispo``: ``-min(ratio, high) * A * logprob``, without gradient through the ratio (MiniMax-M1, eq. 4).
+    - ``dppo_tv``: ``-min(ratio, 20) * A * logprob``, likewise, to be set to 0 at :func:`clipped_tokens` (DPPO,
+      Binary-TV). The bounds are on the change of the token's probability, a lower bound of the total variation.
+    - ``sapo``: ``-sigmoid(t * (ratio - 1)) * 4 / t * A`` (SAPO): instead of a bound, a gradient that fades as the ratio
+      leaves 1. ``t`` is the first temperature where A is positive, else the second.
+    - ``reinforce``: ``-A * logprob``.
+    """
+    check_choice("objective", objective, Objective)
+    if objective == "clip":
+        bounded_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
+        return -torch.minimum(bounded_BT * A_B1, ratio_BT.clamp(*bounds) * A_B1)
+    if objective == "sapo":
+        t_B1 = torch.where(A_B1 > 0, *(A_B1.new_tensor(t) for t in sapo_temperatures))
+        return -torch.sigmoid(t_B1 * (ratio_BT - 1)) * 4 / t_B1 * A_B1
+    if objective == "reinforce":
+        return -A_B1 * logprobs_BT
+    most = bounds[1] if objective == "cispo" else MOST_DPPO_RATIO
+    return -ratio_BT.detach().clamp(max=most) * A_B1 * logprobs_BT
+
+
+def clipped_tokens(objective: Objective, moved_BT: Tensor, A_B1: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Two boolean ``[B, T]``: tokens clipped at the lower bound, and tokens clipped at the upper bound.
+
+    ``clip`` and ``dppo_tv``: where the policy gradient is 0, because the policy has moved far enough in the direction
+    of the advantage. ``cispo``: where the weight is at its bound. The other objectives have no bound.
+    ``moved_BT`` is the importance ratio; in ``dppo_tv`` the token's probability less its probability when sampled.
+    """
+    lowest, highest = bounds
+    if objective in ("clip", "dppo_tv"):
+        return (moved_BT < lowest) & (A_B1 < 0), (moved_BT > highest) & (A_B1 > 0)
+    nowhere_BT = torch.zeros_like(moved_BT, dtype=torch.bool)
+    return nowhere_BT, (moved_BT > highest) & (A_B1 != 0) if objective == "cispo" else nowhere_BT
+
+
 def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, kl_estimator: KLEstimator) -> Tensor:
-    """Estimate of the KL from policy to reference at each token, ``[B, T]``, in nats (Schulman, "Approximating KL Divergence", 2020).
+    """``[B, T]`` estimate of the KL from policy to reference, in nats (Schulman, "Approximating KL Divergence", 2020).
 
     With ``d = ref_logprob - logprob``: ``k1`` is ``-d``, ``k2`` is ``d**2 / 2``, ``k3`` is ``exp(d) - d - 1``.
     """
     d_BT = ref_logprobs_BT - logprobs_BT
     if kl_estimator == "k3":
         return d_BT.exp() - d_BT - 1
-    if kl_estimator == "k2":
-        return d_BT**2 / 2
-    return -d_BT  # k1
+    return d_BT**2 / 2 if kl_estimator == "k2" else -d_BT
 
 
-def _sum_over_rows(loss_BT: Tensor, mask_BT: Tensor, aggregation: Aggregation) -> Tensor:
-    loss_BT = _zero_outside(mask_BT, loss_BT)
-    if aggregation == "response_mean":
-        return (loss_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).sum()
-    return loss_BT.sum()
+def sampler_weights(
+    old_logprobs_BT: Tensor,
+    sampling_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    correction: SamplerCorrection,
+    lowest: float | None,
+    highest: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Weights of the policy term that correct for a sampler that is not quite the policy, and True where one is cut.
+
+    A weight is the probability under the policy as scored before the update, over that with which the sampler drew.
+    ``token_...``: ``[B, T]``, of each token. ``sequence_...``: ``[B, 1]``, of the completion, the product over tokens.
+    Outside of the bounds (``None``: no bound) it is the nearest bound with ``..._truncate`` (truncated importance
+    sampling, TIS), and 0 with ``..._mask`` (masked importance sampling, MIS). Outside of the mask it means nothing.
+    """
+    log_ratio = torch.where(mask_BT, old_logprobs_BT.detach() - sampling_logprobs_BT.detach(), 0.0)
+    if correction.startswith("sequence"):
+        log_ratio = log_ratio.sum(dim=1, keepdim=True)
+    ratio = log_ratio.clamp(max=80.0).exp()  # exp() overflows fp32 at 88
+    bounded = ratio.clamp(-torch.inf if lowest is None else lowest, highest)
+    is_cut = ratio != bounded
+    return ratio.masked_fill(is_cut, 0.0) if correction.endswith("mask") else bounded, is_cut
+
+
+def off_policy_mask(
+    logprobs_BT: Tensor, sampling_logprobs_BT: Tensor, A_B1: Tensor, mask_BT: Tensor, threshold: float
+) -> Tensor:
+    """``[B, 1]`` False at completions that off-policy sequence masking (DeepSeek-V3.2) leaves out.
+
+    They have a negative advantage, and the policy has moved away from the sampler by more than ``threshold`` nats: the
+    mean over their tokens of the sampler's log-prob less the policy's.
+    """
+    difference_BT = torch.where(mask_BT, sampling_logprobs_BT.detach() - logprobs_BT.detach(), 0.0)
+    kl_B1 = difference_BT.sum(dim=1, keepdim=True) / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return (A_B1 >= 0) | (kl_B1 <= threshold)
+
+
+def entropy_threshold(entropies_N: Tensor, share: float) -> Tensor:
+    """The entropy at or above which lies a ``share`` of the tokens; infinite if there are no tokens.
+
+    As ``torch.quantile(entropies_N, 1 - share)``, which takes at most 16 million values.
+    """
+    if not len(entropies_N):
+        return torch.tensor(torch.inf)
+    sorted_N, rank = entropies_N.double().sort().values, (1 - share) * (len(entropies_N) - 1)
+    below = int(rank)
+    return torch.lerp(sorted_N[below], sorted_N[min(below + 1, len(sorted_N) - 1)], rank - below)
 
 
 def _zero_outside(mask_BT: Tensor, values_BT: Tensor) -> Tensor:
@@ -186,15 +279,14 @@ def _zero_outside(mask_BT: Tensor, values_BT: Tensor) -> Tensor:
     return torch.where(mask_BT, values_BT, 0.0)
 
 
-def _check_shapes(logprobs_BT: Tensor, advantages_B: Tensor, **others_BT: Tensor | None) -> None:
+def _check_shapes(logprobs_BT: Tensor, advantages_B: Tensor, others: dict[str, Tensor | None]) -> None:
     shape = logprobs_BT.shape
-    if len(shape) != 2:
-        raise ValueError(f"expected logprobs of shape [B, T], got {tuple(shape)}")
-    for name, tensor in others_BT.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logprobs have {tuple(shape)}")
-    if advantages_B.shape != shape[:1]:
-        raise ValueError(f"advantages have shape {tuple(advantages_B.shape)}, expected one per row: ({shape[0]},)")
+    wrong = [f"{name} {tuple(x.shape)}" for name, x in others.items() if x is not None and x.shape != shape]
+    if wrong or len(shape) != 2 or advantages_B.shape != shape[:1]:
+        raise ValueError(
+            f"expected tensors [B, T] of one shape, and one advantage per row, got logprobs {tuple(shape)}, "
+            f"advantages {tuple(advantages_B.shape)} {' '.join(wrong)}"
+        )
 
 
 def _check_aggregation(aggregation: Aggregation, max_length: int | None) -> None:

@@ -1,17 +1,8 @@
-"""Attention that computes each prompt once for all completions of its group: ``packed`` for scoring, ``forked`` for decoding."""
+"""Attention that computes each prompt once per group: ``packed`` for scoring, ``forked`` for decoding."""
 
 from grpo.attention.forked import ForkedCache
 from grpo.attention.layout import few_sizes, pack, pack_prompts
 from grpo.attention.packed import enable_packing, forked_hidden, packed_hidden, packing_enabled, window_of
 
-__all__ = [
-    "ForkedCache",
-    "enable_packing",
-    "few_sizes",
-    "forked_hidden",
-    "pack",
-    "pack_prompts",
-    "packed_hidden",
-    "packing_enabled",
-    "window_of",
-]
+__all__ = ["ForkedCache", "enable_packing", "few_sizes", "forked_hidden", "pack", "pack_prompts", "packed_hidden"]
+__all__ += ["packing_enabled", "window_of"]

@@ -1,24 +1,26 @@
 """A KV cache in which all completions of a prompt share the prompt's keys and values.
 
-A decode step spends its time on reading keys and values. Here those of a prompt are in memory once, and the queries of all its
-completions are multiplied with them in one product. The keys and values of the completions' own tokens are in a second buffer. All are
-stored in the dtype of the attention products, so that autocast does not cast them again at every token.
+A decode step spends its time on reading keys and values. Those of a prompt are in memory once, and the queries of all
+its completions are multiplied with them in one product. The keys and values of the completions' own tokens are in a
+second buffer. All have the dtype of the attention products, so that autocast does not cast them at every token.
 
-Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows (completions) being decoded, ``J`` most rows of one prompt, ``C`` own tokens so far,
-``H`` query heads, ``K`` key heads, ``D`` head size, ``g = H/K``.
+Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows (completions) being decoded, ``J`` most rows of one prompt,
+``C`` own tokens so far, ``H`` query heads, ``K`` key heads, ``D`` head size, ``g = H/K``.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 class ForkedCache:
     """Keys and values of prompts, and of one more token per row and decode step.
 
-    Order of calls: one forward pass over the prompts (:meth:`store_prompts` in every layer), :meth:`fork`, then for every token
-    :meth:`begin_token` and, in every layer, :meth:`attend`. Between tokens rows may leave (:meth:`keep_rows`) and join (:meth:`add_rows`).
+    Order of calls: one forward pass over the prompts (:meth:`store_prompts` in every layer), :meth:`fork`, then for
+    every token :meth:`begin_token` and, in every layer, :meth:`attend`. Between tokens rows may leave
+    (:meth:`keep_rows`) and join (:meth:`add_rows`).
     """
 
     def __init__(self, prompt_lengths: list[int], capacity: int, device: torch.device | str = "cpu"):
@@ -29,30 +31,30 @@ class ForkedCache:
         self.prompt_lengths_U = torch.tensor(prompt_lengths, device=device)
         self.prompt_R = torch.arange(len(prompt_lengths), device=device)
         """The prompt of each row; rows of one prompt are neighbours."""
-        self.prompts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.prompts: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of the prompts, ``[U, K, P, D]``, by layer."""
-        self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of the own tokens, ``[R, K, capacity, D]``, by layer."""
         self.dtype = torch.float32
         """Dtype of keys, values and their products."""
-        self.start_R: torch.Tensor | None = None
+        self.start_R: Tensor | None = None
         """Index of each row's first own token in the buffers; None while all rows began together."""
         self.use_cascade = torch.device(device).type == "cpu"
-        """True if attention to prompts and to own tokens is computed separately and then merged; only the CPU has the kernel for it."""
+        """True if attention to prompts and to own tokens is computed separately and merged; for the CPU's kernel."""
         self._update_layout()
 
-    def fork(self, prompt_R: torch.Tensor) -> None:
+    def fork(self, prompt_R: Tensor) -> None:
         """Let row r continue prompt ``prompt_R[r]``; rows of one prompt must be neighbours."""
         self.prompt_R = prompt_R
         self._update_layout()
 
     @property
     def is_full(self) -> bool:
-        """True if the buffers have no index left for another token, until :meth:`keep_rows` drops the rows that began first."""
+        """True if the buffers have no index for another token until :meth:`keep_rows` drops rows that began first."""
         return self.length == self.capacity
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop all rows but these, the prompts that no row continues, and the buffer indices before the first token of all rows."""
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all rows but these, prompts that no row continues, and buffer indices before the first token of all."""
         first = 0
         if self.start_R is not None:
             first = int(self.start_R[rows].min())
@@ -70,20 +72,19 @@ class ForkedCache:
     def add_rows(self, other: ForkedCache) -> None:
         """Append the rows of another cache, which have no own tokens yet."""
         new = len(other.prompt_R)
-        lengths_U = torch.cat([self.prompt_lengths_U, other.prompt_lengths_U])
-        P = int(lengths_U.max())
+        self.prompt_R = torch.cat([self.prompt_R, other.prompt_R + len(self.prompt_lengths_U)])
+        self.prompt_lengths_U = torch.cat([self.prompt_lengths_U, other.prompt_lengths_U])
+        P = int(self.prompt_lengths_U.max())
         for layer, buffers in self.prompts.items():
             both = zip(buffers, other.prompts[layer], strict=True)
             self.prompts[layer] = tuple(torch.cat([_resize(x, P), _resize(y, P)]) for x, y in both)
             if layer in self.own:
                 self.own[layer] = tuple(_append_rows(buffer, new, self.length) for buffer in self.own[layer])
-        start_R = torch.zeros_like(self.prompt_R) if self.start_R is None else self.start_R
+        start_R = other.prompt_R.new_zeros(len(self.prompt_R) - new) if self.start_R is None else self.start_R
         self.start_R = torch.cat([start_R, start_R.new_full((new,), self.length)])
-        self.prompt_R = torch.cat([self.prompt_R, other.prompt_R + len(self.prompt_lengths_U)])
-        self.prompt_lengths_U = lengths_U
         self._update_layout()
 
-    def store_prompts(self, layer: int, k_UPKD: torch.Tensor, v_UPKD: torch.Tensor) -> None:
+    def store_prompts(self, layer: int, k_UPKD: Tensor, v_UPKD: Tensor) -> None:
         """Store the keys and values of the prompts, padded on the right."""
         self.dtype = product_dtype(v_UPKD)
         self.prompts[layer] = tuple(x.transpose(1, 2).to(self.dtype).contiguous() for x in (k_UPKD, v_UPKD))
@@ -94,15 +95,10 @@ class ForkedCache:
         self._token_bias = None
         if self.start_R is not None:
             index_C = torch.arange(self.length, device=self.start_R.device)
-            self.own_padding = (index_C < self.start_R[:, None])[:, None, None]
-            self.own_bias = _additive(self.own_padding, self.dtype)
+            self.own_bias = additive_mask(index_C < self.start_R[:, None], self.dtype)
 
-    def skip_tokens(self, count: int) -> None:
-        """Advance by ``count`` tokens whose keys and values are arbitrary, to measure the memory of a completion's last tokens."""
-        self.length += count
-
-    def attend(self, layer: int, q_RH1D, k_RK1D, v_RK1D, scaling: float | None) -> torch.Tensor:
-        """Store one token's keys and values for every row, and attend to its prompt and own tokens; ``[R, 1, H, D]``."""
+    def attend(self, layer: int, q_RH1D, k_RK1D, v_RK1D, scaling: float | None) -> Tensor:
+        """Store one token's keys and values for every row, which attends to its prompt and tokens; ``[R, 1, H, D]``."""
         R, H, _, D = q_RH1D.shape
         K = k_RK1D.shape[1]
         q_RH1D, k_RK1D, v_RK1D = (x.to(self.dtype) for x in (q_RH1D, k_RK1D, v_RK1D))
@@ -113,7 +109,7 @@ class ForkedCache:
         with torch.autocast(q_RH1D.device.type, enabled=False):
             return attention(q_RKgD, *self.prompts[layer], k_RKCD, v_RKCD, scaling).reshape(R, 1, H, D)
 
-    def _store_token(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> tuple[Tensor, Tensor]:
         """Store one token's keys and values; returns those of all own tokens, ``[R, K, C, D]``."""
         if layer not in self.own:
             self.own[layer] = tuple(x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k_RK1D, v_RK1D))
@@ -121,49 +117,34 @@ class ForkedCache:
         k_RKCD[:, :, -1], v_RKCD[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
         return k_RKCD, v_RKCD
 
-    def _attend_jointly(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
+    def _attend_jointly(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> Tensor:
         """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
         P = k_UKPD.shape[2]
         from_prompt = self._prompts_to_rows(_scores(self._rows_to_prompts(q_RKgD), k_UKPD))
-        weights = self._weights(from_prompt, _scores(q_RKgD, k_RKCD), scaling)
+        scores = torch.cat([from_prompt, _scores(q_RKgD, k_RKCD)], dim=-1)
+        if self._token_bias is None:  # the same in every layer
+            self._token_bias = torch.zeros_like(scores[:, :1, :1])
+            if self.prompt_bias is not None:
+                self._token_bias[..., :P] = self.prompt_bias[self.prompt_R]
+            if self.own_bias is not None:
+                self._token_bias[..., P:] = self.own_bias
+        weights = torch.add(self._token_bias, scores, alpha=scaling).softmax(dim=-1).to(self.dtype)
         from_own = torch.bmm(weights[..., P:].flatten(0, 1), v_RKCD.flatten(0, 1)).view(q_RKgD.shape)
         from_prompt = self._rows_to_prompts(weights[..., :P]) @ v_UKPD
-        if self.from_cell_R is not None:
+        if self.cell_R is not None:
             return from_own.add_(self._prompts_to_rows(from_prompt))
         U, J = self.grid  # without a copy of the rows in their order
         from_own.unflatten(0, (U, J)).add_(from_prompt.unflatten(2, (J, -1)).transpose(1, 2))
         return from_own
 
-    def _weights(self, from_prompt: torch.Tensor, from_own: torch.Tensor, scaling: float) -> torch.Tensor:
-        """``[R, K, g, P + C]`` the softmax of the scaled scores, in the dtype of the products."""
-        scores = torch.cat([from_prompt, from_own], dim=-1)
-        bias = self._bias_of_token(from_prompt.shape[-1], from_own.shape[-1], scores.dtype)
-        scores = scores.mul_(scaling) if bias is None else torch.add(bias, scores, alpha=scaling)
-        return scores.softmax(dim=-1).to(self.dtype)
+    def _attend_cascade(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> Tensor:
+        """Cascade attention: the CPU's fused kernel on prompt and on own tokens, merged by their softmax normalizers.
 
-    def _bias_of_token(self, P: int, C: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """``[R, 1, 1, P + C]``, -inf at padding, else 0, the same in every layer; None without padding."""
-        if self.prompt_padding is None and self.own_padding is None:
-            return None
-        if self._token_bias is None:
-            R = len(self.prompt_R)
-            no_padding = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.prompt_R.device)
-            from_prompt = no_padding if self.prompt_padding is None else self.prompt_padding[self.prompt_R]
-            own = no_padding if self.own_padding is None else self.own_padding
-            padding = torch.cat([from_prompt.expand(R, 1, 1, P), own.expand(R, 1, 1, C)], dim=-1)
-            self._token_bias = _additive(padding, dtype)
-        return self._token_bias
-
-    def _attend_cascade(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> torch.Tensor:
-        """Cascade attention: the CPU's fused kernel on prompt and own tokens separately, merged by their softmax normalizers.
-
-        With weights ``e^s / Z`` over both parts, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``; the kernel
+        With weights ``e^s / Z``, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``; the kernel
         returns log Z with each part. It takes 15% off the whole attention with one thread.
         """
         q_UKjD = self._rows_to_prompts(q_RKgD)
-        if self.prompt_padding is not None and self._prompt_bias is None:  # once until the rows change
-            self._prompt_bias = _additive(self.prompt_padding, self.dtype)
-        mask = None if self._prompt_bias is None else self._prompt_bias.expand(-1, -1, q_UKjD.shape[2], -1)
+        mask = None if self.prompt_bias is None else self.prompt_bias.expand(-1, -1, q_UKjD.shape[2], -1)
         prompt_out, prompt_log_z = _flash_attention_cpu(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
         own_mask = None if self.own_bias is None else self.own_bias.expand(-1, -1, q_RKgD.shape[2], -1)
         own_out_RKgD, own_log_z = _flash_attention_cpu(q_RKgD, k_RKCD, v_RKCD, attn_mask=own_mask, scale=scaling)
@@ -171,60 +152,59 @@ class ForkedCache:
         return torch.lerp(own_out_RKgD, self._prompts_to_rows(prompt_out), prompt_share_RKg1)
 
     def _update_layout(self) -> None:
-        """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`, and find the padding of the prompts."""
+        """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`, and mask the prompts' padding."""
         U, lengths_U = len(self.prompt_lengths_U), self.prompt_lengths_U
         counts_U = self.prompt_R.bincount(minlength=U)
         J = int(counts_U.max())
-        self.grid, self.num_cells = (U, J), U * J
         first_U = counts_U.cumsum(0) - counts_U
         number_R = torch.arange(len(self.prompt_R), device=self.prompt_R.device) - first_U[self.prompt_R]
-        has_gaps = not bool((counts_U == J).all())
-        self.to_cell_R = self.from_cell_R = self.prompt_R * J + number_R if has_gaps else None
+        self.grid, has_gaps = (U, J), len(self.prompt_R) < U * J
+        self.cell_R = self.prompt_R * J + number_R if has_gaps else None
         P = int(lengths_U.max()) if not self.prompts else next(iter(self.prompts.values()))[0].shape[2]
         padding_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
-        self.prompt_padding = padding_UP[:, None, None] if bool(padding_UP.any()) else None
-        self._prompt_bias: torch.Tensor | None = None
-        self._token_bias: torch.Tensor | None = None
-        # [R, 1, 1, C], True at the indices before a row's first own token, and as an additive mask; None if there are none.
-        self.own_padding = self.own_bias = None
+        # Additive masks: [U, 1, 1, P] of the prompts' padding, [R, 1, 1, C] of the indices before a row's first token,
+        # and [R, 1, 1, P + C] of both. None if nothing is masked; the last if it is not computed yet.
+        self.prompt_bias = additive_mask(padding_UP, self.dtype) if bool(padding_UP.any()) else None
+        self.own_bias: Tensor | None = None
+        self._token_bias: Tensor | None = None
 
-    def _rows_to_prompts(self, x_RKgN: torch.Tensor) -> torch.Tensor:
+    def _rows_to_prompts(self, x_RKgN: Tensor) -> Tensor:
         """``[R, K, g, N]`` to ``[U, K, J * g, N]``, zeros in the cells of prompts that have fewer than J rows."""
         U, J = self.grid
         K, g, N = x_RKgN.shape[1:]
-        if self.to_cell_R is not None:
-            x_RKgN = x_RKgN.new_zeros(self.num_cells, K, g, N).index_copy_(0, self.to_cell_R, x_RKgN)[: U * J]
+        if self.cell_R is not None:
+            x_RKgN = x_RKgN.new_zeros(U * J, K, g, N).index_copy_(0, self.cell_R, x_RKgN)
         return x_RKgN.reshape(U, J, K, g, N).transpose(1, 2).reshape(U, K, J * g, N)
 
-    def _prompts_to_rows(self, x_UKjN: torch.Tensor) -> torch.Tensor:
+    def _prompts_to_rows(self, x_UKjN: Tensor) -> Tensor:
         """The inverse of :meth:`_rows_to_prompts`."""
         U, J = self.grid
         K, N = x_UKjN.shape[1], x_UKjN.shape[3]
         x = x_UKjN.reshape(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
-        return x if self.from_cell_R is None else x[self.from_cell_R]
+        return x if self.cell_R is None else x[self.cell_R]
 
 
-def _scores(q_RKgD: torch.Tensor, k_RKCD: torch.Tensor) -> torch.Tensor:
-    """``[R, K, g, C]``, in fp32 for half-precision inputs, as in fused kernels: bf16 would round scores above 64 by up to 0.25 nats."""
+def _scores(q_RKgD: Tensor, k_RKCD: Tensor) -> Tensor:
+    """``[R, K, g, C]``, in fp32 for half precision, as in fused kernels: bf16 would round a score of 64 by 0.25."""
     if q_RKgD.dtype in (torch.bfloat16, torch.float16):
         q, k = q_RKgD.flatten(0, 1), k_RKCD.flatten(0, 1).transpose(1, 2)
         return torch.bmm(q, k, out_dtype=torch.float32).unflatten(0, q_RKgD.shape[:2])
     return q_RKgD @ k_RKCD.transpose(-1, -2)
 
 
-def _additive(padding: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """-inf where ``padding`` is True, else 0."""
-    return torch.zeros(padding.shape, dtype=dtype, device=padding.device).masked_fill_(padding, float("-inf"))
+def additive_mask(padding_RN: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[R, 1, 1, N]`` -inf where ``padding`` is True, else 0."""
+    return torch.zeros_like(padding_RN, dtype=dtype).masked_fill_(padding_RN, -torch.inf)[:, None, None]
 
 
-def select_rows(buffer: torch.Tensor, rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
+def select_rows(buffer: Tensor, rows: Tensor, first: int, end: int) -> Tensor:
     """Chosen rows of a buffer ``[R, K, capacity, D]``, with their tokens ``first`` to ``end`` moved to the front."""
     chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
     chosen[:, :, : end - first] = buffer[rows, :, first:end]
     return chosen
 
 
-def _append_rows(buffer: torch.Tensor, count: int, length: int) -> torch.Tensor:
+def _append_rows(buffer: Tensor, count: int, length: int) -> Tensor:
     """``count`` more rows, zeros up to ``length``. These are masked, but 0 times uninitialised memory could be NaN."""
     longer = buffer.new_empty(len(buffer) + count, *buffer.shape[1:])
     longer[: len(buffer), :, :length] = buffer[:, :, :length]
@@ -232,7 +212,7 @@ def _append_rows(buffer: torch.Tensor, count: int, length: int) -> torch.Tensor:
     return longer
 
 
-def _resize(x_UKPD: torch.Tensor, P: int) -> torch.Tensor:
+def _resize(x_UKPD: Tensor, P: int) -> Tensor:
     """Cut or padded on the right to P tokens."""
     return F.pad(x_UKPD[:, :, :P], (0, 0, 0, P - min(x_UKPD.shape[2], P)))
 
@@ -240,7 +220,7 @@ def _resize(x_UKPD: torch.Tensor, P: int) -> torch.Tensor:
 _flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def product_dtype(x: torch.Tensor) -> torch.dtype:
+def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which attention multiplies ``x``: autocast's on a GPU; at least fp32 on CPU.
 
     On CPU, decode steps in fp32 take 0.6 of the time of bf16, for which oneDNN also makes a kernel for each shape.

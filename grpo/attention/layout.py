@@ -1,9 +1,10 @@
-"""The layout of a micro-batch as one packed row of tokens: each group's prompt once, then the completions, without padding.
+"""The layout of a micro-batch as one packed row of tokens: each group's prompt once, then the completions, unpadded.
 
-Completions are sorted by length into *tiles*; the tokens of a tile are neighbours in the row, and their attention is one kernel call.
+Completions are sorted by length into *tiles*. The tokens of a tile are neighbours in the row, and their attention is
+one kernel call.
 
-Shapes: ``B`` rows of the micro-batch, ``S`` their padded length, ``N`` tokens of the packed row, ``M`` scored tokens, ``U`` prompts,
-``P`` longest prompt, ``R`` rows of a tile, ``C`` longest row of the tile, ``n`` tokens of the tile.
+Shapes: ``B`` rows of the micro-batch, ``S`` their padded length, ``N`` tokens of the packed row, ``M`` scored tokens,
+``U`` prompts, ``P`` longest prompt, ``R`` rows of a tile, ``C`` longest row of the tile, ``n`` tokens of the tile.
 """
 
 from __future__ import annotations
@@ -13,29 +14,30 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Consecutive tokens of the packed row whose attention is one kernel call: all prompts, or completions of similar length."""
+    """Consecutive tokens of the packed row with one kernel call: all prompts, or completions of similar length."""
 
     rows: int
     width: int
     """Tokens of the longest row."""
-    slots_n: torch.Tensor | None
+    slots_n: Tensor | None
     """Index of each token in the padded ``[rows * width]`` tensor; None if all rows are equally long."""
-    prompt_R: torch.Tensor | None = None
+    prompt_R: Tensor | None = None
     """Index of the prompt that each completion continues; None for the tile of the prompts."""
-    visible_RCS: torch.Tensor | None = None
-    """``[R, C, P + C]``, True where a completion's token may attend: to its prompt, and to its own tokens up to itself."""
+    visible_RCS: Tensor | None = None
+    """``[R, C, P + C]`` True where a completion's token may attend: to its prompt and its own tokens up to itself."""
 
-    def pad(self, x_nHD: torch.Tensor) -> torch.Tensor:
+    def pad(self, x_nHD: Tensor) -> Tensor:
         """``[n, H, D]`` to ``[R, C, H, D]``, zeros at the padding."""
         if self.slots_n is not None:
             x_nHD = _ScatterRows.apply(x_nHD, self.slots_n, self.rows * self.width)
         return x_nHD.unflatten(0, (self.rows, self.width))
 
-    def unpad(self, x_RCHD: torch.Tensor) -> torch.Tensor:
+    def unpad(self, x_RCHD: Tensor) -> Tensor:
         """``[R, C, H, D]`` to ``[n, H, D]``."""
         flat = x_RCHD.flatten(0, 1)
         return flat if self.slots_n is None else _GatherRows.apply(flat, self.slots_n)
@@ -43,22 +45,22 @@ class Tile:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The packed row: first all prompts, then the completions, tile by tile. A completion's last token predicts nothing and is left out."""
+    """The packed row: all prompts, then the completions, tile by tile, without last tokens, which predict nothing."""
 
-    ids_1N: torch.Tensor
-    positions_1N: torch.Tensor
-    before_M: torch.Tensor
-    """Index in the packed row of the token before each scored token, in the order of the batch: its logits score that token."""
+    ids_1N: Tensor
+    positions_1N: Tensor
+    before_M: Tensor
+    """Index in the row of the token before each scored token, whose logits score it, in the order of the batch."""
     tiles: tuple[Tile, ...]
     """The tile of the prompts first."""
     sizes: tuple[int, ...]
     """Tokens of each tile, and of the padding at the end of the row."""
-    masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple, Tensor] = field(default_factory=dict)
     """Additive attention masks, built by the first layer and used by all."""
 
 
 def pack(
-    sequence_ids_BS: torch.Tensor, prompt_lengths_B: Sequence[int], lengths_B: Sequence[int], groups_B: Sequence[int]
+    sequence_ids_BS: Tensor, prompt_lengths_B: Sequence[int], lengths_B: Sequence[int], groups_B: Sequence[int]
 ) -> PackedLayout:
     """Pack the rows of a micro-batch, on its device.
 
@@ -69,33 +71,29 @@ def pack(
         groups_B: rows with the same number have the same prompt.
     """
     device, S = sequence_ids_BS.device, sequence_ids_BS.shape[1]
-    first_row: dict[int, int] = {}
-    for b, group in enumerate(groups_B):
-        first_row.setdefault(group, b)
-    prompt_of_group = {group: u for u, group in enumerate(first_row)}
-    prompt_lengths_U = [prompt_lengths_B[b] for b in first_row.values()]
+    prompt_of_group = {group: u for u, group in enumerate(dict.fromkeys(groups_B))}
+    prompt_B = [prompt_of_group[group] for group in groups_B]
+    row_of_prompt = {u: b for b, u in enumerate(prompt_B)}  # any row of its group
+    lengths_U = torch.tensor([prompt_lengths_B[b] for b in row_of_prompt.values()])
 
-    # (row of the batch, first token, end) of every piece, in the order of the packed row
-    spans = [(b, 0, prompt_lengths_B[b]) for b in first_row.values()]
-    tiles, sizes = [_tile(prompt_lengths_U, device)], [sum(prompt_lengths_U)]
+    # (row of the batch, first token, end) of each run of tokens, in the packed order
+    spans = [(b, 0, prompt_lengths_B[b]) for b in row_of_prompt.values()]
+    tiles, sizes = [_tile(lengths_U.tolist(), device)], [int(lengths_U.sum())]
     start_of_completion, end = {}, sizes[0]
     for rows in _similar_lengths([max(n - 1, 0) for n in lengths_B]):
         lengths_R = [lengths_B[b] - 1 for b in rows]
-        prompt_R = torch.tensor([prompt_of_group[groups_B[b]] for b in rows])
-        tiles.append(_tile(lengths_R, device, prompt_R, torch.tensor(prompt_lengths_U)))
+        tiles.append(_tile(lengths_R, device, torch.tensor([prompt_B[b] for b in rows]), lengths_U))
         sizes.append(sum(lengths_R))
         for b, length in zip(rows, lengths_R, strict=True):
             spans.append((b, prompt_lengths_B[b], prompt_lengths_B[b] + length))
             start_of_completion[b] = end
             end += length
 
-    last_of_prompt_U = torch.tensor(prompt_lengths_U).cumsum(0).sub(1).tolist()
-    before = [torch.zeros(0, dtype=torch.long)]
-    for b, group in enumerate(groups_B):
-        if lengths_B[b]:
-            before.append(torch.tensor([last_of_prompt_U[prompt_of_group[group]]]))
-        if lengths_B[b] > 1:
-            before.append(torch.arange(start_of_completion[b], start_of_completion[b] + lengths_B[b] - 1))
+    last_U = lengths_U.cumsum(0) - 1
+    before = [last_U[:0]]
+    for b, (u, length) in enumerate(zip(prompt_B, lengths_B, strict=True)):
+        if length:
+            before += [last_U[u : u + 1], torch.arange(length - 1) + start_of_completion.get(b, 0)]
     source_N = torch.cat([torch.arange(b * S + start, b * S + end) for b, start, end in spans])
     positions_N = torch.cat([torch.arange(start, end) for _, start, end in spans])
     ids_N = sequence_ids_BS.flatten()[source_N.to(device)]
@@ -112,7 +110,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -
 
 
 def few_sizes(size: int) -> int:
-    """The size rounded up to one of 16 sizes per power of two, at most 1/16 larger: a kernel is then made for few shapes, and reused."""
+    """The size rounded up to one of 16 sizes per power of two, at most 1/16 larger: kernels are made for few shapes."""
     step = 1 << max((size - 1).bit_length() - 5, 0)
     return -(-size // step) * step
 
@@ -125,11 +123,10 @@ def _padded(ids_N, positions_N, before_M, tiles: list[Tile], sizes: list[int]) -
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Nonempty rows, longest first, in tiles: a row joins a tile if its length is at least 3/4 of the longest, or the longest - 16."""
+    """Nonempty rows, longest first, in tiles of lengths of at least 3/4 of the longest, or of the longest - 16."""
     tiles: list[list[int]] = []
     for b in sorted((b for b, length in enumerate(lengths) if length), key=lambda b: -lengths[b]):
-        longest = lengths[tiles[-1][0]] if tiles else 0
-        if not tiles or lengths[b] < min(0.75 * longest, longest - 16):
+        if not tiles or lengths[b] < min(0.75 * lengths[tiles[-1][0]], lengths[tiles[-1][0]] - 16):
             tiles.append([])
         tiles[-1].append(b)
     return tiles
@@ -151,7 +148,7 @@ def _tile(lengths_R: list[int], device: torch.device | str, prompt_R=None, promp
 
 
 class _ScatterRows(torch.autograd.Function):
-    """Copy rows to distinct indices of a tensor of zeros. The gradient is a gather, because the indices are distinct."""
+    """Copy rows to distinct indices of a tensor of zeros. The gradient is a gather, because indices are distinct."""
 
     @staticmethod
     def forward(ctx, x, index, size):

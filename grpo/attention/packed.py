@@ -1,18 +1,18 @@
 """Attention over a packed row (:mod:`grpo.attention.layout`), and the switch that makes a transformers model use it.
 
-Only attention mixes the tokens of a row; every other layer works on single tokens and needs no change. Attention over the packed row is
-one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and own tokens. With one dense mask for
-the whole row, most of the work would be on pairs of tokens that do not see each other.
+Only attention mixes the tokens of a row; every other layer works on single tokens and needs no change. Attention over
+the packed row is one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and
+own tokens. With one dense mask for the whole row, most work would be on pairs of tokens that do not see each other.
 
-Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a tile, ``C`` longest of the tile,
-``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads, ``g = H/K``, ``D`` head size.
+Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a tile, ``C`` longest
+of the tile, ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads, ``g = H/K``, ``D`` head size.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -22,11 +22,9 @@ from grpo.attention.layout import PackedLayout, pack, pack_prompts
 from grpo.attention.precision import ieee_fp32
 
 ATTENTION = "sdpa_or_packed"
-"""Name of our attention function in transformers: SDPA, unless the forward pass brings a packed layout or a forked cache."""
-
-
+"""Name of our attention function in transformers: SDPA, unless a pass brings a packed layout or a forked cache."""
 ANY_MASK = (1, 1, 1, 1)
-"""Shape of the mask that a packed pass brings: transformers builds none if it is given a four-dimensional one, and we ignore this one."""
+"""Shape of the mask of a packed pass, which is ignored: with a four-dimensional mask transformers builds none."""
 
 
 class CannotPack(ValueError):
@@ -34,41 +32,33 @@ class CannotPack(ValueError):
 
 
 def packed_attention(
-    q_1HND: torch.Tensor, k_1KND: torch.Tensor, v_1KND: torch.Tensor, packed: PackedLayout, scaling: float | None
-) -> torch.Tensor:
+    q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, packed: PackedLayout, scaling: float | None
+) -> Tensor:
     """Attention over a packed row; ``[1, N, H, D]``."""
-    dtype = product_dtype(v_1KND)
-    with torch.autocast(v_1KND.device.type, enabled=False):
-        rows = (x.to(dtype) for x in (q_1HND, k_1KND, v_1KND))
-        return _attend(*rows, packed, scaling)
-
-
-def _attend(
-    q_1HND: torch.Tensor, k_1KND: torch.Tensor, v_1KND: torch.Tensor, packed: PackedLayout, scaling
-) -> torch.Tensor:
-    q_s, k_s, v_s = ([*x[0].transpose(0, 1).split(packed.sizes)] for x in (q_1HND, k_1KND, v_1KND))
-    H, K = q_1HND.shape[1], k_1KND.shape[1]
+    H, K, dtype = q_1HND.shape[1], k_1KND.shape[1], product_dtype(v_1KND)
     g, prompts = H // K, packed.tiles[0]
-    q_UPHD, k_UPKD, v_UPKD = (prompts.pad(x[0]) for x in (q_s, k_s, v_s))
-    repeated = (x if g == 1 else x.repeat_interleave(g, dim=2) for x in (k_UPKD, v_UPKD))
-    heads_first = (x.transpose(1, 2) for x in (q_UPHD, *repeated))
-    # The padding lies to the right of the tokens, where causal attention does not look.
-    out_UHPD = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scaling)
-    outs = [prompts.unpad(out_UHPD.transpose(1, 2))]
-    for number, tile in enumerate(packed.tiles[1:], 1):
-        q_RCHD, k_RCKD, v_RCKD = (tile.pad(x[number]) for x in (q_s, k_s, v_s))
-        k_RKSD = torch.cat([k_UPKD[tile.prompt_R], k_RCKD], dim=1).transpose(1, 2)
-        v_RKSD = torch.cat([v_UPKD[tile.prompt_R], v_RCKD], dim=1).transpose(1, 2)
-        # The g query heads of one key head become g times as many queries of that head, so that keys and values are not repeated.
-        q_RKgCD = q_RCHD.transpose(1, 2).reshape(tile.rows, K, g * tile.width, -1)
-        mask = _additive_mask(packed, number, g, q_1HND.dtype)
-        out_RKgCD = F.scaled_dot_product_attention(q_RKgCD, k_RKSD, v_RKSD, attn_mask=mask, scale=scaling)
-        outs.append(tile.unpad(out_RKgCD.reshape(tile.rows, H, tile.width, -1).transpose(1, 2)))
-    outs.append(outs[0].new_zeros(packed.sizes[-1], *outs[0].shape[1:]))
-    return torch.cat(outs)[None]
+    with torch.autocast(v_1KND.device.type, enabled=False):
+        q_s, k_s, v_s = (x[0].to(dtype).transpose(0, 1).split(packed.sizes) for x in (q_1HND, k_1KND, v_1KND))
+        q_UPHD, k_UPKD, v_UPKD = (prompts.pad(x[0]) for x in (q_s, k_s, v_s))
+        repeated = (x if g == 1 else x.repeat_interleave(g, dim=2) for x in (k_UPKD, v_UPKD))
+        heads_first = (x.transpose(1, 2) for x in (q_UPHD, *repeated))
+        # The padding lies to the right of the tokens, where causal attention does not look.
+        out_UHPD = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scaling)
+        outs = [prompts.unpad(out_UHPD.transpose(1, 2))]
+        for number, tile in enumerate(packed.tiles[1:], 1):
+            q_RCHD, k_RCKD, v_RCKD = (tile.pad(x[number]) for x in (q_s, k_s, v_s))
+            k_RKSD = torch.cat([k_UPKD[tile.prompt_R], k_RCKD], dim=1).transpose(1, 2)
+            v_RKSD = torch.cat([v_UPKD[tile.prompt_R], v_RCKD], dim=1).transpose(1, 2)
+            # The g query heads of a key head become g times as many queries of it: keys and values are not repeated.
+            q_RKgCD = q_RCHD.transpose(1, 2).reshape(tile.rows, K, g * tile.width, -1)
+            mask = _additive_mask(packed, number, g, dtype)
+            out_RKgCD = F.scaled_dot_product_attention(q_RKgCD, k_RKSD, v_RKSD, attn_mask=mask, scale=scaling)
+            outs.append(tile.unpad(out_RKgCD.reshape(tile.rows, H, tile.width, -1).transpose(1, 2)))
+        outs.append(outs[0].new_zeros(packed.sizes[-1], *outs[0].shape[1:]))
+        return torch.cat(outs)[None]
 
 
-def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype) -> torch.Tensor:
+def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype) -> Tensor:
     """``[R, 1, g * C, S]`` for a tile: 0 where a token may attend, else -inf.
 
     On CUDA its rows have a multiple of 8 elements, as the kernel requires: else every layer would copy it.
@@ -88,8 +78,8 @@ def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype
 def _attention_forward(module, query, key, value, attention_mask, *, packed=None, forked=None, **options):
     """The function that transformers calls in every attention layer.
 
-    With ``packed``: attention over a packed row; with ``packed`` and ``forked``: the same over prompts, whose keys and values go into the
-    cache; with ``forked`` alone: one more token per row; with neither: SDPA.
+    With ``packed``: attention over a packed row; with ``forked`` too: the same over prompts, whose keys and values go
+    into the cache; with ``forked`` alone: one more token per row; with neither: SDPA.
     """
     if packed is None and forked is None:
         return _sdpa(module, query, key, value, attention_mask, **options)
@@ -106,8 +96,9 @@ def _attention_forward(module, query, key, value, attention_mask, *, packed=None
 
 
 def _sdpa(module, query, key, value, attention_mask, **options):
-    """transformers' SDPA function, with keys and values repeated for each query head where transformers leaves that to PyTorch and CUDA has
-    no fused kernel for it: without a mask in fp32. PyTorch's math kernel, which takes such calls, writes all scores to memory.
+    """transformers' SDPA function, with keys and values repeated for each query head where CUDA needs it.
+
+    Without a mask in fp32, transformers leaves that to PyTorch, whose math kernel then writes all scores to memory.
     """
     kind, H, K = key.device.type, query.shape[1], key.shape[1]
     is_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled(kind)
@@ -122,18 +113,18 @@ AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def packed_hidden(backbone: nn.Module, packed: PackedLayout, forked: ForkedCache | None = None) -> torch.Tensor:
-    """Last hidden states ``[N, hidden]`` of a packed row; the keys and values of its prompts go into ``forked``, if given."""
+def packed_hidden(backbone: nn.Module, packed: PackedLayout, forked: ForkedCache | None = None) -> Tensor:
+    """Last hidden states ``[N, hidden]`` of a packed row, whose prompts' keys and values go into ``forked``, if any."""
     return _forward(backbone, packed.ids_1N, packed.positions_1N, packed=packed, forked=forked)[0]
 
 
-def forked_hidden(backbone: nn.Module, ids_R: torch.Tensor, positions_R, forked: ForkedCache) -> torch.Tensor:
+def forked_hidden(backbone: nn.Module, ids_R: Tensor, positions_R, forked: ForkedCache) -> Tensor:
     """Last hidden states ``[R, hidden]`` of one more token per row; its keys and values go into ``forked``."""
     forked.begin_token()
     return _forward(backbone, ids_R[:, None], positions_R[:, None], forked=forked)[:, 0]
 
 
-def _forward(backbone: nn.Module, ids: torch.Tensor, positions: torch.Tensor, **caches) -> torch.Tensor:
+def _forward(backbone: nn.Module, ids: Tensor, positions: Tensor, **caches) -> Tensor:
     options = dict(attention_mask=torch.ones(ANY_MASK, dtype=torch.bool, device=ids.device), use_cache=False)
     return backbone(input_ids=ids, position_ids=positions, **options, **caches).last_hidden_state
 
@@ -141,7 +132,7 @@ def _forward(backbone: nn.Module, ids: torch.Tensor, positions: torch.Tensor, **
 def window_of(config: PreTrainedConfig) -> tuple[str, int] | None:
     """The entry of a configuration that restricts attention to the nearest tokens, and its value; or None.
 
-    Some models have their window in the mask alone, which packed attention replaces, and a probe shorter than the window cannot see it.
+    Some models have their window in the mask alone, where a probe shorter than the window cannot see it.
     """
     for name, value in vars(config).items():
         is_window = name.endswith(("window", "window_size")) or name == "attention_chunk_size"
@@ -158,10 +149,10 @@ def packing_enabled(model: nn.Module) -> bool:
 @torch.no_grad()
 @ieee_fp32()
 def enable_packing(model: nn.Module, backbone: nn.Module | None) -> str | None:
-    """Switch the model to packed and forked attention, if both give the hidden states of padded attention on a short batch.
+    """Switch the model to packed and forked attention, if both give the hidden states of padded attention in a probe.
 
-    ``backbone`` is the model without its head, or None if the head cannot be applied separately. Returns None, or the reason why
-    packing is impossible; the model is then unchanged.
+    ``backbone`` is the model without its head, or None if the head cannot be applied separately. Returns None, or the
+    reason why packing is impossible; the model is then unchanged.
     """
     before = model.config._attn_implementation
     if before != "sdpa":

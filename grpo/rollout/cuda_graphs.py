@@ -2,13 +2,12 @@
 
 Launching the hundreds of small kernels of a decode step takes longer than running them, and reading at every token
 which rows have ended makes the device wait for the host. A captured step reads and writes the tensors that it was
-captured with, so nothing changes its shape between two reads: rows that have ended go on, and a step attends to a fixed
-number of own tokens, of which later ones are masked. Every ``SYNC_EVERY`` tokens the host reads what was drawn. When
-half of the rows have ended, or the tokens reach that number, the next step is captured anew.
+captured with, so no shape changes between two reads: rows that have ended go on, and a step attends to a fixed number
+of own tokens, of which later ones are masked. Every ``SYNC_EVERY`` tokens the host reads what was drawn. When half of
+the rows have ended, or the tokens reach that number, the next step is captured anew.
 
 Graphs belong to one wave of rows, whose KV cache and copies of weights they read; the memory pool of the last one
-outlives it. Tokens differ from those of :mod:`grpo.rollout.decode_loop`, which decodes what cannot be captured, by
-rounding alone.
+outlives it. Tokens differ from those of :mod:`grpo.rollout.decode_loop` by rounding alone.
 
 **No GPU has run this.** Tests capture and replay the steps on an emulated CUDA device (``tests/cuda/``), and run them
 on the CPU without graphs.
@@ -23,8 +22,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from grpo.attention import ForkedCache, forked_hidden
+from grpo.attention.forked import additive_mask
 from grpo.model import Policy
 from grpo.rollout.decode_loop import Decoded
 from grpo.rollout.draw import SamplingParams, draw
@@ -53,25 +54,23 @@ class CUDAGraphRunner:
     def decode(
         self,
         decoder: ForkedCacheDecoder,
-        logits_RV: torch.Tensor,
-        uniforms_RT: torch.Tensor | None,
+        logits_RV: Tensor,
+        uniforms_RT: Tensor | None,
         sampling: SamplingParams,
         on_tokens: Callable[[int], None] | None,
     ) -> Decoded:
-        """Decode every row to its end, from what the prefill returned; see :mod:`grpo.rollout.decode_loop`.
+        """Decode every row to its end, from what the prefill returned; see :func:`grpo.rollout.decode_loop.decode`.
 
         RuntimeError if a replayed step computes other logits than the decode loop's, or as PyTorch's capture raises it.
         """
-        R, T = len(logits_RV), sampling.max_completion_length
-        stops = Stops(self.policy.tokenizer, sampling.stop)
-        eos_E = torch.tensor([*self.policy.eos_ids, *stops.ids])
-        decoded = Decoded(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [T] * R, [False] * R)
+        T, stops = sampling.max_completion_length, Stops(self.policy, sampling.stop)
+        end_ids, decoded = torch.tensor(stops.ids), Decoded.empty(len(logits_RV), T)
         batch = _Batch(decoder, uniforms_RT, sampling)
         batch.draw(logits_RV)
         start, t, shape = 0, 1, None  # tokens of each row that the host has read; tokens that are drawn, or queued
         needs_check = sampling.is_greedy not in self.verified
         while True:
-            batch.read(start, t, eos_E, decoded)
+            batch.read(start, t, end_ids, decoded)
             live = [slot for slot, row in enumerate(batch.rows) if not decoded.finished[row]]
             goes_on = bool(live) and t < T
             if goes_on:
@@ -149,7 +148,7 @@ class CUDAGraphRunner:
 class _Batch:
     """The rows that are decoded together, in tensors that captured steps read and write."""
 
-    def __init__(self, decoder: ForkedCacheDecoder, uniforms_RT: torch.Tensor | None, sampling: SamplingParams):
+    def __init__(self, decoder: ForkedCacheDecoder, uniforms_RT: Tensor | None, sampling: SamplingParams):
         self.decoder, self.uniforms_ST, self.sampling = decoder, uniforms_RT, sampling
         S, T, device = len(decoder.positions_R), sampling.max_completion_length, decoder.positions_R.device
         self.rows = list(range(S))
@@ -159,7 +158,7 @@ class _Batch:
         self.token_S = torch.zeros(S, dtype=torch.long, device=device)
         """The tokens drawn last."""
         self.tokens_ST, self.logprobs_ST = self.token_S.new_zeros(S, T), torch.zeros(S, T, device=device)
-        self.logits_SV: torch.Tensor | None = None
+        self.logits_SV: Tensor | None = None
         """From which a step drew the last tokens."""
 
     def make_step(self, width: int, num_own: int) -> Callable[[], None]:
@@ -177,7 +176,7 @@ class _Batch:
 
         return step
 
-    def draw(self, logits_SV: torch.Tensor) -> None:
+    def draw(self, logits_SV: Tensor) -> None:
         """Draw the next token of every row, without a host sync."""
         token_S, logprob_S = draw(logits_SV, self.uniforms(self.next_1), self.sampling)
         self.tokens_ST.index_copy_(1, self.next_1, token_S[:, None])
@@ -185,15 +184,15 @@ class _Batch:
         self.token_S.copy_(token_S)
         self.next_1.add_(1)
 
-    def uniforms(self, index_1: torch.Tensor) -> torch.Tensor | None:
+    def uniforms(self, index_1: Tensor) -> Tensor | None:
         return None if self.uniforms_ST is None else self.uniforms_ST.index_select(1, index_1).squeeze(1)
 
-    def read(self, start: int, end: int, eos_E: torch.Tensor, decoded: Decoded) -> None:
-        """Copy the tokens of these numbers to the host, which waits for them, and end the rows that drew an EOS."""
+    def read(self, start: int, end: int, end_ids: Tensor, decoded: Decoded) -> None:
+        """Copy the tokens of these numbers to the host, which waits for them, and end the rows that drew an end."""
         tokens_SN = self.tokens_ST[:, start:end].cpu()
         decoded.tokens_RT[self.rows, start:end] = tokens_SN
         decoded.logprobs_RT[self.rows, start:end] = self.logprobs_ST[:, start:end].cpu()
-        for slot, token in torch.isin(tokens_SN, eos_E).nonzero().tolist():
+        for slot, token in torch.isin(tokens_SN, end_ids).nonzero().tolist():
             if not decoded.finished[row := self.rows[slot]]:
                 decoded.lengths[row], decoded.finished[row] = start + token + 1, True
 
@@ -213,7 +212,7 @@ class _Batch:
 class FixedWidthCache(ForkedCache):
     """A cache as captured steps see it, which attend to ``width`` own tokens; the device counts those computed."""
 
-    def __init__(self, cache: ForkedCache, next_1: torch.Tensor, width: int):
+    def __init__(self, cache: ForkedCache, next_1: Tensor, width: int):
         """Shares what ``cache`` holds. ``next_1``: index of the token to be drawn; keys go to the index before."""
         vars(self).update(vars(cache))
         self.use_cascade, self.next_1 = False, next_1
@@ -228,8 +227,8 @@ class FixedWidthCache(ForkedCache):
 
     def begin_token(self) -> None:
         self.index_1, self._token_bias = self.next_1 - 1, None
-        self.own_padding = (self.index_C >= self.next_1)[None, None, None]
+        self.own_bias = additive_mask((self.index_C >= self.next_1)[None], self.dtype)
 
-    def _store_token(self, layer: int, k_RK1D: torch.Tensor, v_RK1D: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.own[layer]
         return keys.index_copy_(2, self.index_1, k_RK1D), values.index_copy_(2, self.index_1, v_RK1D)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 BLOCK = 128
 """Tokens whose probabilities are added first on CUDA. Most vocabularies are a multiple of it, and need no padding."""
@@ -30,7 +31,7 @@ class SamplingParams:
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
     keep_sampling_mask: bool = False
-    """Record the tokens that top-k, top-p and min-p allowed; log-probs are then those of a softmax over these tokens."""
+    """Record the tokens that top-k, top-p and min-p allowed; log-probs are then those of a softmax over these."""
 
     @property
     def is_greedy(self) -> bool:
@@ -46,9 +47,8 @@ class SamplingParams:
         return self.keep_sampling_mask and self.is_filtered and not self.is_greedy
 
 
-def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row: the first whose cumulative probability exceeds the uniform number ``u_R`` in [0, 1);
-    None: greedy.
+def draw(logits_RV: Tensor, u_R: Tensor | None, sampling) -> tuple[Tensor, Tensor]:
+    """Draw one token per row: the first whose cumulative probability exceeds ``u_R`` in [0, 1); None: greedy.
 
     Returns tokens ``[R]`` and their log-probabilities ``[R]``: in nats, at the temperature, before top-k, top-p and
     min-p, as the loss scores them; greedy decoding returns zeros. NaN where the logits are NaN.
@@ -60,13 +60,13 @@ def draw(logits_RV: torch.Tensor, u_R: torch.Tensor | None, sampling) -> tuple[t
     return token_R, logprob_R
 
 
-def draw_and_record(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
-    """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the tokens these allowed."""
+def draw_and_record(logits_RV: Tensor, u_R: Tensor, sampling) -> tuple[Tensor, ...]:
+    """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the allowed tokens."""
     token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling)
     return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
 
 
-def _draw(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.Tensor, ...]:
+def _draw(logits_RV: Tensor, u_R: Tensor, sampling) -> tuple[Tensor, ...]:
     """Tokens ``[R]``, their log-probs ``[R]`` before the filters, probabilities ``[R, V]`` after, not renormalised."""
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
@@ -75,24 +75,21 @@ def _draw(logits_RV: torch.Tensor, u_R: torch.Tensor, sampling) -> tuple[torch.T
     return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1), probs_RV
 
 
-def first_exceeding(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
+def first_exceeding(probs_RV: Tensor, u_R: Tensor) -> Tensor:
     """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total; never an impossible one."""
     cdf_RV = deterministic_cumsum(probs_RV)
     total_R1 = cdf_RV[:, -1:]
-    # u * total can round up to the total, which would select an index behind the last possible token: stay just below
-    # it.
+    # u * total can round up to the total, which would select an index behind the last possible token: stay below.
     target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
     return token_R.clamp(max=probs_RV.shape[1] - 1)  # NaN gives the index behind the last token
 
 
-def first_exceeding_in_blocks(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
-    """:func:`first_exceeding` for CUDA, whose ``cumsum`` computes each row, of 151,936 tokens for example, in one
-    thread block.
+def first_exceeding_in_blocks(probs_RV: Tensor, u_R: Tensor) -> Tensor:
+    """:func:`first_exceeding` for CUDA, whose ``cumsum`` computes each row, however long, in one thread block.
 
     First the block of ``BLOCK`` tokens is found by the sums of all blocks, then the token in it. Sums are in fp64, as
-    the CPU's ``cumsum`` has them inside; tokens differ from the CPU's only where its rounding of the results to fp32
-    decides.
+    inside of the CPU's ``cumsum``; tokens differ from the CPU's only where its rounding of the results decides.
     """
     R, V = probs_RV.shape
     blocks_RNB = F.pad(probs_RV, (0, -V % BLOCK)).view(R, -1, BLOCK)
@@ -102,23 +99,20 @@ def first_exceeding_in_blocks(probs_RV: torch.Tensor, u_R: torch.Tensor) -> torc
     start_R1 = torch.where(block_R1 > 0, ends_RN.gather(1, (block_R1 - 1).clamp(min=0)), 0.0)
     inside_RB = blocks_RNB.gather(1, block_R1[:, :, None].expand(R, 1, BLOCK)).squeeze(1)
     cdf_RB = deterministic_cumsum(inside_RB.double())
-    # The end of the block may have been rounded up: stay below the sum inside of it, whose last step is a possible
-    # token.
+    # The end of the block may have been rounded up: stay below the sum inside, whose last step is a possible token.
     last_R1 = torch.nextafter(cdf_RB[:, -1:], torch.zeros_like(target_R1))
     index_R1 = torch.searchsorted(cdf_RB, torch.minimum(target_R1 - start_R1, last_R1), right=True)
     return (block_R1 * BLOCK + index_R1).squeeze(1).clamp(max=V - 1)
 
 
-def filter_probs(probs_RV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+def filter_probs(probs_RV: Tensor, sampling: SamplingParams) -> Tensor:
     """Set probabilities outside top-k, top-p and min-p to 0, applied in this order; the others are not renormalised."""
-    V = probs_RV.shape[-1]
-    top_k = sampling.top_k if 0 < sampling.top_k < V else 0
-    if not top_k and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
+    if not sampling.is_filtered:
         return probs_RV
     sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
     keep_RV = torch.ones_like(sorted_RV, dtype=torch.bool)
-    if top_k:
-        keep_RV[:, top_k:] = False
+    if sampling.top_k > 0:
+        keep_RV[:, sampling.top_k :] = False
     if sampling.top_p < 1.0:
         allowed_RV = sorted_RV * keep_RV
         before_RV = (deterministic_cumsum(allowed_RV) - allowed_RV) / allowed_RV.sum(dim=-1, keepdim=True)
@@ -128,12 +122,11 @@ def filter_probs(probs_RV: torch.Tensor, sampling: SamplingParams) -> torch.Tens
     return torch.zeros_like(probs_RV).scatter(-1, order_RV, sorted_RV * keep_RV)
 
 
-def deterministic_cumsum(x_RV: torch.Tensor) -> torch.Tensor:
+def deterministic_cumsum(x_RV: Tensor) -> Tensor:
     """``cumsum`` along rows that also runs on CUDA with ``runtime.deterministic``.
 
-    PyTorch refuses every ``cumsum`` on CUDA in deterministic mode, but only the kernel for a single row (CUB's scan)
-    can give different bits. The kernel for a matrix adds each row in a fixed order (``ScanUtils.cuh``): a single row is
-    computed as a matrix of two.
+    PyTorch refuses every ``cumsum`` on CUDA then, but only the kernel for a single row (CUB's scan) can give different
+    bits. The kernel for a matrix has a fixed order (``ScanUtils.cuh``): a single row is computed as a matrix of two.
     """
     if not (x_RV.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x_RV.cumsum(dim=-1)

@@ -13,19 +13,19 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.algorithm.seeding import generator
 from grpo.attention import packing_enabled
 from grpo.model import Policy
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
-from grpo.rollout.decode_loop import Decoded, DecodeLoop, Prefill, Prompts
+from grpo.rollout.decode_loop import Decoded, Prefill, Prompts, decode
 from grpo.rollout.draw import SamplingParams, draw
-from grpo.rollout.gathered import GatheredWeights
 from grpo.rollout.interface import grouped
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.prefill import prefill
-from grpo.rollout.weights import copied_weights
+from grpo.rollout.weights import GatheredWeights, copied_weights
 from grpo.system import first_line
 
 
@@ -48,8 +48,7 @@ class BuiltinEngine:
             fast_decode: copy the weights once a rollout into the form that decode steps read fastest, and use the
                 written-out decode step (:mod:`grpo.rollout.llama_decoder`) for models that it matches. False:
                 transformers' modules compute everything.
-            cuda_graphs: capture decode steps in CUDA graphs, on a GPU and for models that have the written-out decode
-                step.
+            cuda_graphs: capture written-out decode steps in CUDA graphs, on a GPU.
             gathered: fills the policy's model, which has no weights between rollouts, under FSDP.
             is_llama: the result of :func:`matches_model`, needed with ``gathered``; None: tested in the first rollout.
             warn: called with a line of text if CUDA graphs turn out not to work.
@@ -77,26 +76,31 @@ class BuiltinEngine:
         completions: list[Completion] = []
         with self._ready() as prefill_rows:
             # CUDA graphs decode a fixed set of rows at a time. The decode loop starts waiting rows as others end.
-            replays = self.graphs and not sampling.records_allowed
-            waves = split_into_waves(prompts, sampling) if replays else [slice(None)] if rows else []
-            for wave in waves:
-                uniforms_RT = self._uniforms(rows[wave], sampling, seed_key)
-                completions += self._decode(prefill_rows, prompts[wave], uniforms_RT, sampling, on_tokens)
+            for wave in split_into_waves(prompts, sampling) if self._replays(sampling) else [slice(len(rows))]:
+                inputs = (
+                    prefill_rows,
+                    prompts[wave],
+                    self._uniforms(rows[wave], sampling, seed_key),
+                    sampling,
+                    on_tokens,
+                )
+                decoded = self._replay(*inputs) if self._replays(sampling) else None
+                completions += self._completions(decoded or decode(self.policy, *inputs), sampling)
         return grouped(problems, completions, self.policy.tokenizer)
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
         """Allocate the most memory that decoding takes: prefill, one of the last tokens, a copy of the KV cache."""
-        T = sampling.max_completion_length
+        T, device = sampling.max_completion_length, self.policy.device
         with self._ready() as prefill_rows:
             decoder, logits_RV = prefill_rows(prompts, T)
-            half_R = torch.full((len(prompts),), 0.5, device=self.policy.device)
+            half_R = torch.full((len(prompts),), 0.5, device=device)
             token_R, _ = draw(logits_RV, half_R, sampling)
             if T > 1:
                 decoder.skip_tokens(T - 2)
                 logits_RV = decoder.step(token_R)
                 # Attention over the skipped tokens, which are arbitrary memory, can give NaN: draw from zeros.
                 draw(logits_RV.zero_(), half_R, sampling)
-                decoder.keep_rows(torch.arange(len(prompts), device=self.policy.device))
+                decoder.keep_rows(torch.arange(len(prompts), device=device))
 
     @property
     def may_capture(self) -> bool:
@@ -115,46 +119,44 @@ class BuiltinEngine:
         if self._has_weights:
             yield
             return
-        policy = self.policy
-        with policy.inference():
-            if self._is_llama is None:
+        policy, copied = self.policy, nullcontext()
+        if self._is_llama is None:
+            with policy.inference():
                 self._is_llama = self.fast_decode and matches_model(policy.model)
         if self.gathered is not None:
             copied = self.gathered.copied(policy.precision, fast_decode=self.fast_decode)
-        else:
-            copied = copied_weights(policy.model, policy.precision) if self.fast_decode else nullcontext()
-        with copied:
-            self._has_weights = True
-            try:
+        elif self.fast_decode:
+            copied = copied_weights(policy.model, policy.precision)
+        try:
+            with copied:
+                self._has_weights = True
                 yield
-            finally:
-                self._has_weights = False
+        finally:
+            self._has_weights = False
 
     @contextmanager
     def _ready(self) -> Iterator[Prefill]:
         """The model in inference mode, computing from copied weights; yields the prefill."""
         policy = self.policy
         with self.weights(), policy.inference():
-            if self.cuda_graphs and self._is_llama and self.graphs is None and policy.device.type == "cuda":
+            if self._is_llama and self.graphs is None and self.may_capture:
                 self.graphs = CUDAGraphRunner(policy)
             yield partial(prefill, policy, LlamaDecoder(policy.backbone) if self._is_llama else None)
 
-    def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, seed_key) -> torch.Tensor | None:
+    def _replays(self, sampling: SamplingParams) -> bool:
+        """True if graphs decode. They cannot record the allowed tokens, whose number differs from token to token."""
+        return self.graphs is not None and not sampling.records_allowed
+
+    def _uniforms(self, rows: Sequence[tuple[Problem, int]], sampling: SamplingParams, seed_key) -> Tensor | None:
         """``[R, T]`` uniform numbers, one per token, from the seed of each row ``(problem, g)``; None: greedy."""
-        if sampling.is_greedy:
+        if sampling.is_greedy or not rows:
             return None
         generators = [generator(*seed_key, problem.index, g) for problem, g in rows]
         uniforms = [torch.rand(sampling.max_completion_length, generator=rng) for rng in generators]
         return torch.stack(uniforms).to(self.policy.device)
 
-    def _decode(
-        self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens
-    ) -> list[Completion]:
+    def _completions(self, decoded: Decoded, sampling: SamplingParams) -> list[Completion]:
         """The completion of each row, without its text."""
-        rows = (prefill_rows, prompts, uniforms_RT, sampling)
-        # Captured steps cannot record the allowed tokens, whose number differs from token to token.
-        decoded = self._replay(*rows, on_tokens) if self.graphs and not sampling.records_allowed else None
-        decoded = decoded or DecodeLoop(self.policy, *rows).run(on_tokens)
         if decoded.logprobs_RT.isnan().any():
             raise ValueError(
                 f"the model computes NaN under runtime.precision={self.policy.precision}: "
@@ -167,13 +169,10 @@ class BuiltinEngine:
             completions.append(Completion(ids, "", finished, () if sampling.is_greedy else logprobs, allowed))
         return completions
 
-    def _replay(
-        self, prefill_rows: Prefill, prompts, uniforms_RT, sampling: SamplingParams, on_tokens
-    ) -> Decoded | None:
-        """Decode by CUDA graphs; None, after switching them off, if they fail, here or in the prefill before."""
+    def _replay(self, prefill_rows: Prefill, prompts: Prompts, *inputs) -> Decoded | None:
+        """:func:`decode` by CUDA graphs; None, after switching them off, if they fail, or the prefill before does."""
         try:
-            decoder, logits_RV = prefill_rows(prompts, sampling.max_completion_length)
-            return self.graphs.decode(decoder, logits_RV, uniforms_RT, sampling, on_tokens)
+            return self.graphs.decode(*prefill_rows(prompts, inputs[1].max_completion_length), *inputs)
         except Exception as error:  # an operation that cannot be captured or waits for the device, or out of memory
             # The error of the step says more than that of the end of its capture.
             reason = first_line(error.__context__ or error)

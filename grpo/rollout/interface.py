@@ -37,9 +37,8 @@ class Engine(Protocol):
 
         Args:
             problems: this rank's problems; of each, ``prompt_ids`` is read, and ``index`` as a part of its seeds.
-            seed_key: ``(seed, purpose, step)``. The random seed of completion g of a problem is
-                ``derive_seed(seed, purpose, step, problem.index, g)``. With the built-in engine it and the weights
-                determine the completion.
+            seed_key: ``(seed, purpose, step)``. Completion g of a problem has the random seed ``derive_seed(seed,
+                purpose, step, problem.index, g)``, which with the weights determines it in the built-in engine.
             on_tokens: called with the number of tokens drawn since the last call, for progress bars.
         """
 

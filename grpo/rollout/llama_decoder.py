@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
@@ -41,14 +41,13 @@ class LlamaDecoder:
     def __init__(self, backbone: nn.Module):
         self.backbone, self.layers = backbone, [_Layer(layer) for layer in backbone.layers]
 
-    def __call__(self, token_R: torch.Tensor, positions_R: torch.Tensor, cache: ForkedCache) -> torch.Tensor:
+    def __call__(self, token_R: Tensor, positions_R: Tensor, cache: ForkedCache) -> Tensor:
         """``[R, hidden size]``; the tokens' keys and values go into ``cache``."""
         cache.begin_token()
         with torch.autocast(token_R.device.type, enabled=False):
             x = self.backbone.embed_tokens(token_R)
             cos_R1D, sin_R1D = self.backbone.rotary_emb(x, position_ids=positions_R[:, None])
-            # rotate_half(q) * sin == roll(q) * sin with the sign of sin's first half flipped, which saves a negation in
-            # every layer.
+            # rotate_half(q) * sin == roll(q) * sin with sin's first half negated: one negation for all layers.
             half = sin_R1D.shape[-1] // 2
             sin_R1D = torch.cat([-sin_R1D[..., :half], sin_R1D[..., half:]], dim=-1)
             change = None  # what the last MLP adds to x: added together with the next norm
@@ -66,6 +65,8 @@ class _Layer:
         self.o = _product([attention.o_proj])
         self.gate_up = _product([mlp.gate_proj, mlp.up_proj])
         self.down = _product([mlp.down_proj])
+        # A copied product casts its input to its dtype.
+        self.qkv_dtype, self.gate_up_dtype = (getattr(product, "dtype", None) for product in (self.qkv, self.gate_up))
         self.activation, self.scaling, self.D = mlp.act_fn, attention.scaling, attention.head_dim
         self.H, self.K = (proj.out_features // self.D for proj in (attention.q_proj, attention.k_proj))
 
@@ -73,7 +74,7 @@ class _Layer:
         """``x`` behind the attention, and what the MLP adds to it."""
         H, K, D = self.H, self.K, self.D
         x = x if change is None else x + change
-        heads = self.qkv(_rms_norm(x, self.norms[0], _dtype(self.qkv))).view(len(x), H + 2 * K, D)
+        heads = self.qkv(_rms_norm(x, self.norms[0], self.qkv_dtype)).view(len(x), H + 2 * K, D)
         q_and_k = heads[:, : H + K]
         if self.head_norms[0] is not None:
             q, k = q_and_k.split((H, K), dim=1)
@@ -81,23 +82,18 @@ class _Layer:
         q_and_k = torch.addcmul(q_and_k * cos_R1D, q_and_k.roll(D // 2, dims=-1), sin_R1D).to(cache.dtype)
         q, k, v = q_and_k[:, :H, None], q_and_k[:, H:, None], heads[:, H + K :, None]
         x = x + self.o(cache.attend(number, q, k, v, self.scaling).view(len(x), H * D))
-        gate, up = self.gate_up(_rms_norm(x, self.norms[1], _dtype(self.gate_up))).chunk(2, dim=-1)
+        gate, up = self.gate_up(_rms_norm(x, self.norms[1], self.gate_up_dtype)).chunk(2, dim=-1)
         return x, self.down(self.activation(gate) * up)
 
 
-def _dtype(product: Callable) -> torch.dtype | None:
-    """The dtype that a copied product casts its input to."""
-    return getattr(product, "dtype", None)
-
-
-def _product(layers: list[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _product(layers: list[nn.Module]) -> Callable[[Tensor], Tensor]:
     """The outputs of these layers for one input, side by side: as one product, if they have a fused copy."""
     if isinstance(layers[0], CopiedLinear) and len(layers[0].fused.layers) == len(layers):
         return layers[0].fused
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
-def _rms_norm(x: torch.Tensor, norm: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _rms_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
     """In ``dtype``; None: as the norm computes it."""
     normed = torch.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.variance_epsilon)
     return normed if dtype is None else normed.to(dtype)
@@ -107,21 +103,12 @@ def has_llama_layers(backbone: nn.Module) -> bool:
     """True if the model has modules of Llama's names alone, and RMS norms; see :func:`matches_model`."""
     names = {re.sub(r"^layers\.\d+", "layers", name) for name, _ in backbone.named_modules()}
     names = {".".join(name.split(".")[:3]) for name in names}  # without what adapters add inside of a projection
-    has_modules = LLAMA_MODULES - HEAD_NORMS <= names <= LLAMA_MODULES
-    return has_modules and hasattr(backbone.norm, "variance_epsilon")
+    return LLAMA_MODULES - HEAD_NORMS <= names <= LLAMA_MODULES and hasattr(backbone.norm, "variance_epsilon")
 
 
-def _gathering_decoder(backbone: nn.Module, gathered: Callable) -> LlamaDecoder:
-    """It computes each layer inside of the block ``gathered(layer)``."""
-
-    def inside(module: nn.Module, layer: _Layer, *inputs):
-        with gathered(module):
-            return layer(*inputs)
-
-    decoder = LlamaDecoder(backbone)
-    pairs = zip(backbone.layers, decoder.layers, strict=True)
-    decoder.layers = [partial(inside, module, layer) for module, layer in pairs]
-    return decoder
+def _inside(block: Callable, layer: _Layer, *inputs):
+    with block():
+        return layer(*inputs)
 
 
 @torch.no_grad()
@@ -129,14 +116,11 @@ def _gathering_decoder(backbone: nn.Module, gathered: Callable) -> LlamaDecoder:
 def matches_model(
     model: PreTrainedModel, gathered: Callable[[nn.Module], contextlib.AbstractContextManager] = contextlib.nullcontext
 ) -> bool:
-    """True if :class:`LlamaDecoder` gives the hidden states of the model's modules; tested with two tokens after two
-    prompts, in fp32.
+    """True if :class:`LlamaDecoder` gives the hidden states of the model's modules, in fp32.
 
-    The rows of the second prompt continue at positions up to the model's context, because some models scale queries by
-    position.
-
-    ``gathered``: a block in which a layer of a divided model has its weights, which :class:`LlamaDecoder` reads without
-    calling the layer.
+    Tested with two tokens after two prompts. The rows of the second continue at positions up to the model's context,
+    because some models scale queries by position. ``gathered``: a block in which a layer of a sharded model has its
+    weights, which :class:`LlamaDecoder` reads without calling the layer.
     """
     backbone = model.base_model
     if not packing_enabled(model) or not has_llama_layers(backbone):
@@ -145,21 +129,24 @@ def matches_model(
     ids = torch.randint(backbone.embed_tokens.num_embeddings, (18,), generator=generator).tolist()
     limit = context_limit(model.config) or 2**20
     far = [2**power for power in range(3, 20) if 2**power < limit - 2]
-    prompts, rows = (ids[:9], ids[9:14]), torch.tensor([0, 1] + [1] * len(far), device=device)
-    results = []
-    for is_ours in (False, True):
-        cache, positions_R = ForkedCache([9, 5], capacity=2, device=device), torch.tensor([9, 5, *far], device=device)
-        with torch.autocast(device.type, enabled=False):
-            packed_hidden(backbone, pack_prompts(prompts, device), cache)
-            cache.fork(rows)
-            try:
-                decode = _gathering_decoder(backbone, gathered) if is_ours else partial(forked_hidden, backbone)
-                for token in (ids[13:], ids[15:]):
-                    token_R = torch.tensor([token[row % 3] for row in range(len(rows))], device=device)
-                    hidden = decode(token_R, positions_R, cache)
-                    positions_R = positions_R + 1
-            except Exception:  # modules with Llama's names, but with another interface
-                return False
-        results.append(hidden)
-    theirs, ours = results
+    rows, positions_R = torch.tensor([0, 1] + [1] * len(far), device=device), torch.tensor([9, 5, *far], device=device)
+
+    def hidden_after_two(decode: Callable) -> Tensor:
+        cache = ForkedCache([9, 5], capacity=2, device=device)
+        packed_hidden(backbone, pack_prompts((ids[:9], ids[9:14]), device), cache)
+        cache.fork(rows)
+        for number, token in enumerate((ids[13:], ids[15:])):
+            token_R = torch.tensor([token[row % 3] for row in range(len(rows))], device=device)
+            hidden = decode(token_R, positions_R + number, cache)
+        return hidden
+
+    with torch.autocast(device.type, enabled=False):
+        theirs = hidden_after_two(partial(forked_hidden, backbone))
+        try:
+            decoder = LlamaDecoder(backbone)
+            pairs = zip(backbone.layers, decoder.layers, strict=True)
+            decoder.layers = [partial(_inside, partial(gathered, module), layer) for module, layer in pairs]
+            ours = hidden_after_two(decoder)
+        except Exception:  # modules with Llama's names, but with another interface
+            return False
     return torch.allclose(theirs, ours, rtol=0, atol=5e-5 * float(theirs.abs().max()))

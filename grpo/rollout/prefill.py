@@ -1,5 +1,5 @@
-"""The prefill, and two decoders that continue from it one token at a time: :class:`ForkedCacheDecoder` keeps a prompt's
-keys and values once for all its completions, for models that can be packed; :class:`DynamicCacheDecoder` is for others.
+"""The prefill, and two decoders that continue from it one token at a time: :class:`ForkedCacheDecoder`, with a prompt's
+keys and values in memory once, for models that can be packed, and :class:`DynamicCacheDecoder` for others.
 
 Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``L`` padded prompt length, ``V`` vocabulary.
 """
@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -23,7 +24,7 @@ from grpo.rollout.llama_decoder import LlamaDecoder
 
 def prefill(
     policy: Policy, llama_decoder: LlamaDecoder | None, prompts: Sequence[tuple[int, ...]], capacity: int
-) -> tuple[ForkedCacheDecoder | DynamicCacheDecoder, torch.Tensor]:
+) -> tuple[ForkedCacheDecoder | DynamicCacheDecoder, Tensor]:
     """Compute the prompt of each row, once for neighbouring rows with equal prompts.
 
     ``llama_decoder`` computes decode steps; None: the model's own modules do. ``capacity`` is the room for own tokens
@@ -50,13 +51,13 @@ class ForkedCacheDecoder:
         self.hidden_UH = packed_hidden(policy.backbone, packed, self.cache)[packed.before_M]
         self.positions_R = self.cache.prompt_lengths_U
 
-    def fork(self, prompt_R: torch.Tensor) -> torch.Tensor:
+    def fork(self, prompt_R: Tensor) -> Tensor:
         """Let row r continue prompt ``prompt_R[r]``; logits ``[R, V]`` of each row's first token."""
         self.cache.fork(prompt_R)
         self.positions_R = self.positions_R[prompt_R]
         return self.head(self.hidden_UH)[prompt_R]
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but these."""
         self.cache.keep_rows(rows)
         self.positions_R = self.positions_R[rows]
@@ -73,9 +74,9 @@ class ForkedCacheDecoder:
 
     def skip_tokens(self, count: int) -> None:
         """Advance by ``count`` arbitrary tokens, so that the next token takes as much memory as a late one."""
-        self.cache.skip_tokens(count)
+        self.cache.length += count
 
-    def step(self, token_R: torch.Tensor) -> torch.Tensor:
+    def step(self, token_R: Tensor) -> Tensor:
         """Append one token to every row; logits ``[R, V]`` of the next."""
         hidden_RH = self.hidden_of_token(token_R, self.positions_R, self.cache)
         self.positions_R = self.positions_R + 1
@@ -110,28 +111,27 @@ class DynamicCacheDecoder:
         self.logits_UV = self._forward(ids_UL.to(policy.device), positions_UL)
         self.positions_R = positions_UL[:, -1] + 1
 
-    def fork(self, prompt_R: torch.Tensor) -> torch.Tensor:
+    def fork(self, prompt_R: Tensor) -> Tensor:
         self.keep_rows(prompt_R)
         return self.logits_UV[prompt_R]
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         self.cache.reorder_cache(rows)  # batch_select_indices does the same, but not for the states of linear attention
         self.mask_RK, self.positions_R = self.mask_RK[rows], self.positions_R[rows]
 
     def skip_tokens(self, count: int) -> None:
         """As :meth:`ForkedCacheDecoder.skip_tokens`, if all layers have full attention; otherwise nothing happens."""
         if all(isinstance(layer, _PreallocatedLayer) for layer in self.cache.layers):
-            self.length += count
-            for layer in self.cache.layers:
-                layer.length += count
+            for counted in (self, *self.cache.layers):
+                counted.length += count
 
-    def step(self, token_R: torch.Tensor) -> torch.Tensor:
+    def step(self, token_R: Tensor) -> Tensor:
         self.length += 1
         logits_RV = self._forward(token_R[:, None], self.positions_R[:, None])
         self.positions_R = self.positions_R + 1
         return logits_RV
 
-    def _forward(self, ids_RN: torch.Tensor, positions_RN: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids_RN: Tensor, positions_RN: Tensor) -> Tensor:
         inputs = {"input_ids": ids_RN, "position_ids": positions_RN, self.cache_name: self.cache}
         is_prefill = self.length == ids_RN.shape[1]
         if self.has_attention or is_prefill:  # Mamba would multiply its one new token by the mask of all tokens
@@ -146,26 +146,22 @@ class _PreallocatedLayer(DynamicLayer):
         super().__init__()
         self.capacity, self.length = capacity, 0
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         kind = key_states.device.type
         # Rotary embeddings leave fp32 keys, and autocast would cast all of them again at every token.
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else key_states.dtype
-        self.device, self.is_initialized = key_states.device, True
-        both = (key_states, value_states)
+        self.device, self.is_initialized, both = key_states.device, True, (key_states, value_states)
         self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3], dtype=self.dtype) for x in both)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[-2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        new, self.length = slice(self.length, self.length + key_states.shape[-2]), self.length + key_states.shape[-2]
+        self.keys[:, :, new], self.values[:, :, new] = key_states, value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def get_seq_length(self) -> int:
         return self.length
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.keys = select_rows(self.keys, beam_idx, 0, self.length)
-        self.values = select_rows(self.values, beam_idx, 0, self.length)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.keys, self.values = (select_rows(x, beam_idx, 0, self.length) for x in (self.keys, self.values))

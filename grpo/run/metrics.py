@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo.algorithm.advantages import has_equal_rewards
 from grpo.algorithm.batch import Batch, Group
-from grpo.algorithm.corrections import off_policy_mask, sampler_weights
+from grpo.algorithm.loss import off_policy_mask, sampler_weights
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.run.passes import batch_logprobs
 from grpo.run.state import Run

@@ -32,8 +32,8 @@ from grpo.model import (
     turn_randomness_off,
 )
 from grpo.rollout import check_sampling
-from grpo.rollout.gathered import GatheredWeights
 from grpo.rollout.llama_decoder import matches_model
+from grpo.rollout.weights import GatheredWeights
 from grpo.run.optimizer import keep_states_on_host, make_lr_schedule, make_optimizer, move_schedule
 
 

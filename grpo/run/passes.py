@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo.algorithm.batch import Batch, microbatch_rows, microbatches, without_effect
-from grpo.algorithm.corrections import entropy_threshold
 from grpo.algorithm.logprobs import CompletionScorer
+from grpo.algorithm.loss import entropy_threshold
 from grpo.distributed import give_back
 from grpo.run.state import Run
 

@@ -109,7 +109,7 @@ class VLLMEngine:
         """
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise ServerError(f"vLLM samples at temperatures of {LOWEST_TEMPERATURE} or above, or greedily at 0")
-        G, stops = sampling.num_generations, Stops(self.policy.tokenizer, sampling.stop)
+        G, stops = sampling.num_generations, Stops(self.policy, sampling.stop)
         bodies = [self._body(problem, g, sampling, stops, seed_key) for problem in problems for g in range(G)]
         completions = []
         with self.weights():
@@ -179,7 +179,7 @@ class VLLMEngine:
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "stop": stops.strings,
-            "stop_token_ids": [*self.policy.eos_ids, *stops.ids],
+            "stop_token_ids": stops.ids,
             "include_stop_str_in_output": True,
             "skip_special_tokens": True,
             "ignore_eos": True,  # the policy's own EOS ids are among the stop tokens

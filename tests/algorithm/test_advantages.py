@@ -19,7 +19,7 @@ def double(*rows):
 
 
 def reference(rewards_PG, baseline, scale, eps):
-    """The table of the algorithm as plain loops over Python floats; NaN rewards are dropped before anything is computed."""
+    """The table of the algorithm as plain loops over Python floats; NaN rewards are dropped first."""
 
     def std(values):
         mean = math.fsum(values) / len(values)
@@ -58,7 +58,7 @@ def reference(rewards_PG, baseline, scale, eps):
 
 
 def test_two_right_of_four_give_0_8660():
-    # Mean 1/2; squared deviations 4 * 1/4 = 1; over n-1 = 3: std = sqrt(1/3) = 0.57735; 0.5 / (0.57735 + 0.0001) = 0.865875.
+    # Mean 1/2; squared deviations 4 * 1/4 = 1; over n-1 = 3: std = sqrt(1/3) = 0.57735; 0.5 / 0.57745 = 0.865875.
     a = 0.5 / (math.sqrt(1 / 3) + 1e-4)
     assert a == pytest.approx(0.865875, abs=1e-6)
     advantages = group_advantages(double([1, 0, 0, 1], [0, 0, 1, 1]))
@@ -69,7 +69,7 @@ def test_two_right_of_four_give_0_8660():
 
 
 # Two groups, [0, 1, 2, 5] and [1, 1, 1, 5]. Means 2 and 2. Others' means: (8 - r) / 3.
-# Squared deviations: 4 + 1 + 0 + 9 = 14 and 1 + 1 + 1 + 9 = 12; over 3: variances 14/3 and 4. Whole batch: mean 2, 26 / 7.
+# Squared deviations: 4 + 1 + 0 + 9 = 14 and 1 + 1 + 1 + 9 = 12; over 3: 14/3 and 4. Whole batch: mean 2, 26 / 7.
 CENTRED = {
     "mean": [[-2, -1, 0, 3], [-1, -1, -1, 3]],
     "leave_one_out": [[-8 / 3, -4 / 3, 0, 4], [-4 / 3, -4 / 3, -4 / 3, 4]],
@@ -88,18 +88,12 @@ def test_every_baseline_and_scale_by_hand(baseline, scale):
 
 
 def test_batch_scale_divides_every_group_by_the_same_std():
-    # Group means 1/2 and 5; all four values 0, 1, 0, 10: mean 11/4, squared deviations 101 - 4 * 121/16 = 70.75, variance 70.75/3.
+    # Group means 1/2 and 5; values 0, 1, 0, 10: mean 11/4, squared deviations 101 - 4 * 121/16 = 70.75, over 3.
     std = math.sqrt(70.75 / 3)
     advantages = group_advantages(double([0, 1], [0, 10]), scale="batch", eps=0.0)
     torch.testing.assert_close(advantages, double([-0.5 / std, 0.5 / std], [-5 / std, 5 / std]), rtol=1e-12, atol=0)
     alone = group_advantages(double([0, 1]), scale="batch", eps=0.0)  # a batch of one group: its own std, sqrt(1/2)
     torch.testing.assert_close(alone, double([-(0.5**0.5), 0.5**0.5]), rtol=1e-12, atol=0)
-
-
-def test_batch_scale_keeps_a_group_of_equal_rewards_at_0():
-    advantages = group_advantages(torch.tensor([[0.1] * 6, [0, 1, 0, 1, 0, 1]]), scale="batch")
-    assert torch.equal(advantages[0], torch.zeros(6))
-    assert (advantages[1] != 0).all()
 
 
 @pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
@@ -126,17 +120,6 @@ def test_equal_rewards_give_exactly_0(G):
         value = abs(value) if scale == "mean" else value
         advantages = group_advantages(torch.full((2, G), value, dtype=dtype), baseline=baseline, scale=scale)
         assert torch.equal(advantages, torch.zeros_like(advantages)), (baseline, scale, dtype, value)
-
-
-def test_equal_rewards_give_0_also_without_eps():
-    """Then the standard deviation is the whole divisor, and it is 0."""
-    for scale in SCALES:
-        assert group_advantages(double([0.1] * 3, [0.1] * 3), scale=scale, eps=0.0).tolist() == [[0] * 3] * 2
-
-
-def test_equal_rewards_with_gaps_give_exactly_0():
-    advantages = group_advantages(torch.tensor([[0.1, NAN, 0.1, 0.1, NAN, 0.1, 0.1], [0, 1, 0, 1, 0, 1, 0]]))
-    assert torch.equal(advantages[0], torch.zeros(7))
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
@@ -166,27 +149,20 @@ def test_the_unit_of_the_rewards_does_not_matter(unit):
     torch.testing.assert_close(group_advantages(rewards * unit, eps=0.0), group_advantages(rewards, eps=0.0))
 
 
-def test_no_baseline_and_no_scale_is_the_reward_itself():
-    advantages = group_advantages(torch.tensor([[1.0, 1.0], [0.0, 3.0], [NAN, 2.0]]), baseline="none", scale="none")
-    assert advantages.tolist() == [[1, 1], [0, 3], [0, 2]]
-
-
 # --- MaxRL and GDPO
 
 
 def test_the_mean_as_scale_by_hand():
-    # Mean 1/4: (1 - 1/4) / (1/4) = 3 and -1: a solved hard problem counts more than a solved easy one, of mean 3/4, 1/3 and -1.
+    # Mean 1/4: (1 - 1/4) / (1/4) = 3 and -1; mean 3/4: 1/3 and -1: a solved hard problem counts more than an easy one.
     advantages = group_advantages(double([1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]), scale="mean", eps=0.0)
     torch.testing.assert_close(advantages[:2], double([3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1]), rtol=1e-12, atol=0)
     assert not advantages[2:].any()
     assert group_advantages(double([0, 0]), baseline="none", scale="mean", eps=0.0).tolist() == [[0, 0]]
-    with pytest.raises(ValueError, match=r"algorithm.scale=mean \(MaxRL\).*must not be negative, got -0.5"):
-        group_advantages(double([1, NAN], [2, -0.5]), scale="mean")
 
 
 def test_gdpo_by_hand():
-    # Two functions, two groups of two, eps 0. A pair of unequal values becomes -+ 1 / sqrt 2 =: -+ a, a pair of equal ones 0.
-    # Sums with weights 1 and 2: group 0: -a + 2a, a - 2a; group 1: 0 + 2a, 0 - 2a. Their squares add up to 10 a^2 = 5: std sqrt(5 / 3).
+    # Two functions, two groups of two, eps 0. Two unequal values become -+ 1 / sqrt 2 =: -+ a, two equal ones 0.
+    # Sums with weights 1 and 2: -a + 2a, a - 2a; 0 + 2a, 0 - 2a. Their squares add up to 10 a^2 = 5: std sqrt(5 / 3).
     values = double([0, 1], [3, 3]), double([100, 50], [7, 6])
     values_PGF = torch.stack(values, dim=-1)
     a, std = 0.5**0.5, math.sqrt(5 / 3)
@@ -237,12 +213,6 @@ def test_an_unscorable_completion_gets_0_and_is_as_if_absent(baseline, scale):
     torch.testing.assert_close(present[1, :3], absent[1], rtol=1e-12, atol=1e-15)
 
 
-def test_leave_one_out_with_an_unscorable_completion_by_hand():
-    # Scored 3, 1, 2: the others' means are 1.5, 2.5 and 2.
-    advantages = group_advantages(double([3, NAN, 1, 2]), baseline="leave_one_out", scale="none")
-    assert advantages.tolist() == [[1.5, 0, -1.5, 0]]
-
-
 @pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
 def test_a_group_in_which_nothing_is_scorable_gets_0(baseline, scale):
     with_dead_group = group_advantages(double([NAN, NAN, NAN], [0, 1, 5]), baseline=baseline, scale=scale)
@@ -251,13 +221,6 @@ def test_a_group_in_which_nothing_is_scorable_gets_0(baseline, scale):
     torch.testing.assert_close(with_dead_group[1:], alone, rtol=1e-12, atol=0)
     all_dead = group_advantages(double([NAN, NAN]), baseline=baseline, scale=scale)
     assert all_dead.tolist() == [[0, 0]]
-
-
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-@pytest.mark.parametrize("scale", SCALES)
-def test_a_single_scorable_completion_has_nothing_to_compare_with(baseline, scale):
-    advantages = group_advantages(double([NAN, 7, NAN], [0, 1, 2]), baseline=baseline, scale=scale)
-    assert advantages[0].tolist() == [0, 0, 0]
 
 
 # --- types, inputs, errors
@@ -273,48 +236,19 @@ def test_half_precision_rewards_are_computed_in_fp32(dtype):
 
 
 @pytest.mark.parametrize(
-    ("given", "returned"),
-    [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.int64, torch.float32)],
+    ("rewards", "options", "message"),
+    [
+        ([[1.0]], {}, "G >= 2 or baseline='none'"),
+        ([[1.0]], dict(baseline="leave_one_out"), "G >= 2 or baseline='none'"),
+        ([[0.0, math.inf]], {}, "finite or NaN"),
+        ([[0.0, -math.inf]], {}, "finite or NaN"),
+        ([0.0, 1.0], {}, r"\[P, G\]"),
+        ([[[0.0, 1.0]]], {}, r"\[P, G\]"),
+        ([[1, NAN], [2, -0.5]], dict(scale="mean"), r"algorithm.scale=mean \(MaxRL\).*must not be negative, got -0.5"),
+        ([[0.0, 1.0]], dict(baseline="median"), r"median.*mean, leave_one_out or none"),
+        ([[0.0, 1.0]], dict(scale="global"), r"global.*group, batch, mean or none"),
+    ],
 )
-def test_type_and_shape_of_the_result(given, returned):
-    advantages = group_advantages(torch.tensor([[0, 1, 1], [1, 0, 0]]).to(given))
-    assert advantages.dtype == returned
-    assert advantages.shape == (2, 3)
-
-
-@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
-def test_the_rewards_are_left_as_they_were(baseline, scale):
-    rewards = torch.tensor([[1.0, NAN, 0.0], [0.0, 0.0, 0.0]])
-    before = rewards.clone()
-    advantages = group_advantages(rewards, baseline=baseline, scale=scale)
-    advantages.fill_(9.0)  # nor is the result a view of them
-    assert torch.equal(rewards.nan_to_num(-1.0), before.nan_to_num(-1.0))
-
-
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
-def test_one_completion_with_a_baseline_is_refused(baseline):
-    with pytest.raises(ValueError, match="G >= 2 or baseline='none'"):
-        group_advantages(torch.ones(3, 1), baseline=baseline)
-
-
-def test_one_completion_without_a_baseline_is_its_reward():
-    assert group_advantages(double([2], [-1]), baseline="none", scale="none").tolist() == [[2], [-1]]
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_an_infinite_reward_is_refused(value):
-    with pytest.raises(ValueError, match="finite or NaN"):
-        group_advantages(torch.tensor([[0.0, value]]))
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2, 2), ()])
-def test_another_shape_is_refused(shape):
-    with pytest.raises(ValueError, match=r"\[P, G\]"):
-        group_advantages(torch.zeros(shape))
-
-
-def test_unknown_names_are_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"median.*mean, leave_one_out or none"):
-        group_advantages(torch.zeros(1, 2), baseline="median")
-    with pytest.raises(ValueError, match=r"global.*group, batch, mean or none"):
-        group_advantages(torch.zeros(1, 2), scale="global")
+def test_what_has_no_advantage_is_refused(rewards, options, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(torch.tensor(rewards), **options)

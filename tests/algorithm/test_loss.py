@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from grpo.algorithm.batch import Batch
-from grpo.algorithm.corrections import entropy_threshold
-from grpo.algorithm.loss import importance_ratio, loss_denominator, policy_loss
+from grpo.algorithm.loss import entropy_threshold, importance_ratio, loss_denominator, policy_loss
 from grpo.config import AlgorithmConfig
 from grpo.distributed import World
 from grpo.run.metrics import add_corrections
@@ -113,7 +112,7 @@ def test_cispo_by_hand():
 
 
 def test_reinforce_by_hand():
-    # -A lp: .5108256 + .6931472 + 1.6094379 = 2.8134107; -(.5108256 + 1.6094379) = -2.1202635; 2 * .5978370 = 1.1956740;
+    # -A lp: .5108256 + .6931472 + 1.6094379 = 2.8134107; -.5108256 - 1.6094379 = -2.1202635; 2 * .5978370 = 1.1956740;
     # -2 * (1.3862944 + .9162907 + 1.7147984) = -8.0347670. Old log-probs play no part.
     loss, gradient_BT, _ = example(objective="reinforce", aggregation="token_mean")
     assert loss == pytest.approx(2.8134107 - 2.1202635 + 1.1956740 - 8.0347670, abs=1e-6)
@@ -122,8 +121,8 @@ def test_reinforce_by_hand():
 
 
 def test_sequence_level_by_hand():
-    # Geometric means of the ratios: .75^(1/3) = .9085603, .75^(1/2) = .8660254, 1.1, .9^(1/3) = .9654894; clipped to [.95, 1.05]:
-    # row 0: -.9085603; row 1: -min(-.8660254, -.95) = .95; row 2: -min(2.2, 2.1) = -2.1; row 3: 2 * .9654894, at every token.
+    # Geometric means: .75^(1/3) = .9085603, .75^(1/2) = .8660254, 1.1, .9^(1/3) = .9654894; clipped to [.95, 1.05]:
+    # row 0: -.9085603; row 1: -min(-.8660254, -.95) = .95; row 2: -min(2.2, 2.1) = -2.1; row 3: 2 * .9654894, a token.
     options = dict(importance_level="sequence", epsilon=0.05)
     ratio_0, ratio_3 = 0.75 ** (1 / 3), 0.9 ** (1 / 3)
     loss, gradient_BT, stats = example(aggregation="response_mean", **options)
@@ -160,10 +159,6 @@ def test_kl_estimators_by_hand(estimator, up, down, gradient_up, gradient_down):
     assert stats["kl"][0].item() == pytest.approx(up + down, abs=1e-6) and stats["kl"][1].item() == 9
 
 
-def test_kl_is_added_to_the_policy_term():
-    assert example(aggregation="token_mean", beta=0.5)[0] == close(4.8 + 0.5 * (1 - LN2 - 0.5 + LN2))
-
-
 def test_unbiased_kl_by_hand():
     # k3 is 1 - ln 2 at row 0's last token, of ratio .5, and ln 2 - 1/2 at row 1's first, of ratio 1.5.
     options = dict(advantages_B=torch.zeros(4), beta=0.5, unbiased_kl=True)
@@ -177,7 +172,7 @@ def test_unbiased_kl_by_hand():
 
 
 def test_sapo_by_hand():
-    # -4 / t sigmoid(t (rho - 1)) A, t = 1 where A > 0, else 2: rows 0 and 2 have rho - 1 = .5, 0, -.5 and .1; rows 1 and 3 .5, -.5 and -.5, 1, -.1.
+    # -4 / t sigmoid(t (rho - 1)) A, t = 1 where A > 0, else 2. rho - 1: .5 0 -.5 | .5 -.5 | .1 | -.5 1 -.1.
     def s(x):
         return 1 / (1 + math.exp(-x))
 
@@ -189,8 +184,8 @@ def test_sapo_by_hand():
 
 
 def test_dppo_tv_by_hand():
-    # new - old probability: .2 0 -.2 | .2 -.2 | .05 | -.25 .2 -.02. With bounds -.15 and .15: row 0's first token (A > 0, rose) and row 1's
-    # second (A < 0, fell) and row 3's first are cut; the others have weights min(rho, 20), as of cispo.
+    # new - old probability: .2 0 -.2 | .2 -.2 | .05 | -.25 .2 -.02. With bounds of .15 row 0's first token (A > 0,
+    # rose), row 1's second (A < 0, fell) and row 3's first are cut; the others have weights min(rho, 20), as of cispo.
     options = dict(objective="dppo_tv", epsilon=0.15, aggregation="token_mean")
     loss, gradient_BT, stats = example(**options)
     expected = double([[0, -1, -0.5], [1.5, 0, 0], [-2.2, 0, 0], [0, 4, 1.8]])
@@ -249,8 +244,8 @@ def test_sampler_correction_by_hand(correction, bounds, weights, cut):
 
 
 def test_off_policy_sequence_mask_by_hand():
-    # Mean of log(sampled / new), by rows: row 1, -ln(1.5 .5 4 1) / 2 < 0: kept; row 3, -ln(.5 2 .9 5) / 3 < 0: kept. Sampled as often as old,
-    # these are -ln(.75) / 2 = .1438 and -ln(.9) / 3 = .0351; rows 0 and 2 have positive advantages and stay.
+    # Mean of log(sampled / new): row 1, -ln(1.5 .5 4 1) / 2 < 0: kept; row 3, -ln(.5 2 .9 5) / 3 < 0: kept. With old
+    # as sampled these are -ln(.75) / 2 = .1438 and -ln(.9) / 3 = .0351; rows 0 and 2 have positive advantages and stay.
     plain_BT = example(aggregation="token_mean")[1]
     for sampled, threshold, dropped in ((SAMPLED, 0.01, []), (OLD, 0.1, [1]), (OLD, 0.01, [1, 3]), (OLD, 0.2, [])):
         options = dict(sampling_logprobs_BT=sampled, off_policy_mask_threshold=threshold)
@@ -281,7 +276,7 @@ def test_clip_ratios_by_hand():
     _, _, stats = example()
     counts = {name: (total.item(), count.item()) for name, (total, count) in stats.items() if name != "kl"}
     assert counts.pop("ratio") == (pytest.approx(1.5 + 1 + 0.5 + 1.5 + 0.5 + 1.1 + 0.5 + 2 + 0.9), 9)
-    # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; of rows 1 and 3 the unclipped branch is used there.
+    # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; rows 1 and 3 take the unclipped branch there.
     assert counts == {"clip_ratio/low_mean": (2, 9), "clip_ratio/high_mean": (1, 9), "clip_ratio/region_mean": (3, 9)}
     _, _, stats = example(objective="cispo")  # its weight is capped above 1.2 whatever the sign: rows 0, 1, 3
     assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == [0, 3, 3]
@@ -322,7 +317,7 @@ def test_ratio_1_gives_minus_the_advantage(level):
 
 
 def reference(new, old, advantages, mask, ref, *, objective, level, low, high, delta, beta, kl, aggregation):
-    """The same loss sum, one Python scalar at a time: nested lists of 0-d float64 tensors (``new``, with grad) and floats."""
+    """The same loss sum, one scalar at a time: nested lists of 0-d float64 tensors (``new``, with grad) and floats."""
     total = 0.0
     for b, tokens in enumerate(mask):
         live = [t for t, counts in enumerate(tokens) if counts]
@@ -373,23 +368,7 @@ def random_rows(seed, B=8, T=5):
 
 
 SEEDS = (145, 147)
-"""Seeds whose rows reach every branch of the loss, as the next test shows."""
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_random_rows_reach_every_branch(seed):
-    new_BT, old_BT, A_B, mask_BT, _ = random_rows(seed)
-    gain_BT, live_B = (A_B[:, None] > 0).expand_as(mask_BT), mask_BT.any(dim=1)
-    token_BT = (new_BT - old_BT).exp()[mask_BT]
-    row_B = (((new_BT - old_BT) * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)).exp()[live_B]
-    for ratios, gains in ((token_BT, gain_BT[mask_BT]), (row_B, gain_BT[live_B, 0])):
-        assert (ratios[gains] < 0.8).any() and (ratios[~gains] < 0.8).any()
-        assert (ratios[gains] > 1.3).any() and (
-            ratios[~gains] > 1.5
-        ).any()  # clipped under either bound; capped by delta
-        assert ((ratios > 0.8) & (ratios < 1.2)).any()
-    for gains in (gain_BT[mask_BT], ~gain_BT[mask_BT]):
-        assert ((token_BT > 1.2) & (token_BT < 1.3) & gains).any()  # clipped by epsilon, not by epsilon_high
+"""Seeds whose rows reach every branch of the loss, clipped on both sides for advantages of both signs."""
 
 
 SURROGATES = [  # objective, level, delta, epsilon_high: only bounds that the objective has
@@ -430,28 +409,6 @@ def test_value_and_gradient_agree_with_plain_loops(objective, level, delta, epsi
         (gradient_BT,) = torch.autograd.grad(loss_sum, new_BT)
         torch.testing.assert_close(loss_sum, expected, rtol=1e-11, atol=1e-13)
         torch.testing.assert_close(gradient_BT, expected_BT, rtol=1e-11, atol=1e-13)
-
-
-@pytest.mark.parametrize("kl", [None, *ESTIMATORS])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    "objective", ["clip", "sapo", "reinforce"]
-)  # not cispo: its constant weight moves with a finite step
-def test_gradient_agrees_with_finite_differences(objective, level, kl):
-    new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(SEEDS[0])
-    beta = 0.0 if kl is None else 0.3
-
-    def loss_of(logprobs_BT):
-        options = dict(ref_logprobs_BT=ref_BT, objective=objective, importance_level=level, delta=1.5, beta=beta)
-        return policy_loss(logprobs_BT, old_BT, A_B, mask_BT, kl_estimator=kl or "k3", **options)[0]
-
-    leaf = new_BT.clone().requires_grad_()
-    (gradient_BT,) = torch.autograd.grad(loss_of(leaf), leaf)
-    for b, t in itertools.product(*map(range, new_BT.shape)):
-        step = torch.zeros_like(new_BT)
-        step[b, t] = 1e-6
-        slope = (loss_of(new_BT + step) - loss_of(new_BT - step)) / 2e-6
-        assert gradient_BT[b, t].item() == pytest.approx(slope.item(), rel=1e-6, abs=1e-8), (b, t)
 
 
 # --- masked positions
@@ -547,20 +504,6 @@ def test_gradient_does_not_depend_on_the_cut(aggregation, level, objective):
 # --- inputs and errors
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_inputs_are_left_as_they_were(objective, level):
-    inputs = random_rows(6)
-    inputs[0].requires_grad_()
-    before = [tensor.detach().clone() for tensor in inputs]
-    options = dict(objective=objective, importance_level=level, beta=0.1, aggregation="token_mean")
-    loss_sum, _ = policy_loss(*inputs[:4], ref_logprobs_BT=inputs[4], **options)
-    loss_sum.backward()
-    loss_denominator(inputs[3])
-    for tensor, old in zip(inputs, before, strict=True):
-        assert torch.equal(tensor, old)
-
-
 def test_only_the_policy_gets_a_gradient():
     new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(7)
     for tensor in (new_BT, old_BT, A_B, ref_BT):
@@ -574,37 +517,24 @@ def test_only_the_policy_gets_a_gradient():
     [
         (dict(objective="ppo"), "objective='ppo'"),
         (dict(importance_level="word"), "importance_level='word'"),
-        (dict(kl_estimator="k4", ref_logprobs_BT=REF, beta=0.1), "kl_estimator='k4'"),
         (dict(kl_estimator="k4"), "kl_estimator='k4'"),
         (dict(aggregation="mean"), "aggregation='mean'"),
         (dict(aggregation="constant"), "max_length"),
         (dict(aggregation="constant", max_length=0), "max_length"),
         (dict(beta=0.1), "beta=0.1 needs ref_logprobs_BT"),
         (dict(sampler_correction="tis"), "sampler_correction='tis'"),
-        (dict(sampler_correction="token_mask"), "need sampling_logprobs_BT"),
-        (dict(off_policy_mask_threshold=0.1), "need sampling_logprobs_BT"),
-        (dict(ref_logprobs_BT=REF[:, :2], beta=0.1), r"ref_logprobs has shape \(4, 2\)"),
+        (dict(ref_logprobs_BT=REF[:, :2], beta=0.1), r"logprobs \(4, 3\).*ref_logprobs \(4, 2\)"),
+        (dict(old_logprobs_BT=OLD[:3]), r"old_logprobs \(3, 3\)"),
+        (dict(mask_BT=MASK[:, :2]), r"mask \(4, 2\)"),
+        (dict(logprobs_BT=NEW[0], old_logprobs_BT=OLD[0], mask_BT=MASK[0], advantages_B=A[:3]), r"\[B, T\]"),
+        (dict(advantages_B=A[:3]), "one advantage per row"),
+        (dict(advantages_B=A[:, None]), "one advantage per row"),
     ],
 )
-def test_a_wrong_option_is_refused(change, message):
+def test_what_has_no_loss_is_refused(change, message):
+    inputs = dict(logprobs_BT=NEW, old_logprobs_BT=OLD, advantages_B=A, mask_BT=MASK)
     with pytest.raises(ValueError, match=message):
-        policy_loss(NEW, OLD, A, MASK, **change)
-
-
-def test_disagreeing_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"\[B, T\]"):
-        policy_loss(NEW[0], OLD[0], A, MASK[0])
-    with pytest.raises(ValueError, match=r"old_logprobs has shape \(3, 3\), logprobs have \(4, 3\)"):
-        policy_loss(NEW, OLD[:3], A, MASK)
-    with pytest.raises(ValueError, match=r"mask has shape \(4, 2\)"):
-        policy_loss(NEW, OLD, A, MASK[:, :2])
-    for advantages in (A[:3], A[:, None], A[:, None].expand(4, 3)):
-        with pytest.raises(ValueError, match="one per row"):
-            policy_loss(NEW, OLD, advantages, MASK)
-
-
-def test_a_wrong_denominator_is_refused():
-    with pytest.raises(ValueError, match="aggregation='sum'"):
-        loss_denominator(MASK, aggregation="sum")
-    with pytest.raises(ValueError, match="max_length"):
-        loss_denominator(MASK, aggregation="constant")
+        policy_loss(**inputs | change)
+    if "aggregation" in change:
+        with pytest.raises(ValueError, match=message):
+            loss_denominator(MASK, **change)

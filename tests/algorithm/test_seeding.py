@@ -1,7 +1,5 @@
 """Derived seeds: the same in every process and version, and different for every purpose and place."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -32,26 +30,11 @@ def test_numbers_drawn_do_not_change_between_versions():
     torch.testing.assert_close(drawn, torch.tensor([0.2512792945, 0.2331960201, 0.8743896484, 0.7611414790]))
 
 
-def test_seeds_fit_a_generator():
-    seeds = [derive_seed(seed, purpose, c) for seed in range(10) for purpose in ("a", "b") for c in range(200)]
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert max(seeds) > 2**62 and min(seeds) < 2**53  # the whole range, not a corner of it
-    for seed in (0, 2**63 - 1, max(seeds)):
-        torch.Generator().manual_seed(seed)
-    assert derive_seed(-1, "a", -5) != derive_seed(1, "a", 5)
-
-
-def test_no_two_places_share_a_seed():
-    places = itertools.product(range(3), ("rollout", "data", "evaluation/greedy"), range(12), range(12), range(8))
-    seeds = [derive_seed(*place) for place in places]
-    assert len(set(seeds)) == len(seeds) == 3 * 3 * 12 * 12 * 8
-
-
 def test_fields_cannot_run_into_each_other():
     places = [
-        (0, "a"), (0, "a", 0), (0, "a", 0, 0), (0, "", 0), (1, "a"), (11, "a"), (0, "a", 1, 23), (0, "a", 12, 3), (0, "a", 123),
-        (0, "a", 1, 2, 3), (0, "a", 3, 2, 1), (0, "a,1", 23), (0, "a',1", 23), (0, "a'", 1, 23), (0, 'a"', 1, 23), (0, "a\n"),
-        (1, "a", 0), (0, "0", 0), (0, "a", -1), (0, "A"), (0, "a "),
+        (0, "a"), (0, "a", 0), (0, "a", 0, 0), (0, "", 0), (1, "a"), (11, "a"), (0, "a", 1, 23), (0, "a", 12, 3),
+        (0, "a", 123), (0, "a", 1, 2, 3), (0, "a", 3, 2, 1), (0, "a,1", 23), (0, "a',1", 23), (0, "a'", 1, 23),
+        (0, 'a"', 1, 23), (0, "a\n"), (1, "a", 0), (0, "0", 0), (0, "a", -1), (0, "A"), (0, "a "),
     ]  # fmt: skip
     assert len({derive_seed(*place) for place in places}) == len(places)
 
@@ -71,13 +54,6 @@ def test_neighbouring_streams_are_independent(varied):
     assert correlations.abs().max() < 5 / 1000**0.5
     firsts = streams[:, 0]
     assert (firsts.mean() - 0.5).abs() < 5 * (1 / 12 / 64) ** 0.5 and firsts.min() < 0.15 and firsts.max() > 0.85
-
-
-def test_every_bit_is_used():
-    bits = torch.tensor(
-        [[seed >> k & 1 for k in range(63)] for seed in (derive_seed(0, "bits", i) for i in range(2000))]
-    )
-    assert (bits.double().mean(dim=0) - 0.5).abs().max() < 5 * 0.5 / 2000**0.5
 
 
 def test_the_global_state_is_neither_read_nor_moved():

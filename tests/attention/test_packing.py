@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 
 
 def rows():
-    """Six rows of three groups, of one to forty tokens; the second group has a single completion, the third an empty one."""
+    """Six rows of three groups, of one to forty tokens; the second group has one completion, the third an empty one."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, V, (n,), generator=generator) for n in (11, 1, 7)]
     group_B, lengths = [0, 0, 0, 1, 2, 2], [5, 1, 40, 9, 17, 0]

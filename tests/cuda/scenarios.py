@@ -71,8 +71,8 @@ def syncs_when_captured(module, inputs, output):
 
 def reads_what_is_freed(module, inputs, output):
     if device.is_capturing():
-        return output + vars(module).pop("kept")
-    module.allowed = torch.zeros(output.shape[-1], device=CUDA)
+        return output + vars(module).pop("stored")
+    module.stored = torch.zeros(output.shape[-1], device=CUDA)
     return output
 
 

@@ -122,7 +122,7 @@ def test_the_written_out_step_is_used_where_it_can_be(random_model, precision):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.1)])
 def test_fast_decode_changes_rounding_alone(random_model, precision, tolerance, packed):
-    """runtime.fast_decode: the same tokens in fp32, whether groups are forked or copied; in bf16 most, with log-probs that are close."""
+    """The same tokens in fp32, whether groups are forked or copied; in bf16 most, with close log-probs."""
     policy = load(random_model, packed=packed, precision=precision)
     slow, fast = (BuiltinEngine(policy, fast_decode=fast) for fast in (False, True))
     problems = [

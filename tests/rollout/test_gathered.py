@@ -1,4 +1,4 @@
-"""Rollouts from weights that are gathered layer by layer, in one process: gathering an undivided model copies it."""
+"""Rollouts from weights that are gathered layer by layer, in one process: gathering a whole model copies it."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from grpo.distributed import World
 from grpo.model import Policy
 from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
-from grpo.rollout.gathered import GatheredWeights
+from grpo.rollout.weights import GatheredWeights
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(num_generations=3, max_completion_length=12)
@@ -39,7 +39,7 @@ def completions(engine: BuiltinEngine):
     ("tied", "precision", "lora"), [(False, "fp32", False), (True, "bf16", False), (True, "bf16", True)]
 )
 def test_gathered_weights_give_the_same_completions(tmp_path, tied, precision, lora):
-    """Bit for bit, before and after an update, of which a block that began earlier knows nothing; no weight stays in memory."""
+    """Bit for bit, before and after an update, which an earlier block does not see; no weight stays in memory."""
     save_random_model(tmp_path, tie_word_embeddings=tied)
     policy, engine, gathering = engines(tmp_path, precision, lora=lora)
     before = completions(engine)

@@ -1,4 +1,4 @@
-"""Decode steps in tensors of fixed shapes give the tokens of the decode loop; here without capturing, in ``tests/cuda`` with it."""
+"""Decode steps in fixed shapes give the decode loop's tokens; without capturing (``tests/cuda``: with it)."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ SAMPLING = SamplingParams(num_generations=8, max_completion_length=40)
 
 
 def engines(random_model, **options) -> tuple[BuiltinEngine, BuiltinEngine]:
-    """Two engines of equal policies: one decodes by the loop, one by :mod:`grpo.rollout.cuda_graphs` without capturing its steps."""
+    """Two engines of equal policies: one decodes by the loop, one by captured steps without capture."""
     loop, static = (load(random_model, packed=True, **options) for _ in range(2))
     engine = BuiltinEngine(static, warn=pytest.fail)
     engine.graphs = CUDAGraphRunner(static, capture=False)
@@ -69,15 +69,6 @@ def test_tokens_do_not_depend_on_when_the_host_reads_which_rows_ended(random_mod
     monkeypatch.setattr(CUDAGraphRunner, "_captured", lambda self, step: shapes.append(1) or captured(self, step))
     assert ids(engine.generate(problems, SAMPLING, seed_key=SEED_KEY)) == ids(expected)
     assert len(shapes) >= (1 if every == 1000 else 2 if width == 1 else 3), "rows should have left"
-
-
-def test_bf16_tokens_score_as_the_loops_do(random_model):
-    loop, engine = engines(random_model, precision="bf16")
-    problems = problems_of(loop.policy, *TEXTS)
-    expected = loop.generate(problems, SAMPLING, seed_key=SEED_KEY)
-    found = engine.generate(problems, SAMPLING, seed_key=SEED_KEY)
-    rows = [(a, b) for x, y in zip(ids(found), ids(expected), strict=True) for a, b in zip(x, y, strict=True)]
-    assert sum(a == b for a, b in rows) > 0.8 * len(rows)
 
 
 def wrong_position(monkeypatch):
@@ -148,8 +139,8 @@ def one_row_reads_another_prompt(monkeypatch):
 
     def init(cache, *arguments):
         real(cache, *arguments)
-        cell_S = torch.arange(cache.num_cells) if cache.from_cell_R is None else cache.from_cell_R
-        cache.from_cell_R = torch.cat([cell_S[:-1], cell_S[:1]])
+        cell_S = torch.arange(len(cache.prompt_R)) if cache.cell_R is None else cache.cell_R
+        cache.cell_R = torch.cat([cell_S[:-1], cell_S[:1]])
 
     monkeypatch.setattr(FixedWidthCache, "__init__", init)
 
@@ -157,13 +148,6 @@ def one_row_reads_another_prompt(monkeypatch):
 def raises(monkeypatch):
     def capture(self, step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(CUDAGraphRunner, "_captured", capture)
-
-
-def runs_out_of_memory(monkeypatch):
-    def capture(self, step):
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(CUDAGraphRunner, "_captured", capture)
 
@@ -178,7 +162,6 @@ MISTAKES = {
     forgets_log_probs: OTHER,
     one_row_reads_another_prompt: OTHER,
     raises: "operation not permitted when stream is capturing",
-    runs_out_of_memory: "CUDA out of memory",
 }
 
 
@@ -227,11 +210,10 @@ def stops_of_texts(random_model) -> dict[str, tuple[str, ...]]:
         "last token": (texts[0][-2:],),
         "absent": ("no such text",),
         "special": ("<|im_start|>", texts[3][6:8]),
-        "most special tokens": ("<|im_start|>", "<|im_end|>"),
     }
 
 
-MORE_STOPS = ["within a look", "of many rows", "long", "last token", "absent", "most special tokens"]
+MORE_STOPS = ["within a look", "of many rows", "long", "last token", "absent"]
 
 
 @pytest.mark.parametrize(
@@ -267,19 +249,3 @@ def test_stop_strings_end_the_same_tokens_whenever_the_host_looks(random_model, 
     expected = completions(loop.generate(problems, sampling, seed_key=SEED_KEY))
     found = completions(engine.generate(problems, sampling, seed_key=SEED_KEY))
     assert [(c.ids, c.text, c.finished) for c in found] == [(c.ids, c.text, c.finished) for c in expected]
-
-
-@pytest.mark.slow
-def test_a_later_rollout_may_have_other_special_tokens_as_stops(random_model):
-    loop, engine = engines(random_model)
-    problems = problems_of(loop.policy, *TEXTS)
-    for stop in ((), ("<|im_start|>",), ()):
-        sampling = replace(SAMPLING, stop=stop)
-        expected = loop.generate(problems, sampling, seed_key=SEED_KEY)
-        assert ids(engine.generate(problems, sampling, seed_key=SEED_KEY)) == ids(expected)
-
-
-def test_on_cpu_nothing_is_captured(random_model):
-    engine = BuiltinEngine(load(random_model, packed=True), cuda_graphs=True)
-    engine.generate(problems_of(engine.policy, *TEXTS), SAMPLING, seed_key=SEED_KEY)
-    assert engine.graphs is None

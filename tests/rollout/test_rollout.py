@@ -1,6 +1,7 @@
 """Rollouts: tokens and masks are right, and a completion depends only on its own seed."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_a_row_does_not_depend_on_the_others(policy):
 
 @pytest.mark.parametrize("tokens_in_flight", [None, 600])
 def test_problems_that_ask_the_same(policy, tokens_in_flight):
-    """With others between them and beside each other; each has its own address and so its own tokens."""
+    """With others between them and beside each other; each has its own seed and so its own tokens."""
     problems = problems_of(policy, "1+1=", "a longer question?", "1+1=", "1+1=", "x", "a longer question?")
     sampling = replace(SAMPLING, tokens_in_flight=tokens_in_flight)
     together = ids(generate(policy, problems, sampling, seed_key=SEED_KEY))
@@ -93,11 +94,11 @@ def test_waves_give_the_same_tokens(policy):
         assert ids(cut) == whole
 
 
-def test_different_addresses_give_different_completions(policy):
+def test_other_seed_keys_give_other_completions(policy):
     problems = problems_of(policy, "1+1=", "1+1=")
 
-    def long_ones(*address) -> list[tuple[int, ...]]:
-        groups = generate(policy, problems, replace(SAMPLING, num_generations=8), seed_key=address)
+    def long_ones(*seed_key) -> list[tuple[int, ...]]:
+        groups = generate(policy, problems, replace(SAMPLING, num_generations=8), seed_key=seed_key)
         return [c.ids for group in groups for c in group.completions if len(c.ids) > 5]
 
     here = long_ones(7, "rollout", 3)
@@ -162,15 +163,13 @@ def test_generation_config_of_the_checkpoint_does_not_leak(random_model, tmp_pat
         )
 
 
-def zip_pairs(text: str) -> list[str]:
-    return [text[i : i + 2] for i in range(3, len(text) - 4)]
-
-
 def test_stop_strings_end_a_completion_and_stay_in_it(policy):
     problems = problems_of(policy, *TEXTS)
     plain = generate(policy, problems, replace(SAMPLING, num_generations=8), seed_key=SEED_KEY)
     texts = [c.text for g in plain for c in g.completions]
-    stop = next(pair for text in texts for pair in zip_pairs(text) if pair.isascii() and pair.isprintable())
+    stop = next(
+        pair for text in texts for pair in map("".join, pairwise(text[3:-3])) if pair.isascii() and pair.isprintable()
+    )
     stopped = generate(policy, problems, replace(SAMPLING, num_generations=8, stop=(stop,)), seed_key=SEED_KEY)
     changed = 0
     for before, after in zip(texts, [c for g in stopped for c in g.completions], strict=True):
@@ -208,7 +207,7 @@ def test_stop_strings_with_a_special_token_beside_other_text_are_refused(policy)
     assert split_stop(tokenizer, ["</answer>", "<|im_start|>"]) == (
         [tokenizer.convert_tokens_to_ids("<|im_start|>")], ["</answer>"]
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"rollout\.stop: '<\|im_start\|>user' holds .*give '<\|im_start\|>' alone"):
+    with pytest.raises(ValueError, match=r"rollout\.stop: '<\|im_start\|>user' holds"):
         split_stop(tokenizer, ["<|im_start|>user"])
 
 
@@ -223,26 +222,9 @@ def test_sampling_leaves_the_model_as_it_was(random_model):
     assert not policy.model.training
 
 
-def test_mode_is_restored_when_sampling_fails(policy):
-    policy.model.train()
-    try:
-        generate(policy, [Problem(0, "", (10**9,))], SAMPLING, seed_key=SEED_KEY)
-    except IndexError:
-        pass
-    else:
-        raise AssertionError("a token outside the vocabulary should not pass")
-    assert policy.model.training
-
-
-def test_progress_counts_every_token(policy):
-    counted = []
-    groups = generate(policy, problems_of(policy, *TEXTS), SAMPLING, seed_key=SEED_KEY, on_tokens=counted.append)
-    assert sum(counted) == sum(len(c.ids) for g in groups for c in g.completions)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature):
-    """Prompts of 1 to 15 tokens, rows that end at different times: groups lose rows unevenly, and prompts all of theirs."""
+    """Prompts of 1 to 15 tokens; rows end at different times: groups lose rows unevenly, and prompts all of theirs."""
     sampling = SamplingParams(8, 40, temperature=temperature)
     plain, packed = load(random_model), load(random_model, packed=True)
     texts = ("7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
@@ -257,7 +239,7 @@ def test_forked_and_copied_caches_give_the_same_tokens(random_model, temperature
 
 
 def one_more_token(cache, history, random, H: int) -> list:
-    """Attend with random queries, and compare with attention over each row's own copy of all its keys ``[N, K, D]`` and values."""
+    """Attend with random queries, and compare with attention over each row's own keys and values ``[N, K, D]``."""
     R, (_, K, D) = len(history), history[0][0].shape
     q, k, v = random(R, H, 1, D), random(R, K, 1, D), random(R, K, 1, D)
     history = [
@@ -274,31 +256,8 @@ def one_more_token(cache, history, random, H: int) -> list:
 
 
 @pytest.mark.parametrize("use_cascade", [True, False])
-def test_forked_cache_attends_as_rows_of_their_own_do(use_cascade):
-    """Against attention over each row's own copy of prompt and tokens, in float64, with rows and prompts leaving."""
-    rng = torch.Generator().manual_seed(0)
-    H, K, D, lengths = 4, 2, 8, [5, 3, 7]
-
-    def random(*shape):
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
-    cache = ForkedCache(lengths, capacity=6)
-    assert cache.use_cascade, "the fused kernel is for CPUs"
-    cache.use_cascade = use_cascade
-    k_UPKD, v_UPKD = random(3, 7, K, D), random(3, 7, K, D)
-    cache.store_prompts(0, k_UPKD, v_UPKD)
-    cache.fork(torch.tensor([0, 0, 1, 1, 1, 2]))
-    history = [(k_UPKD[u, : lengths[u]], v_UPKD[u, : lengths[u]]) for u in (0, 0, 1, 1, 1, 2)]
-    for step, keep in enumerate(([0, 1, 2, 3, 4, 5], [0, 2, 3, 5], [0, 1, 2], [1, 2], [1], [0])):
-        if step:
-            cache.keep_rows(torch.tensor(keep))
-            history = [history[r] for r in keep]
-        history = one_more_token(cache, history, random, H)
-
-
-@pytest.mark.parametrize("use_cascade", [True, False])
 def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
-    """Against attention over each row's own tokens, in float64; rows leave and join, and buffer space of left rows is reused."""
+    """Against attention over each row's own tokens, in float64; rows leave and join; buffer space is reused."""
     rng = torch.Generator().manual_seed(0)
     H, K, D, capacity = 4, 2, 8, 6
 
@@ -316,8 +275,8 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
     cache, history = begin([5, 3], [0, 0, 1, 1])
     # (rows kept, prompts and rows that join) before each token
     plan = [
-        None, None, ([0, 1, 3], ([7, 2], [0, 0, 1])), ([0, 2, 3, 5], None), None, ([2, 3], ([1], [0])), None, ([1, 2], None),
-        ([1], ([4, 4], [0, 1])), None, None,
+        None, None, ([0, 1, 3], ([7, 2], [0, 0, 1])), ([0, 2, 3, 5], None), None, ([2, 3], ([1], [0])), None,
+        ([1, 2], None), ([1], ([4, 4], [0, 1])), None, None,
     ]  # fmt: skip
     longest, was_full = 0, False
     for change in plan:
@@ -337,7 +296,7 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
 
 
 @pytest.mark.parametrize(
-    ("rows", "temperature", "spare"),
+    ("rows", "temperature", "margin"),
     [
         (3, 1.0, 8),
         (8, 1.0, 8),
@@ -346,8 +305,8 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
         *(pytest.param(*p, marks=pytest.mark.slow) for p in ((1, 0.0, 8), (9, 1.0, 8), (30, 1.0, 8))),
     ],
 )
-def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatch, rows, temperature, spare):
-    monkeypatch.setattr("grpo.rollout.decode_loop.SPARE_SHARE", spare)
+def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatch, rows, temperature, margin):
+    monkeypatch.setattr("grpo.rollout.decode_loop.MARGIN_SHARE", margin)
     policy = load(random_model, packed=True)
     problems = problems_of(policy, "7", "12+30=", "what is 99-1?", "3*3=", "0=0=0=0=0=0=0")
     sampling = SamplingParams(8, 40, temperature=temperature)
@@ -388,14 +347,6 @@ def test_no_row_is_decoded_beyond_its_last_position():
     expected = generate(policy, problems, sampling, seed_key=(1, "x", 0))
     found = generate(policy, problems, replace(sampling, tokens_in_flight=20 * 138), seed_key=(1, "x", 0))
     assert ids(found) == ids(expected)
-
-
-def test_models_whose_rows_cannot_join_wait_for_all(random_model):
-    plain = load(random_model)
-    problems = problems_of(plain, "7", "12+30=", "what is 99-1?", "3*3=")
-    sampling = SamplingParams(8, 40)
-    expected = generate(plain, problems, sampling, seed_key=SEED_KEY)
-    assert ids(generate(plain, problems, replace(sampling, tokens_in_flight=600), seed_key=SEED_KEY)) == ids(expected)
 
 
 def test_how_many_rows_may_begin():
@@ -466,7 +417,7 @@ def test_layers_with_hooks_or_another_forward_compute_themselves(random_model):
     assert seen == ["hook"]
 
 
-def test_the_unpacked_cache_has_the_dtype_of_autocast_and_gives_the_same_tokens(random_model, monkeypatch):
+def test_the_unpacked_cache_has_the_dtype_of_autocast(random_model, monkeypatch):
     """Else autocast would cast the fp32 keys of all earlier tokens again at every token."""
     policy = load(random_model, precision="bf16")
     problems, seen = problems_of(policy, *TEXTS), []
@@ -478,16 +429,8 @@ def test_the_unpacked_cache_has_the_dtype_of_autocast_and_gives_the_same_tokens(
         return keys, values
 
     monkeypatch.setattr(_PreallocatedLayer, "update", seen_update)
-    groups = generate(policy, problems, SAMPLING, seed_key=SEED_KEY)
+    generate(policy, problems, SAMPLING, seed_key=SEED_KEY)
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
-
-    def as_computed(layer, keys, values):
-        layer.is_initialized, layer.device, layer.dtype = True, keys.device, keys.dtype
-        layer.keys, layer.values = (x.new_empty(*x.shape[:2], layer.capacity, x.shape[3]) for x in (keys, values))
-
-    monkeypatch.setattr(_PreallocatedLayer, "lazy_initialization", as_computed)
-    assert generate(policy, problems, SAMPLING, seed_key=SEED_KEY) == groups
-    assert (torch.float32, torch.bfloat16) in seen
 
 
 def test_bf16_sampling_logprobs_of_the_unpacked_cache_are_those_the_loss_scores(random_model):

@@ -18,6 +18,10 @@ DELTA = dict(
 )
 DELTA |= dict(layer_types=["linear_attention", "full_attention"])
 MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
+JAMBA = dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False)
+NEMOTRON = dict(layers_block_type=["mamba", "attention", "mlp"], head_dim=8, mamba_num_heads=8, mamba_head_dim=8)
+NEMOTRON |= dict(n_groups=2, ssm_state_size=8, chunk_size=8)
+FEW_EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 SAMPLED = {
     "qwen2": SIZES,
@@ -34,20 +38,17 @@ SAMPLED = {
     "llama4_text": SIZES | dict(intermediate_size_mlp=48, head_dim=8, num_local_experts=2, attention_chunk_size=8),
     "falcon_mamba": STATES,
     "mamba2": STATES | dict(num_heads=8, head_dim=8, n_groups=2, expand=2, chunk_size=8),
-    "jamba": SIZES | dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False),
+    "jamba": SIZES | JAMBA,
     "qwen3_next": SIZES | DELTA | EXPERTS,
     "olmo_hybrid": SIZES | DELTA | dict(linear_num_key_heads=4, num_key_value_heads=4),
     "bamba": SIZES | MAMBA2 | dict(attn_layer_indices=[1]),
     "falcon_h1": SIZES | MAMBA2 | dict(mamba_d_ssm=64),
-    "granitemoehybrid": SIZES | MAMBA2 | dict(layer_types=["mamba", "attention"], num_local_experts=2, num_experts_per_tok=1),
-    "nemotron_h": SIZES | dict(layers_block_type=["mamba", "attention", "mlp"], head_dim=8, mamba_num_heads=8, mamba_head_dim=8,
-                               n_groups=2, ssm_state_size=8, chunk_size=8),
+    "granitemoehybrid": SIZES | MAMBA2 | dict(layer_types=["mamba", "attention"]) | FEW_EXPERTS,
+    "nemotron_h": SIZES | NEMOTRON,
     "gpt2": GPT2,
 }  # fmt: skip
-REFUSED = {
-    "recurrent_gemma": (SIZES | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8), "other logits"),
-    "minimax": (SIZES | DELTA | dict(num_local_experts=2, block_size=8), "cache of its own"),
-}
+REFUSED = SIZES | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8)
+"""Of a Recurrent Gemma, whose decode steps give other logits."""
 
 
 def policy_of(model_type, options) -> Policy:
@@ -88,27 +89,15 @@ def test_sampled_and_scored_as_each_row_alone(name):
         torch.testing.assert_close(scored_BT[b, :n], alone_T, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sampled_is_refused_by_name(name):
-    options, reason = REFUSED[name]
-    policy = policy_of(name, options)
-    kind = type(policy.model).__name__
-    state = torch.get_rng_state()
-    with pytest.raises(ValueError, match=f"{kind} cannot be sampled.*{reason}.*: take another architecture") as caught:
+def test_what_cannot_be_sampled_is_refused_by_name():
+    policy, state = policy_of("recurrent_gemma", REFUSED), torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"RecurrentGemmaForCausalLM cannot be sampled: .* other logits"):
         check_sampling(policy)
-    assert "\n" not in str(caught.value)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-MOSHI = dict(
-    vocab_size=V,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    ffn_dim=64,
-    head_dim=8,
-)
+MOSHI = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+MOSHI |= dict(ffn_dim=64, head_dim=8)
 
 
 def test_a_window_that_the_cache_has_and_the_forward_pass_has_not():
@@ -146,7 +135,7 @@ def test_kernels_without_fp32_are_compared_in_the_runs_precision():
         if not torch.is_autocast_enabled("cpu"):
             raise RuntimeError("bf16 alone")
 
-    right, wrong = policy_of("qwen2", SIZES), policy_of("recurrent_gemma", REFUSED["recurrent_gemma"][0])
+    right, wrong = policy_of("qwen2", SIZES), policy_of("recurrent_gemma", REFUSED)
     for policy in (right, wrong):
         policy.precision = "bf16"
         policy.model.get_input_embeddings().register_forward_pre_hook(refuse_fp32)
@@ -155,5 +144,5 @@ def test_kernels_without_fp32_are_compared_in_the_runs_precision():
     with pytest.raises(ValueError, match="other logits"):
         check_sampling(wrong)
     right.precision = "fp32"
-    with pytest.raises(ValueError, match="bf16 alone"):
+    with pytest.raises(RuntimeError, match="bf16 alone"):
         check_sampling(right)
