@@ -1,7 +1,6 @@
-"""Prompts and their preview: system prompts from files, prompt templates, reasoning-gym tasks, ``python -m grpo.data``."""
+"""Prompts: system prompts from files, prompt templates, reasoning-gym tasks."""
 
 import json
-import runpy
 import sys
 from types import SimpleNamespace
 
@@ -219,48 +218,3 @@ def test_gym_answers_are_scored_by_the_tasks_own_scorer():
     text = f"<answer>it is {partly.columns[0]['answer']}</answer>"
     (value,) = reward(partly.prompts, [text], **{k: [v] for k, v in partly.columns[0].items()})
     assert 0 < value < 0.99
-
-
-# --- the preview
-
-
-@pytest.fixture
-def preview(monkeypatch, capsys):
-    """``python -m grpo.data ...`` in this process (starting another one costs seconds): exit code, stdout, stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["grpo.data", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module("grpo.data", run_name="__main__")
-        return ended.value.code, *capsys.readouterr()
-
-    return run
-
-
-def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(tmp_path, random_model, preview):
-    rows = [{"q": f"{i}+{i}=", "gold": f"#### {2 * i}" if i % 4 else "none", "level": i} for i in range(10)]
-    rows[1]["q"] = "1+" * 100
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, shown, err = preview(
-        f"model.name_or_path={random_model}", f"data.dataset={tmp_path}/d.jsonl", "data.prompt_column=q",
-        "data.answer_column=gold", "data.answer_pattern=#### (.+)", "data.system_prompt=Be brief.",
-        "data.max_prompt_length=80", "data.eval_split=train[:20%]",
-    )  # fmt: skip
-    assert (code, err) == (0, "")
-    assert shown.count("--- prompt ") == 3
-    assert (
-        "| <|im_start|>system\n| Be brief.<|im_end|>\n| <|im_start|>user\n| 2+2=<|im_end|>\n| <|im_start|>assistant\n"
-    ) in shown
-    assert "--- prompt 2 of 9 (row 3), " in shown
-    assert "  answer = '4'\n" in shown and "  level = 2\n" in shown and "  gold = '#### 4'\n" in shown
-    assert "10 rows, 9 used; prompt tokens: shortest " in shown
-    assert "left out: 1 longer than data.max_prompt_length=80 tokens" in shown
-    assert "kept: 3 in which data.answer_pattern matches nothing" in shown
-    assert "2 rows, 1 used" in shown.split("--- evaluation")[1]
-
-
-def test_user_errors_of_the_preview_are_one_line(preview, random_model):
-    code, _, err = preview("data.dataset=nowhere.jsonl", f"model.name_or_path={random_model}")
-    assert code == 2
-    assert err.startswith("error: data.dataset=nowhere.jsonl does not exist")
-    assert len(err.splitlines()) == 1
