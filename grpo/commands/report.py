@@ -44,11 +44,11 @@ def _write(options: argparse.Namespace, reload_s: float | None = None) -> list[R
 
 def _watch(options: argparse.Namespace) -> list[RunData]:
     """Write the page again and again, until all runs are complete or Ctrl-C; then it reloads itself no more."""
-    start = time.monotonic()
-    runs = _write(options, RELOAD_S)
-    pause = max(RELOAD_S, 4 * (time.monotonic() - start))  # a fifth of one core at most: the run may need the rest
-    print(f"{options.output} follows the run until Ctrl-C is pressed: open it in a browser", flush=True)
     try:
+        start = time.monotonic()
+        runs = _write(options, RELOAD_S)
+        pause = max(RELOAD_S, 4 * (time.monotonic() - start))  # a fifth of one core at most: the run may need the rest
+        print(f"{options.output} follows the run until Ctrl-C is pressed: open it in a browser", flush=True)
         while not all(run.is_complete for run in runs):
             time.sleep(pause)
             runs = _write(options, RELOAD_S)

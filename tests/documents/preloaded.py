@@ -1,4 +1,4 @@
-"""A ``python`` for the commands of the documents that has imported PyTorch and the trainer before: it saves seven seconds.
+"""A ``python`` for the commands of the documents that has imported PyTorch and the trainer before, for speed.
 
 A server imports them once, from the folder that the commands run in and with their environment variables. The program
 ``python`` that this module writes sends it the arguments, the folder, the environment and its three files, and ends

@@ -179,7 +179,7 @@ def test_every_command_works(tree, path, request):
 
 
 def machines(lines: list[str]) -> list[list[str]]:
-    """Commands of one run over several machines together; if a document names the first machine alone, the second too."""
+    """Commands of one run over several machines together; if a document names the first alone, the second too."""
     runs: list[list[str]] = []
     for line in lines:
         if "NODE_RANK=1" in line:
