@@ -2,7 +2,7 @@
 
 import sys
 
-from grpo.commands.sweep.command import main
+from grpo.commands.sweep import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -7,44 +7,27 @@ The model's own weights are read again from where the adapter's configuration sa
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from grpo.checkpoint import format as checkpoint
+from grpo.commands.command import command
 from grpo.model import is_adapter, write_merged
-from grpo.telemetry.terminal import print_user_error, survive_lost_readers
+from grpo.telemetry.terminal import survive_lost_readers
 
 
-def main(argv: list[str]) -> int:
+@command
+def main(argv: list[str]) -> None:
     survive_lost_readers()
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m grpo.merge", description=__doc__, formatter_class=formatter)
     parser.add_argument("folder", metavar="RUN_OR_CHECKPOINT", type=Path)
-    parser.add_argument(
-        "--output", metavar="DIR", type=Path, help="folder to write; default: merged/ in the checkpoint"
-    )
+    parser.add_argument("--output", metavar="DIR", type=Path, help="default: merged/ in the checkpoint")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     options = parser.parse_args(argv)
-    try:
-        adapter = _adapter_folder(options.folder.expanduser())
-        output = (options.output or adapter / "merged").expanduser()
-        write_merged(adapter, output, trust_remote_code=options.trust_remote_code)
-    except (ValueError, OSError) as error:
-        print_user_error(error)
-        return 2
+    folder = options.folder.expanduser()
+    adapter = folder if is_adapter(folder) else checkpoint.find_newest_valid(folder)[0]
+    if adapter is None or not is_adapter(adapter):
+        raise ValueError(f"{adapter or folder} holds no adapter (adapter_config.json)")
+    output = (options.output or adapter / "merged").expanduser()
+    write_merged(adapter, output, trust_remote_code=options.trust_remote_code)
     print(f"written   {output}, a Hugging Face folder")
-    return 0
-
-
-def _adapter_folder(folder: Path) -> Path:
-    newest = folder if is_adapter(folder) else checkpoint.find_newest_valid(folder)[0]
-    if newest is None:
-        raise ValueError(f"{folder} holds neither an adapter (adapter_config.json) nor a valid checkpoint")
-    if not is_adapter(newest):
-        raise ValueError(f"{newest} holds no adapter: it is a whole model already")
-    return newest
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,9 @@
-"""A ``python`` for the commands of the documents that has imported PyTorch and the trainer before: seven seconds less for each command.
+"""A ``python`` for the commands of the documents that has imported PyTorch and the trainer before, for speed.
 
-A server imports them once, from the folder that the commands run in and with their environment variables. The program ``python`` that this
-module writes sends it the arguments, the folder, the environment and its three files, and ends with the exit code; the command itself runs in a
-fork of the server. Everything else (``python -c``, ``-m pytest``, torchrun) runs in a new interpreter.
+A server imports them once, from the folder that the commands run in and with their environment variables. The program
+``python`` that this module writes sends it the arguments, the folder, the environment and its three files, and ends
+with the exit code; the command itself runs in a fork of the server. Everything else (``python -c``, ``-m pytest``,
+torchrun) runs in a new interpreter.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ sys.exit(int(server.recv(8) or b"1"))
 
 @contextlib.contextmanager
 def preloaded_python(folder: Path, tree: Path, environment: dict[str, str]) -> Iterator[Path]:
-    """The path of such a ``python``, beside a ``pytest``, for commands that run in ``tree``; ``folder`` is new and gets its files."""
+    """The path of such a ``python``, beside a ``pytest``, in the new ``folder``; for commands that run in ``tree``."""
     folder.mkdir()
     address = str(folder / "server")
     for name in ("python", "pytest"):
-        (folder / name).write_text(PROGRAM.format(python=sys.executable, seed_key=address))
+        (folder / name).write_text(PROGRAM.format(python=sys.executable, address=address))
         (folder / name).chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, __file__, address],

@@ -1,8 +1,8 @@
 """Every command of the README and the documents is executed, in a copy of the tree, cut to a size of seconds.
 
-The cuts: one step on an untrained model with few problems, two ranks instead of eight, this machine instead of several and of the Hub. A
-benchmark, which takes minutes to hours, is only started with --help, to check its options (those of learning.md run once each). pytest only
-collects its tests. Nothing else is changed.
+The cuts: one step on an untrained model with few problems, two ranks instead of eight, this machine instead of several
+and of the Hub. A benchmark is only started with --help, to check its options (those of learning.md run once each).
+pytest only collects its tests. Nothing else is changed.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from hub_service import hub, pointed_at, publish
 from preloaded import preloaded_python
 
 NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
-"""Commands with vllm are left out too: tests/faults/test_vllm_runs.py runs them, where vLLM is installed. The first of these installs TRL from the network, ``tests/faults/test_soak.py`` runs the second, and ``environment()`` does what the third does."""
+"""Not executed: the first installs TRL from the network, ``tests/faults/test_soak.py`` runs the second, and
+``environment()`` does the third. Nor are commands with vllm, which ``tests/faults/test_vllm_runs.py`` runs."""
 RECIPES = [ROOT / "docs" / "recipes.md", ROOT / "docs" / "learning.md"]
 """Their commands need a Hub: they have a test of their own."""
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,11 +67,9 @@ def tree(tmp_path_factory, random_model):
         "pyproject.toml",
         "requirements.txt",
         "LICENSE",
-        "README.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
+        *map(str, ROOT.glob("*.md")),
     ):
-        shutil.copy(ROOT / name, folder / name)
+        shutil.copy(ROOT / name, folder)
     shutil.copytree(random_model, folder / "FOLDER")
     shutil.copy(folder / "configs" / "tiny_arithmetic.yaml", folder / "configs" / "X.yaml")
     rows = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(280)]
@@ -81,17 +80,14 @@ def tree(tmp_path_factory, random_model):
 
 
 def cut(command: str) -> str:
-    command = command.replace(".venv/bin/", str(Path(sys.executable).parent) + "/").replace(
-        "checkpoint-150", "checkpoint-1"
-    )
-    command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(
-        "NPROC_PER_NODE=8", "NPROC_PER_NODE=1"
-    )
-    command = command.replace("$GRPO_TEST_ASSETS/data/gsm8k/test.jsonl", "train.jsonl")
-    command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", str(20000 + os.getpid() % 20000))
-    command = command.replace("ruff check .", "ruff check grpo").replace(
-        "--check .", "--check grpo"
-    )  # not the reader's files
+    for old, new in {
+        ".venv/bin/": f"{Path(sys.executable).parent}/", "checkpoint-150": "checkpoint-1",
+        "--nproc_per_node=8": "--nproc_per_node=2", "NPROC_PER_NODE=8": "NPROC_PER_NODE=1",
+        "$GRPO_TEST_ASSETS/data/gsm8k/test.jsonl": "train.jsonl",
+        "10.0.0.1": "127.0.0.1", "29500": str(20000 + os.getpid() % 20000),
+        "ruff check .": "ruff check grpo", "--check .": "--check grpo",  # not the reader's files
+    }.items():  # fmt: skip
+        command = command.replace(old, new)
     if "benchmarks/" in command:
         program, options = re.match(r"(python \S+)", command)[0], " ".join(re.findall(r"--[\w-]+", command))
         return f'help="$({program} --help)"; for option in {options}; do grep -q -- "$option" <<< "$help"; done'
@@ -110,7 +106,8 @@ def cut(command: str) -> str:
         return command
     if "gsm8k_from_trl" in command:
         data += " logging.wandb=disabled"
-    steps = " optim.max_steps=2" if "optim.max_steps=160" in command else ""
+    longer = {"optim.max_steps=160": " optim.max_steps=2", "runtime.profile": " optim.max_steps=3"}
+    steps = next((steps for word, steps in longer.items() if word in command), "")
     return f"{command} model.name_or_path=FOLDER{data} {CUTS}{steps}"
 
 
@@ -147,8 +144,8 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
     """Run commands at once (one, or those of several machines); all must end well."""
     started = [
         subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment() | variables, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment() | variables, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )
         for command in together
     ]  # fmt: skip
@@ -182,7 +179,7 @@ def test_every_command_works(tree, path, request):
 
 
 def machines(lines: list[str]) -> list[list[str]]:
-    """Commands of one run over several machines together; where a document names the first machine alone, its fellow too."""
+    """Commands of one run over several machines together; if a document names the first alone, the second too."""
     runs: list[list[str]] = []
     for line in lines:
         if "NODE_RANK=1" in line:
@@ -205,8 +202,8 @@ def test_the_slurm_script_starts_each_machine(tree):
     for name in ("scontrol", "srun"):
         (programs / name).chmod(0o755)
     script = script.replace("output_dir=runs/X", f"output_dir=runs/slurm model.name_or_path=FOLDER {CUTS}")
-    given = f"export SLURM_NNODES=2 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=a,b NPROC_PER_NODE=1 PATH={programs}:$PATH\n"
-    execute(tree, [given + script])
+    slurm = f"SLURM_NNODES=2 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=a,b"
+    execute(tree, [f"export {slurm} NPROC_PER_NODE=1 PATH={programs}:$PATH\n{script}"])
     assert (tree / "runs" / "slurm" / "checkpoint-1").is_dir()
 
 

@@ -1,4 +1,4 @@
-"""``python -m grpo.evaluation`` as a person starts it: on 1, 2 and 3 ranks, for two models, and when something is wrong."""
+"""``python -m grpo.evaluation`` as a person starts it: on 1, 2 and 3 ranks, for two models, and its refusals."""
 
 import json
 import os
@@ -89,9 +89,9 @@ def test_user_errors_are_one_line(tmp_path, random_model):
     for changes, message in (
         ([f"data.dataset={tmp_path}/d.jsonl"], "the configuration names no evaluation data"),
         (["eval.format=shape"], "eval.format=shape: no such reward"),
-        (["--model=nowhere/at/all"], "nowhere/at/all cannot be loaded"),
-        ([f"--output={tmp_path}/d.jsonl/e.json"], f"--output {tmp_path}/d.jsonl/e.json cannot be written"),
-        ([f"--output={tmp_path}"], f"--output {tmp_path} cannot be written: Is a directory"),
+        (["--model=nowhere/at/all"], "model.name_or_path=nowhere/at/all: no such folder"),
+        ([f"--output={tmp_path}/d.jsonl/e.json"], f"File exists: '{tmp_path}/d.jsonl'"),
+        ([f"--output={tmp_path}"], f"--output {tmp_path} cannot be written"),
     ):
         done = run_evaluation(*small_run(random_model, tmp_path), *changes, check=False)
         assert done.returncode == 2

@@ -1,0 +1,44 @@
+"""The options of the commands that sample from models, and the engine that does it."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.algorithm.batch import Problem
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.config import Config
+from grpo.distributed import World
+from grpo.model import load_policy
+from grpo.rollout import Engine, check_sampling
+from grpo.vllm import build_engine
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and ``--engine``."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file of a run; default: that of the model's run")
+    parser.add_argument("--engine", choices=("builtin", "vllm"), default="builtin", help="default: builtin")
+
+
+def load_engine(
+    config: Config, world: World, path: str, tokenizer: PreTrainedTokenizerBase, *,
+    problems: Sequence[Problem] = (), completion_length: int = 0, folder: str | Path = ".",
+) -> Engine:  # fmt: skip
+    """The engine of the model at ``path``, with the settings of its run. All ranks call it together.
+
+    Args:
+        problems: the problems that it will sample for; empty: not known.
+        folder: gets the logs of vLLM's servers.
+    """
+    longest = max((len(problem.prompt_ids) + completion_length for problem in problems), default=0)
+    settings = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
+    settings |= dict(precision=config.runtime.precision, base_precision=config.lora.base_precision)
+    with world.fail_together():
+        policy = load_policy(path, tokenizer, device=world.device, **settings)
+        CompletionScorer(policy.model).pack_groups()  # as in training: the same kernels, so the same tokens
+        check_sampling(policy, reach=longest)
+    return build_engine(
+        config, world, policy, path=path, root=policy.model, longest=longest, folder=folder,
+        probe_ids=problems[0].prompt_ids if problems else (), builtin=dict(fast_decode=config.runtime.fast_decode),
+    )  # fmt: skip
