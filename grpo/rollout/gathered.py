@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from grpo.distributed import World, gathered
+from grpo.distributed import gathered
 from grpo.model import decoder_layers
 from grpo.rollout.weights import Copies, copies_of, in_place_of
 
@@ -24,14 +24,14 @@ Pairs = list[tuple[nn.Module, nn.Module]]
 
 
 class GatheredWeights:
-    def __init__(self, root: nn.Module, model: PreTrainedModel, own: PreTrainedModel, world: World):
+    def __init__(self, root: nn.Module, model: PreTrainedModel, own: PreTrainedModel):
         """
         Args:
             root: the divided module whose root group holds what is in no layer of ``model``.
             model: the divided model.
             own: a model of the same modules with all parameters on the meta device.
         """
-        self.own, self.world = own, world
+        self.own = own
         self.parts: list[tuple[nn.Module, Pairs]] = []
         """Each layer of the divided model, then the root for all that is in none, with the modules of both models."""
         rest = dict(zip(own.modules(), model.modules(), strict=True))
@@ -44,7 +44,7 @@ class GatheredWeights:
         """Inside the block the own model has the weights of this moment. All ranks enter it together."""
         copies: Copies = {}
         try:
-            with torch.no_grad(), self.world.collective():
+            with torch.no_grad():
                 for source, pairs in self.parts:
                     with gathered(source):
                         copies |= self._take(pairs, precision, fast_decode)
