@@ -33,12 +33,12 @@ class Lock:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = " on ".join(os.read(handle, 300).decode(errors="replace").split())
-            os.close(handle)
-            remedy = "wait for it, stop it, or choose another output_dir"
-            raise ConfigError(f"output_dir={folder} is in use by another run (process {holder}): {remedy}") from None
-        except OSError as error:  # a network file system without locks
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                holder = " on ".join(os.read(handle, 300).decode(errors="replace").split())
+                os.close(handle)
+                raise ConfigError(f"output_dir={folder} is in use by another run (process {holder})") from None
+            # a network file system without locks
             print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run there", flush=True)
         self._handle, self.holder = handle, f"{os.getpid()}\n{socket.gethostname()}\n"
         os.ftruncate(handle, 0)
@@ -54,19 +54,14 @@ class Lock:
 def check_output_dir(output: Path) -> None:
     """ConfigError if ``output_dir`` is a file, cannot be written, or holds something else than a run."""
     existing = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir={output}: {existing} is no folder, or cannot be written")
     inside = {path.name for path in output.iterdir()} if output.is_dir() else set()
     # A run that was killed while it started leaves its lock and a half-written config.yaml; one whose folder was
     # deleted while it ran leaves a checkpoint.
-    others = sorted(inside - {LOCK_FILE, f"{RESOLVED_CONFIG}.tmp"})
-    if not existing.is_dir():
-        problem = f"cannot be made: {existing} is a file"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"cannot be written: no permission in {existing}"
-    elif others and RESOLVED_CONFIG not in inside and checkpoint.find_newest_valid(output)[0] is None:
-        problem = f"holds something that is not a run ({', '.join(others[:4])})"
-    else:
-        return
-    raise ConfigError(f"output_dir={output} {problem}: choose another folder")
+    others = inside - {LOCK_FILE, f"{RESOLVED_CONFIG}.tmp"}
+    if others and RESOLVED_CONFIG not in inside and checkpoint.find_newest_valid(output)[0] is None:
+        raise ConfigError(f"output_dir={output} holds something that is not a run: {min(others)}")
 
 
 def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> None:
@@ -90,10 +85,9 @@ def check_shared(output: Path, holder: str) -> None:
     """ConfigError unless this rank sees the lock that the main rank, the ``holder``, has on ``output_dir``."""
     lock = output / LOCK_FILE
     if not lock.exists() or lock.read_text(encoding="utf-8") != holder:
-        host = socket.gethostname()
         raise ConfigError(
-            f"output_dir={output} on {host} is not the main rank's folder: with runtime.parallel=fsdp all ranks write "
-            "a part of each checkpoint, so all machines must share output_dir"
+            f"output_dir={output} on {socket.gethostname()} is not the main rank's folder: with "
+            "runtime.parallel=fsdp, where each rank writes a part of each checkpoint, all machines must share it"
         )
 
 

@@ -17,10 +17,10 @@ from grpo.rewards import RewardRunner
 
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout", "model.fp32_head",
-    "model.attn_implementation", "lora", "data", "reward.functions", "rollout", "algorithm", "optim",
+    "model.attn_implementation", "lora.", "data.", "reward.functions", "rollout.", "algorithm.", "optim.",
     "runtime.precision",
 )  # fmt: skip
-"""Settings that a resumed run must share with its checkpoint to be the same run."""
+"""Settings (or sections) that a resumed run must share with its checkpoint to be the same run."""
 MAY_CHANGE = ("optim.reduce_each_microbatch", *(f"rollout.{key}" for key in SERVER_KEYS))
 """Settings in those sections that leave the run the same up to rounding."""
 
@@ -43,31 +43,30 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
     A command that names a checkpoint folder starts from it once: the same command, started again after an interruption,
     continues its own run instead. The same holds for ``never`` when torchrun restarts its processes.
 
-    ValueError if that folder is not a valid checkpoint, or ``output_dir`` is in use or not a run's.
+    ConfigError if that folder is not a valid checkpoint, or ``output_dir`` is in use or not a run's.
     """
     output, resume = Path(config.output_dir), config.checkpoint.resume
-    if resume not in ("auto", "never"):
-        resume = str(Path(resume).resolve())
     check_output_dir(output)
     newest, warnings = None, []
     if output.is_dir():
         lock.acquire(output)
         checkpoint.recover(output)
         newest, warnings = checkpoint.find_newest_valid(output)
-    launch = os.environ.get("TORCHELASTIC_RUN_ID")
-    origin = {"auto": None, "never": launch and f"torchrun {launch}, process {os.getppid()}"}.get(resume, resume)
-    if resume != "auto":
-        has_begun = newest is not None and origin is not None and checkpoint.read_state(newest)["origin"] == origin
-        if has_begun or resume == "never":
-            return newest if has_begun else None, origin
-        try:
-            checkpoint.verify(resume)
-        except checkpoint.BrokenCheckpoint as broken:
-            raise ConfigError(f"checkpoint.resume={broken}; use auto, never, or a whole checkpoint folder") from None
-        return Path(resume), origin
-    for warning in warnings:
-        print(f"warning: {warning}", flush=True)
-    return newest, None
+    if resume == "auto":
+        for warning in warnings:
+            print(f"warning: {warning}", flush=True)
+        return newest, None
+    if resume == "never":
+        launch = os.environ.get("TORCHELASTIC_RUN_ID")
+        start, origin = None, launch and f"torchrun {launch}, process {os.getppid()}"
+    else:
+        start = Path(resume).resolve()
+        origin = str(start)
+    if newest is not None and origin is not None and checkpoint.read_state(newest)["origin"] == origin:
+        return newest, origin
+    if start is not None and (broken := checkpoint.problem(start)):
+        raise ConfigError(f"checkpoint.resume={broken}; use auto, never, or a whole checkpoint folder")
+    return start, origin
 
 
 def content_digests(
@@ -98,16 +97,15 @@ def read_start_point(
     if folder is None:
         return StartPoint(origin=origin)
     if is_adapter(folder) != config.uses_lora:
-        kind, remedy = "all weights", f"begin from it with model.name_or_path={folder}"
-        if not config.uses_lora:
-            kind, remedy = "a LoRA adapter", f"begin from the model that python -m grpo.merge {folder} writes"
+        kind = "all weights" if config.uses_lora else "a LoRA adapter, which python -m grpo.merge makes a whole model"
         raise ConfigError(
-            f"{folder} holds {kind}, unlike this run: set lora.rank as it was, or {remedy} in another output_dir"
+            f"{folder} holds {kind}, unlike this run: set lora.rank as it was, or begin from the model "
+            "(model.name_or_path) in another output_dir"
         )
     state = checkpoint.read_state(folder)
-    differences = _differences(config, state, data_fingerprint, content)
-    if differences and not config.checkpoint.accept_changes:
-        listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in differences)
+    changes = _differences(config, state, data_fingerprint, content)
+    if changes and not config.checkpoint.accept_changes:
+        listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in changes)
         raise ConfigError(
             f"{config.output_dir} was started with other settings ({listed}): "
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
@@ -115,7 +113,7 @@ def read_start_point(
     if folder.parent.resolve() != Path(config.output_dir).resolve():
         # A branch of a run in another folder: that run's wandb run and best checkpoint are not continued.
         state = state | {"best": None, "wandb_run_id": None}
-    return StartPoint(folder, origin or state["origin"], state, differences)
+    return StartPoint(folder, origin or state["origin"], state, changes)
 
 
 def print_differences(start: StartPoint, bits_depend_on: dict[str, Any]) -> None:
@@ -132,20 +130,23 @@ def _differences(
     config: Config, state: dict[str, Any], data_fingerprint: str, content: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
     """``(key, old, new)`` for each setting, the data, and each file, that must not change and does."""
-    saved, now = masked(state["config"]), config.for_writing()
-    pairs: list[tuple[str, Any, Any]] = [("data_fingerprint", state["data_fingerprint"], data_fingerprint)]
+    saved, now = _by_key(masked(state["config"])), _by_key(config.for_writing())
+    for key, name in CHOSEN.items():  # setting what the run chose itself is no change
+        if now[key] == state.get(name):
+            saved[key] = now[key]
+    fixed = [key for key in now if key.startswith(MUST_NOT_CHANGE) and key not in MAY_CHANGE]
+    triples = [("data_fingerprint", state["data_fingerprint"], data_fingerprint)]
     for name in sorted(state["content"].keys() | content.keys()):
         old, new = (digests.get(name, "missing")[:12] for digests in (state["content"], content))
-        pairs.append((f"content of {name}", old, new))
-    for key, name in CHOSEN.items():  # setting what the run chose itself is no change
-        section, _, leaf = key.partition(".")
-        if now[section][leaf] == state.get(name):
-            saved[section][leaf] = now[section][leaf]
-    for key in MUST_NOT_CHANGE:
-        section, _, leaf = key.partition(".")
-        old, new = (values[section][leaf] if leaf else values[section] for values in (saved, now))
-        if isinstance(new, dict):
-            pairs += [(f"{key}.{name}", old.get(name), new[name]) for name in new]
-        else:
-            pairs.append((key, old, new))
-    return [(key, old, new) for key, old, new in pairs if old != new and key not in MAY_CHANGE]
+        triples.append((f"content of {name}", old, new))
+    triples += [(key, saved.get(key), now[key]) for key in fixed]
+    return [(key, old, new) for key, old, new in triples if old != new]
+
+
+def _by_key(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's values also by ``section.key``."""
+    found = dict(values)
+    for section, inside in values.items():
+        if isinstance(inside, dict):
+            found |= {f"{section}.{key}": value for key, value in inside.items()}
+    return found

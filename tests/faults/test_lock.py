@@ -35,9 +35,7 @@ def holder(tmp_path):
 
 
 def test_a_second_run_is_refused_with_the_pid_of_the_first(tmp_path, holder):
-    with pytest.raises(
-        ValueError, match=rf"is in use by another run \(process {holder.pid} on .+\): wait for it, stop it, or"
-    ):
+    with pytest.raises(ValueError, match=rf"is in use by another run \(process {holder.pid} on "):
         Lock().acquire(tmp_path)
 
 
@@ -63,9 +61,7 @@ def test_ranks_that_see_another_folder_of_that_name_are_told(tmp_path):
     for text in (None, "1\nanother\n"):
         if text:
             (own / LOCK_FILE).write_text(text)
-        with pytest.raises(
-            ConfigError, match=rf"output_dir={own} on {socket.gethostname()} is not .+ must share output_dir"
-        ):
+        with pytest.raises(ConfigError, match=rf"output_dir={own} on {socket.gethostname()} is not the main rank's"):
             check_shared(own, lock.holder)
     lock.release()
 
