@@ -70,13 +70,13 @@ class Progress:
 
 def bits_depend_on(world: World) -> dict[str, Any]:
     """The facts besides the configuration on which the last bits of a run depend."""
-    versions = {
+    return {
+        "world_size": world.size,
+        "runtime.threads_per_rank": torch.get_num_threads() if world.device.type == "cpu" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    threads = torch.get_num_threads() if world.device.type == "cpu" else None
-    return {"world_size": world.size, "runtime.threads_per_rank": threads, **versions}
 
 
 def how_to_continue(config: Config) -> str:
@@ -144,7 +144,7 @@ class Saver:
         self.saved_step = step
 
     def save_newest(self) -> None:
-        """At the end: write the newest complete step if the disk lacks it, also after a save in the background failed."""
+        """At the end: write the newest complete step if the disk lacks it, also after a failed save in the background."""
         self._on_writing_ranks(self._write_newest)
 
     def dry_run(self) -> None:
@@ -203,11 +203,17 @@ class Saver:
                 self.reporter.print(f"warning: {folder} is saved without merged/: {first_line(error)}")
 
     def _arguments(self) -> dict[str, Any]:
-        state = dataclasses.asdict(self.progress) | self.facts
+        state = (
+            dataclasses.asdict(self.progress)
+            | self.facts
+            | {
+                "wandb_run_id": self.reporter.wandb_run_id,
+                "bits_depend_on": bits_depend_on(self.world),
+                "config": self.config.for_writing(),
+                "learning_rate": float(self.trained.optimizer.param_groups[0]["lr"]),
+            }
+        )
         del state["mid_update"]
-        state |= {"wandb_run_id": self.reporter.wandb_run_id, "bits_depend_on": bits_depend_on(self.world)}
-        state |= {"config": self.config.for_writing()}
-        state["learning_rate"] = float(self.trained.optimizer.param_groups[0]["lr"])
         return dict(
             trained=self.trained,
             world=self.world if self.is_collective else checkpoint.ALONE,

@@ -68,8 +68,6 @@ def set_cpu_threads(runtime: RuntimeConfig, local_size: int = 1) -> None:
 
 def launch_environment() -> tuple[int, int, int, int]:
     """``(rank, world size, local rank, local world size)`` from torchrun's variables; without them ``(0, 1, 0, 1)``."""
-    if "RANK" not in os.environ:
-        return 0, 1, 0, 1
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     return tuple(int(os.environ.get(name, default)) for name, default in defaults.items())
 

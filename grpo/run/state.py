@@ -16,7 +16,7 @@ from grpo.algorithm.advantages import Scores
 from grpo.algorithm.batch import Batch, Group, Problem, microbatch_rows, microbatches
 from grpo.algorithm.corrections import entropy_threshold
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.checkpoint.output_folder import Lock
+from grpo.checkpoint.resume import Lock
 from grpo.checkpoint.saver import Progress, Saver
 from grpo.config import Config
 from grpo.data import Schedule

@@ -31,7 +31,7 @@ def test_gpus_that_pytorch_cannot_use(tmp_path, monkeypatch, listed, device, hid
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     if is_refused:
-        with pytest.raises(ValueError, match="cannot use a GPU of this machine: .*runtime.device=cpu"):
+        with pytest.raises(ValueError, match=r"cannot use a GPU of this machine: .*runtime.device=cpu"):
             start_world(RuntimeConfig(device=device))
     else:
         assert start_world(RuntimeConfig(device=device)).device.type == "cpu"

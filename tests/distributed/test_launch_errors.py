@@ -7,9 +7,8 @@ import pytest
 from conftest import ROOT, environment_of_runs, small_run
 
 pytestmark = pytest.mark.slow
-MESSAGE = (
-    "rollout.prompts_per_step=7 is not a multiple of 2 ranks: use --nproc_per_node=1, or rollout.prompts_per_step=6 or 8"
-)
+MESSAGE = "rollout.prompts_per_step=7 is not a multiple of 2 ranks: use --nproc_per_node=1, or "
+MESSAGE += "rollout.prompts_per_step=6 or 8"
 
 
 def launched(*command: str, **env: str) -> subprocess.CompletedProcess:

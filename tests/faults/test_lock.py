@@ -10,14 +10,14 @@ import pytest
 from conftest import ROOT
 from harness import Started, run, tiny
 
-from grpo.checkpoint.output_folder import LOCK_FILE, Lock, check_shared
+from grpo.checkpoint.resume import LOCK_FILE, Lock, check_shared
 from grpo.config import ConfigError
 from train_grpo import main
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from grpo.checkpoint.output_folder import Lock
+from grpo.checkpoint.resume import Lock
 lock = Lock()
 lock.acquire(Path(sys.argv[1]))
 print("held", flush=True)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT, environment_of_runs
 
-from grpo.checkpoint.output_folder import Lock
+from grpo.checkpoint.resume import Lock
 from grpo.commands.sweep.command import main
 from grpo.commands.sweep.picture import curve
 from grpo.commands.sweep.plan import Variant, folder_name, make_plan, make_variants, read_seeds, read_vary
