@@ -144,7 +144,7 @@ class Saver:
         self.saved_step = step
 
     def save_newest(self) -> None:
-        """At the end: write the newest complete step if the disk lacks it, also after a failed save in the background."""
+        """At the end: write the newest complete step if the disk lacks it (a background save may have failed)."""
         self._on_writing_ranks(self._write_newest)
 
     def dry_run(self) -> None:

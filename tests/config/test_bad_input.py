@@ -429,7 +429,7 @@ def test_reward_file_with_a_syntax_error(capsys, tmp_path):
 
 
 def test_output_folder_that_is_something_else(capsys, tmp_path, random_model):
-    for output, word in ((tmp_path / "file", "is a file"), (tmp_path / "folder", "not a run")):
+    for output, word in ((tmp_path / "file", "is no folder"), (tmp_path / "folder", "not a run")):
         if output.name == "file":
             output.write_text("mine")
         else:
@@ -445,8 +445,7 @@ def test_output_folder_that_cannot_be_made(capsys, tmp_path, no_model):
     write(tmp_path / "file", "mine")
     assert main([DEFAULTS, f"output_dir={tmp_path}/file/runs/one", no_model]) == 2
     line = capsys.readouterr().err
-    made = f"output_dir={tmp_path}/file/runs/one cannot be made"
-    assert line == f"error: {made}: {tmp_path}/file is a file: choose another folder\n"
+    assert line == f"error: output_dir={tmp_path}/file/runs/one: {tmp_path}/file is no folder, or cannot be written\n"
     assert (tmp_path / "file").read_text() == "mine"
 
 

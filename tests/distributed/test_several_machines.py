@@ -1,4 +1,4 @@
-"""Two torchrun agents that find one another by rendezvous, as on two machines, make the run of two ranks of one agent."""
+"""Two torchrun agents that find one another, as on two machines, make the run of two ranks of one agent."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Disks that fill up, folders that go away, checkpoints that are damaged: a named error, and what was saved before stands."""
+"""Disks that fill up, folders that go away, checkpoints that are damaged: what was saved before stands."""
 
 import concurrent.futures
 import json
@@ -14,7 +14,6 @@ import torch
 from harness import Started, assert_same_run, bits, run, tiny
 from outputs import lines, states, weights
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from grpo.checkpoint import format as checkpoint
 from grpo.checkpoint.format import find_newest_valid
@@ -101,7 +100,7 @@ def test_a_failed_save_in_the_background_is_tried_again_at_the_end(capsys, tmp_p
 
 @pytest.mark.slow
 def test_disk_full_in_the_metrics_file(tmp_path, random_model, straight):
-    """The line of step 3 does not fit: it is named, its state is saved (there is room for that), and the line is written later."""
+    """The line of step 3 does not fit: its state is saved (there is room for that), and the line is written later."""
     output = tmp_path / "run"
     arguments = tiny(random_model, output, "checkpoint.save_steps=2")
     started = Started(output, arguments, fault="step=2 place=line do=full")
@@ -147,7 +146,7 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_only(capsys, tmp_path, rand
 
 @pytest.mark.slow
 def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_model):
-    """Lines that are no text, no JSON, no step; completions that are no parquet, which wandb's table would like to have."""
+    """Lines that are no text, no JSON, no step; completions that are no parquet, which wandb's table would have."""
     saves = ["checkpoint.save_steps=1", "checkpoint.keep=9"]
     assert inside(tmp_path / "whole", random_model, *saves) == 0
     output = Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
@@ -158,15 +157,6 @@ def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_m
     assert inside(output, random_model, *saves, "logging.wandb=offline") == 0
     assert lines(output) == lines(tmp_path / "whole")
     assert bits(output, STEPS) == bits(tmp_path / "whole", STEPS)
-
-
-def test_a_finished_run_is_cleaned_too(capsys, tmp_path, random_model, straight):
-    shutil.copytree(straight, tmp_path / "run")
-    (tmp_path / "run" / ".partial-checkpoint-9").mkdir()
-    (tmp_path / "run" / ".rehearsal" / ".partial-checkpoint-0").mkdir(parents=True)
-    assert inside(tmp_path / "run", random_model) == 0
-    assert "already complete" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == [".lock"]
 
 
 def test_a_save_in_the_background_holds_the_step_at_which_it_began(monkeypatch, tmp_path, random_model):
@@ -194,20 +184,12 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_began(monkeypatch, 
     assert found.keys() == expected.keys() and all(torch.equal(t, expected[name]) for name, t in found.items())
 
 
-def change(model):
-    other = weights(model)
-    other["model.norm.weight"] += 1.0
-    (model / "model.safetensors").unlink()  # the run may read from the file that is open
-    save_file(other, model / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("spoil", [shutil.rmtree, change])
-def test_an_adapter_is_saved_where_its_model_is_gone_or_another(capsys, tmp_path, random_model, spoil):
+def test_an_adapter_is_saved_where_its_model_is_gone(capsys, tmp_path, random_model):
     """Since the start of the run: then there is no merged model, and the run goes on to its end."""
     model = Path(shutil.copytree(random_model, tmp_path / "model"))
     config = load_config(tiny(model, tmp_path / "run", "lora.rank=2", "checkpoint.merge=true", steps=2))
     run = prepare(config, start_world(config.runtime))
-    spoil(model)
+    shutil.rmtree(model)
     assert run_to_completion(run, train) == 0
     folder = tmp_path / "run" / "checkpoint-2"
     assert capsys.readouterr().out.count(f"warning: {folder} is saved without merged/: ") == 1
