@@ -28,7 +28,7 @@ def start_world(runtime: RuntimeConfig) -> World:
     Raises:
         ValueError: if this rank has no device, or the other ranks do not start within ``runtime.timeout_s`` seconds.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # or its ranks would train on, or wait forever, when torchrun is killed
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks would train on, or wait forever, when torchrun is killed
         end_with_parent(signal.SIGTERM)
     rank, size, local_rank, local_size = launch_environment()
     local_size = max(local_size, local_rank + 1)  # launchers other than torchrun may not set LOCAL_WORLD_SIZE
@@ -40,7 +40,10 @@ def start_world(runtime: RuntimeConfig) -> World:
     keeps_collectives = "RANK" in os.environ and bool(os.environ.get("GRPO_TEST_COLLECTIVES"))
     if "RANK" in os.environ:
         timeout = timedelta(seconds=runtime.timeout_s)
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        # torchrun opens its store before it starts ranks: one that does not answer was killed.
+        is_open = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=30) if is_open else timeout))
+        store.set_timeout(timeout)
         store = dist.PrefixStore(_agree_on_prefix(store, rank, size, runtime.timeout_s), store)
         backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         if backend == "nccl" and runtime.offload == "all":  # the gradient's norm is then summed in host memory
