@@ -4,6 +4,7 @@ import ctypes
 import errno
 import importlib
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -62,12 +63,13 @@ def sync(path: str | Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its name, when all its files are on disk and as readable as the others."""
+    """Give a complete folder its name when all its files are on disk, as readable as each other; replaces an older one."""
     mode = max(path.stat().st_mode for path in partial.rglob("*") if path.is_file())
     for path in [*partial.rglob("*"), partial]:
         if path.is_file():
             path.chmod(mode)  # safetensors' files are for their owner alone
         sync(path)
+    shutil.rmtree(final, ignore_errors=True)
     os.rename(partial, final)
     sync(final.parent)
 

@@ -1,28 +1,67 @@
-"""The start of a run: from scratch or from a checkpoint; and settings that must not change then."""
+"""The start of a run: its output folder, the checkpoint it continues from, and settings that must not change then."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpo.checkpoint import format as checkpoint
-from grpo.checkpoint.output_folder import Lock, check_output_dir
 from grpo.checkpoint.saver import CHOSEN
 from grpo.config import SERVER_KEYS, Config, ConfigError
 from grpo.config.secrets import masked
 from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
+from grpo.system import write_atomically
 
+RESOLVED_CONFIG, LOCK_FILE = "config.yaml", ".lock"
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout",
-    "model.attn_implementation", "lora", "data", "reward.functions", "rollout", "algorithm", "optim",
+    "model.attn_implementation", "lora.", "data.", "reward.functions", "rollout.", "algorithm.", "optim.",
     "runtime.precision",
 )  # fmt: skip
-"""Settings that a resumed run must share with its checkpoint to be the same run."""
+"""Settings (or sections) that a resumed run must share with its checkpoint to be the same run."""
 MAY_CHANGE = ("optim.reduce_each_microbatch", *(f"rollout.{key}" for key in SERVER_KEYS))
 """Settings in those sections that leave the run the same up to rounding."""
+
+
+class Lock:
+    """Held by the main rank for the whole run, so that no other run writes there; the kernel releases it.
+
+    The file stays. It names the holder, for messages and for the other machines of a run.
+    """
+
+    holder = ""
+    _handle: int | None = None
+
+    def acquire(self, folder: Path) -> None:
+        """Lock an existing folder, unless this object holds the lock already; ConfigError if another run holds it."""
+        if self._handle is not None:
+            return
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # another run's lock, or a network file system without locks
+            if isinstance(error, BlockingIOError):
+                holder = " on ".join(os.read(handle, 300).decode(errors="replace").split())
+                os.close(handle)
+                raise ConfigError(f"output_dir={folder} is in use by another run (process {holder})") from None
+            print(f"warning: {folder} cannot be locked ({error.strerror}): start no second run there", flush=True)
+        self._handle, self.holder = handle, f"{os.getpid()}\n{socket.gethostname()}\n"
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, self.holder.encode(), 0)
+        os.fsync(handle)
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 @dataclass(frozen=True)
@@ -43,31 +82,30 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
     A command that names a checkpoint folder starts from it once: the same command, started again after an interruption,
     continues its own run instead. The same holds for ``never`` when torchrun restarts its processes.
 
-    ValueError if that folder is not a valid checkpoint, or ``output_dir`` is in use or not a run's.
+    ConfigError if that folder is not a valid checkpoint, or ``output_dir`` is in use or not a run's.
     """
     output, resume = Path(config.output_dir), config.checkpoint.resume
-    if resume not in ("auto", "never"):
-        resume = str(Path(resume).resolve())
     check_output_dir(output)
     newest, warnings = None, []
     if output.is_dir():
         lock.acquire(output)
         checkpoint.recover(output)
         newest, warnings = checkpoint.find_newest_valid(output)
-    launch = os.environ.get("TORCHELASTIC_RUN_ID")
-    origin = {"auto": None, "never": launch and f"torchrun {launch}, process {os.getppid()}"}.get(resume, resume)
-    if resume != "auto":
-        has_begun = newest is not None and origin is not None and checkpoint.read_state(newest)["origin"] == origin
-        if has_begun or resume == "never":
-            return newest if has_begun else None, origin
-        try:
-            checkpoint.verify(resume)
-        except checkpoint.BrokenCheckpoint as broken:
-            raise ConfigError(f"checkpoint.resume={broken}; use auto, never, or a whole checkpoint folder") from None
-        return Path(resume), origin
-    for warning in warnings:
-        print(f"warning: {warning}", flush=True)
-    return newest, None
+    if resume == "auto":
+        for warning in warnings:
+            print(f"warning: {warning}", flush=True)
+        return newest, None
+    if resume == "never":
+        launch = os.environ.get("TORCHELASTIC_RUN_ID")
+        start, origin = None, launch and f"torchrun {launch}, process {os.getppid()}"
+    else:
+        start = Path(resume).resolve()
+        origin = str(start)
+    if newest is not None and origin is not None and checkpoint.read_state(newest)["origin"] == origin:
+        return newest, origin
+    if start is not None and (broken := checkpoint.problem(start)):
+        raise ConfigError(f"checkpoint.resume={broken}; use auto, never, or a whole checkpoint folder")
+    return start, origin
 
 
 def content_digests(
@@ -98,16 +136,12 @@ def read_start_point(
     if folder is None:
         return StartPoint(origin=origin)
     if is_adapter(folder) != config.uses_lora:
-        kind, remedy = "all weights", f"begin from it with model.name_or_path={folder}"
-        if not config.uses_lora:
-            kind, remedy = "a LoRA adapter", f"begin from the model that python -m grpo.merge {folder} writes"
-        raise ConfigError(
-            f"{folder} holds {kind}, unlike this run: set lora.rank as it was, or {remedy} in another output_dir"
-        )
+        kind = "all weights" if config.uses_lora else "a LoRA adapter"
+        raise ConfigError(f"{folder} holds {kind}, unlike this run: set lora.rank as it was")
     state = checkpoint.read_state(folder)
-    differences = _differences(config, state, data_fingerprint, content)
-    if differences and not config.checkpoint.accept_changes:
-        listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in differences)
+    changes = _differences(config, state, data_fingerprint, content)
+    if changes and not config.checkpoint.accept_changes:
+        listed = "; ".join(f"{key}: checkpoint {old!r}, now {new!r}" for key, old, new in changes)
         raise ConfigError(
             f"{config.output_dir} was started with other settings ({listed}): "
             "use another output_dir, the old values, or checkpoint.accept_changes=true"
@@ -115,7 +149,7 @@ def read_start_point(
     if folder.parent.resolve() != Path(config.output_dir).resolve():
         # A branch of a run in another folder: that run's wandb run and best checkpoint are not continued.
         state = state | {"best": None, "wandb_run_id": None}
-    return StartPoint(folder, origin or state["origin"], state, differences)
+    return StartPoint(folder, origin or state["origin"], state, changes)
 
 
 def print_differences(start: StartPoint, bits_depend_on: dict[str, Any]) -> None:
@@ -132,20 +166,74 @@ def _differences(
     config: Config, state: dict[str, Any], data_fingerprint: str, content: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
     """``(key, old, new)`` for each setting, the data, and each file, that must not change and does."""
-    saved, now = masked(state["config"]), config.for_writing()
-    pairs: list[tuple[str, Any, Any]] = [("data_fingerprint", state["data_fingerprint"], data_fingerprint)]
+    saved, now = _by_key(masked(state["config"])), _by_key(config.for_writing())
+    for key, name in CHOSEN.items():  # setting what the run chose itself is no change
+        if now[key] == state.get(name):
+            saved[key] = now[key]
+    fixed = [key for key in now if key.startswith(MUST_NOT_CHANGE) and key not in MAY_CHANGE]
+    triples = [("data_fingerprint", state["data_fingerprint"], data_fingerprint)]
     for name in sorted(state["content"].keys() | content.keys()):
         old, new = (digests.get(name, "missing")[:12] for digests in (state["content"], content))
-        pairs.append((f"content of {name}", old, new))
-    for key, name in CHOSEN.items():  # setting what the run chose itself is no change
-        section, _, leaf = key.partition(".")
-        if now[section][leaf] == state.get(name):
-            saved[section][leaf] = now[section][leaf]
-    for key in MUST_NOT_CHANGE:
-        section, _, leaf = key.partition(".")
-        old, new = (values[section][leaf] if leaf else values[section] for values in (saved, now))
-        if isinstance(new, dict):
-            pairs += [(f"{key}.{name}", old.get(name), new[name]) for name in new]
-        else:
-            pairs.append((key, old, new))
-    return [(key, old, new) for key, old, new in pairs if old != new and key not in MAY_CHANGE]
+        triples.append((f"content of {name}", old, new))
+    triples += [(key, saved.get(key), now[key]) for key in fixed]
+    return [(key, old, new) for key, old, new in triples if old != new]
+
+
+def _by_key(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's values also by ``section.key``."""
+    found = dict(values)
+    for section, inside in values.items():
+        if isinstance(inside, dict):
+            found |= {f"{section}.{key}": value for key, value in inside.items()}
+    return found
+
+
+def check_output_dir(output: Path) -> None:
+    """ConfigError if ``output_dir`` is a file, cannot be written, or holds something else than a run."""
+    existing = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir={output}: {existing} is no folder, or cannot be written")
+    inside = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    # A run that was killed while it started leaves its lock and a half-written config.yaml; one whose folder was
+    # deleted while it ran leaves a checkpoint.
+    others = inside - {LOCK_FILE, f"{RESOLVED_CONFIG}.tmp"}
+    if others and RESOLVED_CONFIG not in inside and checkpoint.find_newest_valid(output)[0] is None:
+        raise ConfigError(f"output_dir={output} holds something that is not a run: {min(others)}")
+
+
+def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> None:
+    """Create and lock ``output_dir``, write the configuration, move aside what this run does not continue."""
+    output = Path(config.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    lock.acquire(output)
+    if start_checkpoint is not None and start_checkpoint.parent.resolve() == output.resolve():
+        # Later checkpoints are broken or of steps that this run computes again: `auto` must not choose them.
+        start_step = checkpoint.read_state(start_checkpoint)["step"]
+        later = [folder for step, folder in checkpoint.list_checkpoints(output) if step > start_step]
+        _move_aside(output, later, "checkpoints which are not continued were")
+    elif results := [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl")]:
+        names = "completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl", "tensorboard"
+        _move_aside(output, [*results, *(output / name for name in names)], f"an earlier run in {output} was")
+    resolved = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)
+    write_atomically(output / RESOLVED_CONFIG, resolved)
+
+
+def check_shared(output: Path, holder: str) -> None:
+    """ConfigError unless this rank sees the lock that the main rank, the ``holder``, has on ``output_dir``."""
+    lock = output / LOCK_FILE
+    if not lock.exists() or lock.read_text(encoding="utf-8") != holder:
+        raise ConfigError(
+            f"output_dir={output} on {socket.gethostname()} is not the main rank's folder: with "
+            "runtime.parallel=fsdp, where each rank writes a part of each checkpoint, all machines must share it"
+        )
+
+
+def _move_aside(output: Path, paths: list[Path], what: str) -> None:
+    """Move what exists of ``paths`` into a new folder ``previous-<n>/``, and say so."""
+    if not paths:
+        return
+    aside = output / f"previous-{1 + len(list(output.glob('previous-*')))}"
+    aside.mkdir()
+    for path in filter(Path.exists, paths):
+        shutil.move(path, aside / path.name)
+    print(f"{what} moved to {aside}", flush=True)

@@ -67,13 +67,13 @@ class Progress:
 
 def bits_depend_on(world: World) -> dict[str, Any]:
     """The facts besides the configuration on which the last bits of a run depend."""
-    versions = {
+    return {
+        "world_size": world.size,
+        "runtime.threads_per_rank": torch.get_num_threads() if world.device.type == "cpu" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    threads = torch.get_num_threads() if world.device.type == "cpu" else None
-    return {"world_size": world.size, "runtime.threads_per_rank": threads, **versions}
 
 
 def how_to_continue(config: Config) -> str:
@@ -117,11 +117,7 @@ class Saver:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of the newest complete step.
-
-        Raises:
-            UserError, OtherRankFailed: on all ranks, if it cannot be written.
-        """
+        """Write a checkpoint of the newest complete step; it raises on all ranks if it fails on one."""
         if self.config.debug:
             return
         with self.world.timed("save", {}):
@@ -131,42 +127,27 @@ class Saver:
         self.saved_step = self.progress.step
 
     def save_newest(self) -> None:
-        """At the end: write the newest complete step if the disk lacks it.
-
-        Raises:
-            UserError, OtherRankFailed: on all ranks, if it cannot be written.
-        """
+        """At the end: write the newest complete step if the disk lacks it."""
         self._on_writing_ranks(self._write_newest)
 
     def dry_run(self) -> None:
         """Save before the first step and delete it: what cannot be saved, or a full disk, shows now."""
         rehearsal = Path(self.config.output_dir) / ".rehearsal"
-
-        def save_and_verify() -> None:
-            folder = checkpoint.save_checkpoint(rehearsal, 0, **self._arguments())
-            if self.world.is_main:
-                checkpoint.verify(folder)
-
         try:
-            self._on_writing_ranks(save_and_verify)
+            self._on_writing_ranks(lambda: checkpoint.save_checkpoint(rehearsal, 0, **self._arguments()))
         finally:
             if self.world.is_main:
                 shutil.rmtree(rehearsal, ignore_errors=True)
 
     def rescue(self) -> str | None:
-        """After a failure, without other ranks: save the newest complete step if no checkpoint has it; a note on it."""
-        step, how = self.progress.step, how_to_continue(self.config)
-        if self.config.debug or step <= (self.written_step if self.world.is_main else self.saved_step):
+        """After a failure, on the main rank without the others: save the newest complete step; a note on it."""
+        if self.config.debug or not self.world.is_main:
             return None
-        if not self.world.is_main:
-            lost = f"otherwise the steps after {self.saved_step} are lost"
-            return f"rank 0 saves step {step}, the last complete one, if it can; {lost}"
-        reason = "under runtime.parallel=fsdp a save needs all ranks" if self.is_collective else None
-        if self.progress.mid_update:
-            reason = f"an update after step {step} has changed the weights"
-        if reason is not None:
-            newest = f"checkpoint-{self.written_step} is the newest, and the steps after it are lost"
-            return f"{reason}: {newest}: {how}"
+        step, how = self.progress.step, how_to_continue(self.config)
+        if step > self.written_step and (self.is_collective or self.progress.mid_update):
+            reason = "under FSDP that needs all ranks" if self.is_collective else "an update has changed the weights"
+            newest = f"checkpoint-{self.written_step} is the newest: {how}"
+            return f"step {step} cannot be saved ({reason}); {newest}"
         return f"saved checkpoint-{step}: {how}" if self._write_newest() else None
 
     def _on_writing_ranks(self, write: Callable[[], Any]) -> None:
@@ -191,12 +172,15 @@ class Saver:
         self.written_step = step
 
     def _arguments(self) -> dict[str, Any]:
-        state = dataclasses.asdict(self.progress)
-        del state["mid_update"]
+        state = dataclasses.asdict(self.progress) | self.facts
         state |= {"wandb_run_id": self.reporter.wandb_run_id, "bits_depend_on": bits_depend_on(self.world)}
-        state |= {**self.facts, "config": self.config.for_writing()}
+        state["config"] = self.config.for_writing()
         state["learning_rate"] = float(self.trained.optimizer.param_groups[0]["lr"])
-        best_step = self.progress.best and self.progress.best["step"]
-        world = self.world if self.is_collective else None
-        keep = self.config.checkpoint.keep
-        return dict(trained=self.trained, world=world, state=state, keep=keep, best_step=best_step)
+        del state["mid_update"]
+        return dict(
+            trained=self.trained,
+            world=self.world if self.is_collective else checkpoint.ALONE,
+            state=state,
+            keep=self.config.checkpoint.keep,
+            best_step=self.progress.best and self.progress.best["step"],
+        )

@@ -1,51 +1,149 @@
-"""Data parallelism: DistributedDataParallel averages the gradients of whole models, FSDP2 (:mod:`grpo.distributed.sharded`) of divided ones."""
+"""Data parallelism: DDP averages the gradients of whole models, FSDP2 those of sharded ones.
+
+Under FSDP2 every rank holds a share of each weight, gradient and Adam average, and each decoder layer is gathered while
+it computes. What is in no layer (embedding, last norm, head) is the root group: it is gathered from the start of a
+forward pass to the end of its backward pass. Weights, gradients and their reduction are in fp32, and bf16 is
+autocast's, as under DDP.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from grpo.distributed.sharded import is_sharded
 from grpo.distributed.world import World
 
 
 def wrap_data_parallel(module: nn.Module, world: World, any_forward: Callable[[nn.Module], torch.Tensor]) -> nn.Module:
-    """Wrap ``module`` in DistributedDataParallel and fix the order of its gradient buckets.
+    """Wrap ``module`` in DDP and fix the order of its gradient buckets. FSDP and a rank that is alone need no wrapper.
 
-    A rank that is alone gets it unchanged, and so does a divided module, which averages its gradients itself.
-
-    DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. Another bucket order is another order
-    of summation, so a resumed run would differ in the last bits from one that was not interrupted (visible from three ranks on). Two
-    dummy backwards make DDP rebuild its buckets before training starts. ``any_forward`` gives any scalar that depends on all parameters.
+    DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. Another order of buckets
+    is another order of summation, so a resumed run would differ in the last bits from one that was not interrupted
+    (visible from three ranks on). Two dummy backwards make DDP rebuild its buckets before training starts.
+    ``any_forward`` returns any scalar that depends on all parameters.
     """
     if world.is_alone or is_sharded(module):
         return module
-    device_ids = [world.device.index] if world.device.type == "cuda" else None
-    # The argument that keeps a forward pass from sending buffers was renamed in torch 2.13, which warns of the old name.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    # The argument that keeps a forward pass from sending buffers has another name from torch 2.13 on.
+    known = inspect.signature(DistributedDataParallel).parameters
     sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options = {"device_ids": device_ids, "gradient_as_bucket_view": True, sync_buffers: False}
+    options = {"gradient_as_bucket_view": True, sync_buffers: False}
+    if world.device.type == "cuda":
+        options["device_ids"] = [world.device.index]
     wrapped = DistributedDataParallel(module, **options)
     for _ in range(2):
-        with world.collective():
-            (any_forward(wrapped) * 0.0).backward()
+        (any_forward(wrapped) * 0.0).backward()
     wrapped.zero_grad(set_to_none=False)  # the gradients stay views of the buckets
     return wrapped
 
 
 def gradient_sync(module: nn.Module, *, enabled: bool) -> contextlib.AbstractContextManager:
-    """Average the gradients over ranks in this backward pass only if ``enabled``: for the last micro-batch of an update.
+    """Average the gradients over ranks in this backward pass only if ``enabled``: for an update's last micro-batch.
 
     Earlier micro-batches add up their gradients on each rank, so every update averages once.
     """
     if is_sharded(module):
         module.set_requires_gradient_sync(enabled)
-        return contextlib.nullcontext()
-    if enabled or not isinstance(module, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return module.no_sync()
+    elif isinstance(module, DistributedDataParallel) and not enabled:
+        return module.no_sync()
+    return contextlib.nullcontext()
+
+
+def shard(
+    root: nn.Module,
+    layers: Iterable[nn.Module],
+    weights: dict[str, torch.Tensor],
+    world: World,
+    *,
+    shard_size: int | None = None,
+    to_host: bool = False,
+) -> None:
+    """Shard a module whose parameters are on the meta device, in place, and fill it with rank 0's ``weights``.
+
+    Args:
+        layers: parts of ``root``, whose weights are freed after each forward pass; :func:`give_back` frees the others.
+        shard_size: so many neighbouring ranks share one copy, which the others replicate (HSDP); None: all ranks.
+        to_host: weights, gradients and Adam's averages lie in host memory; a layer goes to the GPU when it computes.
+    """
+    shape, names = (world.size,), ("shard",)
+    if shard_size is not None and shard_size < world.size:
+        shape, names = (world.size // shard_size, shard_size), ("replicate", "shard")
+    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if to_host else OffloadPolicy()
+    options = dict(mesh=init_device_mesh(world.device.type, shape, mesh_dim_names=names), offload_policy=policy)
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=True, **options)
+    root.compute_inside = lambda compute: compute()
+    fully_shard(root, reshard_after_forward=False, **options)
+    register_fsdp_forward_method(root, "compute_inside")
+    buffers = {module: dict(module._buffers) for module in root.modules()}
+    root.to_empty(device="cpu" if to_host else world.device)
+    for module, own in buffers.items():
+        module._buffers.update({name: None if b is None else b.to(world.device) for name, b in own.items()})
+    set_model_state_dict(root, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def compute_inside(root: nn.Module, compute: Callable[[], Any]) -> Any:
+    """``compute()`` inside the root's forward pass, where any of its modules can be called, by all ranks alike."""
+    if not is_sharded(root):
+        return compute()
+    try:
+        return root.compute_inside(compute)
+    finally:
+        root.reshard()
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside the block a layer or root group has its own weights whole; plain modules have them always."""
+    if is_sharded(module):
+        module.unshard()
+    try:
+        yield
+    finally:
+        give_back(module)
+
+
+def give_back(root: nn.Module) -> None:
+    """Free the root group's whole weights, which a pass without gradient leaves in memory."""
+    if is_sharded(root):
+        root.reshard()
+
+
+def abandon_pass(root: nn.Module) -> None:
+    """Make a sharded module ready for another pass after one that an exception has ended (torch 2.12 or later)."""
+    root.reset_iter_state()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor, gathered from all ranks; a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a sharded tensor, which may be empty; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_bytes(module: nn.Module) -> int:
+    """Bytes of the weights on this rank."""
+    return sum(share(p).numel() * p.element_size() for p in module.parameters())

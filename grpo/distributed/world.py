@@ -1,4 +1,4 @@
-"""One process among the ranks of a run: its number and device, sums and votes over all ranks, and how it leaves them."""
+"""One process among the ranks of a run: its number and device, sums and votes over all ranks, its end."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ class World:
     device: torch.device
     num_machines: int = field(default=1, kw_only=True)
     """Machines of this launch."""
-    launch_id: str = ""
-    """Shared by the ranks of this launch, and by no other launch of the same torchrun."""
     keeps_collectives: bool = False
     """With one rank, communicate as with several (tests only: ``GRPO_TEST_COLLECTIVES=1`` under torchrun)."""
     phase: str = field(default="start", compare=False)
-    """The part of a step that this rank is in, or the last one that is complete ("after update"); named in error messages."""
+    """The part of a step that this rank is in, or the last complete one ("after update"), for error messages."""
     stop_signal: int | None = field(default=None, compare=False)
     """The signal that asked this rank to stop (set by ``grpo.run.signals``)."""
     may_interrupt: bool = field(default=False, compare=False)
@@ -55,7 +53,7 @@ class World:
 
     @contextlib.contextmanager
     def timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
-        """Set ``phase`` for the block, then to "after" it, and add the seconds that the block took to ``seconds[phase]``."""
+        """Set ``phase`` for the block, then to "after" it, and add the seconds that it took to ``seconds[phase]``."""
         self.phase = phase
         start = time.perf_counter()
         with torch.profiler.record_function(phase):  # names the block in a profiler trace; free without a profiler
@@ -79,12 +77,11 @@ class World:
         return not bool(self.max(torch.tensor(0.0 if here else 1.0)))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """``[n, ...]`` on each rank to ``[n * size, ...]`` on all, in dataset order: rank r holds the global rows r, r + size, ... ."""
+        """``[n, ...]`` on each rank to ``[n * size, ...]`` on all; rank r holds the global rows r, r + size, ... ."""
         if self.is_alone:
             return rows
         parts = [torch.empty_like(rows, device=self.device) for _ in range(self.size)]
-        with self.collective():
-            dist.all_gather(parts, rows.to(self.device).contiguous())
+        dist.all_gather(parts, rows.to(self.device).contiguous())
         return torch.stack(parts, dim=1).flatten(0, 1).to(rows.device)
 
     def own_rows(self, rows: Tensor) -> Tensor:
@@ -96,8 +93,7 @@ class World:
         if self.is_alone:
             return [thing]
         things: list[Any] = [None] * self.size
-        with self.collective():
-            dist.all_gather_object(things, thing)
+        dist.all_gather_object(things, thing)
         return things
 
     def from_main(self, thing: Any) -> Any:
@@ -106,13 +102,13 @@ class World:
 
     @contextlib.contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Run the block on every rank, then vote: if it raised on any rank, all ranks raise, and none waits for the others forever.
+        """Run the block on every rank, then vote: if it raised on any rank, all raise, and none waits for the others.
 
         The block must not call a collective: a rank that fails before it would leave the others waiting in it.
 
         Raises:
             Interrupted: on all ranks, if a signal interrupted any of them.
-            OtherRankFailed: on the ranks that did not fail first, with the first failing rank's message; that rank raises its own error.
+            OtherRankFailed: with the message of the first failing rank, which raises its own error.
         """
         error: BaseException | None = None
         try:
@@ -121,17 +117,17 @@ class World:
             error = caught
         if self.all_true(error is None):
             return
-        if not self.all_true(not isinstance(error, Interrupted)):
+        told = None if error is None else (isinstance(error, Interrupted), f"{type(error).__name__}: {error}")
+        failures = {rank: failure for rank, failure in enumerate(self.gather_objects(told)) if failure is not None}
+        if any(is_interrupted for is_interrupted, _ in failures.values()):
             raise Interrupted
-        messages = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-        first = next(rank for rank, message in enumerate(messages) if message is not None)
-        if error is not None and first == self.rank:
+        if (first := min(failures)) == self.rank:
             raise error
-        raise OtherRankFailed(f"rank {first}: {messages[first]}")
+        raise OtherRankFailed(f"rank {first}: {failures[first][1]}")
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block that a stop signal ends at once with :class:`Interrupted`; inside :meth:`fail_together`, which tells the other ranks."""
+        """A block, inside :meth:`fail_together`, that a stop signal ends at once with :class:`Interrupted`."""
         self.may_interrupt = True
         try:
             if self.stop_signal is not None:
@@ -142,7 +138,7 @@ class World:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on the main rank, then on the others, which find its result on disk. A failure on any rank is raised on all."""
+        """Run the block on the main rank, then on the others, which find its result on disk. All fail together."""
         if not self.is_main:
             with self.fail_together():  # waits for the main rank's block
                 pass
@@ -153,30 +149,21 @@ class World:
                 pass
 
     def check_same(self, value: str, message: str) -> None:
-        """Raise a ValueError on all ranks, with ``message`` and the ranks that differ, if ``value`` is not the same on all."""
+        """ValueError on all ranks, with ``message`` and the ranks that differ, if ``value`` is not the same on all."""
         values = self.gather_objects(value)
         if others := [str(rank) for rank, other in enumerate(values) if other != values[0]]:
             raise ValueError(f"{message}: rank {', '.join(others)} differs from rank 0")
 
-    @contextlib.contextmanager
-    def collective(self) -> Iterator[None]:
-        """Wraps each collective: the error of a timeout does not name the phase in which this rank waited, so print the phase."""
-        try:
-            yield
-        except RuntimeError as error:
-            print(f"[rank {self.rank}] stopped in phase {self.phase!r}: {error}", file=sys.stderr, flush=True)
-            raise
-
     def shutdown(self) -> None:
         """Leave the process group after a run that ended well."""
         if dist.is_initialized():
-            # gloo's thread takes the GIL once more after a collective, to release the tensors. Destroying a process group while
-            # holding the GIL joins that thread: a deadlock (torch 2.13, seen with 3 ranks on 2 cores). Sleeping releases the GIL.
+            # gloo's thread takes the GIL once more after a collective, to release the tensors. Destroying a process
+            # group while holding the GIL joins that thread: a deadlock (torch 2.13). Sleeping releases the GIL.
             time.sleep(0.1)
             dist.destroy_process_group()
 
     def exit_now(self, code: int) -> None:
-        """End this process at once after a failure: with several ranks, destructors could wait for collectives the others never join."""
+        """End this process after a failure; with several ranks without destructors, which could wait for the others."""
         sys.stdout.flush()
         sys.stderr.flush()
         if not self.is_alone:
@@ -187,6 +174,5 @@ class World:
         if self.is_alone:
             return tensor.clone()
         result = tensor.detach().to(self.device, copy=True)
-        with self.collective():
-            dist.all_reduce(result, op=operation)
+        dist.all_reduce(result, op=operation)
         return result.to(tensor.device)

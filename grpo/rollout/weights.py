@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from grpo.distributed import World, gathered
+from grpo.distributed import gathered
 from grpo.model import HalfLinear, adapted_base, decoder_layers, effective_weight
 
 _mkldnn = torch.ops.mkldnn
@@ -115,14 +115,14 @@ class GatheredWeights:
     (embedding, norms) is cloned. After that no decode step communicates: ranks may decode different numbers of steps.
     """
 
-    def __init__(self, root: nn.Module, model: PreTrainedModel, own: PreTrainedModel, world: World):
+    def __init__(self, root: nn.Module, model: PreTrainedModel, own: PreTrainedModel):
         """
         Args:
             root: the sharded module whose root group holds what is in no layer of ``model``.
             model: the sharded model.
             own: a model of the same modules with all parameters on the meta device.
         """
-        self.own, self.world = own, world
+        self.own = own
         self.parts: list[tuple[nn.Module, Pairs]] = []
         """Each layer of the sharded model, then the root for all that is in none, with the modules of both models."""
         rest = dict(zip(own.modules(), model.modules(), strict=True))
@@ -135,7 +135,7 @@ class GatheredWeights:
         """Inside the block the own model has the weights of this moment. All ranks enter it together."""
         copies: Copies = {}
         try:
-            with torch.no_grad(), self.world.collective():
+            with torch.no_grad():
                 for source, pairs in self.parts:
                     with gathered(source):
                         copies |= self._take(pairs, precision, fast_decode)

@@ -173,7 +173,7 @@ def build_models(
     sampler = policy
     if own is not None and config.rollout.engine != "vllm":
         own.set_attn_implementation(policy.model.config._attn_implementation)
-        sampler, gathers = replace(policy, model=own), GatheredWeights(scorer, policy.model, own, world)
+        sampler, gathers = replace(policy, model=own), GatheredWeights(scorer, policy.model, own)
     trained = dict(policy=policy, scorer=scorer, optimizer=optimizer, lr_schedule=lr_schedule, why_padded=why_padded)
     reference = dict(ref_scorer=ref_scorer, moving_reference=moving_reference)
     return Models(**trained, **reference, sampler=sampler, gathered=gathers, is_llama=is_llama)

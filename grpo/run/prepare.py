@@ -14,8 +14,16 @@ from typing import Any
 
 from grpo.algorithm.batch import Problem
 from grpo.checkpoint.format import Trained
-from grpo.checkpoint.output_folder import Lock, check_shared, start_output
-from grpo.checkpoint.resume import StartPoint, content_digests, find_checkpoint, print_differences, read_start_point
+from grpo.checkpoint.resume import (
+    Lock,
+    StartPoint,
+    check_shared,
+    content_digests,
+    find_checkpoint,
+    print_differences,
+    read_start_point,
+    start_output,
+)
 from grpo.checkpoint.saver import Progress, Saver, bits_depend_on
 from grpo.config import Config, ConfigError, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems

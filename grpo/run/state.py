@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from grpo.algorithm.advantages import Scores
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.checkpoint.output_folder import Lock
+from grpo.checkpoint.resume import Lock
 from grpo.checkpoint.saver import Progress, Saver
 from grpo.config import Config
 from grpo.data import Schedule

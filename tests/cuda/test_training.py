@@ -4,7 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SAVES = "checkpoint={save_steps: 1, background: true}"
+SAVES = "checkpoint={save_steps: 1}"
 KEEPS_MASK = ("rollout.top_p=0.8", "rollout.keep_sampling_mask=true", "algorithm.num_iterations=2")
 
 

@@ -2,8 +2,8 @@
 
     python sharded_facts.py FILE ARGUMENTS OF train_grpo.py
 
-FILE gets ``bytes``, for each rank its bytes of weights, of gradients and of Adam's averages after an update; ``weights`` and ``states``, whole
-tensors by name as they were restored; and ``num_parameters``.
+FILE gets ``bytes``, for each rank its bytes of weights, gradients and Adam's averages after an update; ``weights`` and
+``states``, whole tensors by name as they were restored; and ``num_parameters``.
 """
 
 import sys

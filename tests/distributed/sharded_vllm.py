@@ -1,6 +1,6 @@
 """Started on several ranks: updates a sharded model, syncs its weights to a vLLM server and samples from it.
 
-    python sharded_vllm.py FILE SEED_KEY ARGUMENTS OF train_grpo.py
+    python sharded_vllm.py FILE ADDRESS ARGUMENTS OF train_grpo.py
 
 FILE gets ``weights``, whole tensors by name, and ``ids``, for each rank those of its completions.
 """

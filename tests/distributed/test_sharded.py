@@ -17,27 +17,15 @@ pytestmark = pytest.mark.slow
 
 
 def arguments(folder: Path, name: str, *more: str) -> list[str]:
-    """A run in which ranks have different numbers of micro-batches and of decode steps, and in which everything that has a state has one."""
+    """A run whose ranks have different numbers of micro-batches and decode steps; all that can have a state has one."""
     return [
-        *small_run(folder / "model", folder / name),
-        "rollout.prompts_per_step=12",
-        "rollout.num_generations=3",
-        "optim.learning_rate=1e-4",
-        "optim.tokens_per_microbatch=150",
-        f"optim.max_steps={STEPS}",
-        "optim.weight_decay=0.1",
-        "algorithm.beta=0.05",
-        "algorithm.ref_sync_steps=3",
-        "algorithm.ref_sync_alpha=0.5",
-        "algorithm.num_iterations=2",
-        "algorithm.dynamic_sampling=true",
-        "data.max_eval_samples=3",
-        "eval.before_training=false",
-        "checkpoint.save_steps=2",
-        "checkpoint.keep=99",
-        "runtime.parallel=fsdp",
+        *small_run(folder / "model", folder / name), "runtime.parallel=fsdp", "eval.before_training=false",
+        "rollout.prompts_per_step=12", "rollout.num_generations=3", "optim.learning_rate=1e-4",
+        "optim.tokens_per_microbatch=150", f"optim.max_steps={STEPS}", "optim.weight_decay=0.1", "algorithm.beta=0.05",
+        "algorithm.ref_sync_steps=3", "algorithm.ref_sync_alpha=0.5", "algorithm.num_iterations=2",
+        "algorithm.dynamic_sampling=true", "data.max_eval_samples=3", "checkpoint.save_steps=2", "checkpoint.keep=99",
         *more,
-    ]
+    ]  # fmt: skip
 
 
 def train(folder: Path, name: str, *more: str, ranks: int) -> Path:
@@ -81,46 +69,46 @@ def whole_run(folder) -> Path:
 
 
 @pytest.fixture(scope="module")
-def divided_run(folder) -> Path:
+def sharded_run(folder) -> Path:
     return train(folder, "fsdp", ranks=2)
 
 
-def test_the_weights_and_completions_are_those_of_ddp(whole_run, divided_run):
-    assert difference(whole_run / f"checkpoint-{STEPS}", divided_run / f"checkpoint-{STEPS}") <= 1e-4
-    assert ids(whole_run, range(STEPS)) == ids(divided_run, range(STEPS))
-    for expected, found in zip(lines(whole_run), lines(divided_run), strict=True):
+def test_the_weights_and_completions_are_those_of_ddp(whole_run, sharded_run):
+    assert difference(whole_run / f"checkpoint-{STEPS}", sharded_run / f"checkpoint-{STEPS}") <= 1e-4
+    assert ids(whole_run, range(STEPS)) == ids(sharded_run, range(STEPS))
+    for expected, found in zip(lines(whole_run), lines(sharded_run), strict=True):
         assert found == pytest.approx(expected, rel=1e-2, abs=1e-5)
     counted = ("num_tokens", "completions/mean_length", "reward", "reward_std", "rewards/share_of_digits/std")
-    for expected, found in zip(lines(whole_run), lines(divided_run), strict=True):
+    for expected, found in zip(lines(whole_run), lines(sharded_run), strict=True):
         assert {name: found.get(name) for name in counted} == {name: expected.get(name) for name in counted}
     files = {path.name for path in (whole_run / f"checkpoint-{STEPS}").iterdir()}
-    assert files == {path.name for path in (divided_run / f"checkpoint-{STEPS}").iterdir()}
+    assert files == {path.name for path in (sharded_run / f"checkpoint-{STEPS}").iterdir()}
 
 
-def test_a_continued_run_has_the_same_bits(folder, divided_run):
-    continued = train(folder, "continued", f"checkpoint.resume={divided_run / 'checkpoint-16'}", ranks=2)
+def test_a_continued_run_has_the_same_bits(folder, sharded_run):
+    continued = train(folder, "continued", f"checkpoint.resume={sharded_run / 'checkpoint-16'}", ranks=2)
     last = f"checkpoint-{STEPS}"
-    assert_equal(weights(continued / last), weights(divided_run / last))
-    assert_equal(states(continued / last), states(divided_run / last))
-    assert lines(continued)[-2:] == lines(divided_run)[-2:]
+    assert_equal(weights(continued / last), weights(sharded_run / last))
+    assert_equal(states(continued / last), states(sharded_run / last))
+    assert lines(continued)[-2:] == lines(sharded_run)[-2:]
 
 
-def test_other_numbers_of_ranks_continue_it(folder, divided_run):
+def test_other_numbers_of_ranks_continue_it(folder, sharded_run):
     """2 ranks, then one (which trains as under DDP), then 3; also what they restore, and what each rank holds."""
     changes = ["checkpoint.accept_changes=true"]
     one = train(
-        folder, "one", *changes, "optim.max_steps=6", f"checkpoint.resume={divided_run / 'checkpoint-4'}", ranks=1
+        folder, "one", *changes, "optim.max_steps=6", f"checkpoint.resume={sharded_run / 'checkpoint-4'}", ranks=1
     )
     three = train(folder, "three", *changes, "optim.max_steps=8", f"checkpoint.resume={one / 'checkpoint-6'}", ranks=3)
     for run, step in ((one, 6), (three, 8)):
-        assert difference(run / f"checkpoint-{step}", divided_run / f"checkpoint-{step}") <= 1e-5
-        found, expected = (states(r / f"checkpoint-{step}") for r in (run, divided_run))
+        assert difference(run / f"checkpoint-{step}", sharded_run / f"checkpoint-{step}") <= 1e-5
+        found, expected = (states(r / f"checkpoint-{step}") for r in (run, sharded_run))
         assert found.keys() == expected.keys()
         assert all(torch.allclose(t, expected[name], rtol=1e-3, atol=1e-6) for name, t in found.items())
-    assert ids(one, range(4, 6)) == ids(divided_run, range(4, 6))
-    assert ids(three, range(6, 8)) == ids(divided_run, range(6, 8))
+    assert ids(one, range(4, 6)) == ids(sharded_run, range(4, 6))
+    assert ids(three, range(6, 8)) == ids(sharded_run, range(6, 8))
 
-    for start in (divided_run / "checkpoint-4", one / "checkpoint-6"):  # written by two ranks, and by one
+    for start in (sharded_run / "checkpoint-4", one / "checkpoint-6"):  # written by two ranks, and by one
         file = folder / "facts.pt"
         options = arguments(folder, "facts", *changes, "optim.max_steps=8", f"checkpoint.resume={start}")
         done = run_forked(FACTS, [str(file), *options], ranks=3, timeout=120, env=environment_of_runs())
@@ -148,7 +136,7 @@ def test_replicas_of_shards_with_offload_and_a_reduction_each_time(folder):
 
 
 def test_the_reference_in_bf16_begins_as_the_policy(tmp_path):
-    """Its linear layers, an untied head among them, are stored in bf16, and the first log-probs are the policy's to the bit."""
+    """Its linear layers, an untied head among them, are bf16, and the first log-probs are the policy's to the bit."""
     save_random_model(tmp_path / "model", tie_word_embeddings=False)
     options = ["runtime.precision=bf16", "algorithm.ref_sync_steps=0", "algorithm.ref_sync_alpha=1"]
     options += ["algorithm.num_iterations=1", "optim.max_steps=2", "eval.before_training=false"]
@@ -185,9 +173,8 @@ def test_lora_on_a_model_in_bf16_begins_at_its_reference(tmp_path):
     save_random_model(tmp_path / "model")
     options = ["lora.rank=4", "runtime.precision=bf16", "algorithm.ref_sync_steps=0", "algorithm.ref_sync_alpha=1"]
     options += ["algorithm.num_iterations=1", "optim.learning_rate=1e-2", "optim.max_steps=3"]
-    done = run_forked(
-        ROOT / "train_grpo.py", arguments(tmp_path, "run", *options), ranks=2, timeout=300, env=environment_of_runs()
-    )
+    program, env = ROOT / "train_grpo.py", environment_of_runs()
+    done = run_forked(program, arguments(tmp_path, "run", *options), ranks=2, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "all other weights are frozen, in bf16" in done.stdout
     kl = [line["kl"] for line in lines(tmp_path / "run") if "kl" in line]

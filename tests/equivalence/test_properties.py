@@ -41,7 +41,7 @@ def overrides(draw) -> dict[str, dict]:
         "optim": {"learning_rate": draw(finite), "betas": draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999))),
                   "max_steps": draw(st.none() | st.integers(1, 10**9))},
         "data": {"system_prompt": draw(st.none() | st.text(st.characters(codec="utf-8", exclude_categories=["C"])))},
-        "checkpoint": {"keep": draw(st.integers(1, 99)), "background": draw(st.booleans())},
+        "checkpoint": {"keep": draw(st.integers(1, 99))},
     }  # fmt: skip
 
 

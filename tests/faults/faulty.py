@@ -12,7 +12,6 @@ GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.p
 | prune | when a checkpoint is in place and older ones are still there |
 | line | before a step's line goes to metrics.jsonl |
 
-``linger``: a rank that fails keeps its connections for so many seconds, so that the others do not notice, as with NCCL.
 ``do``: kill (SIGKILL), term (SIGTERM), hang, sleep:SECONDS, oom (asks for a pebibyte), raise, nan, inf, full (as on a full disk, the
 next write to the file in question is refused: RLIMIT_FSIZE). With ``once`` it is done by
 the first that finds no such file. GRPO_TRACE=FOLDER: every rank writes the token ids of every step there.
@@ -35,7 +34,6 @@ import grpo.run.step
 import grpo.system
 import grpo.telemetry.reporter
 import train_grpo
-from grpo.distributed import World
 from grpo.rollout import BuiltinEngine
 
 FAULT = dict(item.split("=", 1) for item in os.environ.get("GRPO_FAULT", "").split())
@@ -166,16 +164,6 @@ def policy_loss(*args, **kwargs):
 
 
 train_grpo.policy_loss = policy_loss
-original_exit = World.exit_now
-
-
-def exit_now(self, code):
-    if int(FAULT.get("rank", -1)) == RANK:
-        time.sleep(float(FAULT.get("linger", 0)))
-    original_exit(self, code)
-
-
-World.exit_now = exit_now
 original_sample = train_grpo.sample_and_score
 
 

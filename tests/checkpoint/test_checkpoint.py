@@ -1,32 +1,27 @@
-"""Checkpoints: whole or not there, loadable by anyone. (They run no code: ``tests/faults/test_poison.py``.)"""
+"""Checkpoints: whole or not there, loadable by anyone. (That they run no code: ``tests/faults/test_poison.py``.)"""
 
 import json
 import os
-import resource
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import load
-from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo.checkpoint.format import (
-    BrokenCheckpoint,
     Trained,
     find_newest_valid,
     list_checkpoints,
+    problem,
     read_state,
     recover,
     restore,
     save_checkpoint,
-    verify,
 )
-from grpo.distributed import load_tensors, save_tensors, saved_names
+from grpo.distributed import save_tensors
 from grpo.model import make_reference
 from grpo.run.optimizer import make_optimizer
-from grpo.system import UserError
 
 
 def update(policy, optimizer) -> None:
@@ -58,25 +53,12 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("saved", [True, None])
-def test_whether_adamw_is_fused_is_not_taken_from_the_checkpoint(random_model, tmp_path, saved):
-    """A checkpoint of a GPU continued on the CPU, and the other way round."""
-    policy, other = load(random_model), load(random_model)
-    things = Trained(policy, AdamW(policy.model.parameters(), fused=saved), {})
-    update(policy, things.optimizer)
-    folder = save_checkpoint(tmp_path, 1, trained=things)
-    optimizer = AdamW(other.model.parameters(), fused=None if saved else True)
-    restore(folder, other.model, optimizer, {})
-    assert optimizer.param_groups[0]["fused"] == (None if saved else True)
-    update(other, optimizer)
-    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
-
-
 def test_round_trip_is_bit_for_bit(random_model, tmp_path):
     things = trained(random_model)
     folder = save_checkpoint(tmp_path, 3, trained=things, state={"num_tokens": 17})
     assert read_state(folder) == {"step": 3, "num_tokens": 17}
-    assert verify(folder)["files"].keys() >= {"model.safetensors", "config.json", "trainer/state.json"}
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert files.keys() >= {"model.safetensors", "config.json", "trainer/state.json"}
     fresh = restored(folder)
     assert_equal(things.weights(), fresh.weights())
     assert_equal(things.states(), fresh.states())
@@ -100,18 +82,11 @@ def test_a_weight_that_no_update_has_reached_continues_as_such(random_model, tmp
 def test_a_state_of_a_weight_that_the_model_lacks_is_refused(random_model, tmp_path):
     """As when a version of transformers names its modules otherwise: the averages must not be lost without a word."""
     things = trained(random_model)
-    save_tensors(things.states() | {"optimizer/gone/step": torch.ones(())}, tmp_path / "trainer" / "states", None)
+    save_tensors(
+        things.states() | {"optimizer/gone/step": torch.ones(())}, tmp_path / "trainer" / "states", is_alone=True
+    )
     with pytest.raises(ValueError, match="optimizer/gone/step is of no weight"):
         restore(tmp_path, things.policy.model, things.optimizer, {})
-
-
-def test_tensors_are_read_by_name(tmp_path):
-    save_tensors({"a": torch.arange(3.0), "b": torch.ones(2)}, tmp_path, None)
-    found = {"a": torch.zeros(3)}
-    load_tensors(found, tmp_path)
-    assert found["a"].tolist() == [0, 1, 2] and saved_names(tmp_path) == {"a", "b"}
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        load_tensors({"c": torch.zeros(3)}, tmp_path)
 
 
 def test_transformers_loads_it(random_model, tmp_path):
@@ -123,17 +98,14 @@ def test_transformers_loads_it(random_model, tmp_path):
     assert AutoTokenizer.from_pretrained(folder).decode([5, 6]) == things.policy.tokenizer.decode([5, 6])
 
 
-def cut_short(folder):
-    with open(folder / "model.safetensors", "r+b") as file:
-        file.truncate(1000)
+def cut_short(path):
+    os.truncate(path, 1000)
 
 
-def flip_a_byte(folder):
-    with open(folder / "trainer" / "states" / "__0_0.distcp", "r+b") as file:
-        file.seek(2000)
-        byte = file.read(1)
-        file.seek(2000)
-        file.write(bytes([byte[0] ^ 1]))
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 1
+    path.write_bytes(data)
 
 
 def as_pipe(path):
@@ -142,31 +114,37 @@ def as_pipe(path):
     os.mkfifo(path)
 
 
-SPOILED = {
-    "cut short": (cut_short, "model.safetensors"),
-    "one byte": (flip_a_byte, "__0_0.distcp"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
-    "half a manifest": (lambda folder: (folder / "manifest.json").write_text('{"st'), "manifest.json"),
-    "manifest is a pipe": (lambda folder: as_pipe(folder / "manifest.json"), "manifest.json"),
-    "weights are a pipe": (lambda folder: as_pipe(folder / "model.safetensors"), "model.safetensors"),
-    "missing file": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-}
+SPOILED = [
+    (cut_short, "model.safetensors"),
+    (flip_a_bit, "trainer/states/__0_0.distcp"),
+    (os.unlink, "config.json"),
+    (as_pipe, "model.safetensors"),
+    (as_pipe, "manifest.json"),
+    (os.unlink, "manifest.json"),
+    (lambda path: path.write_text('{"st'), "manifest.json"),
+    (lambda path: path.write_text('{"files": []}'), "manifest.json"),
+]
 
 
-@pytest.mark.parametrize("how", SPOILED)
-def test_a_broken_checkpoint_is_named_and_passed_over(random_model, tmp_path, how):
+@pytest.mark.parametrize(("spoil", "name"), SPOILED)
+def test_a_broken_checkpoint_is_named_and_passed_over(random_model, tmp_path, spoil, name):
     things = trained(random_model)
     good = save_checkpoint(tmp_path, 1, trained=things)
     bad = save_checkpoint(tmp_path, 2, trained=things)
     assert find_newest_valid(tmp_path) == (bad, [])
-    spoil, named = SPOILED[how]
-    spoil(bad)
-    with pytest.raises(BrokenCheckpoint, match=named):
-        verify(bad)
-    found, (warning,) = find_newest_valid(tmp_path)
-    assert found == good
-    assert "checkpoint-2" in warning
-    assert named in warning
+    spoil(bad / name)
+    assert problem(bad).startswith(f"{bad}: {name} ")
+    assert find_newest_valid(tmp_path) == (good, [f"skipping {problem(bad)}"])
+
+
+def test_no_damage_to_a_manifest_goes_unnoticed(random_model, tmp_path):
+    folder = save_checkpoint(tmp_path, 1, trained=trained(random_model))
+    manifest = (folder / "manifest.json").read_bytes()
+    for place in range(manifest.index(b'"files"'), len(manifest), 11):
+        damaged = bytearray(manifest)
+        damaged[place] ^= 1 << place % 8
+        (folder / "manifest.json").write_bytes(damaged)
+        assert problem(folder)
 
 
 def test_only_the_newest_are_kept_and_strangers_are_left_alone(random_model, tmp_path):
@@ -180,21 +158,22 @@ def test_only_the_newest_are_kept_and_strangers_are_left_alone(random_model, tmp
     assert find_newest_valid(tmp_path)[0].name == "checkpoint-10"
 
 
-def test_saving_again_replaces(random_model, tmp_path):
-    save_checkpoint(tmp_path, 1, trained=trained(random_model), state={"num_tokens": 1})
-    save_checkpoint(tmp_path, 1, trained=trained(random_model), state={"num_tokens": 2})
-    assert read_state(find_newest_valid(tmp_path)[0])["num_tokens"] == 2
-
-
 def test_a_save_killed_while_it_replaces_one_of_its_step_loses_neither(random_model, tmp_path):
-    folder = save_checkpoint(tmp_path, 1, trained=trained(random_model))
-    replaced = tmp_path / ".replaced-checkpoint-1"
-    os.rename(folder, replaced)  # killed here: neither is in place
+    things = trained(random_model)
+    folder = save_checkpoint(tmp_path, 1, trained=things, state={"num_tokens": 1})
+    folder = save_checkpoint(tmp_path, 1, trained=things, state={"num_tokens": 2})
+    assert read_state(folder)["num_tokens"] == 2
+    for old in (None, ["model.safetensors"], ["manifest.json"]):  # what was left of the old one, in any order
+        os.rename(folder, tmp_path / ".partial-checkpoint-1")
+        for name in old or ():
+            folder.mkdir()
+            (folder / name).write_text("old")
+        recover(tmp_path)
+        assert find_newest_valid(tmp_path) == (folder, []) and read_state(folder)["num_tokens"] == 2
+    shutil.copytree(folder, tmp_path / ".partial-checkpoint-1")
+    os.unlink(tmp_path / ".partial-checkpoint-1" / "manifest.json")  # killed before it was complete
     recover(tmp_path)
-    assert find_newest_valid(tmp_path) == (folder, []) and not replaced.exists()
-    shutil.copytree(folder, replaced)  # killed here: the old one is still there
-    recover(tmp_path)
-    assert find_newest_valid(tmp_path) == (folder, []) and not replaced.exists()
+    assert find_newest_valid(tmp_path) == (folder, []) and os.listdir(tmp_path) == ["checkpoint-1"]
 
 
 def test_an_odd_generation_config_does_not_stop_a_save(random_model, tmp_path):
@@ -214,48 +193,10 @@ def test_a_broken_later_checkpoint_does_not_push_out_what_is_saved(random_model,
     for step in (1, 2):
         save_checkpoint(tmp_path, step, trained=things)
     later = save_checkpoint(tmp_path, 9, trained=things)
-    cut_short(later)
+    cut_short(later / "model.safetensors")
     save_checkpoint(tmp_path, 3, trained=things, keep=1)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [9, 3]
     assert find_newest_valid(tmp_path)[0].name == "checkpoint-3"
-
-
-def test_no_damage_to_a_manifest_is_another_error(random_model, tmp_path):
-    folder = save_checkpoint(tmp_path, 1, trained=trained(random_model))
-    manifest = (folder / "manifest.json").read_bytes()
-    start = manifest.index(b'"files"')
-    for place in range(start, len(manifest), 11):
-        for bit in (0, 3, 7):
-            damaged = bytearray(manifest)
-            damaged[place] ^= 1 << bit
-            (folder / "manifest.json").write_bytes(damaged)
-            with pytest.raises(BrokenCheckpoint):
-                verify(folder)
-    for text in ("[]", "{}", '{"files": []}', '{"files": {"config.json": 3}}'):
-        (folder / "manifest.json").write_text(text)
-        with pytest.raises(BrokenCheckpoint):
-            verify(folder)
-
-
-@pytest.mark.parametrize("full_after", [8_000, 250_000])
-@pytest.mark.parametrize("free", [0, 2**40])
-def test_a_full_disk_is_one_line(random_model, tmp_path, monkeypatch, full_after, free):
-    """safetensors and torch each have another word for it. Stands in for it: a limit on file size."""
-    things = trained(random_model)
-    good = save_checkpoint(tmp_path, 1, trained=things)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (full_after, hard))
-    try:
-        with pytest.raises(UserError) as error:
-            save_checkpoint(tmp_path, 2, trained=things)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    why, message = "the disk is full: " if free == 0 else "", str(error.value)
-    assert message.startswith(f"checkpoint at step 2 could not be saved in {tmp_path}: {why}")
-    assert ("the disk is full" in message) == (free == 0) and "\n" not in message
-    assert find_newest_valid(tmp_path) == (good, [])
-    assert find_newest_valid(save_checkpoint(tmp_path, 2, trained=things).parent)[0].name == "checkpoint-2"
 
 
 def test_all_files_have_one_mode(random_model, tmp_path):

@@ -1,0 +1,100 @@
+"""State dicts of models and optimizers, and their tensors on disk (``torch.distributed.checkpoint``).
+
+Under FSDP each rank writes a file of its shares, which any other number of ranks can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from grpo.distributed.parallel import is_sharded
+
+
+def whole_trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of what is trained, and of buffers; of a sharded model in rank 0's host memory.
+
+    Then all ranks call it together, and it is empty on the others. A tied weight stays one tensor under several names.
+    """
+    if not any(map(is_sharded, model.modules())):
+        frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    found = get_model_state_dict(model, options=options)
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in found:
+            found[name] = found[first.setdefault(parameter, name)]
+    return found
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's live tensors by ``<parameter>/<state>``; they are made if there are none yet."""
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    return {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], folder: Path, *, is_alone: bool) -> None:
+    """Write the tensors into ``folder``: this process alone, or all ranks together, which then fail together."""
+    with _plain_errors():
+        # Without copying ahead the writer makes no CUDA calls for tensors on the host: a thread may save while decode
+        # steps are captured, and `torch.cuda.set_sync_debug_mode("error")` holds for all threads.
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        dcp.save(tensors, storage_writer=writer, no_dist=is_alone)
+
+
+def saved_names(folder: Path) -> set[str]:
+    """The names under which :func:`save_tensors` has written tensors."""
+    return set(_Reader(folder).read_metadata().state_dict_metadata)
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fill the tensors, in place, from what :func:`save_tensors` has written: each rank reads its own shares."""
+    with _plain_errors():
+        dcp.load(tensors, storage_reader=_Reader(folder), no_dist=True)
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise a rank's error as an OSError: as a CheckpointException it is no Exception, and names no cause."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (first, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank}: {type(first).__name__}: {first}") from None
+
+
+_ALLOWED = re.compile(
+    r"pathlib(\._local)?\.PosixPath|torch\.(Size|float\d+|bfloat16|int64|uint8|serialization\._get_layout)"
+    r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|metadata\.(?!Bytes)\w+)"
+)
+"""Names that the pickled description of tensors may hold. PyTorch unpickles anything, also entries of bytes."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if not _ALLOWED.fullmatch(f"{module}.{name}"):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads tensors and runs no code: PyTorch's own reader unpickles whatever the description holds."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        with open(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            _MetadataUnpickler(file).load()
+        return super().read_metadata(*args, **kwargs)

@@ -1,0 +1,18 @@
+"""What a run that continues must have in common with its checkpoint."""
+
+from grpo.checkpoint.resume import _differences
+from grpo.config import make_config
+
+
+def test_differences_are_settings_data_and_files():
+    config = make_config({"optim.max_steps": 4, "rollout.tokens_in_flight": 99, "eval.every": 2, "seed": 5})
+    before = make_config({"optim.max_steps": 2, "seed": 5})
+    saved = {"config": before.for_writing(), "data_fingerprint": "a", "content": {"r.py": "b", "gone.py": "c"}}
+    saved |= {"tokens_per_microbatch": None, "tokens_in_flight": 99}  # which the run has chosen
+    assert _differences(config, saved, "d", {"r.py": "e", "new.py": "f"}) == [
+        ("data_fingerprint", "a", "d"),
+        ("content of gone.py", "c", "missing"),
+        ("content of new.py", "missing", "f"),
+        ("content of r.py", "b", "e"),
+        ("optim.max_steps", 2, 4),
+    ]
