@@ -75,13 +75,6 @@ def test_a_running_or_damaged_run_is_read_as_far_as_possible(tmp_path):
     build_page([run])
 
 
-def test_a_configuration_whose_aliases_multiply_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    laughs = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-    (tmp_path / "config.yaml").write_text("a0: &a0 [ha]\n" + laughs)
-    assert read_run(tmp_path).notes == ["config.yaml could not be read."]
-
-
 def test_a_run_without_a_step(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     run = read_run(tmp_path)
