@@ -81,9 +81,6 @@ class AlgorithmConfig(Section):
     """Passes over the completions of a step."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer updates per pass."""
-    skip_zero_advantage: bool = True
-    """At beta 0, do not compute the log-probs and updates of completions with advantage 0, which have no gradient. Then
-    entropy, ratio, the clip shares and sampling/logprob_difference are means over the other completions (0 if none)."""
     mask_truncated_completions: bool = False
     """Leave truncated completions out of the loss."""
     dynamic_sampling: bool = False
@@ -152,7 +149,7 @@ class AlgorithmConfig(Section):
     @property
     def skips_rows(self) -> bool:
         """True if completions with advantage 0 are not computed: with a KL term they have a gradient too."""
-        return self.skip_zero_advantage and self.beta == 0
+        return self.beta == 0
 
     @property
     def clip_high(self) -> float:

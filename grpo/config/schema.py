@@ -159,7 +159,7 @@ class RewardConfig(Section):
     """Processes per rank that run the reward functions; none: 1."""
 
 
-SERVER_KEYS = ("server", "num_servers", "vllm_command", "weights_folder")
+SERVER_KEYS = ("server", "vllm_command", "weights_folder")
 """Keys that are read with ``engine=vllm`` alone. They may differ when a run continues."""
 
 
@@ -189,11 +189,9 @@ class RolloutConfig(Section):
     """Sampler: builtin, in the training process; vllm, servers that get the weights (docs/vllm.md)."""
     server: str | list[str] = "start"
     """With engine=vllm: start (by the trainer), or addresses of servers, http://host:8000, which the ranks share."""
-    num_servers: Positive = 1
-    """With server=start: number of servers to start."""
     vllm_command: str = "vllm serve {model}"
-    """With server=start: the command, to which port, precision and lengths are added; {model} is the model's folder,
-    {index} the number of the server, from 0. vLLM may be in another environment: /path/bin/vllm serve {model}."""
+    """With server=start: the command, to which port, precision and lengths are added; {model} is the model's folder.
+    vLLM may be in another environment: /path/bin/vllm serve {model}."""
     weights_folder: Folder = "/dev/shm"
     """With engine=vllm: folder through which servers get the weights, which all machines see; /dev/shm is memory."""
 
@@ -216,8 +214,8 @@ class RolloutConfig(Section):
         named = [word.partition("=")[0] for word in value.split() if "=" in word or word == "--api-key"]
         if secrets := [name for name in named if name == "--api-key" or names_a_secret(name)]:
             raise ValueError(f"{secrets[0]} is a secret: set it in the environment, which the server gets too")
-        if "{model}" not in value or set(re.findall(r"\{\w*\}", value)) - {"{model}", "{index}"}:
-            raise ValueError("it needs {model} where the model's folder goes, and may have {index}: vllm serve {model}")
+        if set(re.findall(r"\{\w*\}", value)) != {"{model}"}:
+            raise ValueError("it needs {model} where the model's folder goes: vllm serve {model}")
         return value
 
     @model_validator(mode="after")
@@ -226,8 +224,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 "rollout.keep_sampling_mask=true needs rollout.engine=builtin: vLLM does not say which tokens were left"
             )
-        if self.num_servers > 1 and self.server != "start":
-            raise ValueError("rollout.num_servers is for server=start: name each server in rollout.server")
         return self
 
     @property
@@ -251,7 +247,7 @@ class RolloutConfig(Section):
 
 def engine_overrides(engine: str) -> list[str]:
     """``section.key=value`` for an evaluation or a chat: the engine, and with vLLM a server of its own."""
-    return [f"rollout.engine={engine}", "rollout.server=start", "rollout.num_servers=1"]
+    return [f"rollout.engine={engine}", "rollout.server=start"]
 
 
 class OptimConfig(Section):
@@ -261,8 +257,6 @@ class OptimConfig(Section):
     """Decay rates of AdamW's two running averages."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, of matrices only."""
-    name: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw; adamw8bit: torchao's, whose two averages take 2 bytes a parameter in place of 8."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients of a larger norm are scaled down to this norm."""
     lr_scheduler_type: Literal[
@@ -358,8 +352,6 @@ class LoggingConfig(Section):
     """wandb project."""
     run_name: str | None = None
     """wandb run name; none: the name of output_dir."""
-    wandb_prefix: str = ""
-    """Text before each name in wandb and TensorBoard, except evaluations; train/ gives TRL's names and x axis."""
     tensorboard: bool = False
     """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
     log_completions: int = Field(4, ge=0)
@@ -395,5 +387,3 @@ class RuntimeConfig(Section):
     """CPU threads of each rank; none: OMP_NUM_THREADS (unless torchrun's 1), else cores of the machine / its ranks."""
     try_largest_step: bool | None = None
     """Try the largest possible step at start, so that out of memory shows early; none: on CUDA only."""
-    profile: Positive | None = None
-    """Write a torch profiler trace of step N (counted from 1) to output_dir/trace_step_N.json.gz, for Perfetto."""

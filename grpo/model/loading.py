@@ -13,7 +13,14 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from grpo.algorithm.batch import Problem
@@ -174,9 +181,17 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 def save_weights(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a model, or the adapter in peft's model, with the given weights and without a tokenizer."""
-    is_whole = isinstance(model, PreTrainedModel)
-    options = {} if is_whole else dict(selected_adapters=[TRAINED], save_embedding_layers=False)
-    model.save_pretrained(folder, state_dict=weights, **options)
+    if not isinstance(model, PreTrainedModel):
+        model.save_pretrained(folder, state_dict=weights, selected_adapters=[TRAINED], save_embedding_layers=False)
+        return
+    # transformers refuses to save some models' own generation config (a temperature without do_sample), which no run
+    # uses: it is written beside the model without that check.
+    original, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.generation_config = original
+    original.to_json_file(str(folder / "generation_config.json"))
 
 
 def write_merged(adapter: str | Path, output: str | Path, *, trust_remote_code: bool = False) -> None:

@@ -248,7 +248,7 @@ def _optimizer(
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Optimizer and schedule as they are at the step where the run starts; a moving reference is restored too."""
     algorithm, optim = config.algorithm, config.optim
-    optimizer = make_optimizer(model, **optim.model_dump(include={"name", "learning_rate", "betas", "weight_decay"}))
+    optimizer = make_optimizer(model, **optim.model_dump(include={"learning_rate", "betas", "weight_decay"}))
     schedule_options = optim.model_dump(include={"warmup_steps", "min_lr"})
     num_updates = max_steps * algorithm.updates_per_step
     lr_schedule = make_lr_schedule(optimizer, name=optim.lr_scheduler_type, num_updates=num_updates, **schedule_options)

@@ -12,43 +12,25 @@ from transformers import get_scheduler
 
 from grpo.distributed import is_sharded, whole
 from grpo.run.state import Run
-from grpo.system import import_extra
 from grpo.telemetry.accumulator import Accumulator
 
 MAX_SKIPPED_IN_A_ROW = 10
 
 
 def make_optimizer(
-    model: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float, name: str = "adamw"
+    model: nn.Module, *, learning_rate: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only: norms and biases are not pulled towards 0.
 
     ``adamw``: on CUDA, one fused kernel updates many parameters and needs no memory of its own; on CPU PyTorch's loop
-    over parameters stays. ``adamw8bit``: see :func:`_adamw8bit`; its averages take about a byte a parameter each.
+    over parameters stays.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = all(p.is_cuda and p.dtype == torch.float32 for p in parameters) or None
     matrices, others = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [g for g in groups if g["params"]]
-    if name == "adamw8bit":
-        return _adamw8bit(model)(groups, lr=learning_rate, betas=betas)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
-
-
-def _adamw8bit(model: nn.Module) -> type[torch.optim.Optimizer]:
-    """torchao's optimizer with fp32 averages for embeddings, whose rows have a gradient now and then.
-
-    Their second average can be rounded to 0 while the first is not: the next update would be 1e4 times too large.
-    """
-    torchao = import_extra("torchao.optim", extra="adamw8bit", needed_by="optim.name=adamw8bit")
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-
-    class AdamW8bit(torchao.AdamW8bit):
-        def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
-            return torch.zeros_like(p) if p in embeddings else super()._new_buffer(p, signed)
-
-    return AdamW8bit
 
 
 def keep_states_on_host(optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +93,7 @@ def apply_update(run: Run, metrics: Accumulator) -> None:
     metrics.add("grad_norm", grad_norm if is_finite else 0.0, count=float(is_finite))
     # All ranks skip together, and totals are summed over ranks: only the main rank counts the update.
     metrics.total("skipped_updates", float(not is_finite and run.world.is_main))
-    metrics.add("learning_rate", float(run.optimizer.param_groups[0]["lr"]))  # a tensor with adamw8bit
+    metrics.add("learning_rate", run.optimizer.param_groups[0]["lr"])
     progress.mid_update = True
     # Not before the error above: the checkpoint of the step before must count the updates of complete steps only.
     progress.skipped_in_a_row = skipped

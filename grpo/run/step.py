@@ -21,7 +21,6 @@ from grpo.run.metrics import report_details, step_line
 from grpo.run.state import Run
 from grpo.system import UserError
 from grpo.telemetry.accumulator import Accumulator
-from grpo.telemetry.profile import finish_profiler, start_profiler
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
@@ -53,15 +52,13 @@ class Step:
 
 @contextlib.contextmanager
 def run_step(run: Run, number: int) -> Iterator[Step]:
-    """Measure and profile the block; then reduce its metrics over ranks, count the step as complete, report details."""
+    """Measure the block; then reduce its metrics over ranks, count the step as complete, report details."""
     step, config = Step(number), run.config
-    profiler = start_profiler(config, run.world, number + 1)
     started = time.perf_counter()
     if not config.model.disable_dropout:  # the only part of a step that draws from PyTorch's global generators
         torch.manual_seed(derive_seed(config.seed, "dropout", number, run.world.rank))
     yield step
     step.metrics.maximum("step_time", time.perf_counter() - started)
-    finish_profiler(profiler, config.output_dir, number + 1, run.reporter.print)
     step.line = step_line(run, step)
     run.progress.complete_step(step.line)
     report_details(run, step)

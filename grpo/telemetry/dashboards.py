@@ -21,14 +21,6 @@ NOT_SHOWN = ("token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprob
 """Fields of a completion's record that are no column of wandb's table."""
 
 
-def shown_name(config: Config, name: str) -> str:
-    """A metric's name with ``logging.wandb_prefix``. Evaluations have none; ``step`` becomes ``global_step`` (TRL)."""
-    prefix = config.logging.wandb_prefix
-    if not prefix or name.startswith("eval/"):
-        return name
-    return prefix + ("global_step" if name == "step" else name)
-
-
 class Wandb:
     """A run in wandb, online or in a folder that ``wandb sync`` sends.
 
@@ -61,11 +53,10 @@ class Wandb:
             self._run = wandb.init(mode="offline", **options)
         self.run_id = self._run.id
         """Continues this run in wandb when it is given to a later start."""
-        self._axis = shown_name(config, "step")
-        self._run.define_metric(self._axis)
-        self._run.define_metric("*", step_metric=self._axis)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
         for name in ("reward", "eval/greedy_accuracy"):  # the list of runs shows the best value too
-            self._run.define_metric(shown_name(config, name), step_metric=self._axis, summary="last,max")
+            self._run.define_metric(name, step_metric="step", summary="last,max")
         if self._run.offline:
             parts = f"{shlex.quote(str(Path(config.output_dir) / 'wandb'))}/offline-run-*-{self.run_id}"
             print_line(f"wandb     offline; send this run with: wandb sync {parts}")
@@ -74,7 +65,7 @@ class Wandb:
 
     def log(self, step: int, metrics: dict[str, Any], histograms: dict[str, Tensor], completions: list[dict]) -> None:
         shown = (
-            {self._axis: step}
+            {"step": step}
             | metrics
             | {name: self._wandb.Histogram(values.tolist()) for name, values in histograms.items()}
         )

@@ -13,7 +13,7 @@ from grpo.algorithm.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.system import first_line, printable, sync
 from grpo.telemetry.console import console_line, evaluation_line, progress_values
-from grpo.telemetry.dashboards import TensorBoard, Wandb, shown_name
+from grpo.telemetry.dashboards import TensorBoard, Wandb
 from grpo.telemetry.hints import Hints
 from grpo.telemetry.records import append_step, remove_steps_after
 from grpo.telemetry.samples import write_samples
@@ -143,7 +143,7 @@ class Reporter:
         """Send a step to the dashboards, with the histograms and completions that belong to it."""
         interval = self._every * max(self.max_steps // self._every // COMPLETIONS_PER_RUN, 1)
         completions = self._completions if step == self.max_steps or step % interval == 0 else []
-        named = {shown_name(self._config, name): value for name, value in metrics.items() if name != "step"}
+        named = {name: value for name, value in metrics.items() if name != "step"}
         for name, dashboard in list(self._dashboards.items()):
             self._guard(name, lambda dashboard=dashboard: dashboard.log(step, named, self._histograms, completions))
         self._histograms, self._completions = {}, []

@@ -47,17 +47,17 @@ def build_engine(
     import_extra("httpx", "vllm", "rollout.engine=vllm")
     from grpo.vllm.client import Server
     from grpo.vllm.engine import VLLMEngine
-    from grpo.vllm.server import start_servers
+    from grpo.vllm.server import start_server
 
-    settings, started = config.rollout, []
+    settings, started = config.rollout, None
     with contextlib.ExitStack() as on_failure:
         with world.fail_together():
             if world.is_main and settings.addresses is None:
-                started = start_servers(config, world, policy, path, longest, Path(folder), on_failure)
-        addresses = world.from_main(settings.addresses or [server.address for server in started])
+                started = start_server(config, world, policy, path, longest, Path(folder), on_failure)
+        addresses = world.from_main(settings.addresses or [started and started.address])
         servers = [Server(address, config.runtime.timeout_s / 3) for address in addresses]
-        for server, own in zip(servers, started, strict=False):  # only the main rank has started them
-            server.explain = own.explain
+        if started:  # by the main rank
+            servers[0].explain = started.explain
         weights = settings.weights_folder
         engine = VLLMEngine(policy, servers, world=world, weights_folder=weights, root=root, probe_ids=probe_ids)
         engine.on_close = on_failure.pop_all().close

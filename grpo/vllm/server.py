@@ -37,10 +37,10 @@ END_WITH_PARENT = (
 """Becomes the server's program, which gets SIGTERM when its parent has ended (PR_SET_PDEATHSIG), also by SIGKILL."""
 
 
-def start_servers(
+def start_server(
     config: Config, world: World, policy: Policy, path: str, longest: int, folder: Path, stack: contextlib.ExitStack
-) -> list[StartedServer]:
-    """Servers on this machine, when all answer; ``stack`` ends them. Arguments as of :func:`grpo.vllm.build_engine`."""
+) -> StartedServer:
+    """A server on this machine, when it answers; ``stack`` ends it. Arguments as of :func:`grpo.vllm.build_engine`."""
     settings, path = config.rollout, base_of(path)
     if world.num_machines > 1:
         raise ConfigError("rollout.server=start is for one machine: name the addresses of servers in rollout.server")
@@ -54,23 +54,20 @@ def start_servers(
         lora = policy.adapter.peft_config["default"]
         rank = max([lora.r, *lora.rank_pattern.values()])
         options += ["--enable-lora", "--max-lora-rank", str(next((most for most in LORA_RANKS if most >= rank), rank))]
-    is_folder, started = os.path.isdir(path), []
+    is_folder, log = os.path.isdir(path), folder / "vllm.log"
     model = os.path.abspath(path) if is_folder else huggingface_hub.snapshot_download(path, local_files_only=True)
-    for index in range(settings.num_servers):
-        log = folder / f"vllm-{index}.log"
-        started.append(StartedServer(settings.vllm_command, model, index, options, log))
-        stack.callback(started[-1].close)
-    print(f"starting vLLM (log: {', '.join(str(server.log) for server in started)}) ...", flush=True)
-    for server in started:
-        server.wait(config.runtime.timeout_s / 3)
-    return started
+    server = StartedServer(settings.vllm_command, model, options, log)
+    stack.callback(server.close)
+    print(f"starting vLLM (log: {log}) ...", flush=True)
+    server.wait(config.runtime.timeout_s / 3)
+    return server
 
 
 class StartedServer:
     """A server and its processes, in a process group of their own: Ctrl-C in the terminal is for the trainer."""
 
-    def __init__(self, command: str, model: str, index: int, options: list[str], log: Path):
-        """Start server number ``index`` for the folder ``model`` on a free port. Its output goes to ``log``.
+    def __init__(self, command: str, model: str, options: list[str], log: Path):
+        """Start a server for the folder ``model`` on a free port. Its output goes to ``log``.
 
         Of two values of an option the last one counts: the command's own options (``rollout.vllm_command``) win over
         ``options``, which are put behind the model, and host and port over both.
@@ -81,7 +78,7 @@ class StartedServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        words = [w.replace("{model}", model).replace("{index}", str(index)) for w in words]
+        words = [word.replace("{model}", model) for word in words]
         self.address, self.log = f"http://127.0.0.1:{port}", log
         found = without_environment_defaults(os.environ)
         found = {name: value for name, value in found.items() if not LAUNCHER_VARIABLES.fullmatch(name)}

@@ -54,7 +54,7 @@ def test_a_conversation_goes_on_until_it_is_ended_or_too_long(checkpoint, chat):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "/nowhere"], "model.name_or_path=/nowhere: no such folder"),
+        (["--model", "/nowhere"], "/nowhere cannot be loaded"),
         (["--model", "MODEL", *SAMPLE, SHORT, "--column", "other=1"], "needs the column(s) answer"),
         (["--model", "MODEL", *SAMPLE, "rollout.engine=vllm", "--column", "other=1"], "needs the column(s) answer"),
         (["--model", "MODEL", *SAMPLE, "--column", "answer"], "--column answer: use NAME=VALUE"),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT, environment_of_runs
 
-from grpo.checkpoint.output_folder import Lock
+from grpo.checkpoint.resume import Lock
 from grpo.commands.sweep import finished, folder_name, main, make_plan, read_varied
 from grpo.commands.sweep_results import as_markdown, curve, main_metric, measure, spreads
 from grpo.config import ConfigError, load_config

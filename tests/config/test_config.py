@@ -168,7 +168,7 @@ def test_loss_options_are_all_that_the_loss_takes_from_the_configuration():
     assert options == dict(
         objective="clip", importance_level="sequence", epsilon=3e-4, epsilon_high=4e-4, delta=1.5, beta=0.0,
         kl_estimator="k1", aggregation="response_mean", unbiased_kl=False, sampler_correction="none",
-        off_policy_mask_threshold=None,
+        sampler_correction_min=None, sampler_correction_max=3.0, off_policy_mask_threshold=None,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def test_addresses():
     assert (one.server, one.addresses) == ("http://a:1", ["http://a:1"])
     two = make_config({"rollout.server": ["http://a:1", "https://b/x/"]}).rollout
     assert two.addresses == ["http://a:1", "https://b/x"]
-    assert make_config({"rollout.vllm_command": "v {model} --config '{\"level\": 0}' {index}"})
+    assert make_config({"rollout.vllm_command": "v {model} --config '{\"level\": 0}'"})
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,6 @@ def notes(values):
 
 def test_notes():
     assert notes({}) == [] and notes(VLLM) == []
-    assert notes({"rollout.num_servers": 2}) == ["note: rollout.num_servers has no effect with rollout.engine=builtin"]
     (line,) = notes(VLLM | {"rollout.tokens_in_flight": 99})
     assert line == "note: rollout.tokens_in_flight has no effect with rollout.engine=vllm"
     (line,) = notes(VLLM | {"rollout.server": "http://a:1", "rollout.vllm_command": "v {model}"})
@@ -60,8 +59,7 @@ def test_servers_may_change_between_runs_and_the_engine_may_not():
         "rollout.vllm_command": "v {model}",
         "rollout.weights_folder": "/elsewhere",
     }
-    assert {key.removeprefix("rollout.") for key in moved} | {"num_servers"} == set(SERVER_KEYS)
+    assert {key.removeprefix("rollout.") for key in moved} == set(SERVER_KEYS)
     saved = {"config": make_config(VLLM).for_writing(), "data_fingerprint": "", "content": {}}
-    for changes in (moved, {"rollout.num_servers": 2}):
-        assert _differences(make_config(VLLM | changes), saved, "", {}) == []
+    assert _differences(make_config(VLLM | moved), saved, "", {}) == []
     assert ("rollout.engine", "vllm", "builtin") in _differences(make_config({}), saved, "", {})

@@ -185,7 +185,7 @@ def test_prompts_that_are_refused(case):
 
 def test_templates_that_contradict_are_refused():
     for key in ("prompt_template", "question_template"):
-        with pytest.raises(ValueError, match=rf"data\.{key}.*it has no \{{prompt\}}"):
+        with pytest.raises(ValueError, match=rf"data\.{key}='Question'.*\{{prompt"):
             load_config([f"data.{key}=Question"])
     with pytest.raises(ValueError, match=r"data\.prompt_template is the whole prompt"):
         load_config(["data.prompt_template='{prompt}'", "data.system_prompt=Be brief."])

@@ -98,7 +98,7 @@ def main(output: str, model: str, *cuts: str) -> None:
     for cut in cuts:
         aggregation, tokens, packed, rows = cut.split(",")
         beta = config.algorithm.beta if rows in ("kl", "corrected") else 0.0
-        algorithm = {"aggregation": aggregation, "beta": beta, "skip_zero_advantage": rows in ("skip", "entropy")}
+        algorithm = {"aggregation": aggregation, "beta": beta}
         algorithm["top_entropy_quantile"] = 0.2 if rows == "entropy" else 1.0
         algorithm |= CORRECTED if rows == "corrected" else {}
         changed = config.model_copy(
@@ -110,7 +110,8 @@ def main(output: str, model: str, *cuts: str) -> None:
         for scorer in (run.bare_scorer, getattr(run.ref_scorer, "scorer", run.ref_scorer)):  # with LoRA one for both
             scorer.packed = packed == "packed"
         run.policy.model.load_state_dict(before)
-        results[cut] = two_updates(replace(run, config=changed, ref_scorer=run.ref_scorer if beta else None))
+        changed_run = replace(run, config=changed, ref_scorer=run.ref_scorer if beta else None)
+        results[cut] = two_updates(changed_run, skips=rows in ("skip", "entropy"))
     if world.is_main:
         torch.save(results, output)
     run.close()
@@ -122,7 +123,7 @@ def rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module.weight * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + module.variance_epsilon)
 
 
-def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def two_updates(run: Run, *, skips: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The change of each weight, and the reported metrics. Of three ranks, one has only groups of equal rewards."""
     world = run.world
     run = replace(run, optimizer=torch.optim.SGD(run.policy.model.parameters(), lr=0.05))
@@ -133,7 +134,7 @@ def two_updates(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     if run.config.algorithm.unbiased_kl:
         groups = [replace(group, completions=tuple(map(sampled, group.completions))) for group in groups]
     batch = collate(groups[mine], advantages_PG[mine], pad_id=run.policy.pad_id, mask_truncated=True)
-    if run.config.algorithm.skips_rows:
+    if skips:
         batch = skip_zero_advantage(batch)
     batch = with_old_and_ref_logprobs(run, batch)
     before = {name: p.detach().clone() for name, p in run.policy.model.named_parameters()}

@@ -49,7 +49,7 @@ def settings(assets: Path, output: Path, *more: str) -> list[str]:
 
 def servers_of(output: Path) -> list[int]:
     """Pids of the servers of this run: those whose port is in its log, and their processes."""
-    ports = set(re.findall(r"'port': (\d+)", (output / "vllm-0.log").read_text()))
+    ports = set(re.findall(r"'port': (\d+)", (output / "vllm.log").read_text()))
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -107,16 +107,16 @@ def evaluated(command: list[str], engine: str, output: Path) -> list:
     return [problem["greedy"] for problem in model["problems"]]
 
 
-def test_two_sharded_ranks_share_two_servers_and_continue_when_both_were_killed(assets, folder):
+def test_two_sharded_ranks_share_a_server_and_continue_when_it_was_killed(assets, folder):
     output = folder / "shared"
-    arguments = settings(assets, output, "runtime.parallel=fsdp", "rollout.num_servers=2")
+    arguments = settings(assets, output, "runtime.parallel=fsdp")
     started = Started(output, arguments, ranks=2)
     started.wait_for("step 1/3", timeout=PATIENCE)
     for pid in servers_of(output):
         os.kill(pid, signal.SIGKILL)
     assert started.end(timeout=PATIENCE) == 1
     (error,) = re.findall("^error: .*", started.text(), re.M)
-    assert "has ended (exit code -9)" in error and f"see {output}/vllm-0.log" in error
+    assert "has ended (exit code -9)" in error and f"see {output}/vllm.log" in error
     run(output, arguments, ranks=2, timeout=PATIENCE)
     check(output)
 
@@ -125,4 +125,4 @@ def test_a_command_that_ends_is_one_line(assets, tmp_path):
     more = [f"rollout.vllm_command={vllm_command('--no-such-option')}"]
     done = run_trainer(*settings(assets, tmp_path / "run", *more), check=False, timeout=PATIENCE)
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "has ended (exit code 2)" in line and str(tmp_path / "run" / "vllm-0.log") in line
+    assert "has ended (exit code 2)" in line and str(tmp_path / "run" / "vllm.log") in line

@@ -38,18 +38,18 @@ RECORD = {
 }  # fmt: skip
 
 
-def test_a_prefix_gives_trls_names_and_an_interrupted_run_shows_no_step_twice(tmp_path):
-    first = reporter(tmp_path, wandb_prefix="train/")
+def test_an_interrupted_run_shows_no_step_twice(tmp_path):
+    first = reporter(tmp_path)
     for step in range(5):
         line = {"step": step, "eval/greedy_accuracy": step / 8}
         first.step(line if step == 0 else line | {"reward": float(step), "rewards/f/mean": float("nan")})
     first.close()
-    second = reporter(tmp_path, first_step=2, wandb_prefix="train/")
+    second = reporter(tmp_path, first_step=2)
     second.step({"step": 3, "reward": 30.0})
     second.close()
-    assert points(tmp_path, "train/reward") == [(1, 1.0), (2, 2.0), (3, 30.0)], "3 and 4 are computed again"
+    assert points(tmp_path, "reward") == [(1, 1.0), (2, 2.0), (3, 30.0)], "3 and 4 are computed again"
     assert points(tmp_path, "eval/greedy_accuracy") == [(0, 0.0), (1, 0.125), (2, 0.25)]
-    names = {"eval/greedy_accuracy", "train/reward", "train/rewards/f/mean"}
+    names = {"eval/greedy_accuracy", "reward", "rewards/f/mean"}
     assert set(event_files(tmp_path).Tags()["scalars"]) == names
 
 

@@ -32,7 +32,7 @@ def command(tmp_path):
     """A server with a child, in place of vLLM; the test with the real one is slow."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    return f"env NAME=value {sys.executable} {program} {{model}} {{index}}"
+    return f"env NAME=value {sys.executable} {program} {{model}}"
 
 
 def state(server) -> list:
