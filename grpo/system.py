@@ -63,7 +63,7 @@ def sync(path: str | Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its name when all its files are on disk, as readable as each other; replaces an older one."""
+    """Give a complete folder its name when its files are on disk and equally readable; replaces an older one."""
     mode = max(path.stat().st_mode for path in partial.rglob("*") if path.is_file())
     for path in [*partial.rglob("*"), partial]:
         if path.is_file():
