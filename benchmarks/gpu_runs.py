@@ -42,7 +42,8 @@ def start(bench: Bench, name: str, *settings: str, main: Callable | None = None,
         f"rollout={{prompts_per_step: {P}, num_generations: 4, max_completion_length: {T}, temperature: 1.5}}",
         f"optim.max_steps={steps}", "runtime.precision=bf16", "runtime.deterministic=true",
         "runtime.try_largest_step=false", "runtime.threads_per_rank=1", "algorithm.beta=0.04",
-        "checkpoint.save_steps=1", "checkpoint.keep=100", "eval.before_training=false", "data.max_eval_samples=1", "logging.log_completions=0", *settings,
+        "checkpoint.save_steps=1", "checkpoint.keep=100",
+        "eval.before_training=false", "data.max_eval_samples=1", "logging.log_completions=0", *settings,
     ]  # fmt: skip
 
     def run() -> None:

@@ -1,8 +1,8 @@
 """Every command of the README and the documents is executed, in a copy of the tree, cut to a size of seconds.
 
-The cuts: one step on an untrained model with few problems, two ranks instead of eight, this machine instead of several and of the Hub. A
-benchmark, which takes minutes to hours, is only started with --help, to check its options (those of learning.md run once each). pytest only
-collects its tests. Nothing else is changed.
+The cuts: one step on an untrained model with few problems, two ranks instead of eight, this machine instead of several
+and of the Hub. A benchmark, which takes minutes to hours, is only started with --help, to check its options (those of
+learning.md run once each). pytest only collects its tests. Nothing else is changed.
 """
 
 import contextlib
@@ -18,10 +18,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, save_random_model
 from hub_service import hub, pointed_at, publish
-from preloaded import preloaded_python
 
 NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
-"""Commands with vllm are left out too: tests/faults/test_vllm_runs.py runs them, where vLLM is installed. The first of these installs TRL from the network, ``tests/faults/test_soak.py`` runs the second, and ``environment()`` does what the third does."""
+"""As those with vllm. The first installs TRL, test_soak.py runs the second, ``environment()`` is the third."""
 RECIPES = [ROOT / "docs" / "recipes.md", ROOT / "docs" / "learning.md"]
 """Their commands need a Hub: they have a test of their own."""
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,16 +59,8 @@ def tree(tmp_path_factory, random_model):
     folder = tmp_path_factory.mktemp("tree") / "copy"
     for name in ("grpo", "configs", "examples", "tests", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (
-        "train_grpo.py",
-        "launch.sh",
-        "pyproject.toml",
-        "requirements.txt",
-        "LICENSE",
-        "README.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-    ):
+    files = "train_grpo.py launch.sh pyproject.toml requirements.txt LICENSE README.md CONTRIBUTING.md CHANGELOG.md"
+    for name in files.split():
         shutil.copy(ROOT / name, folder / name)
     shutil.copytree(random_model, folder / "FOLDER")
     shutil.copy(folder / "configs" / "tiny_arithmetic.yaml", folder / "configs" / "X.yaml")
@@ -80,18 +71,17 @@ def tree(tmp_path_factory, random_model):
     return folder
 
 
+HERE = {
+    ".venv/bin/": f"{Path(sys.executable).parent}/", "checkpoint-150": "checkpoint-1", "10.0.0.1": "127.0.0.1",
+    "--nproc_per_node=8": "--nproc_per_node=2", "NPROC_PER_NODE=8": "NPROC_PER_NODE=1",
+    "$GRPO_TEST_ASSETS/data/gsm8k/test.jsonl": "train.jsonl", "29500": str(20000 + os.getpid() % 20000),
+    "ruff check .": "ruff check grpo", "--check .": "--check grpo",  # not the reader's files
+}  # fmt: skip
+
+
 def cut(command: str) -> str:
-    command = command.replace(".venv/bin/", str(Path(sys.executable).parent) + "/").replace(
-        "checkpoint-150", "checkpoint-1"
-    )
-    command = command.replace("--nproc_per_node=8", "--nproc_per_node=2").replace(
-        "NPROC_PER_NODE=8", "NPROC_PER_NODE=1"
-    )
-    command = command.replace("$GRPO_TEST_ASSETS/data/gsm8k/test.jsonl", "train.jsonl")
-    command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", str(20000 + os.getpid() % 20000))
-    command = command.replace("ruff check .", "ruff check grpo").replace(
-        "--check .", "--check grpo"
-    )  # not the reader's files
+    for old, new in HERE.items():
+        command = command.replace(old, new)
     if "benchmarks/" in command:
         program, options = re.match(r"(python \S+)", command)[0], " ".join(re.findall(r"--[\w-]+", command))
         return f'help="$({program} --help)"; for option in {options}; do grep -q -- "$option" <<< "$help"; done'
@@ -110,13 +100,8 @@ def cut(command: str) -> str:
         return command
     if "gsm8k_from_trl" in command:
         data += " logging.wandb=disabled"
-    steps = (
-        " optim.max_steps=2"
-        if "optim.max_steps=160" in command
-        else " optim.max_steps=3"
-        if "runtime.profile" in command
-        else ""
-    )
+    steps = {"optim.max_steps=160": " optim.max_steps=2", "runtime.profile": " optim.max_steps=3"}
+    steps = "".join(more for words, more in steps.items() if words in command)
     return f"{command} model.name_or_path=FOLDER{data} {CUTS}{steps}"
 
 
@@ -131,17 +116,6 @@ def cut_sweep(command: str) -> str:
     return re.sub(r"--seeds \S+", "", command) + f" --seeds 0 model.name_or_path=FOLDER {CUTS}"
 
 
-@pytest.fixture(scope="module")
-def quick_python(tree, tmp_path_factory):
-    """The variables under which commands find a ``python`` that has imported everything."""
-    with preloaded_python(tmp_path_factory.mktemp("python") / "bin", tree, environment()) as python:
-        yield found_first(python)
-
-
-def found_first(python: Path) -> dict[str, str]:
-    return {"PYTHON": str(python), "PATH": f"{python.parent}:{environment()['PATH']}"}
-
-
 def environment() -> dict[str, str]:
     return os.environ | {
         "GRPO_NO_SETUP": "1", "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -153,8 +127,8 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
     """Run commands at once (one, or those of several machines); all must end well."""
     started = [
         subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment() | variables, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment() | variables, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )
         for command in together
     ]  # fmt: skip
@@ -172,23 +146,21 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in FILES if blocks(path, "bash") and path not in RECIPES], ids=lambda path: path.name
 )
-def test_every_command_works(tree, path, request):
-    """Those of the README in new interpreters."""
-    variables = {} if path.name == "README.md" else request.getfixturevalue("quick_python")
+def test_every_command_works(tree, path):
     for name, setting in (("tiny_arithmetic", ""), ("dr_grpo", " algorithm.name=dr_grpo")):
         # The runs that the commands of README.md and algorithm.md leave behind.
         if path.name != "README.md" and not (tree / "runs" / name / "checkpoint-1").exists():
             command = f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}{setting}"
-            execute(tree, [cut(command)], **variables)
+            execute(tree, [cut(command)])
     for together in machines([cut(command) for command in commands(path)]):
         if re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0]) and "output_dir=" not in together[0]:
             number = len(list((tree / "runs").glob("X-*")))
             together = [f"{command} output_dir=runs/X-{number}" for command in together]
-        execute(tree, together, **variables)
+        execute(tree, together)
 
 
 def machines(lines: list[str]) -> list[list[str]]:
-    """Commands of one run over several machines together; where a document names the first machine alone, its fellow too."""
+    """Commands of one run over several machines together; for a first machine that is alone, the second too."""
     runs: list[list[str]] = []
     for line in lines:
         if "NODE_RANK=1" in line:
@@ -211,8 +183,8 @@ def test_the_slurm_script_starts_each_machine(tree):
     for name in ("scontrol", "srun"):
         (programs / name).chmod(0o755)
     script = script.replace("output_dir=runs/X", f"output_dir=runs/slurm model.name_or_path=FOLDER {CUTS}")
-    given = f"export SLURM_NNODES=2 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=a,b NPROC_PER_NODE=1 PATH={programs}:$PATH\n"
-    execute(tree, [given + script])
+    of_slurm = f"SLURM_NNODES=2 SLURM_JOB_ID={os.getpid()} SLURM_JOB_NODELIST=a,b"
+    execute(tree, [f"export {of_slurm} NPROC_PER_NODE=1 PATH={programs}:$PATH\n{script}"])
     assert (tree / "runs" / "slurm" / "checkpoint-1").is_dir()
 
 
@@ -228,9 +200,8 @@ def cut_recipe(command: str) -> str:
     if "presets_learn.py" in command:
         return f"{command} --steps 1 --seeds 0 --presets grpo"
     if "gsm8k_learns.py" in command:
-        return command + (
-            "" if "--plot-only" in command else " --steps 1 --seeds 0 --problems 2 --output results/g.json"
-        )
+        few = " --steps 1 --seeds 0 --problems 2 --output results/g.json"
+        return command + few * ("--plot-only" not in command)
     assert "train_grpo.py" in command or "grpo.evaluation" in command, f"unknown: {command}"
     return f"{command} {CUTS} optim.min_lr=null rollout.prompts_per_step=2 eval.max_samples=2"
 
@@ -243,9 +214,8 @@ def test_every_command_of_the_recipes_works(tree, tmp_path):
     shutil.rmtree(copy / "FOLDER")
     save_random_model(copy / "FOLDER", max_position_embeddings=2048)
     for path in (copy / "configs").glob("tiny_*.yaml"):
-        path.write_text(
-            path.read_text().replace("builtin:tiny", "FOLDER").replace("eval: {", "eval: {max_samples: 2, ")
-        )
+        text = path.read_text().replace("builtin:tiny", "FOLDER")
+        path.write_text(text.replace("eval: {", "eval: {max_samples: 2, "))
     (copy / "assets" / "data" / "gsm8k").mkdir(parents=True)
     for name in ("train", "test"):
         shutil.copy(copy / "train.jsonl", copy / "assets" / "data" / "gsm8k" / f"{name}.jsonl")
@@ -255,10 +225,8 @@ def test_every_command_of_the_recipes_works(tree, tmp_path):
     for name in ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"):
         shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / name)
     executed = []
-    with hub(tmp_path / "hub") as (endpoint, _), contextlib.ExitStack() as at_end:
+    with hub(tmp_path / "hub") as (endpoint, _):
         variables = pointed_at(endpoint, tmp_path / "cache") | {"GRPO_TEST_ASSETS": str(copy / "assets")}
-        python = at_end.enter_context(preloaded_python(tmp_path / "bin", copy, environment() | variables))
-        variables |= found_first(python)
         for command in map(cut_recipe, [command for path in RECIPES for command in commands(path)]):
             execute(copy, [command], **variables)
             executed.append(command)

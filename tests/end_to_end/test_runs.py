@@ -8,23 +8,9 @@ from conftest import ROOT, run_trainer, small_run
 from outputs import assert_same_weights, lines, weights
 
 from grpo.algorithm.advantages import weighted_sum
+from grpo.config import PRESETS
 from grpo.run.metrics import reward_metrics
 from grpo.telemetry.metrics_file import json_safe
-
-PRESETS = [
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "maxrl",
-    "gdpo",
-    "sapo",
-    "dppo_tv",
-    "rloo",
-    "reinforce",
-    "reinforce_baseline",
-]
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model):
@@ -186,13 +172,3 @@ def test_debug_shows_and_checks(tmp_path, random_model):
     twice = run_trainer(*small_run(random_model, tmp_path / "run"), "--debug", ranks=2, check=False)
     assert twice.returncode != 0
     assert "--debug is single-process" in twice.stderr
-
-
-def test_help_lists_every_key():
-    from grpo.config import Config
-    from grpo.config.arguments import keys_of
-
-    text = run_trainer("--help").stdout
-    for key, field in keys_of(Config).items():
-        assert f"\n{key}  (" in text
-        assert " ".join(field.description.split()) in text

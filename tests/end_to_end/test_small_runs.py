@@ -85,30 +85,6 @@ def test_dynamic_sampling_gives_up_where_nothing_differs(tmp_path, random_model)
     assert_same_weights(random_model, tmp_path / "run" / "checkpoint-2")
 
 
-@pytest.mark.slow
-def test_debug_with_dropout_and_without_a_reference(tmp_path, random_model):
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
-
-    tokenizer = AutoTokenizer.from_pretrained(random_model)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_embd=32,
-            n_layer=1,
-            n_head=2,
-            n_positions=128,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
-    model.save_pretrained(tmp_path / "gpt2")
-    tokenizer.save_pretrained(tmp_path / "gpt2")
-    for options in (["algorithm.beta=0.1", "model.disable_dropout=false"], ["algorithm.name=reinforce"]):
-        done = run_trainer(*small_run(tmp_path / "gpt2", tmp_path / "run"), *options, "--debug")
-        assert done.stdout.count("checked   masks = lengths") == 2
-        assert "checked   importance ratio of the first update: 1.000000" in done.stdout
-        assert "KL = 0" not in done.stdout, "with dropout two passes differ; without beta there is no KL"
-
-
 def test_what_a_run_leaves_behind(tmp_path, random_model):
     done = run_trainer(
         *small_run(random_model, tmp_path / "run"), "eval.every=2", "logging.every=3", "logging.log_completions=3"

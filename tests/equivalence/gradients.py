@@ -57,24 +57,12 @@ def sampled(completion: Completion) -> Completion:
 def main(output: str, model: str, *cuts: str) -> None:
     more = [cut for cut in cuts if "=" in cut]
     cuts = [cut for cut in cuts if "=" not in cut]
-    config = load_config(
-        [
-            f"output_dir={output}.run",
-            f"model.name_or_path={model}",
-            "data.max_train_samples=64",
-            "rollout.prompts_per_step=6",
-            "rollout.num_generations=4",
-            "rollout.max_completion_length=16",
-            "algorithm.beta=0.1",
-            "algorithm.num_iterations=2",
-            "algorithm.mask_truncated_completions=true",
-            "optim.max_steps=1",
-            "optim.max_grad_norm=1e9",
-            "runtime.precision=fp32",
-            "runtime.threads_per_rank=1",
-            *more,
-        ]
-    )
+    config = load_config([
+        f"output_dir={output}.run", f"model.name_or_path={model}", "data.max_train_samples=64",
+        "rollout={prompts_per_step: 6, num_generations: 4, max_completion_length: 16}", "algorithm.beta=0.1",
+        "algorithm.num_iterations=2", "algorithm.mask_truncated_completions=true", "optim.max_steps=1",
+        "optim.max_grad_norm=1e9", "runtime.precision=fp32", "runtime.threads_per_rank=1", *more,
+    ])  # fmt: skip
     world = start_world(config.runtime)
     # Everything in float64, so that rounding cannot hide a difference of method; the reference is unlike the policy.
     torch.set_default_dtype(torch.float64)
@@ -101,12 +89,9 @@ def main(output: str, model: str, *cuts: str) -> None:
         algorithm = {"aggregation": aggregation, "beta": beta, "skip_zero_advantage": rows in ("skip", "entropy")}
         algorithm["top_entropy_quantile"] = 0.2 if rows == "entropy" else 1.0
         algorithm |= CORRECTED if rows == "corrected" else {}
-        changed = config.model_copy(
-            update={
-                "algorithm": config.algorithm.model_copy(update=algorithm),
-                "optim": config.optim.model_copy(update={"tokens_per_microbatch": int(tokens)}),
-            }
-        )
+        changed = {"algorithm": config.algorithm.model_copy(update=algorithm)}
+        changed["optim"] = config.optim.model_copy(update={"tokens_per_microbatch": int(tokens)})
+        changed = config.model_copy(update=changed)
         for scorer in (run.bare_scorer, getattr(run.ref_scorer, "scorer", run.ref_scorer)):  # with LoRA one for both
             scorer.packed = packed == "packed"
         run.policy.model.load_state_dict(before)

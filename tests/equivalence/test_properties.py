@@ -7,13 +7,11 @@ from fractions import Fraction
 
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from grpo.algorithm.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows, minibatches
 from grpo.algorithm.loss import loss_denominator
-from grpo.config import PRESETS, Config, load_config
 from grpo.rewards.answers import LONGEST_NUMBER, MODES, answers_equal, extract_answer, has_format, parse_number
 from grpo.rewards.builtin import accuracy, countdown, evaluate_expression, tag_groups
 
@@ -24,40 +22,6 @@ SLOWEST_CASE = 2.0
 LONG = 20_000
 
 properties = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-finite = st.floats(1e-8, 1e3)
-
-
-@st.composite
-def overrides(draw) -> dict[str, dict]:
-    """Sections of a configuration that may be written."""
-    updates = draw(st.integers(1, 3))
-    return {
-        "seed": draw(st.integers(0, 2**63 - 1)),
-        "output_dir": draw(st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)),
-        "algorithm": {"name": draw(st.sampled_from([n for n in PRESETS if "rein" not in n and n != "rloo"])), "num_iterations": updates,
-                      "beta": draw(st.floats(0, 1)), "ref_sync_steps": draw(st.integers(0, 9))},
-        "rollout": {"prompts_per_step": draw(st.integers(1, 10**6)), "num_generations": draw(st.integers(2, 10**4)),
-                    "temperature": draw(finite), "stop": draw(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029\ufeff", exclude_categories=["C"]), min_size=1)))},
-        "optim": {"learning_rate": draw(finite), "betas": draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999))),
-                  "max_steps": draw(st.none() | st.integers(1, 10**9))},
-        "data": {"system_prompt": draw(st.none() | st.text(st.characters(codec="utf-8", exclude_categories=["C"])))},
-        "checkpoint": {"keep": draw(st.integers(1, 99)), "background": draw(st.booleans())},
-    }  # fmt: skip
-
-
-@seed(0)
-@settings(properties, max_examples=10)
-@given(values=overrides())
-def test_a_configuration_survives_its_file(tmp_path_factory, values):
-    """The resolved configuration, written as a run writes it and read again, is the same; so are its single keys as overrides."""
-    config = Config.model_validate(values)
-    path = tmp_path_factory.getbasetemp() / "config.yaml"
-    path.write_text(
-        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"
-    )
-    assert load_config(["--config", str(path)]) == config
-    again = load_config([f"optim.learning_rate={values['optim']['learning_rate']!r}", f"seed={values['seed']}"])
-    assert (again.optim.learning_rate, again.seed) == (values["optim"]["learning_rate"], values["seed"])
 
 
 @seed(0)

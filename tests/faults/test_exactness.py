@@ -13,7 +13,6 @@ from harness import assert_same_run, bits, mend_manifest, run, tiny
 from outputs import lines, states
 from safetensors.torch import load_file, save_file
 
-from grpo.config import OptimConfig
 from grpo.distributed import save_tensors
 from train_grpo import main
 
@@ -59,19 +58,11 @@ def test_continued_from_any_step(tmp_path, random_model, whole, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OptimConfig.model_fields["lr_scheduler_type"].annotation.__args__)
-def test_every_schedule(tmp_path, random_model, name):
-    options = [f"optim.lr_scheduler_type={name}"] + ["optim.min_lr=1e-5"] * (name == "cosine_with_min_lr")
-    inside(tmp_path / "whole", random_model, *options)
-    inside(back_to(3, tmp_path / "whole", tmp_path / "run"), random_model, *options)
-    assert_same_run(tmp_path / "whole", tmp_path / "run", STEPS)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        ["algorithm.name=dapo"], ["algorithm.name=gspo"], ["algorithm.name=rloo", "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
+        ["algorithm.name=dapo"], ["algorithm.name=gspo"], ["lora.rank=4"],
+        ["algorithm.name=rloo", "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
         [
             "algorithm.name=gdpo", "algorithm.top_entropy_quantile=0.5", "algorithm.sampler_correction=token_mask",
             "algorithm.off_policy_mask_threshold=0.001", "rollout.top_p=0.9", "rollout.keep_sampling_mask=true",
@@ -93,9 +84,7 @@ def test_dropout_is_drawn_from_the_seed_too(tmp_path, whole):
     inside(tmp_path / "whole", model, *options)
     inside(back_to(3, tmp_path / "whole", tmp_path / "run"), model, *options)
     assert_same_run(tmp_path / "whole", tmp_path / "run", STEPS)
-    assert bits(whole, STEPS) != bits(tmp_path / "whole", STEPS), (
-        "the same weights, trained without dropout, end elsewhere"
-    )
+    assert bits(whole, STEPS) != bits(tmp_path / "whole", STEPS), "without dropout the same weights end elsewhere"
 
 
 def without(item: str, folder) -> None:
@@ -116,10 +105,8 @@ def without(item: str, folder) -> None:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     elif item == "number of steps":
         state["step"] -= 1
-    elif item == "unwritten_line":
-        state["unwritten_line"] = None
     else:
-        state[item] = None if item in ("before", "best", "wandb_run_id") else 0
+        state[item] = 0
     shutil.rmtree(trainer / "states")
     save_tensors(saved, trainer / "states", None)
     (trainer / "state.json").write_text(json.dumps(state))
@@ -141,48 +128,6 @@ def test_removing_any_saved_item_changes_the_run(tmp_path, random_model, whole, 
     else:
         with pytest.raises(AssertionError):
             assert_same_run(whole, output, STEPS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("item", ["before", "best", "skipped_in_a_row", "wandb_run_id", "nothing"])
-def test_removing_any_saved_counter_changes_the_run(capsys, tmp_path, random_model, item):
-    """By the table at the end, the best checkpoint, the step that stops the run, wandb's folder."""
-    (tmp_path / "huge.py").write_text(
-        "def huge(prompts, completions, **c):\n    return [3e38 * (len(t) % 2) for t in completions]\n"
-    )
-    options = {
-        "best": ["checkpoint.keep_best=eval/greedy_accuracy"],
-        "skipped_in_a_row": [f"reward.functions=['{tmp_path}/huge.py:huge']", "algorithm.scale=none", "optim.max_steps=12",
-                             "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
-        "wandb_run_id": ["logging.wandb=offline"],
-    }.get(item, [])  # fmt: skip
-
-    def outcome(output) -> tuple:
-        capsys.readouterr()
-        try:
-            code = main([*tiny(random_model, output, *EVERYTHING, *options), "runtime.threads_per_rank=1"])
-        except SystemExit as stopped:  # by the tenth update left out
-            code = stopped.code
-        printed = capsys.readouterr().out
-        table = printed[printed.find("before     after") :].splitlines()[:3] if "before     after" in printed else []
-        newest = max(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
-        state = json.loads((output / f"checkpoint-{newest}" / "trainer" / "state.json").read_text())
-        assert code == (item == "skipped_in_a_row") or output.name == "run"
-        return code, newest, table, state["best"], state["wandb_run_id"]
-
-    expected = outcome(tmp_path / "whole")
-    output = back_to(5, tmp_path / "whole", tmp_path / "run")
-    if item != "nothing":
-        state = json.loads((output / "checkpoint-5" / "trainer" / "state.json").read_text())
-        assert state[item], "else there is nothing to leave out"
-        copy = back_to(5, tmp_path / "whole", tmp_path / "as it was")
-        assert outcome(copy) == expected
-        without(item, output / "checkpoint-5")
-    assert (outcome(output) == expected) == (item == "nothing")
-    if item == "wandb_run_id":
-        import wandb
-
-        wandb.teardown()  # its service would be that of the processes that later tests start
 
 
 @pytest.mark.slow

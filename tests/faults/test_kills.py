@@ -1,12 +1,10 @@
 """Ranks that die, hang, run out of memory or see numbers that are none: the others do not hang, and no more than a step is lost."""
 
-import json
 import signal
-import time
 
 import pytest
 from harness import Started, assert_same_run, bits, run, tiny
-from outputs import lines, states
+from outputs import lines
 
 STEPS = 6
 SAVES = ("checkpoint.save_steps=2", "algorithm.num_iterations=2")
@@ -27,35 +25,6 @@ def test_torchrun_restarts_a_killed_rank(tmp_path, random_model, straight):
     done = run(output, arguments, ranks=2, torchrun=["--max-restarts=1"], fault=fault)
     printed = done.text()
     assert printed.count("FAULT kill") == 1 and "resuming " in printed
-    assert_same_run(straight, output, STEPS)
-    assert not list(output.glob(".partial*"))
-
-
-@pytest.mark.slow
-def test_a_lora_run_killed_in_a_save_continues_to_the_bit(tmp_path, random_model):
-    lora = ("lora.rank=4", "checkpoint.merge=true", "algorithm.ref_sync_steps=2", *SAVES)
-    whole, output = tmp_path / "whole", tmp_path / "run"
-    run(whole, tiny(random_model, whole, *lora))
-    started = Started(
-        output, tiny(random_model, output, *lora), fault=f"rank=0 step=3 place=save do=kill once={tmp_path}/once"
-    )
-    assert started.end() == -signal.SIGKILL
-    assert "resuming " in run(output, tiny(random_model, output, *lora)).text()
-    assert_same_run(whole, output, STEPS)
-    last = output / f"checkpoint-{STEPS}"
-    assert (last / "adapter_model.safetensors").exists() and any(n.startswith("reference/") for n in states(last))
-    assert not list(output.glob(".partial*")) and (last / "merged").is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["rank=1 step=3 place=rollout do=kill", "rank=0 step=3 place=backward do=kill"])
-def test_a_killed_rank_ends_the_run_and_the_same_command_continues(tmp_path, random_model, straight, fault):
-    output = tmp_path / "run"
-    arguments = tiny(random_model, output, *SAVES)
-    started = Started(output, arguments, ranks=2, fault=f"{fault} once={tmp_path}/once")
-    assert started.end() == 1
-    assert started.text().count("FAULT kill") == 1
-    assert "resuming " in run(output, arguments, ranks=2).text()
     assert_same_run(straight, output, STEPS)
     assert not list(output.glob(".partial*"))
 
@@ -152,32 +121,3 @@ def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, numbe
     assert "had a gradient that is not finite: lower optim.learning_rate" in started.text()
     assert {path.name for path in stopped.glob("checkpoint-*")} == {"checkpoint-3"}
     assert bits(stopped, 3)["model.safetensors"] == weights[2]
-
-
-@pytest.mark.slow
-def test_torchrun_killed_takes_its_ranks_along(tmp_path, random_model):
-    output = tmp_path / "run"
-    started = Started(
-        output, tiny(random_model, output), ranks=2, fault="rank=1 step=2 place=rollout do=sleep:60", torchrun=[]
-    )
-    started.wait_for("FAULT")
-    started.kill(signal.SIGKILL)
-    assert started.end() == -signal.SIGKILL
-    assert "preempted at step 2" in started.text()
-    assert json.loads((output / "checkpoint-2" / "trainer" / "state.json").read_text())["step"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 2.0])
-def test_torchrun_killed_before_its_ranks_are_ready(tmp_path, random_model, delay):
-    """They have not asked the kernel yet, or wait for each other at a store that is no more: none stays behind."""
-    output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), ranks=2, torchrun=[])
-    deadline = time.monotonic() + 60
-    while len(started.ranks()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(delay)
-    started.kill(signal.SIGKILL)
-    assert started.end(patience=60) == -signal.SIGKILL
-    run(output, tiny(random_model, output), ranks=2)

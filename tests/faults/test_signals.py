@@ -29,19 +29,6 @@ def continued(uninterrupted, model, output, *, ranks: int, from_step: int) -> No
     assert_same_run(uninterrupted(ranks), output, STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_process_stops_during_a_rollout(tmp_path, random_model, uninterrupted, number):
-    output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), fault="place=rollout step=2 do=hang")
-    started.wait_for("FAULT")
-    started.kill(number)
-    assert started.end() == 128 + number
-    assert f"preempted at step 2 of {STEPS}" in started.text()
-    assert "Traceback" not in started.text()
-    continued(uninterrupted, random_model, output, ranks=1, from_step=2)
-
-
 # where the signal finds the ranks -> the step of the checkpoint that they leave
 PLACES = {
     "rollout": ("rank=1 place=rollout step=2 do=sleep:4 once={once}", 2),
@@ -80,19 +67,6 @@ def test_two_ranks_stop_together(tmp_path, random_model, uninterrupted, place, t
         assert {128 + signal.SIGTERM} <= set(started.process.codes) <= {128 + signal.SIGTERM, -signal.SIGTERM}
     assert "forcefully exiting" not in printed, "within torchrun's 30 seconds of grace"
     continued(uninterrupted, random_model, output, ranks=2, from_step=step)
-
-
-@pytest.mark.slow
-def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, uninterrupted):
-    """A terminal sends SIGINT to all processes of the group, and torchrun passes it on once more."""
-    output = tmp_path / "run"
-    started = Started(output, tiny(random_model, output), ranks=2, fault="place=rollout step=2 do=hang", torchrun=[])
-    started.wait_for("FAULT")
-    for rank in (0, 1, None):
-        started.kill(signal.SIGINT, rank)
-    assert started.end() != 0
-    assert f"preempted at step 2 of {STEPS}" in started.text()
-    continued(uninterrupted, random_model, output, ranks=2, from_step=2)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_trainer
+from conftest import ROOT
 from harness import Started, run
 from outputs import lines
 from vllm_server import vllm_command
@@ -119,11 +119,3 @@ def test_two_sharded_ranks_share_two_servers_and_continue_when_both_were_killed(
     assert "has ended (exit code -9)" in error and f"(log: {output}/vllm-0.log)" in error
     run(output, arguments, ranks=2, timeout=PATIENCE)
     check(output)
-
-
-def test_a_command_that_ends_is_one_line(assets, tmp_path):
-    more = [f"rollout.vllm_command={vllm_command('--no-such-option')}"]
-    done = run_trainer(*settings(assets, tmp_path / "run", *more), check=False, timeout=PATIENCE)
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "vLLM has ended (exit code 2)" in line and "no-such-option" in line
-    assert str(tmp_path / "run" / "vllm-0.log") in line

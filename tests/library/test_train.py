@@ -21,7 +21,7 @@ from grpo.commands.chat import main as chat
 from grpo.commands.evaluation import main as evaluate
 from grpo.config import ConfigError, load_config
 from grpo.distributed import World
-from grpo.library import TrainingResult, importable_name, train
+from grpo.library import TrainingResult, train
 from grpo.report.__main__ import main as report
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.run.signals import Signals
@@ -187,25 +187,6 @@ def test_mistakes_are_value_errors_and_leave_nothing(arguments, message, tmp_pat
     assert (process_state(), children()) == (before, processes)
 
 
-def test_a_run_without_a_folder_of_its_own_starts_afresh_with_function_objects(random_model, tmp_path, monkeypatch):
-    """A dictionary that the function reads has changed: the result of the run before would be another function's."""
-    monkeypatch.chdir(tmp_path)
-    table = {"1": 1.0}
-    options = settings(random_model.resolve(), tmp_path, steps=1)
-    del options["output_dir"]
-
-    def from_table(completions, **columns):
-        return [table["1"] for _ in completions]
-
-    Path("file.yaml").write_text("output_dir: runs/named_by_the_file\n")
-    for config in (None, "file.yaml"):
-        table["1"] = 1.0
-        first = train(config, reward_functions=from_table, dataset=ROWS, **options)
-        table["1"] = 2.0
-        again = train(config, reward_functions=from_table, dataset=ROWS, **options)
-        assert [result.metrics[-1]["reward"] for result in (first, again)] == [1.0, 2.0]
-
-
 def test_a_failing_step_raises_and_the_same_call_continues(random_model, tmp_path):
     """A reward that this process runs fails in the third step; the steps before it are saved."""
     broken, here = [True], WithGenerator()
@@ -293,11 +274,6 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
     assert result.values == [[None, None, 0.25, 1.0, None]]
     assert result.timeouts == [1, 1, 0, 0, 1]
     assert len(runner.notes) == 2 and "hangs_here" in runner.notes[0]
-
-
-def test_names_of_functions_given_as_objects():
-    assert importable_name(rewards_for_tests.share_of_digits).endswith("rewards_for_tests:share_of_digits")
-    assert importable_name(share_of("a")) is None
 
 
 def test_importing_grpo_imports_no_torch():
