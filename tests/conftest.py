@@ -1,4 +1,5 @@
-"""Fixtures shared by the tests: real model folders, small and random, and the assets that may lie beside the checkout."""
+"""Fixtures shared by the tests: real model folders, small and random, and the assets that may lie beside the
+checkout."""
 
 import os
 import signal
@@ -16,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = f"--config={os.devnull}"
 """Argument for a run with the defaults of the schema, where without ``--config`` it would be the demo."""
 torch.set_num_threads(1)
-# A shell that starts the tests in the background, or nohup, lets them and the runs that they start ignore these signals.
+# A shell that starts the tests in the background, or nohup, lets them and the runs that they start ignore these
+# signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -118,7 +120,8 @@ def run_trainer(
 
     Args:
         env: additional environment variables.
-        fresh: a new interpreter, under torchrun if there are several ranks: for tests of the launch, and of what imports
+        fresh: a new interpreter, under torchrun if there are several ranks: for tests of the launch, and of what
+        imports
             read or print. Otherwise forks of a process that has imported everything (``processes.py``), which start 7 s
             earlier. The default is a new interpreter where ``env`` is given.
     """

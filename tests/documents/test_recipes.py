@@ -161,7 +161,8 @@ def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
     """Two steps of a config with only the model, data paths and sizes changed."""
     done = run_trainer(
         "--config", f"configs/{name}.yaml", f"output_dir={tmp_path}/run",
-        f"model.name_or_path={assets}/models/gsm8k-7m", "rollout.prompts_per_step=2", "rollout.max_completion_length=16", "data.max_prompt_length=512",
+        f"model.name_or_path={assets}/models/gsm8k-7m", "rollout.prompts_per_step=2",
+        "rollout.max_completion_length=16", "data.max_prompt_length=512",
         "optim.max_steps=2", "eval.max_samples=3", *changes,
     )  # fmt: skip
     assert "before" in done.stdout and "after" in done.stdout

@@ -16,7 +16,8 @@ from grpo.telemetry.metrics_file import json_safe
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model):
     """The data set is no multiple of a step's problems. Several ranks: ``faults/test_exactness.py``."""
     options = [
-        "algorithm.beta=0.05", "algorithm.num_iterations=2", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2",
+        "algorithm.beta=0.05", "algorithm.num_iterations=2", "algorithm.num_minibatches=2",
+        "algorithm.ref_sync_steps=2",
         "algorithm.ref_sync_alpha=0.5", "optim.lr_scheduler_type=cosine", "optim.warmup_steps=3", "optim.max_steps=6",
         "checkpoint.save_steps=1", "checkpoint.keep=20", "data.max_train_samples=27", "rollout.prompts_per_step=6",
     ]  # fmt: skip

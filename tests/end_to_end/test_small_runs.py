@@ -1,4 +1,5 @@
-"""Runs that are killed, filled up, poisoned or continued from elsewhere; and settings that must change nothing, or exactly one thing."""
+"""Runs that are killed, filled up, poisoned or continued from elsewhere; and settings that must change nothing, or
+exactly one thing."""
 
 import json
 
@@ -33,7 +34,8 @@ def test_continued_from_an_earlier_checkpoint_a_run_keeps_what_it_saves(tmp_path
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path, random_model):
     (tmp_path / "huge.py").write_text(HUGE_REWARD)
     arguments = [
-        f"reward.functions=['{tmp_path}/huge.py:huge']", "algorithm.scale=none", "optim.max_steps=2", "eval.before_training=false",
+        f"reward.functions=['{tmp_path}/huge.py:huge']", "algorithm.scale=none", "optim.max_steps=2",
+        "eval.before_training=false",
         "optim.weight_decay=0.1",
     ]  # fmt: skip
     done = run_trainer(*small_run(random_model, tmp_path / "run"), *arguments, ranks=2)
@@ -77,7 +79,8 @@ def test_the_reference_follows_the_policy_when_asked(tmp_path, random_model):
 @pytest.mark.slow
 def test_dynamic_sampling_gives_up_where_nothing_differs(tmp_path, random_model):
     options = [
-        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.dynamic_sampling=true", "algorithm.beta=0",
+        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.dynamic_sampling=true",
+        "algorithm.beta=0",
         "optim.max_steps=2", "eval.before_training=false",
     ]  # fmt: skip
     run_trainer(*small_run(random_model, tmp_path / "run"), *options, ranks=2, timeout=120)
@@ -114,7 +117,8 @@ def test_what_a_run_leaves_behind(tmp_path, random_model):
 
 @pytest.mark.slow
 def test_a_substitute_that_no_reward_scores_does_not_stop_the_run(tmp_path, random_model):
-    """Dynamic sampling asks for another problem in place of the second group; a reward that fails on that alone is no broken reward."""
+    """Dynamic sampling asks for another problem in place of the second group; a reward that fails on that alone is
+    no broken reward."""
     (tmp_path / "picky.py").write_text(
         "def scores(prompts, completions, **columns):\n"
         "    if len(completions) != 8:\n"
@@ -164,7 +168,8 @@ def digits(completions, completion_ids, log_metric, log_extra, trainer_state, **
 
 @pytest.mark.slow
 def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
-    """Rewards that index messages, on a text column with a system prompt; what they log arrives, also if one rank alone logs it."""
+    """Rewards that index messages, on a text column with a system prompt; what they log arrives, also if one rank
+    alone logs it."""
     (tmp_path / "mine.py").write_text(TRL_REWARDS)
     rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
     for row in rows:

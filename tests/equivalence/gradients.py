@@ -1,10 +1,12 @@
-"""For test_cut_invariance.py: updates from fixed groups, of which each rank has its share; rank 0 saves the changes of the weights.
+"""For test_cut_invariance.py: updates from fixed groups, of which each rank has its share; rank 0 saves the changes
+of the weights.
 
 torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED,ROWS ...
 
-PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0), entropy (skip, with the
-policy term of the fifth of the tokens with the highest entropy) or corrected (kl, with the options in CORRECTED and some tokens kept).
-``section.key=value`` among them is a setting of the run.
+PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0),
+entropy (skip, with the
+policy term of the fifth of the tokens with the highest entropy) or corrected (kl, with the options in CORRECTED and
+some tokens kept). ``section.key=value`` among them is a setting of the run.
 """
 
 import sys
@@ -45,7 +47,8 @@ def fixed_groups() -> list[Group]:
 
 
 def sampled(completion: Completion) -> Completion:
-    """With log-probs of sampling, uneven between completions, and the 40 tokens that could be drawn at every other position."""
+    """With log-probs of sampling, uneven between completions, and the 40 tokens that could be drawn at every other
+    position."""
     ids = completion.ids
     kept = [sorted({*range(250 - 39, 250), i}) if t % 2 else [] for t, i in enumerate(ids)]
     allowed_ids, counts = [i for of_position in kept for i in of_position], list(map(len, kept))

@@ -1,4 +1,5 @@
-"""What must hold for any input: drawn by hypothesis, with a fixed seed; and a fuzz run of the two parsers that read what models write."""
+"""What must hold for any input: drawn by hypothesis, with a fixed seed; and a fuzz run of the two parsers that read
+what models write."""
 
 import itertools
 import random
@@ -18,7 +19,8 @@ from grpo.rewards.builtin import accuracy, countdown, evaluate_expression, tag_g
 FUZZ_CASES = 500
 """Texts per part in the quick suite; ten times as many in the slow one."""
 SLOWEST_CASE = 2.0
-"""Seconds of CPU for one text of up to 3,000 characters, or of ``LONG``; a pattern that backtracks would take minutes."""
+"""Seconds of CPU for one text of up to 3,000 characters, or of ``LONG``; a pattern that backtracks would take
+minutes."""
 LONG = 20_000
 
 properties = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -75,7 +77,8 @@ def test_masks_are_lengths(lengths, extra):
     parts=st.integers(1, 3),
 )
 def test_packing_loses_no_row_and_no_token(prompts, completions, budget, parts):
-    """However a batch is cut: each row once, every token of its completion under the mask, no more than the budget unless it is one row."""
+    """However a batch is cut: each row once, every token of its completion under the mask, no more than the budget
+    unless it is one row."""
     prompts = (prompts * parts)[: max(len(prompts) // parts, 1) * parts]
     groups = [
         Group(
@@ -99,9 +102,12 @@ def test_packing_loses_no_row_and_no_token(prompts, completions, budget, parts):
 
 
 PIECES = [
-    "<answer>", "</answer>", "<think>", "</think>", "<answer", "answer>", "<", ">", "\\boxed{", "{", "}", "(", ")", "(((", ")))", "+", "-",
-    "*", "/", "×", "÷", "−", "=", "1", "42", "0", "007", "3.14", "1,000", ",", ".", "%", "$", "1e9", "9" * 40, "1/3", "/0", " ", "\n", "\t", "  " * 20,
-    "x", "the answer is", "####", "\\frac{1}{2}", "\\text{", "{,}", "**", "`", "^{", "x=", " km", "\\(", "٣", "²", "½", "🙂", "\x00", "\ud800", "-" * 30, "(" * 40, "1+" * 30, "1 " * 40, ".1" * 30, ",1" * 30,
+    "<answer>", "</answer>", "<think>", "</think>", "<answer", "answer>", "<", ">", "\\boxed{", "{", "}", "(", ")",
+    "(((", ")))", "+", "-",
+    "*", "/", "×", "÷", "−", "=", "1", "42", "0", "007", "3.14", "1,000", ",", ".", "%", "$", "1e9", "9" * 40, "1/3",
+    "/0", " ", "\n", "\t", "  " * 20,
+    "x", "the answer is", "####", "\\frac{1}{2}", "\\text{", "{,}", "**", "`", "^{", "x=", " km", "\\(", "٣", "²",
+    "½", "🙂", "\x00", "\ud800", "-" * 30, "(" * 40, "1+" * 30, "1 " * 40, ".1" * 30, ",1" * 30,
 ]  # fmt: skip
 
 

@@ -5,7 +5,8 @@ GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.p
 | place | is reached |
 |---|---|
 | rollout, score, eval | before the completions of a step are sampled / are scored / an evaluation samples |
-| forward, backward | in the update: after the first forward / when the gradient reaches the embedding, at the end of a backward |
+| forward, backward | in the update: after the first forward / when the gradient reaches the embedding, at the end of
+a backward |
 | write | before anything of a checkpoint is on disk |
 | states | before a rank writes the optimizer's tensors of a checkpoint (under FSDP each rank its share) |
 | save | when the files of a checkpoint are written and their folder has not its name yet |
@@ -13,8 +14,8 @@ GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.p
 | line | before a step's line goes to metrics.jsonl |
 
 ``linger``: a rank that fails keeps its connections for so many seconds, so that the others do not notice, as with NCCL.
-``do``: kill (SIGKILL), term (SIGTERM), hang, sleep:SECONDS, oom (asks for a pebibyte), raise, nan, inf, full (as on a full disk, the
-next write to the file in question is refused: RLIMIT_FSIZE). With ``once`` it is done by
+``do``: kill (SIGKILL), term (SIGTERM), hang, sleep:SECONDS, oom (asks for a pebibyte), raise, nan, inf, full (as on
+a full disk, the next write to the file in question is refused: RLIMIT_FSIZE). With ``once`` it is done by
 the first that finds no such file. GRPO_TRACE=FOLDER: every rank writes the token ids of every step there.
 """
 

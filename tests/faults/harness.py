@@ -32,7 +32,8 @@ class Started:
     Args:
         fault: see ``faulty.py``.
         launcher: set a launcher's variables also for a single rank.
-        torchrun: a new interpreter, under torchrun with these options if there are several ranks (``processes_of`` finds such a
+        torchrun: a new interpreter, under torchrun with these options if there are several ranks (``processes_of``
+        finds such a
             run's processes). Without it the ranks are forks (see ``processes.py``).
     """
 

@@ -3,16 +3,18 @@
     python tests/faults/soak.py --minutes 2
     python tests/faults/soak.py --kills 100
 
-A run is hurt again and again, each time at a random moment (one in five while it starts or resumes), then started by the same
-command, until it is done:
+A run is hurt again and again, each time at a random moment (one in five while it starts or resumes), then started by
+the same command, until it is done:
 
 - ``kill -9`` of one rank, of all ranks, or of torchrun alone;
 - SIGTERM to one rank or to torchrun;
-- after a kill, sometimes, the newest checkpoint is torn: cut short, one bit flipped, its manifest deleted, half written.
+- after a kill, sometimes, the newest checkpoint is torn: cut short, one bit flipped, its manifest deleted, half
+written.
 
-Then every metric of every step, the completions, and the SHA-256 of weights and optimizer must be those of the uninterrupted run on as
-many ranks. The runs save every step, so a kill may cost the step that was under way: more is counted as lost. Exit code 1 if
-anything differs or is lost.
+Then every metric of every step, the completions, and the SHA-256 of weights and optimizer must be those of the
+uninterrupted run on as
+many ranks. The runs save every step, so a kill may cost the step that was under way: more is counted as lost. Exit
+code 1 if anything differs or is lost.
 """
 
 import argparse
@@ -165,7 +167,8 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
                 tear_how = tear(last, rng)
                 torn += 1
                 count["torn"] += 1
-            # The line of a step is written just before its checkpoint: the step under way may be lost, and what we tore.
+            # The line of a step is written just before its checkpoint: the step under way may be lost, and what we
+            # tore.
             least = max(steps_done(output) - 1 - torn, 0)
             print(
                 f"run {count['runs']} ({n} ranks) {how:20} at step {steps_done(output):2} {tear_how and 'torn: ' + tear_how}",

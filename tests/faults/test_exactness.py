@@ -18,7 +18,8 @@ from train_grpo import main
 
 STEPS, EPOCH = 6, 4
 EVERYTHING = (
-    "algorithm.num_iterations=3", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2", "algorithm.ref_sync_alpha=0.5",
+    "algorithm.num_iterations=3", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2",
+    "algorithm.ref_sync_alpha=0.5",
     "checkpoint.save_steps=1", "checkpoint.keep=99", "logging.log_completions=1000",
 )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Ranks that die, hang, run out of memory or see numbers that are none: the others do not hang, and no more than a step is lost."""
+"""Ranks that die, hang, run out of memory or see numbers that are none: the others do not hang, and no more than a
+step is lost."""
 
 import signal
 
@@ -107,7 +108,8 @@ def test_a_stop_signal_while_a_rank_hangs(tmp_path, random_model, straight):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", ["nan"])
 def test_a_gradient_that_is_not_finite_on_one_rank(tmp_path, random_model, number):
-    """All ranks leave that update out; then the run goes on. With ``stop`` all stop, and the weights are those before it."""
+    """All ranks leave that update out; then the run goes on. With ``stop`` all stop, and the weights are those
+    before it."""
     output, fault = tmp_path / "run", f"rank=1 step=3 place=backward do={number} once={tmp_path}/once"
     options = ["checkpoint.save_steps=1", "checkpoint.keep=99", "optim.lr_scheduler_type=constant"]
     done = run(output, tiny(random_model, output, *options), ranks=2, fault=fault)

@@ -34,7 +34,8 @@ def read_until(master: int, text: bytes) -> None:
 
 @pytest.mark.parametrize("what", ["SIGHUP", "error"])
 def test_a_closed_terminal_costs_the_current_step_only(tmp_path, random_model, what):
-    """Every write to a closed terminal is an EIO error; what ends the run is a signal, or an error that cannot be printed."""
+    """Every write to a closed terminal is an EIO error; what ends the run is a signal, or an error that cannot be
+    printed."""
     reward, output = tmp_path / "later.py", tmp_path / "run"
     reward.write_text(FAILS_LATER)
     settings = [f"reward.functions=['{reward}:fails_later']", "eval.before_training=false", "data.max_eval_samples=1"]

@@ -1,4 +1,5 @@
-"""Runs in which nothing can be learnt, rewards misbehave, services go away or the clock does: they go on, and say so."""
+"""Runs in which nothing can be learnt, rewards misbehave, services go away or the clock does: they go on, and say
+so."""
 
 import contextlib
 import os
@@ -21,10 +22,12 @@ def inside(arguments) -> int:
 
 
 def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_path, random_model):
-    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay; it is printed once."""
+    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay; it is printed
+    once."""
     steps, lr, decay = 12, 1e-3, 0.1
     options = [
-        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0", f"optim.max_steps={steps}",
+        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0",
+        f"optim.max_steps={steps}",
         f"optim.weight_decay={decay}", "eval.before_training=false", "data.max_eval_samples=1",
     ]  # fmt: skip
     assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
@@ -42,7 +45,8 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
 def test_all_completions_truncated_and_masked(tmp_path, random_model):
     """Nothing is left to average over: the denominator is 1, the gradient 0."""
     options = [
-        "rollout.max_completion_length=1", "algorithm.mask_truncated_completions=true", "optim.max_steps=2", "eval.before_training=false",
+        "rollout.max_completion_length=1", "algorithm.mask_truncated_completions=true", "optim.max_steps=2",
+        "eval.before_training=false",
         "data.max_train_samples=8",
     ]  # fmt: skip
     model = never_ends(save_random_model(tmp_path / "model"))
@@ -137,7 +141,8 @@ def test_rewards_that_hang_kill_their_worker_and_print_megabytes(tmp_path, rando
     names = ["hangs_on_one", "kills_its_worker", "prints_megabytes"]
     functions = ", ".join(f"'{tmp_path}/bad.py:{name}'" for name in names)
     output = tmp_path / "run"
-    options = [f"reward.functions=[{functions}]", "reward.timeout_s=1", "optim.max_steps=2", "eval.before_training=false",
+    options = [f"reward.functions=[{functions}]", "reward.timeout_s=1", "optim.max_steps=2",
+    "eval.before_training=false",
                "data.max_eval_samples=2"]  # fmt: skip
     done = run(output, [*small_run(random_model, output), *options], ranks=2)
     assert len(done.text()) < 700_000, "of the megabytes 32 KiB a step and worker are passed on"

@@ -1,4 +1,5 @@
-"""Kills, a full disk and a torn file while ranks save their shares: what was saved before is found, and the run ends with the same bits."""
+"""Kills, a full disk and a torn file while ranks save their shares: what was saved before is found, and the run ends
+with the same bits."""
 
 import pytest
 from conftest import save_random_model
