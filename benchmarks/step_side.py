@@ -51,7 +51,8 @@ def ours(a, wait_for_turn) -> dict:
             f"rollout={{prompts_per_step: {P}, num_generations: {G}, max_completion_length: {a.max_tokens}}}",
             f"algorithm={{name: grpo, beta: {a.beta}}}", "optim.learning_rate=1.0e-6", f"optim.max_steps={a.steps}",
             f"optim.tokens_per_microbatch={a.tokens_per_microbatch}",
-            f"runtime={{precision: {a.precision}, threads_per_rank: {a.threads}}}", f"model.disable_dropout={json.dumps(not a.padded)}",
+            f"runtime={{precision: {a.precision}, threads_per_rank: {a.threads}}}",
+            f"model.disable_dropout={json.dumps(not a.padded)}",
         ])  # fmt: skip
         assert code == 0
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -114,7 +114,7 @@ def suspicions(steps: Sequence[dict[str, Any]], config: Config) -> Iterator[str]
             "the reward, or the format that the prompt asks for, or take easier problems"
         )
     elif found["frac_reward_zero_std"] == {1.0}:
-        yield "the completions of each group have equal rewards: take more of them, or problems that are solved sometimes"
+        yield "completions of each group have equal rewards: take more of them, or problems that are solved sometimes"
     if found["completions/clipped_ratio"] == {1.0}:
         length = config.rollout.max_completion_length
         yield f"every completion was cut off at rollout.max_completion_length={length} (--debug lowers it): raise it"

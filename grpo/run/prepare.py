@@ -128,30 +128,16 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     with world.fail_together():
         if is_sharded(models.scorer):
             check_shared(Path(config.output_dir), holder)
-    reporter = Reporter(
-        config,
-        is_main=world.is_main,
-        first_step=progress.step,
-        max_steps=max_steps,
-        rewrite_first_step=bool(progress.unwritten_line),
-        wandb_run_id=start.state.get("wandb_run_id"),
-        environment=facts,
-    )
+    position = dict(first_step=progress.step, max_steps=max_steps, rewrite_first_step=bool(progress.unwritten_line))
+    wandb_run_id = start.state.get("wandb_run_id")
+    reporter = Reporter(config, is_main=world.is_main, **position, wandb_run_id=wandb_run_id, environment=facts)
     on_failure.callback(reporter.close)
     builtin = dict(policy=models.sampler, gathered=models.gathered, is_llama=models.is_llama)
     builtin |= {"fast_decode": config.runtime.fast_decode, "cuda_graphs": True}
     builtin["warn"] = partial(print_from_rank, world, reporter)
-    engine = build_engine(
-        config,
-        world,
-        policy,
-        path=path,
-        root=models.scorer,
-        longest=_longest(config, train.problems, eval_problems),
-        probe_ids=train.problems[0].prompt_ids,
-        folder=config.output_dir,
-        builtin=builtin,
-    )
+    longest, probe_ids = _longest(config, train.problems, eval_problems), train.problems[0].prompt_ids
+    where = dict(path=path, root=models.scorer, folder=config.output_dir)
+    engine = build_engine(config, world, policy, **where, longest=longest, probe_ids=probe_ids, builtin=builtin)
     on_failure.callback(engine.close)
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     compared = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
@@ -161,26 +147,11 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         saver.dry_run()
     signals = Signals(world, ends_process=ends_process)
     on_failure.callback(signals.close)
-    run = Run(
-        config=config,
-        world=world,
-        policy=policy,
-        engine=engine,
-        scorer=scorer,
-        bare_scorer=models.scorer,
-        ref_scorer=models.ref_scorer,
-        optimizer=models.optimizer,
-        lr_schedule=models.lr_schedule,
-        problems=problems,
-        eval_problems=eval_problems,
-        rewards=rewards,
-        reporter=reporter,
-        saver=saver,
-        signals=signals,
-        lock=lock,
-        max_steps=max_steps,
-        progress=progress,
-    )
+    scorers = dict(scorer=scorer, bare_scorer=models.scorer, ref_scorer=models.ref_scorer)
+    optimization = dict(optimizer=models.optimizer, lr_schedule=models.lr_schedule, max_steps=max_steps)
+    data = dict(problems=problems, eval_problems=eval_problems, rewards=rewards)
+    service = dict(reporter=reporter, saver=saver, signals=signals, lock=lock, progress=progress)
+    run = Run(config, world, policy, engine, **scorers, **optimization, **data, **service)
     print_summary(run, train, evaluation, models.why_padded, checkpoint)
     wanted = config.runtime.try_largest_step
     if not config.debug and (world.device.type == "cuda" if wanted is None else wanted):
