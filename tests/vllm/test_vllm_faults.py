@@ -136,7 +136,9 @@ def test_a_server_that_cannot_sample_for_the_policy(server, build, message):
 
 def test_weights_of_a_mixture_have_the_names_of_the_hub(random_model, tmp_path):
     """As in mistralai/Mixtral-8x7B-v0.1; in the model the experts of a layer are one tensor."""
-    MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path / "model")
+    MixtralForCausalLM(MixtralConfig(**SIZES | dict(vocab_size=300, num_local_experts=4))).save_pretrained(
+        tmp_path / "model"
+    )
     load(random_model).tokenizer.save_pretrained(tmp_path / "model")
     policy = load(tmp_path / "model")
     folder = WeightsFolder(str(tmp_path)).write(policy, whole_trained_weights(policy.trained), "v")

@@ -96,7 +96,7 @@ def test_a_server_ends_with_its_trainer(command, tmp_path, number):
     ("command", "seconds", "message"),
     [
         ("no-such-program {model}", 60, "has ended .exit code 1.: see "),
-        ("sleep {model}", 1, "does not answer after 1 s"),
+        ("python3 -c 'import time; time.sleep(9)' {model}", 1, "does not answer after 1 s"),
     ],
 )
 def test_a_server_that_cannot_start(tmp_path, command, seconds, message):
