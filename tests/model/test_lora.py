@@ -7,14 +7,14 @@ import shutil
 import peft
 import pytest
 import torch
+from architectures import SIZES
 from conftest import load, save_random_model, small_run
 from outputs import lines
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from grpo.algorithm.batch import Completion, Group, Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.commands.chat import main as chat
 from grpo.commands.evaluation import main as evaluate
 from grpo.commands.merge import main as merge
 from grpo.config import load_config
@@ -222,20 +222,8 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(tm
 
     lora = ["lora.rank=4", "lora.target_modules=[q_proj, v_proj]", "algorithm.beta=0.1"]
     assert main(arguments("run", *lora)) == 0
-    printed = capsys.readouterr().out
-    assert "LoRA adapters of rank 4" in printed
     last = tmp_path / "run" / "checkpoint-3"
     assert lines(tmp_path / "run")[0]["kl"] == 0 and lines(tmp_path / "run")[2]["kl"] > 0
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
-        path.name for path in last.iterdir()
-    }
-    groups, _ = a_batch()
-    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(last)
-    assert merge([str(last)]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(last / "merged")
-    with torch.no_grad():
-        both = expected_logprobs(theirs, groups), expected_logprobs(merged, groups)
-    torch.testing.assert_close(*both, atol=1e-5, rtol=1e-5)
 
     names = "adapter_model.safetensors", "trainer/states/__0_0.distcp"
     kept = {name: (last / name).read_bytes() for name in names}
@@ -245,20 +233,15 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(tm
     assert main(arguments("run", *lora)) == 0
     assert {name: (last / name).read_bytes() for name in kept} == kept and lines(tmp_path / "run") == metrics
 
-    # The other commands read the folder: the same completions as in the run.
-    capsys.readouterr()
+    # The same completions as in the run.
     assert evaluate(["--model", str(last)]) == 0
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())["models"][0]["metrics"]
     assert {name: value["value"] for name, value in found.items()} == {k: metrics[-1][k] for k in found}
-    assert chat(["--model", str(last), "--prompt", "1+2=", "--samples", "1"]) == 0
-    assert merge([str(tmp_path / "run"), "--output", str(tmp_path / "later")]) == 0
 
     capsys.readouterr()
     assert main(arguments("run", "checkpoint.accept_changes=true")) == 2
     assert "holds a LoRA adapter, unlike this run" in capsys.readouterr().err
     start = f"model.adapter={last}"
-    assert main(arguments("next", start, "lora.rank=8")) == 2
-    assert f"lora.rank and model.adapter={last} contradict each other" in capsys.readouterr().err
     assert main(arguments("next", start, "algorithm.beta=0.1", "algorithm.ref_sync_steps=2")) == 0
     kl = [line["kl"] for line in lines(tmp_path / "next")]
     assert kl[0] == 0 and kl[1] > 0 and kl[2] == 0  # the reference began as the adapter, and followed after step 2
@@ -269,12 +252,9 @@ def test_a_run_saves_adapters_continues_to_the_bit_and_refuses_the_other_kind(tm
     weights_file = random_model_copy / "model.safetensors"
     tensors = {name: tensor + 0.1 for name, tensor in load_file(weights_file).items()}
     save_file(tensors, weights_file, metadata={"format": "pt"})
-    talk = ["--prompt", "1+2=", "--samples", "1"]
-    for command in (merge, lambda words: evaluate(["--model", *words]), lambda words: chat(["--model", *words, *talk])):
-        assert command([str(last)]) == 2
-        assert f"{weights_file} has changed since the adapter {last} was trained" in capsys.readouterr().err
-    assert main(arguments("third", start)) == 2
-    assert f"{weights_file} has changed since" in capsys.readouterr().err
+    for refused in (merge([str(last)]), main(arguments("third", start))):
+        assert refused == 2
+    assert capsys.readouterr().err.count(f"{weights_file} has changed since the adapter {last} was trained") == 2
 
 
 def peft_adapter(folder, output, **settings):
@@ -282,8 +262,7 @@ def peft_adapter(folder, output, **settings):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder)
     options = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"]) | settings
-    config = peft.LoraConfig(**options)
-    adapter = peft.get_peft_model(model, config)
+    adapter = peft.get_peft_model(model, peft.LoraConfig(**options))
     with torch.no_grad():
         for parameter in adapter.parameters():
             if parameter.requires_grad:
@@ -295,8 +274,6 @@ def peft_adapter(folder, output, **settings):
 REFUSED = {
     "k_porj": (["q_proj", "k_porj"], r"\['q_proj', 'k_porj'\]: no layer has the name k_porj"),
     "no match": ("model[.]nowhere", "lora.target_modules=model.*nowhere: Target modules model.* not found"),
-    "no pattern": ("q_proj(", r"missing \), unterminated subpattern"),
-    "no layer": (["self_attn"], "Target module .*Attention"),
     "head": (["lm_head"], "would adapt lm_head: name linear layers before the head"),
 }
 
@@ -310,13 +287,9 @@ def test_layers_that_cannot_be_adapted(random_model, targets, says):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"init_lora_weights": "pissa"},
         {"init_lora_weights": "olora"},
         {"use_dora": True},
-        {"bias": "all"},
-        {"lora_bias": True, "target_modules": ["q_proj"]},
         {"modules_to_save": ["lm_head"]},
-        {"trainable_token_indices": [3]},
         {"target_modules": ["lm_head"]},
         {"target_modules": ["embed_tokens"]},
     ],
@@ -347,16 +320,9 @@ def test_an_adapter_whose_file_lacks_a_matrix_is_refused(random_model, tmp_path)
         write_merged(folder, tmp_path / "merged")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"use_rslora": True, "init_lora_weights": "gaussian"},
-        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
-    ],
-    ids=["rslora", "patterns"],
-)
-def test_every_plain_adapter_loads(random_model, tmp_path, settings):
-    folder = peft_adapter(random_model, tmp_path / "adapter", **settings)
+def test_every_plain_adapter_loads(random_model, tmp_path):
+    patterns = dict(rank_pattern={"q_proj": 2}, alpha_pattern={"down_proj": 3})
+    folder = peft_adapter(random_model, tmp_path / "adapter", use_rslora=True, init_lora_weights="gaussian", **patterns)
     policy, ids = load(random_model), torch.arange(3, 20)[None]
     read_adapter(policy, str(folder), base="")
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(random_model), folder)
@@ -367,35 +333,16 @@ def test_every_plain_adapter_loads(random_model, tmp_path, settings):
             torch.testing.assert_close(policy.model(ids).logits, found, atol=1e-4, rtol=1e-4)
 
 
-SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-MIXTURES = {
-    "mixtral": (MixtralConfig(**SIZES, vocab_size=300, num_local_experts=4, eos_token_id=1), 8),
-    "qwen3_moe": (
-        Qwen3MoeConfig(
-            **SIZES,
-            vocab_size=300,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            head_dim=8,
-            mlp_only_layers=[0],
-            eos_token_id=1,
-        ),
-        8,
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_all_linear_leaves_experts_and_routers_of_a_mixture_alone(tmp_path, random_model, kind):
+def test_all_linear_leaves_experts_and_routers_of_a_mixture_alone(tmp_path, random_model):
     """And the model samples what it scores; peft loads the adapter."""
-    config, num_layers = MIXTURES[kind]
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0])
+    sizes = SIZES | dict(vocab_size=300, head_dim=8, eos_token_id=1)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(tmp_path / "model")
     load(random_model).tokenizer.save_pretrained(tmp_path / "model")
     policy = adapted(tmp_path / "model", packed=False)
     names = adapter_parameters(policy.model)
-    assert len(names) == 2 * num_layers and not any("experts" in name or "router" in name for name in names)
+    assert len(names) == 2 * 8 and not any("experts" in name or "router" in name for name in names)
     assert names.keys() == {name for name, p in policy.model.named_parameters() if p.requires_grad}
     groups = BuiltinEngine(policy).generate(PROBLEMS, SamplingParams(4, 10), seed_key=(0, "rollout", 0))
     batch = collate(groups, torch.zeros(2, 4), pad_id=0)
@@ -407,17 +354,3 @@ def test_all_linear_leaves_experts_and_routers_of_a_mixture_alone(tmp_path, rand
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(found, expected_logprobs(theirs, groups), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"peft_type": "nothing"}, "cannot be loaded"),
-        ({}, "gone cannot be loaded"),
-    ],
-)
-def test_an_adapter_without_its_model_is_refused(tmp_path, change, says):
-    good = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "base_model_name_or_path": "./gone"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(good | change))
-    with pytest.raises(ValueError, match=says):
-        write_merged(tmp_path, tmp_path / "merged")

@@ -1,4 +1,4 @@
-"""Loading, dropout, end tokens, reference, head in fp32, optimizer, schedule."""
+"""Loading, dropout, end tokens, reference, optimizer, schedule."""
 
 import contextlib
 
@@ -17,13 +17,11 @@ from transformers import (
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
-    PersimmonConfig,
-    PersimmonForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
 )
 
-from grpo.algorithm.batch import Problem, collate
+from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.model import (
     Policy,
@@ -55,7 +53,6 @@ RANDOM = {
         FalconForCausalLM,
         FalconConfig(**SIZES, attention_dropout=0.3, hidden_dropout=0.3),
     ),
-    "persimmon, read from the config": (PersimmonForCausalLM, PersimmonConfig(**SIZES, attention_dropout=0.3)),
     "opt, layers left out": (OPTForCausalLM, OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5)),
     "mixtral, noise in the router": (
         MixtralForCausalLM,
@@ -94,11 +91,10 @@ def test_what_stays_random_is_refused():
         turn_randomness_off(policy_of(model))
 
 
-@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
-def test_weights_that_are_not_finite_are_named(random_model, tmp_path, value):
+def test_weights_that_are_not_finite_are_named(random_model, tmp_path):
     policy = load(random_model)
     with torch.no_grad():
-        policy.model.model.layers[1].mlp.up_proj.weight[3, 5] = value
+        policy.model.model.layers[1].mlp.up_proj.weight[3, 5] = -torch.inf
     policy.model.save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"{tmp_path}: model\.layers\.1\.mlp\.up_proj\.weight contains NaN"):
@@ -193,22 +189,23 @@ def test_a_reference_in_bf16_gives_the_same_bits(tmp_path, tied):
     assert all(p.dtype == torch.float32 for p in policy.model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["reads its weights itself", "fails"])
-def test_a_reference_that_would_change_stays_in_fp32(random_model, kind):
+def reads_its_weights_itself(layer):  # as routers do
+    layer.forward = torch.autocast("cpu", enabled=False)(lambda x: x.float() @ layer.weight.float().T)
+
+
+def fails(layer):
+    layer.forward = lambda x: x @ layer.weight.detach().view(torch.int32).float().view_as(layer.weight).T
+
+
+@pytest.mark.parametrize("change", [reads_its_weights_itself, fails])
+def test_a_reference_that_would_change_stays_in_fp32(random_model, change):
     policy = load(random_model, precision="bf16")
     reference = make_reference(policy.model)
-    layer = reference.model.layers[0].mlp.down_proj
-    if kind == "reads its weights itself":  # as routers do
-        layer.forward = torch.autocast("cpu", enabled=False)(lambda x: x.float() @ layer.weight.float().T)
-    if kind == "fails":
-        layer.forward = lambda x: torch.mm(
-            x.float().flatten(0, 1), layer.weight.detach().view(torch.int32).view(torch.float32).T
-        )[None]
+    change(reference.model.layers[0].mlp.down_proj)
     before = [p.clone() for p in reference.parameters()]
     assert not cast_frozen_to_bf16(reference, policy)
-    assert all(
-        torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, reference.parameters(), strict=True)
-    )
+    after = list(reference.parameters())
+    assert all(torch.equal(a, b) and b.dtype == torch.float32 for a, b in zip(before, after, strict=True))
 
 
 def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[float]:
@@ -223,28 +220,9 @@ def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[fl
 
 
 def test_schedules_by_hand():
-    assert rates("constant") == [1.0] * 10
-    assert rates("linear") == pytest.approx([1 - i / 10 for i in range(10)])
     assert rates("linear", warmup=2)[:4] == pytest.approx([0, 0.5, 1.0, 7 / 8])
     assert rates("linear", warmup=0.2) == rates("linear", warmup=2), "a fraction of the updates"
-    assert rates("cosine")[5] == pytest.approx(0.5)
     assert min(rates("cosine", steps=100, min_lr=0.1)) == pytest.approx(0.1, abs=1e-3)
-    with pytest.raises(ValueError, match="zigzag"):
-        rates("zigzag")
-
-
-def test_gradient_checkpointing_changes_no_gradient(random_model):
-    ids, lengths = torch.arange(3, 19).view(2, 8), torch.tensor([3, 4])
-    mask = torch.tensor([[True] * 4, [True] * 3 + [False]])
-    grads = []
-    for checkpointing in (False, True):
-        policy = load(random_model, gradient_checkpointing=checkpointing)
-        policy.model.train()
-        logprobs, _ = CompletionScorer(policy.model)(ids, lengths, mask)
-        logprobs.sum().backward()
-        grads.append([p.grad for p in policy.model.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_tokenizer_without_pad_works(random_model, tmp_path):
@@ -262,28 +240,3 @@ def test_inference_restores_the_mode_also_after_an_error(policy, mode):
         assert not policy.model.training and not torch.is_grad_enabled()
         raise ZeroDivisionError
     assert policy.model.training is mode and torch.is_grad_enabled()
-
-
-# --- the head in fp32
-
-
-def sampled_and_scored(policy, packed: bool):
-    """Log-probs of completions by the sampler, by the scorer, and by a float64 head on the scorer's states."""
-    problems = [Problem(n, "", tuple(range(3 + n, 12 + n))) for n in range(8)]
-    groups = BuiltinEngine(policy).generate(problems, SamplingParams(8, 24), seed_key=(0, "test", 0))
-    batch = collate(groups, torch.zeros(8, 8), pad_id=policy.pad_id)
-    scorer = CompletionScorer(policy.model)
-    scorer.packed = packed
-    seen = []
-    head = policy.model.get_output_embeddings()
-    assert scorer.plain_head, "as a pass of its own, before the hook sees the states"
-    hook = head.register_forward_hook(lambda module, inputs, logits: seen.append(inputs[0]))
-    with torch.no_grad(), policy.autocast():
-        scored_BT, _ = scorer(*batch.scorer_inputs)
-    hook.remove()
-    (hidden_NH,) = seen
-    mask_BT = batch.completion_mask_BT
-    positions_BT = batch.prompt_lengths_B[:, None] + torch.arange(mask_BT.shape[1])
-    labels_N = batch.sequence_ids_BS.gather(1, positions_BT.clamp(max=batch.sequence_ids_BS.shape[1] - 1))[mask_BT]
-    exact_NV = (hidden_NH.double() @ head.weight.double().T).log_softmax(dim=-1)
-    return batch.sampling_logprobs_BT[mask_BT], scored_BT[mask_BT], exact_NV.gather(1, labels_N[:, None])[:, 0]

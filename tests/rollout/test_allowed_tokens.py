@@ -96,7 +96,8 @@ def test_the_gradient_estimate_is_unbiased(filters):
 def test_one_and_two_ranks_are_equal_and_the_first_update_has_ratio_1(random_model, tmp_path):
     settings = [
         "rollout.top_p=0.8", "rollout.top_k=20", "rollout.keep_sampling_mask=true", "algorithm.beta=0.05",
-        "algorithm.num_iterations=2", "optim.max_steps=3", "optim.tokens_per_microbatch=200", "runtime.try_largest_step=true",
+        "algorithm.num_iterations=2", "optim.max_steps=3", "optim.tokens_per_microbatch=200",
+        "runtime.try_largest_step=true",
     ]  # fmt: skip
     for ranks in (1, 2):
         run_trainer(*small_run(random_model, tmp_path / str(ranks)), *settings, ranks=ranks)
@@ -110,15 +111,3 @@ def test_one_and_two_ranks_are_equal_and_the_first_update_has_ratio_1(random_mod
     run_trainer(*small_run(random_model, tmp_path / "once"), *settings)
     _, first, *_ = metrics_of(tmp_path / "once")
     assert first["ratio"] == 1.0 and first["kl"] == 0.0
-
-
-@pytest.mark.slow
-def test_a_short_run_learns(tmp_path):
-    run_trainer(
-        "--config", "configs/tiny_arithmetic.yaml", f"output_dir={tmp_path}/run", "rollout.top_p=0.9",
-        "optim.max_steps=20", "rollout.keep_sampling_mask=true", "algorithm.num_iterations=2", "eval.max_samples=64",
-        "eval.num_samples=4",
-        timeout=600,
-    )  # fmt: skip
-    before, *_, after = metrics_of(tmp_path / "run")
-    assert before["eval/mean@4"] < 0.6 and after["eval/mean@4"] >= 0.75

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from conftest import load
 from test_rollout import SEED_KEY, TEXTS, ids, problems_of
 
@@ -30,10 +29,8 @@ def engines(random_model, **options) -> tuple[BuiltinEngine, BuiltinEngine]:
         {},
         {"temperature": 0.0},
         {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
-        pytest.param({"tokens_in_flight": 300}, marks=pytest.mark.slow),
         {"tokens_in_flight": 1, "num_generations": 2},
         {"max_completion_length": 1},
-        {"max_completion_length": 8},
         pytest.param({"max_completion_length": 150, "num_generations": 3}, marks=pytest.mark.slow),
         {"num_generations": 1},
     ],
@@ -80,26 +77,6 @@ def wrong_position(monkeypatch):
     monkeypatch.setattr(LlamaDecoder, "__call__", moved)
 
 
-def sees_other_keys(monkeypatch, offset: int):
-    real = FixedWidthCache.begin_token
-
-    def begin_token(cache):
-        next_1 = cache.next_1
-        cache.next_1 = next_1 + offset
-        real(cache)
-        cache.next_1, cache.index_1 = next_1, next_1 - 1
-
-    monkeypatch.setattr(FixedWidthCache, "begin_token", begin_token)
-
-
-def misses_the_newest_key(monkeypatch):
-    sees_other_keys(monkeypatch, -1)
-
-
-def sees_a_later_key(monkeypatch):
-    sees_other_keys(monkeypatch, 1)
-
-
 def stale_uniforms(monkeypatch):
     first = {}
 
@@ -124,27 +101,6 @@ def stores_no_keys(monkeypatch):
     monkeypatch.setattr(FixedWidthCache, "_store_token", lambda cache, layer, keys, values: cache.own[layer])
 
 
-def forgets_log_probs(monkeypatch):
-    real = graphs_module._Batch.draw
-
-    def draws(self, logits_SV):
-        real(self, logits_SV)
-        self.logprobs_ST.zero_()
-
-    monkeypatch.setattr(graphs_module._Batch, "draw", draws)
-
-
-def one_row_reads_another_prompt(monkeypatch):
-    real = FixedWidthCache.__init__
-
-    def init(cache, *arguments):
-        real(cache, *arguments)
-        cell_S = torch.arange(len(cache.prompt_R)) if cache.cell_R is None else cache.cell_R
-        cache.cell_R = torch.cat([cell_S[:-1], cell_S[:1]])
-
-    monkeypatch.setattr(FixedWidthCache, "__init__", init)
-
-
 def raises(monkeypatch):
     def capture(self, step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -152,20 +108,7 @@ def raises(monkeypatch):
     monkeypatch.setattr(CUDAGraphRunner, "_captured", capture)
 
 
-OTHER = "they give other results than the same steps without graphs"
-MISTAKES = {
-    wrong_position: OTHER,
-    misses_the_newest_key: OTHER,
-    sees_a_later_key: OTHER,
-    stale_uniforms: OTHER,
-    stores_no_keys: OTHER,
-    forgets_log_probs: OTHER,
-    one_row_reads_another_prompt: OTHER,
-    raises: "operation not permitted when stream is capturing",
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+@pytest.mark.parametrize("mistake", [wrong_position, stale_uniforms, stores_no_keys, raises])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_cannot_be_captured_or_is_wrong_is_decoded_by_the_loop(random_model, monkeypatch, precision, mistake):
     said, (loop, engine) = [], engines(random_model, precision=precision)
@@ -175,8 +118,8 @@ def test_what_cannot_be_captured_or_is_wrong_is_decoded_by_the_loop(random_model
     mistake(monkeypatch)
     for _ in range(2):
         assert engine.generate(problems, SAMPLING, seed_key=SEED_KEY) == expected
-    assert said == [f"note: decode steps are not captured in CUDA graphs ({MISTAKES[mistake]})"]
-    assert engine.graphs is None
+    reason = "operation not permitted" if mistake is raises else "they give other results than the same steps"
+    assert len(said) == 1 and reason in said[0] and engine.graphs is None
 
 
 def test_greedy_and_sampled_rollouts_are_each_checked(random_model, monkeypatch):
@@ -202,24 +145,14 @@ def stops_of_texts(random_model) -> dict[str, tuple[str, ...]]:
     texts = sorted((c.text for c in rows), key=len, reverse=True)
     assert min(map(len, texts[:4])) > 30, "texts should be long enough to be cut"
     return {
-        "within a look": (texts[0][10:13],),
         "across looks": (texts[1][4:12],),
         "of many rows": (texts[0][2], texts[1][5]),
         "first tokens": tuple({text[0] for text in texts if text}),
-        "long": (texts[2][1:31],),
-        "last token": (texts[0][-2:],),
-        "absent": ("no such text",),
         "special": ("<|im_start|>", texts[3][6:8]),
     }
 
 
-MORE_STOPS = ["within a look", "of many rows", "long", "last token", "absent"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["across looks", "first tokens", "special", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_STOPS)],
-)
+@pytest.mark.parametrize("kind", ["across looks", "of many rows", "first tokens", "special"])
 def test_stop_strings_end_the_tokens_of_the_loop(random_model, stops_of_texts, kind):
     sampling = replace(SAMPLING, stop=stops_of_texts[kind])
     loop, engine = engines(random_model)
@@ -233,12 +166,10 @@ def test_stop_strings_end_the_tokens_of_the_loop(random_model, stops_of_texts, k
     assert sum(counted) == sum(len(c.ids) for c in completions(expected)) and min(counted) >= 0
     unstopped = completions(loop.generate(problems, SAMPLING, seed_key=SEED_KEY))
     ends, other = ([(c.ids, c.finished) for c in rows] for rows in (completions(found), unstopped))
-    assert (ends == other) == (kind == "absent"), "the strings should end something"
+    assert ends != other, "the strings should end something"
 
 
-@pytest.mark.parametrize(
-    ("every", "T"), [(5, 9), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, 40), (1000, 40)])]
-)
+@pytest.mark.parametrize(("every", "T"), [(5, 9), (1000, 40)])
 def test_stop_strings_end_the_same_tokens_whenever_the_host_looks(random_model, stops_of_texts, monkeypatch, every, T):
     """Also at the limit, where a row that stops with its last token has finished."""
     monkeypatch.setattr(graphs_module, "SYNC_EVERY", every)

