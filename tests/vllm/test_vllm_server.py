@@ -59,12 +59,12 @@ def test_options_and_environment_of_a_server_which_ends_with_its_children(comman
     for name in ("RANK", "TORCHELASTIC_RUN_ID", "HF_TOKEN"):
         monkeypatch.setenv(name, "1")
     options = ["--dtype", "float32", "--enable-lora"]
-    server = StartedServer(f"{command} --dtype=half --port=80", "/models/m", 1, options, tmp_path / "log")
+    server = StartedServer(f"{command} --dtype=half --port=80", "/models/m", options, tmp_path / "log")
     server.wait(60)
     pid, child, words, env = state(server)
     port = server.address.rpartition(":")[2]
     # The last of two values counts.
-    own = ["1", "--dtype=half", "--port=80"]
+    own = ["--dtype=half", "--port=80"]
     assert words[1:] == ["/models/m", *options, *own, "--host=127.0.0.1", f"--port={port}"]
     assert not env.keys() & {"RANK", "TORCHELASTIC_RUN_ID"} and env["HF_TOKEN"] == "1"
     assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]) == ("1", "True")
@@ -80,7 +80,7 @@ def test_a_server_ends_with_its_trainer(command, tmp_path, number):
         import sys, time
         from pathlib import Path
         from grpo.vllm.server import StartedServer
-        server = StartedServer({command!r}, "/m", 0, [], Path({str(tmp_path / "log")!r}))
+        server = StartedServer({command!r}, "/m", [], Path({str(tmp_path / "log")!r}))
         server.wait(60)
         print(server.process.pid, flush=True)
         time.sleep(1000)
@@ -100,6 +100,6 @@ def test_a_server_ends_with_its_trainer(command, tmp_path, number):
     ],
 )
 def test_a_server_that_cannot_start(tmp_path, command, seconds, message):
-    server = StartedServer(command, "9", 0, [], tmp_path / "log")
+    server = StartedServer(command, "9", [], tmp_path / "log")
     with contextlib.closing(server), pytest.raises(ConfigError, match=message):
         server.wait(seconds)

@@ -38,7 +38,7 @@ class VLLMServer:
         return self.started.address
 
     def start(self) -> None:
-        self.started = StartedServer(self.command, str(self.model), 0, self.options, self.log)
+        self.started = StartedServer(self.command, str(self.model), self.options, self.log)
         self.started.wait(START_SECONDS)
 
     def stop(self) -> None:
