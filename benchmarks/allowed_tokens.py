@@ -1,20 +1,17 @@
-"""Time and memory of ``rollout.keep_sampling_mask``: one rollout, then scoring with its backward pass, with and without the mask.
+"""Time and memory of ``rollout.keep_sampling_mask``: a rollout, then scoring with its backward pass, with and without.
 
     python benchmarks/allowed_tokens.py --config configs/gsm8k_cpu.yaml model.name_or_path=DIR data.dataset=FILE
 
-Arguments are those of ``train_grpo.py``. The sides alternate; times are seconds of the CPU (of the clock on a GPU), the medians of
-the rounds.
+Arguments are those of ``train_grpo.py``. The sides alternate; times are seconds of the CPU (of the clock on a GPU), the
+medians of the rounds.
 """
 
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
+import common  # noqa: F401  # isort: skip  # puts the checkout on the path
 import grpo  # noqa: F401  # isort: skip  # before torch, for which it sets environment variables
 
 import torch
@@ -67,9 +64,7 @@ def main() -> None:
                 times.append(1e6 * value / num_tokens)
             facts = f"{num_tokens} tokens, kept {kept:.2f} ids a token: {4 * kept + 4 * bool(kept):.1f} bytes"
             rollout, update = (median(times) for times in seconds[side])
-            print(
-                f"{side:26} rollout {rollout:5.0f} us a token, scoring and backward {update:5.0f} us a token; {facts}"
-            )
+            print(f"{side:26} us a token: rollout {rollout:5.0f}, scoring and backward {update:5.0f}; {facts}")
 
 
 if __name__ == "__main__":

@@ -34,11 +34,12 @@ import gpu_checks as checks
 import gpu_runs as runs
 import torch
 import transformers
-from gpu_common import ROOT, SIZES, Bench, forked
+from common import RESULTS
+from gpu_checks import SIZES, Bench, forked
 
 from grpo.system import write_atomically
 
-FIGURES = [runs.update, runs.step_beside_trl, *checks.FIGURES]
+FIGURES = [runs.update, *checks.FIGURES]
 GROUPS = {
     "first": [checks.versions, checks.model_checks, checks.tf32_checks, checks.sdpa, checks.scoring, *FIGURES],
     "runs": [runs.kill_and_resume, runs.dry_run_peak, runs.too_large_microbatch, runs.nccl_alone, runs.gloo_two_ranks],
@@ -102,8 +103,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, help="nothing goes on after it; default: 540 for a group, else 1800")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to try this command itself")
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SIZES, help="of the model")
-    parser.add_argument("--scratch", type=Path, help="folder that keeps the random models between calls")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     a = parser.parse_args(argv)
     a.seconds = a.seconds or (540 if a.group else 1800)
     chosen = [names[name] for name in a.only or names]
@@ -114,11 +114,10 @@ def main(argv: list[str]) -> int:
     versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}"
     results = {"date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions, "arguments": " ".join(argv), "rows": []}
     path = a.output / ("gpu_part" if a.only else f"gpu_{a.group}" if a.group else "gpu")
-    for folder in filter(None, (a.output, a.scratch)):
-        folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-", dir=a.scratch) as scratch:
+    a.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
         device = torch.device(a.device, 0) if a.device == "cuda" else torch.device("cpu")
-        bench = Bench(device, a.shape, a.scratch or Path(scratch), Path(scratch))
+        bench = Bench(device, a.shape, Path(scratch))
         for function in chosen:
             begun, is_figure = time.monotonic(), function in FIGURES
             row = {"name": function.__name__, "about": function.__doc__, "is_figure": is_figure}

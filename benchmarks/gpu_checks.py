@@ -2,26 +2,104 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from unittest import SkipTest
 from unittest.mock import patch
 
+import common  # noqa: F401  # isort: skip  # puts the checkout on the path
 import torch
 import torch.nn.functional as F
 import transformers
-from bandwidth import copy_bandwidth
-from gpu_common import Bench, named
+from random_model import save_random_model
+from rollout import SHAPES, copy_bandwidth
 from torch.nn.attention import SDPBackend
 
-from grpo.algorithm.batch import Completion, Group, collate
+from grpo.algorithm.batch import Completion, Group, Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer, head_is_plain
 from grpo.attention import enable_packing
-from grpo.model import Policy
+from grpo.model import Policy, load_policy, load_tokenizer
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling, split_into_waves
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.llama_decoder import matches_model
+
+SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+# With tied embeddings, rows of a model of this width repeat one token.
+SIZES = {"small": SMALL | dict(vocab_size=512, tie_word_embeddings=False)}
+SIZES |= {name: shape | dict(vocab_size=151936, tie_word_embeddings=True) for name, shape in SHAPES.items()}
+
+
+def forked(function: Callable[[], None], log: Path) -> multiprocessing.Process:
+    """Start a fork of this process that calls a function; its output goes to the file ``log``, which is its name."""
+
+    def run() -> None:
+        opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(opened, 1)
+        os.dup2(opened, 2)
+        function()
+
+    process = multiprocessing.get_context("fork").Process(target=run, name=str(log))
+    process.start()
+    return process
+
+
+def named(name: str, about: str, function: Callable, **options) -> Callable:
+    """A check or figure of its own: a function with some of its arguments."""
+    result = partial(function, **options)
+    result.__name__, result.__doc__ = name, about
+    return result
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The device that is checked, and the random model on it: ``shape`` is a name in ``SIZES``."""
+
+    device: torch.device
+    shape: str
+    scratch: Path
+
+    @property
+    def kind(self) -> str:
+        """``emulated``: the device that ``tests/cuda`` emulates on a CPU build of PyTorch."""
+        is_real = torch.version.cuda or torch.version.hip or self.device.type == "cpu"
+        return self.device.type if is_real else "emulated"
+
+    def need(self, *kinds: str) -> None:
+        """SkipTest, which says why, unless the device is of one of these kinds."""
+        if self.kind not in kinds:
+            raise SkipTest(f"not on {self.kind}, only on {' and '.join(kinds)}")
+
+    def problems(self, lengths: tuple[int, ...] | None = None) -> list[Problem]:
+        """Prompts of random tokens; of uneven lengths, if none are given."""
+        lengths = lengths or ((3, 12) if self.shape == "small" else (20, 70, 200, 270))
+        shape, rng = (len(lengths), max(lengths)), torch.Generator().manual_seed(1)
+        ids = torch.randint(2, SIZES[self.shape]["vocab_size"], shape, generator=rng).tolist()
+        return [Problem(u, "", tuple(ids[u][:n])) for u, n in enumerate(lengths)]
+
+    def policy(self, precision: str, *, packed: bool = True, device: torch.device | None = None) -> Policy:
+        """The random model; no token ends a completion."""
+        path = str(self.model_folder(self.shape))
+        policy = load_policy(path, load_tokenizer(path), device=device or self.device, precision=precision)
+        policy.eos_ids = ()
+        if packed:
+            assert (why := enable_packing(policy.model, policy.backbone)) is None, f"packing is refused: {why}"
+        return policy
+
+    def model_folder(self, shape: str) -> Path:
+        """A Hugging Face folder with random weights; written at first use."""
+        folder = self.scratch / f"model-{shape}"
+        if not folder.exists():
+            # With the usual initialization attention is almost an average: wrong positions or masks would hardly show.
+            scale = 40.0 if shape == "small" else 4.0
+            save_random_model(self.scratch / "unfinished", query_scale=scale, **SIZES[shape])
+            (self.scratch / "unfinished").rename(folder)
+        return folder
 
 
 def versions(bench: Bench) -> dict:
@@ -283,12 +361,6 @@ def sampling(bench: Bench, side: str, rows: int) -> dict:
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def kernels(tokens: int) -> int:
-        with torch.profiler.profile(acc_events=True) as profile:
-            seconds(tokens)
-        on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        return sum(not event.name.startswith(("Memcpy", "Memset")) for event in on_device)
-
     def timed(runner, step):
         started = time.perf_counter()
         replay = capture(runner, step)
@@ -296,12 +368,11 @@ def sampling(bench: Bench, side: str, rows: int) -> dict:
         return replay
 
     number = 129 if side in ("graphs", "static") else 65
-    for tokens in (1, 9, 17, number):  # the first time libraries are loaded and steps compiled
+    for tokens in (1, number):  # the first time libraries are loaded and steps compiled
         seconds(tokens)
     with patch.object(CUDAGraphRunner, "_captured", timed):
         first, whole = seconds(1), seconds(number)
     found = {"ms/token": 1e3 * (whole - first) / (number - 1), "prefill ms": 1e3 * first}
-    found["kernels/token"] = (kernels(17) - kernels(9)) / 8
     assert not said, "; ".join(said)
     return found | {"captures": len(captures), "seconds of capturing": sum(captures)}
 

@@ -1,4 +1,4 @@
-"""Checks of ``gpu.py`` that start the trainer, and figures of other benchmarks."""
+"""Checks of ``gpu.py`` that start the trainer, and the figures of ``update.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
-from gpu_common import ROOT, Bench, forked
+from common import ROOT
+from gpu_checks import Bench, forked
 
 MISSING = [package for package in ("pydantic", "pyarrow") if importlib.util.find_spec(package) is None]
 if not MISSING:
@@ -39,8 +40,9 @@ def start(bench: Bench, name: str, *settings: str, main: Callable | None = None,
         f"--config={ROOT}/configs/tiny_arithmetic.yaml", f"model.name_or_path={bench.model_folder('small')}",
         f"output_dir={bench.scratch / name}", f"runtime.device={bench.device.type}", f"reward.functions=[{REWARD}]",
         f"rollout={{prompts_per_step: {P}, num_generations: 4, max_completion_length: {T}, temperature: 1.5}}",
-        f"optim.max_steps={steps}", "runtime.precision=bf16", "runtime.deterministic=true", "runtime.try_largest_step=false",
-        "runtime.threads_per_rank=1", "algorithm.beta=0.04", "checkpoint.save_steps=1", "checkpoint.keep=100",
+        f"optim.max_steps={steps}", "runtime.precision=bf16", "runtime.deterministic=true",
+        "runtime.try_largest_step=false", "runtime.threads_per_rank=1", "algorithm.beta=0.04",
+        "checkpoint.save_steps=1", "checkpoint.keep=100",
         "eval.before_training=false", "data.max_eval_samples=1", "logging.log_completions=0", *settings,
     ]  # fmt: skip
 
@@ -182,30 +184,12 @@ def gloo_two_ranks(bench: Bench) -> dict:
     return calls | {"grad_norm": two["grad_norm"]}
 
 
-def measured_by(script: str, bench: Bench, **options) -> dict:
-    """The JSON that another benchmark of this folder writes."""
-    options |= dict(model=bench.model_folder(bench.shape), output=bench.scratch / script)
-    command = [sys.executable, f"{ROOT}/benchmarks/{script}.py", *(f"--{name}={x}" for name, x in options.items())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-500:]
-    return json.loads((bench.scratch / f"{script}.json").read_text())
-
-
 def update(bench: Bench) -> dict:
     """forward and backward: 64 completions of 128 to 512 tokens, 8 prompts of 256; utilisation of a matrix product"""
     bench.need("cuda")
-    result = measured_by("update", bench, device="cuda", prompts=8, points="8:256:512", repeats=1, threads=4)
-    sides = result["rows"][0]["median"].items()
+    options = ["--device=cuda", "--prompts=8", "--points=8:256:512", "--repeats=1", "--threads=4"]
+    command = [sys.executable, f"{ROOT}/benchmarks/update.py", f"--model={bench.model_folder(bench.shape)}", *options]
+    done = subprocess.run([*command, f"--output={bench.scratch}/update"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    sides = json.loads((bench.scratch / "update.json").read_text())["rows"][0]["median"].items()
     return {f"{side}: {what}": value for side, values in sides for what, value in values.items()}
-
-
-def step_beside_trl(bench: Bench) -> dict:
-    """a whole step beside TRL's, seconds per 1,000 completion tokens"""
-    bench.need("cuda")
-    if missing := [*MISSING, *(name for name in ("datasets", "trl") if importlib.util.find_spec(name) is None)]:
-        raise SkipTest(f"no {missing[0]}")
-    questions = [{"question": f"What is {n} + {n + 1}?", "answer": f"#### {2 * n + 1}"} for n in range(16)]
-    (data := bench.scratch / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    result = measured_by("compare_trl", bench, data=data, steps=3, settings="bf16:0.04:4", trl="8 32")
-    phases = result["results"][0]["summary"].items()
-    return {f"{phase}, {side}": values[side] for phase, values in phases for side in ("ours", "trl", "ratio")}

@@ -1,15 +1,13 @@
 """GSM8K with a small checkpoint: rewards by step, and the test problems before and after, for several seeds.
 
-    python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl                3 seeds x 30 steps
-    python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl --steps 2 --seeds 0 --problems 8
-    python benchmarks/gsm8k_learns.py --plot-only                                  table and plot of the stored results
+    python benchmarks/gsm8k_learns.py --model FOLDER --train train.jsonl --test test.jsonl           3 seeds x 30 steps
+    python benchmarks/gsm8k_learns.py --plot-only                            table and plot of the stored results
 
-The configuration is configs/gsm8k_cpu.yaml. `python -m grpo.evaluation` evaluates on the first test problems: greedily, and with 4 samples
-each at temperature 1. All models answer the same problems with the same random numbers. Each result is written to
-benchmarks/results/gsm8k_learns.json at once (a stored run is not repeated), and from there to .md and .png.
+The configuration is configs/gsm8k_cpu.yaml. `python -m grpo.evaluation` evaluates on the first test problems: greedily,
+and with 4 samples each at temperature 1. All models answer the same problems with the same random numbers. Each result
+is written to benchmarks/results/gsm8k_learns.json at once (a stored run is not
+repeated), and from there to .md and .png.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -19,22 +17,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import RESULTS, ROOT, get_pyplot, parser
+from common import train as run_trainer
+
 CONFIG = ["--config", str(ROOT / "configs/gsm8k_cpu.yaml"), "runtime.device=cpu", "runtime.threads_per_rank=1"]
 CURVES = ("rewards/format/mean", "rewards/accuracy/mean", "completions/mean_length", "completions/clipped_ratio")
 BEFORE = "before"
 
 
 def train(seed: int, options: argparse.Namespace, output: Path) -> dict[str, list[float]]:
-    """One training run in its own process, without evaluation. Returns its metrics by step."""
+    """One training run without evaluation; its metrics by step."""
     shutil.rmtree(output, ignore_errors=True)
-    command = [
-        sys.executable, str(ROOT / "train_grpo.py"), *CONFIG, f"model.name_or_path={options.model}",
-        f"data.dataset={options.train}", "data.eval_split=null", f"seed={seed}", f"optim.max_steps={options.steps}",
-        f"output_dir={output}", "logging.every=1000", "logging.log_completions=0",
-    ]  # fmt: skip
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    data = [f"model.name_or_path={options.model}", f"data.dataset={options.train}", "data.eval_split=null"]
+    lines = run_trainer(output, *CONFIG, *data, f"seed={seed}", f"optim.max_steps={options.steps}")
     return {name: [round(line[name], 4) for line in lines if line["step"]] for name in CURVES}
 
 
@@ -56,29 +51,16 @@ def table(results: dict) -> str:
     rows = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     # The rewards are here the same as format and mean@4.
     for metric in [name for name in evaluations[BEFORE] if "/rewards/" not in name]:
-        cells = [_cell(evaluations[column][metric], metric) for column in columns]
+        factor, cells = 1 if metric.endswith("length") else 100, []
+        for column in columns:
+            value, low, high = (factor * evaluations[column][metric][x] for x in ("value", "low", "high"))
+            cells.append(f"{value:.1f} ({low:.1f} to {high:.1f})")
         rows.append(f"| {metric.removeprefix('eval/').replace('_', ' ')} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
-def _cell(estimate: dict, metric: str) -> str:
-    is_length = metric.endswith("length")
-    value, low, high = (
-        f"{x if is_length else 100 * x:.1f}" for x in (estimate["value"], estimate["low"], estimate["high"])
-    )
-    return f"{value} ({low} to {high})"
-
-
 def plot(results: dict, path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed (pip install -e '.[plots]'): the plot is not updated")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(8.4, 3.4))
+    figure, panels = get_pyplot().subplots(1, 2, figsize=(8.4, 3.4))
     for axes, name in zip(panels, CURVES[:2], strict=True):
         curves = [run[name] for run in results["runs"].values()]
         x = range(1, len(curves[0]) + 1)
@@ -95,43 +77,38 @@ def plot(results: dict, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of the checkpoint to start from")
-    parser.add_argument("--train", type=Path, help="GSM8K's train.jsonl")
-    parser.add_argument("--test", type=Path, help="GSM8K's test.jsonl")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--problems", type=int, default=512, help="number of test problems")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/gsm8k_learns.json")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/gsm8k_learns", help="folder of the checkpoints")
-    parser.add_argument("--plot-only", action="store_true")
-    options = parser.parse_args()
+    p = parser(__doc__)
+    p.add_argument("--model", type=Path, help="folder of the checkpoint to start from")
+    p.add_argument("--train", type=Path, help="GSM8K's train.jsonl")
+    p.add_argument("--test", type=Path, help="GSM8K's test.jsonl")
+    p.add_argument("--steps", type=int, default=30)
+    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    p.add_argument("--problems", type=int, default=512, help="number of test problems")
+    p.add_argument("--output", type=Path, default=RESULTS / "gsm8k_learns.json")
+    p.add_argument("--runs", type=Path, default=ROOT / "runs/gsm8k_learns", help="folder of the checkpoints")
+    p.add_argument("--plot-only", action="store_true")
+    options = p.parse_args()
     if not options.plot_only and not (options.model and options.train and options.test):
-        parser.error("--model, --train and --test name the checkpoint and the two files")
+        p.error("--model, --train and --test name the checkpoint and the two files")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     results = {"steps": options.steps, "problems": options.problems, "runs": {}, "evaluations": {}}
     if options.output.exists():
         results = json.loads(options.output.read_text())
         if not options.plot_only and (results["steps"], results["problems"]) != (options.steps, options.problems):
-            parser.error(f"{options.output} holds runs of other --steps or --problems: name another --output")
+            p.error(f"{options.output} holds runs of other --steps or --problems: name another --output")
     for seed in [] if options.plot_only else options.seeds:
         folder, name = options.runs / str(seed), f"seed {seed}"
         if name not in results["runs"]:
             results["runs"][name] = train(seed, options, folder)
-            _write(options.output, results)
         models = {BEFORE: str(options.model), name: str(folder / f"checkpoint-{options.steps}")}
         for column, model in models.items():
             if column not in results["evaluations"]:
                 results["evaluations"][column] = evaluate(model, options, options.runs / f"{column}.json")
-                _write(options.output, results)
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
     text = table(results)
     options.output.with_suffix(".md").write_text(text)
-    plot(results, options.output.with_suffix(".png"))
     print(text)
-
-
-def _write(path: Path, results: dict) -> None:
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

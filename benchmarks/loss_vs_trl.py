@@ -4,25 +4,20 @@
 
 It runs in TRL's own Python and writes benchmarks/results/loss_vs_trl.md.
 
-The trainer is a real one, with a model from DIR that samples once. Then it gets log-probs, old, reference and sampler's log-probs, entropies
-and advantages made of random numbers in float64, in place of its model's, and its ``_compute_loss`` computes loss and gradient of one micro-batch.
-TRL computes the weights of the sampler correction while it samples with vLLM, which is not used here: they come from its documented formula, and
-the loss that they weigh is TRL's. For GDPO the trainer gets made-up values of two rewards, some of them missing, and computes the advantages.
+The trainer is a real one, with a model from DIR that samples once. Then it gets log-probs, old, reference and sampler's
+log-probs, entropies and advantages made of random numbers in float64, in place of its model's, and its
+``_compute_loss`` computes loss and gradient of one micro-batch. TRL computes the weights of the sampler correction
+while it samples with vLLM, which is not used here: they come from its documented formula, and the loss that they weigh
+is TRL's. For GDPO the trainer gets made-up values of two rewards, some of them missing, and computes the advantages.
 """
 
-from __future__ import annotations
-
-import argparse
 import math
 import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from common import RESULTS, parser, trl_trainer
 
-import torch
+import torch  # isort: skip
 
 from grpo.algorithm.advantages import normalize_then_sum
 from grpo.algorithm.loss import entropy_threshold, loss_denominator, policy_loss
@@ -30,22 +25,18 @@ from grpo.algorithm.loss import entropy_threshold, loss_denominator, policy_loss
 B, T, MAX_LENGTH = 16, 12, 16
 WEIGHTS = [1.0, 0.5]
 LOSS_TYPES = {"response_mean": "grpo", "constant": "dr_grpo", "token_mean": "dapo"}
+SEQUENCE = ({"importance_sampling_level": "sequence"}, {"importance_level": "sequence"})
+UNBIASED = ({"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "unbiased_kl": True})
 CASES = {  # name -> TRL's settings, ours
     "clip": ({}, {}),
-    "clip, sequence": ({"importance_sampling_level": "sequence"}, {"importance_level": "sequence"}),
+    "clip, sequence": SEQUENCE,
     "clip, delta": ({"delta": 1.5}, {"delta": 1.5}),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.28}, {"objective": "cispo", "aggregation": "token_mean"}),
     "sapo": ({"loss_type": "sapo"}, {"objective": "sapo"}),
-    "sapo, sequence": (
-        {"loss_type": "sapo", "importance_sampling_level": "sequence"},
-        {"objective": "sapo", "importance_level": "sequence"},
-    ),
+    "sapo, sequence": (SEQUENCE[0] | {"loss_type": "sapo"}, SEQUENCE[1] | {"objective": "sapo"}),
     "clip, KL": ({"beta": 0.1}, {"beta": 0.1}),
-    "clip, unbiased KL": ({"beta": 0.1, "use_bias_correction_kl": True}, {"beta": 0.1, "unbiased_kl": True}),
-    "clip, unbiased KL, sequence": (
-        {"beta": 0.1, "use_bias_correction_kl": True, "importance_sampling_level": "sequence"},
-        {"beta": 0.1, "unbiased_kl": True, "importance_level": "sequence"},
-    ),
+    "clip, unbiased KL": UNBIASED,
+    "clip, unbiased KL, sequence": (UNBIASED[0] | SEQUENCE[0], UNBIASED[1] | SEQUENCE[1]),
     "off-policy sequence mask": ({"off_policy_mask_threshold": 0.05}, {"off_policy_mask_threshold": 0.05}),
     "top entropy, KL": ({"top_entropy_quantile": 0.2, "beta": 0.1}, {"top_entropy": 0.2, "beta": 0.1}),
 } | {
@@ -77,13 +68,14 @@ def trl_loss(trainer, x: dict, settings: dict, aggregation: str) -> tuple[torch.
     """Loss and gradient of the log-probs by TRL's ``_compute_loss``."""
     args = trainer.args
     values = {
-        "loss_type": LOSS_TYPES[aggregation], "importance_sampling_level": "token", "beta": 0.0, "epsilon_high": 0.28, "delta": None,
-        "use_bias_correction_kl": False, "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "mode": None,
+        "loss_type": LOSS_TYPES[aggregation], "importance_sampling_level": "token", "beta": 0.0, "epsilon_high": 0.28,
+        "delta": None, "use_bias_correction_kl": False, "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0,
+        "mode": None,
     } | settings  # fmt: skip
-    trainer.loss_type, trainer.importance_sampling_level = values["loss_type"], values["importance_sampling_level"]
-    trainer.beta, trainer.epsilon_low, trainer.epsilon_high = values["beta"], 0.2, values["epsilon_high"]
-    trainer.top_entropy_quantile = values["top_entropy_quantile"]
-    trainer.off_policy_mask_threshold = values["off_policy_mask_threshold"]
+    trainer.epsilon_low = 0.2
+    of_trainer = ("loss_type", "importance_sampling_level", "beta", "epsilon_high", "top_entropy_quantile")
+    for name in (*of_trainer, "off_policy_mask_threshold"):
+        setattr(trainer, name, values[name])
     args.delta, args.use_bias_correction_kl = values["delta"], values["use_bias_correction_kl"]
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = values["mode"] is not None, True
     new_BT = x["new"].clone().requires_grad_()
@@ -98,9 +90,8 @@ def trl_loss(trainer, x: dict, settings: dict, aggregation: str) -> tuple[torch.
     if mode := values["mode"]:
         difference_BT = (x["old"] - x["sampled"]) * mask_BT
         ratio = (difference_BT.sum(dim=-1, keepdim=True) if mode.startswith("sequence") else difference_BT).exp()
-        inputs["importance_sampling_ratio"] = (
-            ratio.clamp(max=1.5) if mode.endswith("truncate") else ratio * (ratio <= 1.5)
-        )
+        is_cut = mode.endswith("truncate")
+        inputs["importance_sampling_ratio"] = ratio.clamp(max=1.5) if is_cut else ratio * (ratio <= 1.5)
     loss = trainer._compute_loss(trainer.model, inputs)
     (gradient_BT,) = torch.autograd.grad(loss, new_BT)
     return loss.detach(), gradient_BT
@@ -112,8 +103,8 @@ def our_loss(x: dict, settings: dict, aggregation: str) -> tuple[torch.Tensor, t
     if share := options.pop("top_entropy", None):
         policy_mask_BT = x["entropies"] >= entropy_threshold(x["entropies"][x["mask"]], share)
     loss_sum, _ = policy_loss(
-        new_BT, x["old"], x["advantages"], x["mask"], ref_logprobs_BT=x["ref"], sampling_logprobs_BT=x["sampled"],
-        policy_mask_BT=policy_mask_BT, **options,
+        new_BT, x["old"], x["advantages"], x["mask"], ref_logprobs_BT=x["ref"],
+        sampling_logprobs_BT=x["sampled"], policy_mask_BT=policy_mask_BT, **options,
     )  # fmt: skip
     loss = loss_sum / loss_denominator(x["mask"], aggregation=options["aggregation"], max_length=MAX_LENGTH)
     (gradient_BT,) = torch.autograd.grad(loss, new_BT)
@@ -121,7 +112,7 @@ def our_loss(x: dict, settings: dict, aggregation: str) -> tuple[torch.Tensor, t
 
 
 def gdpo_difference(trainer, rows: list[dict]) -> float:
-    """Largest difference between the advantages of ``normalize_then_sum``: TRL's of made-up values of two rewards, and ours."""
+    """Largest difference of TRL's advantages of ``normalize_then_sum`` from ours, with two made-up rewards."""
     generator = torch.Generator().manual_seed(0)
     values_BF = torch.randint(0, 3, (len(rows), 2), generator=generator).float() * torch.tensor([1.0, 30.0])
     values_BF[1, 0], values_BF[2, 1], values_BF[3] = math.nan, math.nan, math.nan
@@ -135,17 +126,13 @@ def gdpo_difference(trainer, rows: list[dict]) -> float:
 
 def make_trainer(model: str, folder: str, rows: list[dict]):
     """TRL's trainer, which makes no step of its own."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    arguments = GRPOConfig(
-        output_dir=folder, per_device_train_batch_size=16, num_generations=4, max_completion_length=MAX_LENGTH, use_cpu=True,
-        bf16=False, report_to="none", reward_weights=WEIGHTS, gradient_checkpointing=False, epsilon=0.2,
-    )  # fmt: skip
     rewards = [lambda completions, **_: [0.0] * len(completions), lambda completions, **_: [1.0] * len(completions)]
     for number, reward in enumerate(rewards):
         reward.__name__ = f"reward_{number}"
-    trainer = GRPOTrainer(model=model, args=arguments, reward_funcs=rewards, train_dataset=Dataset.from_list(rows))
+    trainer = trl_trainer(
+        model, rows, rewards, folder, per_device_train_batch_size=16, num_generations=4, use_cpu=True, bf16=False,
+        max_completion_length=MAX_LENGTH, reward_weights=WEIGHTS, gradient_checkpointing=False, epsilon=0.2,
+    )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer
@@ -173,16 +160,16 @@ def compare(model: str, seeds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--trl-python", help="without it, the Python that runs this script has TRL")
-    parser.add_argument("--seeds", type=int, default=20)
-    options = parser.parse_args()
+    p = parser(__doc__)
+    p.add_argument("--model", required=True)
+    p.add_argument("--trl-python", help="without it, the Python that runs this script has TRL")
+    p.add_argument("--seeds", type=int, default=20)
+    options = p.parse_args()
     if options.trl_python:
         command = [options.trl_python, __file__, "--model", options.model, "--seeds", str(options.seeds)]
         raise SystemExit(subprocess.run(command, check=False).returncode)
     text = compare(options.model, options.seeds)
-    (ROOT / "benchmarks" / "results" / "loss_vs_trl.md").write_text(text)
+    (RESULTS / "loss_vs_trl.md").write_text(text)
     print(text)
 
 

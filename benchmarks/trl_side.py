@@ -1,12 +1,11 @@
-"""One GRPO run by TRL on the problems of one of our configurations; started by learning_vs_trl.py with TRL's own Python.
+"""One run by TRL on the problems of one of our configurations; started by learning_vs_trl.py with TRL's own Python.
 
     python benchmarks/trl_side.py OUTPUT.json EVERY --config X.yaml key=value ...
 
-TRL gets the values of our configuration one by one, and its other defaults are set to what this trainer does. Our code evaluates TRL's model on the
-held-out problems every EVERY steps. A setting that TRL does not have, or has in another form, stops the script with its name.
+TRL gets the values of our configuration one by one, and its other defaults are set to what this trainer does. Our code
+evaluates TRL's model on the held-out problems every EVERY steps. A setting that TRL does not have, or has in another
+form, stops the script with its name.
 """
-
-from __future__ import annotations
 
 import json
 import sys
@@ -14,13 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from common import trl_trainer
 
-import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+import torch  # isort: skip
+from transformers import TrainerCallback
 
 from grpo.config import load_config
 from grpo.data import Schedule, load_rows, make_problems
@@ -33,11 +29,9 @@ from grpo.rollout import BuiltinEngine
 
 LOSS_TYPES = {"response_mean": "grpo", "token_mean": "dapo", "constant": "dr_grpo"}
 """``algorithm.aggregation`` -> TRL's name of the same average."""
-
-
 PASSED_ON = {
-    "name", "scale", "aggregation", "importance_level", "epsilon", "epsilon_high", "delta", "beta", "mask_truncated_completions",
-    "skip_zero_advantage", "ref_sync_alpha",
+    "name", "scale", "aggregation", "importance_level", "epsilon", "epsilon_high", "delta", "beta",
+    "mask_truncated_completions", "ref_sync_alpha",
 }  # fmt: skip
 """Keys of the section ``algorithm`` that TRL gets below, or that change no result."""
 
@@ -45,20 +39,14 @@ PASSED_ON = {
 def check_settings(config) -> None:
     """Stop unless TRL computes the same with the settings that it gets: every other key must have its default."""
     default = type(config)()
-    pairs = {
-        f"algorithm.{key}": (getattr(config.algorithm, key), getattr(default.algorithm, key))
-        for key in type(config.algorithm).model_fields
-        if key not in PASSED_ON
-    }
-    pairs["algorithm.scale"] = (config.algorithm.scale in ("group", "batch", "none"), True)
-    for key in ("model.reference", "data.prompt_template", "rollout.stop", "optim.min_lr"):
+    keys = [f"algorithm.{key}" for key in type(config.algorithm).model_fields if key not in PASSED_ON]
+    for key in (*keys, "model.reference", "data.prompt_template", "rollout.stop", "optim.min_lr"):
         section, _, leaf = key.partition(".")
-        pairs[key] = tuple(getattr(getattr(c, section), leaf) for c in (config, default))
-    for key, (value, expected) in pairs.items():
+        value, expected = (getattr(getattr(c, section), leaf) for c in (config, default))
         if value != expected:
             raise SystemExit(f"{key}={value}: this comparison needs {expected}")
-    if config.optim.max_steps is None:
-        raise SystemExit("optim.max_steps: this comparison needs a number of steps")
+    if config.algorithm.scale not in ("group", "batch", "none") or config.optim.max_steps is None:
+        raise SystemExit("this comparison needs algorithm.scale=group, batch or none, and optim.max_steps")
 
 
 def reward_functions(config) -> list:
@@ -87,20 +75,11 @@ class Evaluate(TrainerCallback):
         self.seconds = 0.0
 
     def measure(self, model, step: int) -> None:
-        started, config = time.perf_counter(), self.config
-        pad_id = self.tokenizer.pad_token_id
-        policy = Policy(
-            model,
-            self.tokenizer,
-            end_tokens(model, self.tokenizer),
-            pad_id,
-            self.world.device,
-            self.config.runtime.precision,
-        )
-        found = evaluate(
-            BuiltinEngine(policy), self.problems, Grader(config.eval, self.rewards), self.world, eval_sampling(config),
-            seed=config.seed,
-        )  # fmt: skip
+        started, config, tokenizer = time.perf_counter(), self.config, self.tokenizer
+        ends, precision = end_tokens(model, tokenizer), config.runtime.precision
+        policy = Policy(model, tokenizer, ends, tokenizer.pad_token_id, self.world.device, precision)
+        grader, sampling = Grader(config.eval, self.rewards), eval_sampling(config)
+        found = evaluate(BuiltinEngine(policy), self.problems, grader, self.world, sampling, seed=config.seed)
         self.points.append({"step": step, **found.metrics})
         self.seconds += time.perf_counter() - started
 
@@ -133,12 +112,12 @@ def main() -> None:
     held_out = make_problems(load_rows(config.data, train=False, seed=config.seed), config.data, tokenizer).problems
     device = torch.device("cpu" if use_cpu else "cuda")
     callback = Evaluate(config, tokenizer, held_out[: config.eval.max_samples], int(every), device)
-    num_updates, is_bf16 = o.max_steps, config.runtime.precision == "bf16"
-    warmup = round(num_updates * o.warmup_steps) if o.warmup_steps < 1 else int(o.warmup_steps)
+    warmup = round(o.max_steps * o.warmup_steps) if o.warmup_steps < 1 else int(o.warmup_steps)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = GRPOConfig(
-            output_dir=folder, seed=config.seed, data_seed=config.seed, max_steps=o.max_steps, save_strategy="no",
-            report_to="none", logging_steps=1, disable_tqdm=True, use_cpu=use_cpu, bf16=is_bf16, fp16=False,
+        trainer = trl_trainer(
+            path, rows, reward_functions(config), folder, tokenizer=tokenizer, callbacks=[callback],
+            seed=config.seed, data_seed=config.seed, max_steps=o.max_steps, use_cpu=use_cpu,
+            bf16=config.runtime.precision == "bf16", fp16=False,
             gradient_checkpointing=config.model.gradient_checkpointing,
             # one step = prompts_per_step x G completions = one update, in the order given
             per_device_train_batch_size=r.prompts_per_step * r.num_generations, gradient_accumulation_steps=1,
@@ -148,33 +127,18 @@ def main() -> None:
             loss_type=LOSS_TYPES[a.aggregation], scale_rewards=a.scale, beta=a.beta, use_bias_correction_kl=False,
             epsilon=a.epsilon, epsilon_high=a.clip_high, delta=a.delta, importance_sampling_level=a.importance_level,
             mask_truncated_completions=a.mask_truncated_completions, disable_dropout=True,
-            reward_weights=[f.weight for f in config.reward.functions],
-            optim="adamw_torch", learning_rate=o.learning_rate, lr_scheduler_type=o.lr_scheduler_type, warmup_steps=warmup,
-            weight_decay=o.weight_decay, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=1e-8, max_grad_norm=o.max_grad_norm,
+            reward_weights=[f.weight for f in config.reward.functions], optim="adamw_torch",
+            learning_rate=o.learning_rate, lr_scheduler_type=o.lr_scheduler_type, warmup_steps=warmup,
+            weight_decay=o.weight_decay, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=1e-8,
+            max_grad_norm=o.max_grad_norm,
         )  # fmt: skip
-        trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa"),
-            args=arguments,
-            reward_funcs=reward_functions(config),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            callbacks=[callback],
-        )
         started = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - started - callback.seconds
     callback.rewards.close()
-    history = [entry for entry in trainer.state.log_history if "reward" in entry]
-    assert len(history) == o.max_steps
-    Path(output).write_text(
-        json.dumps(
-            {
-                "points": callback.points,
-                "reward_by_step": [round(entry["reward"], 4) for entry in history],
-                "seconds": seconds,
-            }
-        )
-    )
+    rewards = [round(entry["reward"], 4) for entry in trainer.state.log_history if "reward" in entry]
+    assert len(rewards) == o.max_steps
+    Path(output).write_text(json.dumps({"points": callback.points, "reward_by_step": rewards, "seconds": seconds}))
 
 
 if __name__ == "__main__":

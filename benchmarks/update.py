@@ -6,10 +6,10 @@
     python benchmarks/update.py --shape qwen2.5-0.5b --device cuda
     python benchmarks/update.py --model DIR --equal-groups 2    of the 4 groups, 2 have advantage 0 and are skipped
 
-A point is group:prompt:longest completion, in tokens. Each measurement has a fresh process, and the two sides alternate. Tokens are completion
-tokens, the same number on both sides. Utilisation is relative to a large matrix product on this machine with the same threads and precision. The
-counted work is each prompt once, forward and backward, for both sides. Peak memory is CUDA's, or else the growth of the process's peak
-RSS during the pass.
+A point is group:prompt:longest completion, in tokens. Each measurement has a fresh process, and the two sides
+alternate. Tokens are completion tokens, the same number on both sides. Utilisation is relative to a large matrix
+product on this machine with the same threads and precision. The counted work is each prompt once, forward and backward.
+Peak memory is CUDA's, or else the growth of the process's peak RSS during the pass.
 """
 
 import argparse
@@ -19,12 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from compare_trl import processor
+from common import about, in_turn, parser, ratios, write
 
 
 def measure(a) -> dict[str, float]:
@@ -80,7 +76,7 @@ def measure(a) -> dict[str, float]:
 
 
 def flops(model, prompt: int, lengths: list[list[int]]) -> float:
-    """FLOPs of one forward and backward pass: 6 per weight and token (the head for completion tokens only), plus attention."""
+    """FLOPs of a forward and backward pass: 6 per weight and token (head: completion tokens only), plus attention."""
     head = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
     body = sum(p.numel() for p in model.parameters() if p is not head and p is not embedding)
@@ -108,63 +104,51 @@ def matmul_rate(device, precision: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model")
-    parser.add_argument("--shape", default="qwen2.5-0.5b")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--equal-groups", type=int, default=0, help="prompts whose completions have advantage 0")
-    parser.add_argument(
-        "--points", default="8:256:256", help="lengths are uniform between a quarter of the longest and the longest"
-    )
-    parser.add_argument(
-        "--vocabulary", type=int, help="with --model: random weights in its shape, with a vocabulary of this size"
-    )
-    parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", help="output files, without suffix")
-    for name in ("side", "point"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    a = parser.parse_args()
-    if a.side:
-        a.group, a.prompt, a.completion = (int(number) for number in a.point.split(":"))
+    p = parser(__doc__)
+    p.add_argument("--model")
+    p.add_argument("--shape", default="qwen2.5-0.5b")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
+    p.add_argument("--prompts", type=int, default=4)
+    p.add_argument("--equal-groups", type=int, default=0, help="prompts whose completions have advantage 0")
+    p.add_argument("--points", default="8:256:256", help="lengths are uniform from a quarter of the longest to it")
+    p.add_argument("--vocabulary", type=int, help="with --model: random weights in its shape, with such a vocabulary")
+    p.add_argument("--tokens-per-microbatch", type=int, default=16384)
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--output", help="output files, without suffix")
+    p.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # side and point, in a process of its own
+    a = p.parse_args()
+    if a.measure:
+        a.side, point = a.measure
+        a.group, a.prompt, a.completion = (int(number) for number in point.split(":"))
         print(json.dumps(measure(a)))
         return
-    rows, lines = [], [
-        "| group | prompt | completion | tokens/s, packed | padded | times | utilisation, packed | padded | peak MiB, packed | padded |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    columns = ["group", "prompt", "completion", "tokens/s, packed", "padded", "times", "utilisation, packed", "padded"]
+    columns += ["peak MiB, packed", "padded"]
+    rows, lines = [], [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for point in a.points.split():
         found: dict[str, list[dict]] = {"packed": [], "padded": []}
         for number in range(a.repeats):
-            for side in found if number % 2 == 0 else reversed(found):
-                command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--point", point]
+            for side in in_turn(found, number):
+                command = [sys.executable, __file__, *sys.argv[1:], "--measure", side, point]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise SystemExit(done.stderr[-3000:])
                 found[side].append(json.loads(done.stdout.splitlines()[-1]))
-        median = {
-            side: {name: statistics.median(r[name] for r in results) for name in results[0]}
-            for side, results in found.items()
-        }
-        ratios = [x["tokens_per_second"] / y["tokens_per_second"] for x, y in zip(*found.values(), strict=True)]
+        values = {side: {name: [r[name] for r in all_of] for name in all_of[0]} for side, all_of in found.items()}
+        median = {side: {name: statistics.median(x) for name, x in of.items()} for side, of in values.items()}
+        times = ratios(values["packed"]["tokens_per_second"], values["padded"]["tokens_per_second"])
         rows.append({"point": point, "median": median, "found": found})
-        packed, padded = median["packed"], median["padded"]
-        lines.append(
-            f"| {' | '.join(point.split(':'))} | {packed['tokens_per_second']:.0f} | {padded['tokens_per_second']:.0f} "
-            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {packed['utilisation']:.0%} "
-            f"| {padded['utilisation']:.0%} | {packed['peak_mib']:.0f} | {padded['peak_mib']:.0f} |"
-        )
+        cells = [*point.split(":")]
+        for name, form in (("tokens_per_second", ".0f"), ("utilisation", ".0%"), ("peak_mib", ".0f")):
+            cells += [f"{median[side][name]:{form}}" for side in found]
+        cells.insert(5, f"{times['ratio']:.2f} ({times['least']:.2f} to {times['greatest']:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     if a.output:
-        given = {name: value for name, value in vars(a).items() if name not in ("side", "point", "output", "model")}
-        date = time.strftime("%Y-%m-%d")
-        result = {"date": date, "machine": processor(), "arguments": given, "rows": rows}
-        Path(a.output + ".json").write_text(json.dumps(result, indent=1) + "\n")
-        about = f"{date}, {processor()}, `benchmarks/update.py` with {json.dumps(given)}\n\n"
-        Path(a.output + ".md").write_text(about + "\n".join(lines) + "\n")
+        arguments = {name: value for name, value in vars(a).items() if name not in ("measure", "output", "model")}
+        write(a.output, about(arguments=arguments, rows=rows), "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """Small helpers that several rooms need, and environment variables that PyTorch reads. Imports no torch."""
 
 import ctypes
-import errno
 import importlib
 import os
 import shutil
 import signal
-import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
 
 
 class UserError(ValueError):
@@ -27,15 +24,6 @@ def first_line(error: BaseException) -> str:
 def printable(text: str) -> str:
     """The text with control and format characters escaped: it cannot move a terminal's cursor or hide a part."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text)
-
-
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; OSError for a folder, a pipe or a device, which may have no end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(handle, "rb")
 
 
 def write_atomically(path: str | Path, content: str | Callable[[Path], None]) -> None:
@@ -63,7 +51,7 @@ def sync(path: str | Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete folder its name when all its files are on disk, as readable as each other; replaces an older one."""
+    """Give a complete folder its name when its files are on disk and equally readable; replaces an older one."""
     mode = max(path.stat().st_mode for path in partial.rglob("*") if path.is_file())
     for path in [*partial.rglob("*"), partial]:
         if path.is_file():
@@ -93,7 +81,7 @@ ENVIRONMENT_DEFAULTS = {
     # On CPU, oneDNN keeps a kernel with scratch memory for each of up to 1,024 shapes (benchmarks/memory.py).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
-    # Inductor, which compiles 8-bit AdamW and parts of decode steps, would start 16 processes in each rank.
+    # Inductor, which compiles parts of decode steps, would start 16 processes in each rank.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     # Segments of fixed size fragment. Growing ones fail only with collectives in CUDA graphs (pytorch/pytorch#158029).
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",

@@ -1,4 +1,5 @@
-"""Fixtures shared by the tests: real model folders, small and random, and the assets that may lie beside the checkout."""
+"""Fixtures shared by the tests: real model folders, small and random, and the assets that may lie beside the
+checkout."""
 
 import os
 import signal
@@ -16,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = f"--config={os.devnull}"
 """Argument for a run with the defaults of the schema, where without ``--config`` it would be the demo."""
 torch.set_num_threads(1)
-# A shell that starts the tests in the background, or nohup, lets them ignore these signals; so would the runs that tests start.
+# A shell that starts the tests in the background, or nohup, lets them and the runs that they start ignore these
+# signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -48,21 +50,13 @@ def save_random_model(folder: Path, **changes) -> Path:
     from grpo.data.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()
-    settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+    settings = dict(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         # Wide enough that the distribution is far from uniform: every token then depends on what was read.
-        "initializer_range": 0.3,
-    }
+        initializer_range=0.3,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = Qwen2ForCausalLM(Qwen2Config(**settings | changes))
@@ -126,9 +120,10 @@ def run_trainer(
 
     Args:
         env: additional environment variables.
-        fresh: a new interpreter, under torchrun if there are several ranks, as a person starts it: for tests of the launch, of
-            what imports read from the environment, or of what they print. Otherwise forks of a process that has imported
-            everything (``processes.py``), which start 7 s earlier. The default is a new interpreter where ``env`` is given.
+        fresh: a new interpreter, under torchrun if there are several ranks: for tests of the launch, and of what
+        imports
+            read or print. Otherwise forks of a process that has imported everything (``processes.py``), which start 7 s
+            earlier. The default is a new interpreter where ``env`` is given.
     """
     arguments = tuple(map(str, arguments))
     if not any(argument.startswith("runtime.threads_per_rank") for argument in arguments) and "--help" not in arguments:
@@ -138,15 +133,8 @@ def run_trainer(
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command += [str(ROOT / "train_grpo.py"), *arguments]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=ROOT,
-            env=environment_of_runs(env),
-            check=False,
-        )
+        how = dict(capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment_of_runs(env))
+        done = subprocess.run(command, check=False, **how)
     else:
         done = run_forked(ROOT / "train_grpo.py", arguments, ranks=ranks, timeout=timeout, env=environment_of_runs(env))
     if check and done.returncode:
@@ -176,18 +164,9 @@ def run_forked(
 def small_run(model: Path, output: Path) -> list[str]:
     """Arguments of a run of seconds: an untrained model on built-in arithmetic; a length reward gives it a gradient."""
     return [
-        DEFAULTS,
-        f"output_dir={output}",
-        f"model.name_or_path={model}",
-        "data.dataset=builtin:arithmetic",
-        "data.max_train_samples=64",
-        "data.max_eval_samples=13",
+        DEFAULTS, f"output_dir={output}", f"model.name_or_path={model}", "data.dataset=builtin:arithmetic",
+        "data.max_train_samples=64", "data.max_eval_samples=13",
         f"reward.functions=[{{name: '{ROOT}/tests/rewards_for_tests.py:share_of_digits'}}]",
-        "rollout.prompts_per_step=6",
-        "rollout.num_generations=4",
-        "rollout.max_completion_length=12",
-        "optim.learning_rate=1e-3",
-        "optim.max_steps=5",
-        "runtime.precision=fp32",
-        "runtime.threads_per_rank=1",
-    ]
+        "rollout.prompts_per_step=6", "rollout.num_generations=4", "rollout.max_completion_length=12",
+        "optim.learning_rate=1e-3", "optim.max_steps=5", "runtime.precision=fp32", "runtime.threads_per_rank=1",
+    ]  # fmt: skip

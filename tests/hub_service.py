@@ -1,4 +1,5 @@
-"""A Hugging Face Hub on this machine: the part of its HTTP interface by which repositories are looked up and their files read.
+"""A Hugging Face Hub on this machine: the part of its HTTP interface by which repositories are looked up and their
+files read.
 
 It answers ``datasets``' and ``transformers``' own clients, which are pointed at it by ``HF_ENDPOINT``.
 """
@@ -80,7 +81,8 @@ def _entry(path: Path, folder: Path) -> dict:
 
 @contextlib.contextmanager
 def hub(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve ``root/datasets/<owner>/<name>`` and ``root/models/<owner>/<name>``; the endpoint, and what has been asked of it."""
+    """Serve ``root/datasets/<owner>/<name>`` and ``root/models/<owner>/<name>``; the endpoint, and what has been
+    asked of it."""
     asked: list[str] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Here", (Handler,), {"root": root, "asked": asked}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -9,7 +9,8 @@ import time
 
 
 class Service:
-    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never answers), ``dies`` (answers until the
+    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never answers), ``dies``
+    (answers until the
     first line of history has come, then is ``dead``: takes no connection, drops those that are open)."""
 
     def __init__(self, mood: str):
@@ -64,8 +65,10 @@ class Service:
         given = asked.get("variables") or {}
         operation = asked.get("operationName")
         bucket = {
-            "id": "1", "name": given.get("name"), "displayName": "run", "config": "{}", "summaryMetrics": "{}", "sweepName": None, "tags": [],
-            "project": {"id": "2", "name": "grpo", "entity": {"id": "3", "name": "me"}}, "historyLineCount": len(self.lines),
+            "id": "1", "name": given.get("name"), "displayName": "run", "config": "{}", "summaryMetrics": "{}",
+            "sweepName": None, "tags": [],
+            "project": {"id": "2", "name": "grpo", "entity": {"id": "3", "name": "me"}},
+            "historyLineCount": len(self.lines),
             "logLineCount": 0, "eventsLineCount": 0, "eventsTail": "[]", "wandbConfig": json.dumps({"t": 1}),
             "historyTail": json.dumps([json.dumps(self.lines[-1])] if self.lines else []),
         }  # fmt: skip

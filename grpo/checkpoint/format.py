@@ -30,7 +30,7 @@ from grpo.distributed import (
     whole_trained_weights,
 )
 from grpo.model import Policy, save_weights
-from grpo.system import open_regular, publish
+from grpo.system import publish
 
 MANIFEST, STATES = "manifest.json", "states"
 """The file of digests; and the folder in ``trainer/`` with the tensors, a file of each rank under FSDP."""
@@ -149,7 +149,7 @@ def problem(folder: Path) -> str | None:
     """The first difference between a checkpoint and its manifest; None for a valid checkpoint."""
     name = MANIFEST
     try:
-        with open_regular(folder / MANIFEST) as file:
+        with open(folder / MANIFEST, "rb") as file:
             manifest = json.load(file)
         for name, saved in manifest["files"].items():
             if _digest(folder / name) != saved:
@@ -184,5 +184,5 @@ def restore(
 
 
 def _digest(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -27,7 +27,7 @@ from grpo.algorithm.batch import Problem
 from grpo.data.tiny import build_tiny_model
 from grpo.model.lora import TRAINED, base_of, load_peft, read_adapter, store_frozen_in_bf16
 from grpo.model.policy import Policy, check_finite, context_limit, reading, turn_randomness_off
-from grpo.system import open_regular, publish
+from grpo.system import publish
 
 BLOCK, BLOCKS = 2**20, 64
 """Of a file of more than ``BLOCKS`` blocks of ``BLOCK`` bytes, so many are read: first, last and evenly spread ones."""
@@ -220,7 +220,7 @@ def write_merged(adapter: str | Path, output: str | Path, *, trust_remote_code: 
 
 def digest(path: str | Path) -> str:
     """SHA-256 of a file's size and content; above 64 MiB of 64 blocks of 1 MiB, which takes little time."""
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         found = hashlib.sha256(str(size).encode())
         if size <= BLOCK * BLOCKS:

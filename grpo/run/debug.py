@@ -105,26 +105,16 @@ def show_verdict(run: Run) -> None:
 
 def suspicions(steps: Sequence[dict[str, Any]], config: Config) -> Iterator[str]:
     """One line for each thing in the metrics of the steps that would keep a run from learning."""
-
-    def always(name: str, value: float) -> bool:
-        return all(step.get(name) == value for step in steps)
-
-    values = {step["reward"] for step in steps}
-    if always("frac_unscorable", 1.0):
+    found = {name: {step.get(name) for step in steps} for name in steps[0]}
+    if found["frac_unscorable"] == {1.0}:
         yield "no completion got a reward, since the reward functions return None for all of them, or fail"
-    elif len(values) == 1 and always("reward_std", 0.0):
+    elif len(found["reward"]) == 1 and found["reward_std"] == {0.0}:
         yield (
-            f"every completion got reward {values.pop():g}: compare completions and answer above. If a right one "
-            "gets 0, change the reward or the format that the prompt asks for; if none is right, take easier problems"
+            f"every completion got reward {found['reward'].pop():g}: compare completions and answer above, then change "
+            "the reward, or the format that the prompt asks for, or take easier problems"
         )
-    elif always("frac_reward_zero_std", 1.0):
-        yield (
-            "the completions of each group have equal rewards, so that there is no gradient: take more completions "
-            "(rollout.num_generations), or problems that the model solves sometimes"
-        )
-    if always("completions/clipped_ratio", 1.0):
+    elif found["frac_reward_zero_std"] == {1.0}:
+        yield "the completions of each group have equal rewards: take more of them, or problems that are solved sometimes"
+    if found["completions/clipped_ratio"] == {1.0}:
         length = config.rollout.max_completion_length
-        yield (
-            f"every completion was cut off at rollout.max_completion_length={length} (--debug lowers it): raise it, or "
-            "see above whether the model knows from the prompt where to stop"
-        )
+        yield f"every completion was cut off at rollout.max_completion_length={length} (--debug lowers it): raise it"

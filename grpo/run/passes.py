@@ -46,7 +46,7 @@ def batch_logprobs_and_entropies(run: Run, scorer: CompletionScorer, batch: Batc
 
 
 def top_entropy_mask(run: Run, batch: Batch) -> Tensor:
-    """``[B, T]`` True at the share ``algorithm.top_entropy_quantile`` of all trained tokens, those with most entropy."""
+    """``[B, T]`` True at the share ``algorithm.top_entropy_quantile`` of all trained tokens with the most entropy."""
     _, entropies_BT = batch_logprobs_and_entropies(run, run.bare_scorer, replace(batch, computed_B=None))
     gathered = run.world.gather_objects(entropies_BT[batch.loss_mask_BT].cpu())
     threshold = entropy_threshold(torch.cat(gathered), run.config.algorithm.top_entropy_quantile)

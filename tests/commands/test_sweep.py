@@ -58,7 +58,7 @@ def test_every_run_is_an_ordinary_run_in_its_own_folder(tmp_path):
     config = load_config(list(run.arguments))
     assert config == run.config
     assert (config.output_dir, config.seed, config.algorithm.scale) == (str(run.folder), 7, "none")
-    assert (config.logging.group, config.logging.run_name) == ("with: a space", "algorithm.scale=none, seed 7")
+    assert config.logging.run_name == "algorithm.scale=none, seed 7"
     assert not output.exists(), "nothing is written before the first run"
     names = [folder_name(text * 500) for text in ("x", "é", "é-", "𝄞")]
     assert len(set(names)) == 4 and max(len(name.encode()) for name in names) < 255

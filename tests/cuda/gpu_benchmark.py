@@ -23,7 +23,7 @@ from grpo.rollout.weights import copies_of, in_place_of
 from grpo.run import memory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-gpu, gpu_common = (importlib.import_module(name) for name in ("gpu", "gpu_common"))
+gpu, checks = (importlib.import_module(name) for name in ("gpu", "gpu_checks"))
 
 
 def runs(folder, *, only=(), mistake=None, arguments=("--shape", "small", "--no-figures")):
@@ -81,11 +81,11 @@ def plant(mistake):
 
 def goes_on(folder, *, limit_s, arguments):
     """Checks that crash, hang, raise, are left out or pass, and a figure that hangs before the time is used up."""
-    crashes = gpu_common.named("crashes", "a", lambda bench: os.kill(os.getpid(), signal.SIGSEGV))
-    hangs = gpu_common.named("hangs", "b", lambda bench: time.sleep(60))
-    raises = gpu_common.named("raises", "c", lambda bench: {}["reason"])
-    is_left_out = gpu_common.named("is_left_out", "d", lambda bench: bench.need("an abacus"))
-    passes = gpu_common.named("passes", "e", lambda bench: {"number": 1.5})
+    crashes = checks.named("crashes", "a", lambda bench: os.kill(os.getpid(), signal.SIGSEGV))
+    hangs = checks.named("hangs", "b", lambda bench: time.sleep(60))
+    raises = checks.named("raises", "c", lambda bench: {}["reason"])
+    is_left_out = checks.named("is_left_out", "d", lambda bench: bench.need("an abacus"))
+    passes = checks.named("passes", "e", lambda bench: {"number": 1.5})
     gpu.LIMIT_S, gpu.FIGURES = limit_s, [passes]
     gpu.GROUPS = {"first": [crashes, hangs, raises, is_left_out, passes], "rest": [hangs, passes]}
     return runs(folder, arguments=("--shape", "small", *arguments))

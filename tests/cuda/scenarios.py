@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from conftest import load, save_random_model, small_run
 from emulated_cuda.tensors import device
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -83,21 +82,6 @@ def evaluates(expression):
     torch.cuda.set_sync_debug_mode("error")
     device.memory_limit = 2**20
     eval(expression, {"torch": torch, "ones": ones})
-
-
-def attends(dtype, mask, groups):
-    """Attention of four query heads."""
-    q, kv = (torch.randn(1, heads, 8, 16, device=CUDA).to(getattr(torch, dtype)) for heads in (4, 4 // groups))
-    bias = torch.zeros(8, 8, device=CUDA, dtype=q.dtype) if mask else None
-    F.scaled_dot_product_attention(q, kv, kv, attn_mask=bias, enable_gqa=groups > 1)
-
-
-def multiplies():
-    """1 + 2**-12, which TF32 rounds to 1, times 1: without and with TF32."""
-    a, b = torch.full((1, 1), 1 + 2**-12, device=CUDA), torch.ones(1, 1, device=CUDA)
-    without = (a @ b).item()
-    torch.backends.cuda.matmul.allow_tf32 = True
-    return without, (a @ b).item()
 
 
 def captures():

@@ -9,7 +9,6 @@ import pytest
 from conftest import ROOT, environment_of_runs
 
 EXAMPLES = ROOT / "examples"
-LOOP = (EXAMPLES / "own_loop.py").read_text(encoding="utf-8")
 NOTEBOOK = json.loads((EXAMPLES / "own_loop.ipynb").read_text(encoding="utf-8"))
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
@@ -44,14 +43,7 @@ def test_the_loop_learns_arithmetic(capsys):
     assert sum(rewards[-5:]) / 5 > 0.8 > 0.6 > rewards[0]
 
 
-def test_the_loop_is_as_short_as_it_is_said_to_be():
-    lines = [line for line in LOOP.splitlines() if line and not line.startswith(("import ", "from ", "#"))]
-    assert len(lines) <= 30
-
-
-def test_the_examples_are_short_and_the_notebook_is_made_from_its_script():
-    for name in ("own_reward.py", "own_loop.py", "compare_checkpoints.py"):
-        assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= 60, name
+def test_the_notebook_is_made_from_its_script():
     subprocess.run([sys.executable, EXAMPLES / "make_notebook.py", "--check"], check=True)
 
 

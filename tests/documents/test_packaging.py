@@ -1,6 +1,5 @@
-"""pyproject.toml, requirements.txt, and the installation commands that code and documents name."""
+"""pyproject.toml and requirements.txt."""
 
-import re
 import tomllib
 
 from conftest import ROOT
@@ -28,30 +27,11 @@ def test_extras_are_pinned():
             assert requirement.extras <= EXTRAS.keys()
 
 
-def test_every_extra_that_is_named_exists():
-    files = [
-        *(ROOT / "grpo").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"),
-        *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "configs").glob("*.yaml"), ROOT / "launch.sh",
-    ]  # fmt: skip
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    named = {extra for text in texts for extra in re.findall(r"-e [\"']\.\[([a-z]+)\]", text)}
-    assert {"dev", "math", "plots", "bench"} <= named <= EXTRAS.keys()
-    assert not [
-        file
-        for file, text in zip(files, texts, strict=True)
-        if re.search(r"requirements-\w+\.txt", text) and file.name != "CHANGELOG.md"
-    ]
-
-
 def test_files_that_are_no_modules_are_package_data():
     """The report's template; an installed package would lack any other."""
     data = PROJECT["tool"]["setuptools"]["package-data"]
-    declared = {
-        path
-        for package, globs in data.items()
-        for glob in globs
-        for path in (ROOT / package.replace(".", "/")).glob(glob)
-    }
+    globs = [(ROOT / package.replace(".", "/"), glob) for package, globs in data.items() for glob in globs]
+    declared = {path for folder, glob in globs for path in folder.glob(glob)}
     files = {path for path in (ROOT / "grpo").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert files == declared
     for module in (ROOT / "grpo").rglob("*.py"):

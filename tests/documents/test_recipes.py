@@ -1,9 +1,7 @@
-"""The published runs of ``configs/``: the settings, the prompt they build, the rewards they give, and two steps of each file."""
+"""The published runs of ``configs/``: the prompt they build, the rewards they give, and two steps of each file."""
 
 import json
 import math
-import runpy
-import sys
 
 import pytest
 from conftest import ROOT, run_trainer
@@ -63,91 +61,6 @@ def chat(*turns: tuple[str, str]) -> str:
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
 
 
-# --- settings
-
-
-def test_llama_ddp_is_as_published():
-    c = config_of("gsm8k_llama3.2_1b_ddp")
-    assert (c.rollout.prompts_per_step, c.rollout.num_generations) == (8 * 4, 4)
-    assert (c.rollout.max_completion_length, c.rollout.temperature, c.rollout.top_p) == (256, 1.0, 0.9)
-    assert (c.algorithm.num_iterations, c.algorithm.epsilon, c.algorithm.beta) == (4, 0.2, 0.005)
-    o = c.optim
-    assert (o.learning_rate, o.lr_scheduler_type, o.min_lr, o.warmup_steps) == (1e-5, "cosine", 1e-6, 0.1)
-    assert (o.weight_decay, o.max_grad_norm, o.num_epochs, o.max_steps) == (0.1, 0.1, 1, None)
-    assert (c.eval.num_samples, c.eval.temperature, c.eval.max_completion_length) == (1, 0.7, 512)
-
-
-def test_smollm2_is_as_published():
-    c = config_of("gsm8k_smollm2_1.7b")
-    assert (c.rollout.prompts_per_step, c.rollout.num_generations, c.algorithm.updates_per_step) == (4, 8, 1)
-    r = c.rollout
-    assert (r.max_completion_length, r.temperature, r.top_p, r.top_k) == (300, 0.9, 0.9, 50)
-    assert (c.algorithm.epsilon, c.algorithm.beta) == (0.2, 0.04)
-    o = c.optim
-    assert (o.learning_rate, o.lr_scheduler_type, o.warmup_steps, o.max_grad_norm, o.max_steps) == (
-        5e-5, "linear", 0, 1.0, 200,
-    )  # fmt: skip
-    assert (c.eval.num_samples, c.eval.temperature, c.eval.before_training) == (8, 0.7, True)
-    assert (c.eval.top_p, c.eval.top_k, c.eval.max_completion_length) == (0.9, 50, None)
-    assert (c.data.eval_split, c.data.max_eval_samples, c.eval.max_samples) == ("test", None, None)
-
-
-def test_gemma_is_as_published():
-    c = config_of("gsm8k_gemma3_1b")
-    assert (c.rollout.num_generations, c.optim.max_steps, c.optim.learning_rate) == (4, 50, 5e-6)
-    assert (c.data.max_prompt_length, c.rollout.max_completion_length) == (256, 768)
-    assert c.algorithm.aggregation == "token_mean", "the TRL version of the tutorial"
-    assert (c.lora.rank, c.lora.alpha, c.lora.dropout, c.lora.target_modules) == (8, 8, 0, "all-linear")
-
-
-def test_the_didactic_run_is_as_published():
-    c = config_of("didactic_one_token")
-    assert c.model.name_or_path == "Qwen/Qwen2-Math-1.5B"
-    r = c.rollout
-    assert (r.prompts_per_step, r.num_generations, r.max_completion_length) == (2, 4, 1)
-    assert (r.top_k, r.top_p, r.temperature) == (10, 1.0, 0.7)
-    assert (c.algorithm.beta, c.optim.learning_rate) == (0.01, 1e-5)
-
-
-def test_first_principles_is_as_published():
-    c = config_of("first_principles")
-    assert (c.rollout.prompts_per_step, c.rollout.num_generations, c.rollout.max_completion_length) == (4, 4, 128)
-    assert (c.optim.max_steps, c.optim.learning_rate, c.optim.max_grad_norm, c.optim.weight_decay) == (
-        500, 5e-6, 0.1, 0.0,
-    )  # fmt: skip
-    assert (c.algorithm.beta, c.algorithm.ref_sync_steps, c.algorithm.ref_sync_alpha) == (0.1, 1, 1.0)
-
-
-def test_the_protocol_on_one_gpu_is_as_published():
-    c = config_of("gsm8k_qwen2.5_0.5b")
-    assert (c.rollout.prompts_per_step, c.rollout.num_generations) == (20, 8)
-    assert (c.optim.max_steps, c.optim.learning_rate) == (100, 1e-6)
-    assert (c.algorithm.epsilon, c.algorithm.epsilon_high) == (0.2, 0.28)
-    assert (c.data.eval_split, c.eval.num_samples, c.eval.before_training) == ("test", 1, True)
-    assert (c.data.max_eval_samples, c.eval.max_samples) == (None, None), "all 1,319"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], ("reinforce", "mean", "group", "response_mean")),
-        (["algorithm.name=reinforce"], ("reinforce", "none", "none", "response_mean")),
-        (["algorithm.name=reinforce_baseline"], ("reinforce", "mean", "group", "response_mean")),
-        (["algorithm.name=grpo", "algorithm.beta=0"], ("clip", "mean", "group", "response_mean")),
-        (["algorithm.scale=none"], ("reinforce", "mean", "none", "response_mean")),
-        (["algorithm.aggregation=constant"], ("reinforce", "mean", "group", "constant")),
-        (
-            ["algorithm.name=grpo", "algorithm.beta=0", "algorithm.scale=none", "algorithm.aggregation=constant"],
-            ("clip", "mean", "none", "constant"),
-        ),
-    ],
-)
-def test_the_variants_of_r1_zero_are_overrides(overrides, expected):
-    a = config_of("math_r1_zero", *overrides).algorithm
-    assert (a.objective, a.baseline, a.scale, a.aggregation) == expected
-    assert (a.beta, a.advantage_eps) == (0, 1e-6)
-
-
 # --- prompts and rewards
 
 
@@ -162,11 +75,8 @@ def test_llama_ddp_prompt_and_rewards(tmp_path, assets):
     assert "<reasoning>\nyour work\n</reasoning>\n<answer>\nthe number\n</answer>" in c.data.system_prompt
     assert rewards_of(c, [example], answer="4") == [3.0], "the worked example earns everything"
     right = "<reasoning>\na\n</reasoning>\n<answer>\n1,010\n</answer>"
-    assert rewards_of(
-        c,
-        [right, right.replace("1,010", "7"), "so <answer>1,010</answer>", f"Well: {right}", "1,010"],
-        answer="1,010",
-    ) == [3.0, 1.0, 2.0, 2.0, 0.0]  # fmt: skip
+    texts = [right, right.replace("1,010", "7"), "so <answer>1,010</answer>", f"Well: {right}", "1,010"]
+    assert rewards_of(c, texts, answer="1,010") == [3.0, 1.0, 2.0, 2.0, 0.0]
     twice = right.replace("\na\n", "\na</reasoning>b\n")
     two_answers = right.replace("1,010", "7") + "<answer>1,010</answer>"
     assert rewards_of(c, [twice, right + "</answer>", two_answers], answer="1,010") == [2.0, 2.0, 2.0], (
@@ -179,26 +89,15 @@ def test_smollm2_rewards(tmp_path, assets):
     text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
     (example,) = c.data.few_shot
     assert text == chat(
-        ("system", c.data.system_prompt), ("user", f"Question: {example['prompt']}"), ("assistant", example["completion"]),
-        ("user", f"Question: {QUESTION}"),
+        ("system", c.data.system_prompt), ("user", f"Question: {example['prompt']}"),
+        ("assistant", example["completion"]), ("user", f"Question: {QUESTION}"),
     )  # fmt: skip
     assert rewards_of(c, [example["completion"]], answer="18") == [1.5], "the worked example earns everything"
     assert columns["answer"] == "1,010"
     whole = "<think>3*4-2</think> <answer>10</answer>"
-    assert rewards_of(
-        c,
-        [
-            whole,
-            whole.replace("10", "11"),
-            whole.replace("<answer>10", "<answer> It is 10 pears "),
-            whole.replace("10", "ten"),
-            whole.replace("</think>", ""),
-            f"Sure. {whole}",
-            "<answer>10</answer>",
-            "10",
-        ],
-        answer="10",
-    ) == [1.5, 0.5, 1.5, 0.0, 0.0, 0.0, 0.0, 0.0]  # fmt: skip
+    texts = [whole, whole.replace("10", "11"), whole.replace("<answer>10", "<answer> It is 10 pears ")]
+    texts += [whole.replace("10", "ten"), whole.replace("</think>", ""), f"Sure. {whole}", "<answer>10</answer>", "10"]
+    assert rewards_of(c, texts, answer="10") == [1.5, 0.5, 1.5, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert c.eval.format == "tag_groups"
 
 
@@ -209,19 +108,9 @@ def test_gemma_rewards(tmp_path, assets):
     for tag in ("<start_working_out>", "<end_working_out>", "<SOLUTION></SOLUTION>"):
         assert tag in c.data.system_prompt
     whole = "<start_working_out>\n3*4-2\n<end_working_out>\n<SOLUTION>10</SOLUTION>"
-    assert rewards_of(
-        c,
-        [
-            whole,
-            whole + "\n",
-            whole.replace("10", " 10\n"),
-            whole.replace("10", "11"),
-            "<SOLUTION>10</SOLUTION>",
-            whole + " indeed",
-            whole.replace("SOLUTION", "answer"),
-        ],
-        answer="10",
-    ) == [6.0, 6.0, 4.5, 3.0, 0.0, 0.0, 0.0]  # fmt: skip
+    texts = [whole, whole + "\n", whole.replace("10", " 10\n"), whole.replace("10", "11"), "<SOLUTION>10</SOLUTION>"]
+    texts += [whole + " indeed", whole.replace("SOLUTION", "answer")]
+    assert rewards_of(c, texts, answer="10") == [6.0, 6.0, 4.5, 3.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["first_principles", "gsm8k_qwen2.5_0.5b"])
@@ -242,26 +131,14 @@ def test_r1_zero_prompt_and_rewards(tmp_path, assets):
     assert "<|im_start|>" not in text
     assert columns["answer"] == "\\frac{5}{6}", "the last box, with the braces inside it"
     assert c.rollout.stop == ["</answer>"]
-    assert rewards_of(
-        c,
-        [
-            "so </think> <answer>5/6</answer>",
-            "so </think> <answer>$\\frac{10}{12}$</answer>",
-            "so </think> <answer>5/7</answer>",
-            "so </think>\n<answer>5/6</answer>",
-            "5/6",
-        ],
-        **columns,
-    ) == [1.0, 1.0, 0.0, 0.0, 0.0]  # fmt: skip
-
-
-def test_didactic_prompt_and_reward(tmp_path, assets):
-    c = config_of("didactic_one_token")
-    rows = [json.loads(line) for line in (ROOT / c.data.dataset).read_text().splitlines()]
-    assert all(len(row["answer"]) == 1 for row in rows), "one digit, which is one token"
-    text, columns = prompt_of(c, tmp_path, assets, rows[0])
-    assert text == "3+4=", "no chat template"
-    assert rewards_of(c, ["7", "8", "x"], **columns) == [1.0, 0.0, 0.0]
+    ends = (
+        "</think> <answer>5/6",
+        "</think> <answer>$\\frac{10}{12}$",
+        "</think> <answer>5/7",
+        "</think>\n<answer>5/6",
+    )
+    texts = [*(f"so {end}</answer>" for end in ends), "5/6"]
+    assert rewards_of(c, texts, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_code_prompt_and_reward(tmp_path, assets):
@@ -277,60 +154,15 @@ def test_code_prompt_and_reward(tmp_path, assets):
     assert found == [1.0, 0.0, 0.0]
 
 
-def preview_of(monkeypatch, capsys, *arguments: str) -> str:
-    """The output of ``python -m grpo.data``, in this process."""
-    monkeypatch.setattr(sys, "argv", ["grpo.data", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("grpo.data", run_name="__main__")
-    out, err = capsys.readouterr()
-    assert ended.value.code == 0, err
-    return out
-
-
-CHAT_END = "<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "beginning", "end"),
-    [
-        ("gsm8k_llama3.2_1b_ddp", "<|im_start|>system\nWork the problem out first", f"\n{QUESTION}{CHAT_END}"),
-        ("gsm8k_smollm2_1.7b", "<|im_start|>system\nThink about the question", f"\nQuestion: {QUESTION}{CHAT_END}"),
-        ("gsm8k_gemma3_1b", "<|im_start|>system\nYou are given a problem.", f"\n{QUESTION}{CHAT_END}"),
-        ("first_principles", "<|im_start|>system\nReason step by step", f"\n{QUESTION}{CHAT_END}"),
-        ("gsm8k_qwen2.5_0.5b", "<|im_start|>system\nReason step by step", f"\n{QUESTION}{CHAT_END}"),
-        ("gsm8k_cpu", "<|im_start|>system\nAnswer the question.", f"\n{QUESTION}{CHAT_END}"),
-        ("math_r1_zero", "A conversation between User and Assistant.", "\nAssistant: <think>"),
-        ("didactic_one_token", "3+4=", "3+4="),
-        ("code_mbpp", "<|im_start|>system\nYou are a Python programmer.", f"assert larger(-1, -4) == -1{CHAT_END}"),
-    ],
-    ids=lambda text: text.splitlines()[0][:24],
-)
-def test_every_prompt_is_printed_by_the_preview(monkeypatch, capsys, tmp_path, assets, name, beginning, end):
-    """``python -m grpo.data --config FILE``, with a model and rows that are on this machine."""
-    file = {"code_mbpp": "configs/code_mbpp_rows.jsonl", "didactic_one_token": "configs/didactic_one_token.jsonl"}.get(
-        name
-    )
-    if file is None:
-        rows = MATH_ROWS if name == "math_r1_zero" else [GSM8K_ROW]
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = preview_of(
-        monkeypatch, capsys, "--config", str(ROOT / "configs" / f"{name}.yaml"), f"model.name_or_path={assets}/models/gsm8k-7m",
-        f"data.dataset={ROOT / file if file else tmp_path / 'rows.jsonl'}", "data.config_name=null", "data.train_split=train",
-        "data.eval_split=null", "data.max_prompt_length=512",
-    )  # fmt: skip
-    first = shown.split("--- ")[1].splitlines()
-    prompt = "\n".join(line.removeprefix("| ") for line in first if line.startswith("| "))
-    assert prompt.startswith(beginning) and prompt.endswith(end.removesuffix("\n")), prompt
-
-
 # --- two steps of every file
 
 
 def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
     """Two steps of a config with only the model, data paths and sizes changed."""
     done = run_trainer(
-        "--config", f"configs/{name}.yaml", f"output_dir={tmp_path}/run", f"model.name_or_path={assets}/models/gsm8k-7m",
-        "rollout.prompts_per_step=2", "rollout.max_completion_length=16", "data.max_prompt_length=512",
+        "--config", f"configs/{name}.yaml", f"output_dir={tmp_path}/run",
+        f"model.name_or_path={assets}/models/gsm8k-7m", "rollout.prompts_per_step=2",
+        "rollout.max_completion_length=16", "data.max_prompt_length=512",
         "optim.max_steps=2", "eval.max_samples=3", *changes,
     )  # fmt: skip
     assert "before" in done.stdout and "after" in done.stdout
@@ -343,13 +175,12 @@ def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
 
 
 def gsm8k_paths(assets) -> list[str]:
-    folder = assets / "data/gsm8k"
+    folder, few = assets / "data/gsm8k", ["data.max_train_samples=20", "data.max_eval_samples=3"]
     return [
         f"data.dataset={folder}/train.jsonl",
         f"data.eval_dataset={folder}/test.jsonl",
         "data.eval_split=train",
-        "data.max_train_samples=20",
-        "data.max_eval_samples=3",
+        *few,
     ]
 
 
@@ -375,16 +206,6 @@ def test_two_steps_of_r1_zero(tmp_path, assets, variant):
     paths = [f"data.dataset={tmp_path}/math.jsonl", "data.train_split=train[:20]", "data.eval_split=train[20:]"]
     lines = two_steps("math_r1_zero", tmp_path, assets, *paths, *variant, "rollout.num_generations=4")
     assert {"rewards/r1_zero/mean", "rewards/format/mean"} <= lines[1].keys()
-
-
-@pytest.mark.slow
-def test_two_steps_of_the_didactic_run(tmp_path, assets):
-    """One token a completion, and with a reference of its own."""
-    twin = assets / "models/gsm8k-7m"
-    changes = [f"data.dataset={ROOT}/configs/didactic_one_token.jsonl", f"model.reference={twin}"]
-    lines = two_steps("didactic_one_token", tmp_path, assets, *changes, "rollout.max_completion_length=1")
-    assert [line["completions/max_length"] for line in lines[1:]] == [1, 1]
-    assert lines[1]["kl"] == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -8,29 +8,16 @@ from conftest import ROOT, run_trainer, small_run
 from outputs import assert_same_weights, lines, weights
 
 from grpo.algorithm.advantages import weighted_sum
+from grpo.config import PRESETS
 from grpo.run.metrics import reward_metrics
 from grpo.telemetry.records import json_safe
-
-PRESETS = [
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "maxrl",
-    "gdpo",
-    "sapo",
-    "dppo_tv",
-    "rloo",
-    "reinforce",
-    "reinforce_baseline",
-]
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model):
     """The data set is no multiple of a step's problems. Several ranks: ``faults/test_exactness.py``."""
     options = [
-        "algorithm.beta=0.05", "algorithm.num_iterations=2", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2",
+        "algorithm.beta=0.05", "algorithm.num_iterations=2", "algorithm.num_minibatches=2",
+        "algorithm.ref_sync_steps=2",
         "algorithm.ref_sync_alpha=0.5", "optim.lr_scheduler_type=cosine", "optim.warmup_steps=3", "optim.max_steps=6",
         "checkpoint.save_steps=1", "checkpoint.keep=20", "data.max_train_samples=27", "rollout.prompts_per_step=6",
     ]  # fmt: skip
@@ -186,13 +173,3 @@ def test_debug_shows_and_checks(tmp_path, random_model):
     twice = run_trainer(*small_run(random_model, tmp_path / "run"), "--debug", ranks=2, check=False)
     assert twice.returncode != 0
     assert "--debug is single-process" in twice.stderr
-
-
-def test_help_lists_every_key():
-    from grpo.config import Config
-    from grpo.config.arguments import keys_of
-
-    text = run_trainer("--help").stdout
-    for key, field in keys_of(Config).items():
-        assert f"\n{key}  (" in text
-        assert " ".join(field.description.split()) in text

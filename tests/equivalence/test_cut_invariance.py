@@ -1,4 +1,5 @@
-"""The gradient does not depend on how the work is cut: micro-batches, token budgets, packed or padded rows, ranks; nor on rows without gradient."""
+"""The gradient does not depend on how the work is cut: micro-batches, token budgets, packed or padded rows, ranks;
+nor on rows without gradient."""
 
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def results(tmp_path_factory, random_model) -> dict:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory, random_model) -> dict:
-    """See :func:`updates_of`; without the rows of advantage 0, with the tokens of highest entropy, and with corrections and kept tokens."""
+    """See :func:`updates_of`; without the rows of advantage 0, with the tokens of highest entropy, and with
+    corrections and kept tokens."""
     cuts = {ranks: [] for ranks in SKIPPED}
     cuts[1] += [f"{aggregation},{ALL_ROWS},packed,all" for aggregation in AGGREGATIONS]
     cuts[1] += [f"token_mean,{ALL_ROWS},packed,kl"]
@@ -43,7 +45,8 @@ def options(tmp_path_factory, random_model) -> dict:
 
 
 def updates_of(cuts: dict[int, list[str]], folder: Path, model, *settings: str) -> dict:
-    """``(aggregation, ranks, tokens, packed, rows)`` to what two updates (SGD, float64) moved in the weights, and their metrics.
+    """``(aggregation, ranks, tokens, packed, rows)`` to what two updates (SGD, float64) moved in the weights, and
+    their metrics.
 
     ``cuts``: ranks -> the arguments of the script.
     """

@@ -1,0 +1,102 @@
+"""Shared by the benchmarks: runs of the trainer, ratios, files of results. Puts the checkout on the path."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def train(output: Path, *arguments: str, ranks: int = 1, script: Path = ROOT / "train_grpo.py") -> list[dict]:
+    """Run the trainer in processes of its own. The lines of its ``metrics.jsonl``."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *torchrun, str(script), *arguments, f"output_dir={output}"]
+    quiet = ["logging.every=1000", "logging.log_completions=0"]
+    done = subprocess.run([*command, *quiet], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def ratios(numerators: list[float], denominators: list[float]) -> dict[str, float]:
+    """The median, the lowest and the highest ratio of pairs that were measured in turn."""
+    values = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    return {"ratio": statistics.median(values), "least": min(values), "greatest": max(values)}
+
+
+def in_turn(sides, number: int) -> list:
+    """The sides, in the other order every second time."""
+    return list(sides) if number % 2 == 0 else list(reversed(sides))
+
+
+def versions(python: str) -> dict:
+    code = (
+        "import json, importlib.metadata as m; wanted = ('torch', 'transformers', 'trl'); "
+        "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions() if d.metadata['Name'] in wanted}))"
+    )
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def about(**more) -> dict:
+    """Date and machine, for a file of results."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
+    return {"date": time.strftime("%Y-%m-%d"), "machine": f"{name}, {os.cpu_count()} cores", **more}
+
+
+def write(path: str | Path, results: dict, table: str) -> None:
+    """``path.json``, and ``path.md``: the table below what ``results`` says about machine and arguments."""
+    words = ", ".join(value if isinstance(value, str) else json.dumps(value) for value in results.values()
+                      if not isinstance(value, list))  # fmt: skip
+    Path(f"{path}.json").write_text(json.dumps(results, indent=1) + "\n")
+    Path(f"{path}.md").write_text(f"{words}\n\n{table}\n")
+
+
+def read_runs(path: Path) -> list[dict]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def write_runs(path: Path, runs: list[dict]) -> None:
+    """One line per run."""
+    path.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
+
+
+def get_pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def trl_trainer(model: str, rows: list[dict], rewards, folder: str, *, cls=None, dtype="float32", tokenizer=None,
+                callbacks=(), **settings):  # fmt: skip
+    """TRL's GRPOTrainer (``cls``: a subclass) on these rows, which reports and saves nothing."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    quiet = dict(report_to="none", logging_steps=1, save_strategy="no", disable_tqdm=True)
+    return (cls or GRPOTrainer)(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa"),
+        args=GRPOConfig(output_dir=folder, **quiet, **settings),
+        reward_funcs=rewards,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer or AutoTokenizer.from_pretrained(model, padding_side="left"),
+        callbacks=list(callbacks),
+    )
