@@ -127,7 +127,7 @@ def list_checkpoints(output_dir: str | Path) -> list[tuple[int, Path]]:
 
 def recover(output_dir: str | Path) -> None:
     """After a kill: give a complete checkpoint its final name, and delete unfinished ones."""
-    shutil.rmtree(Path(output_dir, ".rehearsal"), ignore_errors=True)
+    shutil.rmtree(Path(output_dir, ".trial-save"), ignore_errors=True)
     for partial in Path(output_dir).glob(".partial-checkpoint-*"):
         if problem(partial):
             shutil.rmtree(partial, ignore_errors=True)

@@ -115,7 +115,7 @@ def content_digests(
 
     Args:
         model_path: the folder or Hub id that ``model.name_or_path`` stands for.
-        rewards: its functions are loaded; those given as objects have no digest.
+        rewards: its functions are loaded; Python objects have no digest.
         reference_path: what ``model.reference`` stands for; None if the reference is the model of the start.
     """
     # The policy's weights come from the checkpoint; those of the start are read again for a reference or an adapter.

@@ -130,14 +130,14 @@ class Saver:
         """At the end: write the newest complete step if the disk lacks it."""
         self._on_writing_ranks(self._write_newest)
 
-    def dry_run(self) -> None:
+    def try_saving(self) -> None:
         """Save before the first step and delete it: what cannot be saved, or a full disk, shows now."""
-        rehearsal = Path(self.config.output_dir) / ".rehearsal"
+        trial = Path(self.config.output_dir) / ".trial-save"
         try:
-            self._on_writing_ranks(lambda: checkpoint.save_checkpoint(rehearsal, 0, **self._arguments()))
+            self._on_writing_ranks(lambda: checkpoint.save_checkpoint(trial, 0, **self._arguments()))
         finally:
             if self.world.is_main:
-                shutil.rmtree(rehearsal, ignore_errors=True)
+                shutil.rmtree(trial, ignore_errors=True)
 
     def rescue(self) -> str | None:
         """After a failure, on the main rank without the others: save the newest complete step; a note on it."""

@@ -72,9 +72,9 @@ class World:
         """Elementwise maximum over ranks; a new tensor on the same device."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def all_true(self, here: bool) -> bool:
-        """A vote: True if ``here`` is true on every rank. All ranks get the same answer and so take the same branch."""
-        return not bool(self.max(torch.tensor(0.0 if here else 1.0)))
+    def all_true(self, own: bool) -> bool:
+        """A vote: True if ``own`` is true on every rank. All ranks get the same answer and so take the same branch."""
+        return not bool(self.max(torch.tensor(0.0 if own else 1.0)))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """``[n, ...]`` on each rank to ``[n * size, ...]`` on all; rank r holds the global rows r, r + size, ... ."""

@@ -50,9 +50,9 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
         "SCRIPT": script,
     }
     # Not str.format or repeated replace: a part may contain the name of another part, such as @@DATA@@.
-    pieces = _template("page.html").split("@@")
-    assert len(pieces) % 2 == 1
-    whole = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    texts = _template("page.html").split("@@")
+    assert len(texts) % 2 == 1
+    whole = "".join(parts[text] if i % 2 else text for i, text in enumerate(texts))
     return whole.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 

@@ -144,7 +144,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     trained = Trained(policy, models.optimizer, models.moving_reference)
     saver = Saver(config, world, trained, reporter, progress, max_steps, compared)
     if not config.debug:
-        saver.dry_run()
+        saver.try_saving()
     signals = Signals(world, ends_process=ends_process)
     on_failure.callback(signals.close)
     scorers = dict(scorer=scorer, bare_scorer=models.scorer, ref_scorer=models.ref_scorer)

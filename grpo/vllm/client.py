@@ -96,7 +96,7 @@ class Server:
         return Answer.model_validate_json(answer.content)
 
     async def prompt_logprobs(self, http: httpx.AsyncClient, ids: Sequence[int], model: str) -> list[float]:
-        """Log-probs in nats of ``ids[1:]`` at temperature 1, each given the ids before it."""
+        """Log-probs in nats of ``ids[1:]`` at temperature 1, each after the ids before it."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0}
         answer = await self.generate(http, {"model": model, "token_ids": list(ids), "sampling_params": sampling})
         return [at[id].logprob for at, id in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]

@@ -182,10 +182,10 @@ def machines(lines: list[str]) -> list[list[str]]:
     """Commands of one run over several machines together; if a document names the first alone, the second too."""
     runs: list[list[str]] = []
     for line in lines:
-        if "NODE_RANK=1" in line:
+        if "node_rank=1" in line:
             runs[-1] = [runs[-1][0], line]
-        elif "NODE_RANK=0" in line:
-            runs.append([line, line.replace("NODE_RANK=0", "NODE_RANK=1")])
+        elif "node_rank=0" in line:
+            runs.append([line, line.replace("node_rank=0", "node_rank=1")])
         else:
             runs.append([line] * (2 if "--nnodes=2" in line else 1))
     return runs

@@ -42,7 +42,7 @@ def test_a_full_disk_is_found_before_the_first_step(capsys, tmp_path, random_mod
     with pytest.raises(SafetensorError, match="File too large"):
         inside(tmp_path / "run", random_model)
     assert "step 1/" not in capsys.readouterr().out
-    assert not list((tmp_path / "run").glob("*checkpoint*")) and not (tmp_path / "run" / ".rehearsal").exists()
+    assert not list((tmp_path / "run").glob("*checkpoint*")) and not (tmp_path / "run" / ".trial-save").exists()
 
 
 @pytest.mark.slow
