@@ -70,6 +70,9 @@ def test_collate_by_hand():
     assert batch.prompt_lengths_B.tolist() == [2, 2, 3, 3]
     assert batch.completion_mask_BT.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]
     assert torch.equal(batch.loss_mask_BT, batch.completion_mask_BT)
+    masked = collate(two_groups(), torch.zeros(2, 2), pad_id=PAD, mask_truncated=True)
+    assert masked.loss_mask_BT.sum(dim=1).tolist() == [3, 0, 1, 2], "a truncated completion is not trained on"
+    assert torch.equal(masked.completion_mask_BT, batch.completion_mask_BT), "but scored"
     assert batch.advantages_B.tolist() == [0.5, -0.5, 1.5, -1.5]
     expected = [[-1.1, -1.2, -0.7, 0], [-1.3, -1.4, -1.5, -1.6], [-0.7, 0, 0, 0], [-1.7, -0.7, 0, 0]]
     torch.testing.assert_close(batch.sampling_logprobs_BT, torch.tensor(expected))
@@ -77,13 +80,6 @@ def test_collate_by_hand():
     assert batch.allowed.ids_K.tolist() == [11, 12, 13, 7, 8, 9, 13, 14, 15, 15, 16, 17, 7, 8, 9, 17, 7, 8, 9]
     assert batch.lengths_B.tolist() == [5, 6, 4, 5]
     assert len(batch) == 4 and batch.old_logprobs_BT is None and batch.ref_logprobs_BT is None
-
-
-def test_truncated_completions_are_scored_but_not_trained_on_when_masked():
-    batch = collate(two_groups(), torch.zeros(2, 2), pad_id=PAD, mask_truncated=True)
-    assert batch.completion_mask_BT.sum(dim=1).tolist() == [3, 4, 1, 2]
-    assert batch.loss_mask_BT.sum(dim=1).tolist() == [3, 0, 1, 2]
-    assert batch.lengths_B.tolist() == [5, 6, 4, 5]
 
 
 def test_greedy_completions_have_no_sampling_logprobs():
