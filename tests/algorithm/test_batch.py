@@ -85,9 +85,8 @@ def test_collate_by_hand():
 def test_greedy_completions_have_no_sampling_logprobs():
     group = Group(Problem(0, "", (1,)), (Completion((5, 6), "", True), completion([5])))
     batch = collate([group], torch.zeros(1, 2), pad_id=PAD)
-    assert batch.sampling_logprobs_BT.tolist() == [[0, 0], [-0.5, 0]]
+    assert batch.sampling_logprobs_BT.tolist() == [[0, 0], [-0.5, 0]] and batch.allowed.ids_K.tolist() == [5]
     assert batch.allowed.counts.tolist() == [[0, 0], [1, 0]], "0: the whole vocabulary"
-    assert batch.allowed.ids_K.tolist() == [5]
 
 
 # --- rows, minibatches, microbatches
@@ -140,20 +139,16 @@ def tensors_of(batch):
     return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
 
-def test_rows_by_slice_and_by_index():
+def test_rows_by_slice_by_index_and_by_minibatch():
     batch = many_rows()
     assert assert_same_rows(batch.select(slice(4, 9)), batch) == [4, 5, 6, 7, 8]
     assert assert_same_rows(batch.select(torch.tensor([20, 3, 11])), batch) == [20, 3, 11]
+    for count, n in ((1, 24), (2, 12), (6, 4)):
+        numbers = [assert_same_rows(part, batch) for part in minibatches(batch, count)]
+        assert numbers == [list(range(m * n, (m + 1) * n)) for m in range(count)], "consecutive groups"
     without_reference = replace(batch, ref_logprobs_BT=None, allowed=None).select(slice(0, 2))
     assert without_reference.allowed is None and len(without_reference.scorer_inputs) == 4
     assert without_reference.ref_logprobs_BT is None and without_reference.old_logprobs_BT is not None
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_minibatches_are_consecutive_groups(count):
-    batch = many_rows()
-    numbers, n = [assert_same_rows(part, batch) for part in minibatches(batch, count)], 24 // count
-    assert numbers == [list(range(m * n, (m + 1) * n)) for m in range(count)]
 
 
 @pytest.mark.parametrize("tokens", [1, 13, 20, 33, 64, 100, 1000])

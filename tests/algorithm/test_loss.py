@@ -109,15 +109,6 @@ def test_cispo_by_hand():
     torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
 
 
-def test_reinforce_by_hand():
-    # -A lp: .5108256 + .6931472 + 1.6094379 = 2.8134107; -.5108256 - 1.6094379 = -2.1202635; 2 * .5978370 = 1.1956740;
-    # -2 * (1.3862944 + .9162907 + 1.7147984) = -8.0347670. Old log-probs play no part.
-    loss, gradient_BT, _ = example(objective="reinforce", aggregation="token_mean")
-    assert loss == pytest.approx(2.8134107 - 2.1202635 + 1.1956740 - 8.0347670, abs=1e-6)
-    expected = double([[-1, -1, -1], [1, 1, 0], [-2, 0, 0], [2, 2, 2]])
-    torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
-
-
 def test_sequence_level_by_hand():
     # Geometric means: .75^(1/3) = .9085603, .75^(1/2) = .8660254, 1.1, .9^(1/3) = .9654894; clipped to [.95, 1.05]:
     # row 0: -.9085603; row 1: -min(-.8660254, -.95) = .95; row 2: -min(2.2, 2.1) = -2.1; row 3: 2 * .9654894, a token.

@@ -107,13 +107,10 @@ def test_exact_or_stripped():
 def test_pattern_answer_reads_a_group_of_a_whole_match():
     reward, pattern = load_reward("pattern_answer"), r"<t>.*</t> <answer>\D*(?P<answer>\d[\d,.]*)?\D*</answer>"
     texts = {
-        "<t>x</t> <answer>10</answer>": 1.0,
         "<t>x</t> <answer>It is 10 pears</answer>": 1.0,
         "<t>x</t>\n <answer>10</answer>": 0.0,
-        "<answer>10</answer>": 0.0,
         "<t>x</t> <answer>10</answer> pears": 0.0,
         "<t>x</t> <answer>1,0</answer>": 0.0,
-        "<t>x</t> <answer>10.0</answer>": 1.0,
         "<t>x</t> <answer>ten</answer>": 0.0,  # the group takes no part in the match
     }
     for reference in ("10", 10, "$10.00"):

@@ -22,22 +22,15 @@ def write(tmp_path):
     return write
 
 
-def test_from_a_file_with_a_neighbour(write):
-    write("SCORE = 3.0\n", "neighbour_of_a_reward.py")
-    path = write("""
-        def three(prompts, completions, **columns):
-            from neighbour_of_a_reward import SCORE
-            return [SCORE for _ in completions]
-    """)
-    assert load_reward(f"{path}:three")(["a"], ["b"]) == [3.0]
-
-
-def test_from_a_module_in_the_working_folder(write, tmp_path, monkeypatch):
-    write("def one(completions, **columns): return [1.0] * len(completions)\n", "a_reward_module.py")
+def test_from_a_file_with_a_neighbour_and_from_a_module(write, tmp_path, monkeypatch):
+    write("SCORE = 3.0", "neighbour_of_a_reward.py")
+    write(
+        "from neighbour_of_a_reward import SCORE\ndef three(prompts, completions): return [SCORE]\n", "three_module.py"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert load_reward("a_reward_module:one")(completions=["b"]) == [1.0]
-    assert load_reward("a_reward_module.py:one")(completions=["b"]) == [1.0]
+    for spec in (f"{tmp_path}/three_module.py:three", "three_module:three", "three_module.py:three"):
+        assert load_reward(spec)(["a"], ["b"]) == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -80,24 +73,23 @@ def test_arguments_of_a_configuration():
 
 
 @pytest.mark.parametrize(
-    "name", ["accuracy", "format", "tag_groups", "pattern_answer", "exact_or_stripped", "soft_overlong", "countdown"]
+    ("name", "args"),
+    [
+        *((name, {}) for name in ("accuracy", "format", "tag_groups", "exact_or_stripped", "countdown")),
+        ("pattern_answer", {"pattern": ".*>(?P<answer>.)<.*"}),
+        ("soft_overlong", {"max_length": 4, "cache_length": 2}),
+    ],
 )
-def test_columns_fill_no_setting_of_a_builtin(name):
+def test_columns_fill_no_setting_of_a_builtin(name, args):
     """A column named like an argument (``value``, ``mode``, ``column``, ...) changes no score."""
-    needed = {
-        "soft_overlong": {"max_length": 4, "cache_length": 2},
-        "pattern_answer": {"pattern": ".*>(?P<answer>.)<.*"},
-    }
-    function, args = load_reward(name), needed.get(name, {})
-    columns = {"answer": ["4"], "numbers": [[2, 2]], "target": [4]}
-    settings = [n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    function = load_reward(name)
     text = "<think></think><answer>2+2</answer>" if name == "countdown" else "<think></think><answer>4</answer>"
-
-    def call(columns):
-        inputs = {"prompts": ["q"], "completions": [text], "completion_ids": [[1, 2, 3]]}
-        return call_reward(function, args, columns | inputs, Logged(1))
-
-    assert call(columns | {setting: ["lenient"] for setting in settings}) == call(columns) != [0.0]
+    columns = {"answer": ["4"], "numbers": [[2, 2]], "target": [4]}
+    columns |= {"prompts": ["q"], "completions": [text], "completion_ids": [[1, 2, 3]]}
+    parameters = inspect.signature(function).parameters.values()
+    settings = {parameter.name: ["lenient"] for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    scores = call_reward(function, args, columns, Logged(1))
+    assert call_reward(function, args, settings | columns, Logged(1)) == scores != [0.0]
 
 
 def test_args_of_a_configuration_win_over_columns():

@@ -19,7 +19,7 @@ from grpo.rewards.runner import MAX_LOST_WORKERS
 ROOT = Path(__file__).parents[2]
 
 REWARDS = """
-import asyncio, enum, math, os, sys, threading, time
+import asyncio, math, os, sys, threading, time
 
 def length(prompts, completions, **columns):
     return [float(len(c)) for c in completions]
@@ -105,6 +105,13 @@ async def logs_later(completions, log_metric, log_extra):
     log_extra("later", completions)
     return [1.0] * len(completions)
 
+async def changes(completions, messages, **kwargs):
+    messages[0]["content"] = messages[1] = None
+    return [1.0] * len(completions)
+
+async def reads(completions, messages, **kwargs):
+    return [float(message == {"content": "text"}) for message in messages]
+
 async def sleepy(completions, **kwargs):
     await asyncio.sleep(0.5)
     return [1.0] * len(completions)
@@ -115,14 +122,6 @@ async def waits_for_another(completions, **kwargs):
     started.append(1)
     while len(started) < 2:
         await asyncio.sleep(0.01)
-    return [1.0] * len(completions)
-
-class Key(enum.StrEnum):                           # the trainer cannot import it
-    LENGTH = "mean_length"
-
-def logs_by_key(completions, log_metric, log_extra):
-    log_metric(Key.LENGTH, 1.0)
-    log_extra(Key.LENGTH, [Key.LENGTH for c in completions])
     return [1.0] * len(completions)
 
 async def async_moody(completions, **kwargs):
@@ -284,8 +283,6 @@ def test_what_rewards_log_comes_back_with_the_scores(run):
         "count": [2, None, "1" + "0" * 20],
         "later": ["ab", "raise", "big"],
     }
-    result = run("logs_by_key", ["a"])
-    assert result.metrics == {"mean_length": (1.0, 1.0)} and result.extra == {"mean_length": ["mean_length"]}
     assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
 
 
@@ -376,6 +373,11 @@ def test_async_rewards_of_a_step_run_concurrently(run):
     """Each of the two returns only when the other has started: one after the other, the first would time out."""
     result = run(["waits_for_another", "length", "waits_for_another"], ["a", "b"])
     assert result.values == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]] and result.failures == [0, 0, 0]
+
+
+def test_async_rewards_have_copies_of_their_own(run):
+    result = run(["changes", "reads"], ["a", "b"], {"messages": [{"content": "text"}, {"content": "text"}]})
+    assert result.values == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_async_rows_fail_alone(run):

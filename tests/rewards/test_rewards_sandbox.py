@@ -297,9 +297,8 @@ for family, address in [(socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_UNIX
 def test_killing_the_parent_and_everything(attack):
     result = attack("""
 import os, signal
-for victim in (os.getppid(), 1, -1, 0):
+for victim in (os.getppid(), 1, -1):
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
-        if victim == 0: continue
         try: os.kill(victim, number)
         except OSError: pass
 print(os.getppid())
@@ -452,8 +451,6 @@ def test_a_missing_layer_is_an_error_unless_allow_unsandboxed():
 
 PAIR = {"input": "1 2", "output": "3"}
 CALL_OF_ADD = {"function": "add", "input": "[1, 2]", "output": "[3]"}
-
-
 LOOP, RAISES = "for x in range(3):\n    assert f(x)", "if f(2) != 4: raise ValueError"
 LIVE_CODE_BENCH = {"input": "1\n2\n", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}
 
@@ -467,7 +464,6 @@ LIVE_CODE_BENCH = {"input": "1\n2\n", "output": "3", "testtype": "functional", "
         (PAIR, [PAIR]),
         ({"input": 12, "output": ["3", "4"], "type": "stdin_stdout"}, [{"input": "12", "output": "3\n4"}]),
         ({"inputs": ["1 2"], "outputs": ["3"]}, [PAIR]),  # APPS, TACO
-        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": None}, [PAIR]),  # the same in a column of structs
         ({"input": ["1 2"], "output": ["3"]}, [PAIR]),  # CodeContests
         ({"language": "python", "test_cases": [PAIR]}, [PAIR]),
         ([PAIR | {"testtype": "stdin"}], [PAIR]),
@@ -515,34 +511,29 @@ def test_functions_are_called_and_their_results_compared_outside(sandboxed):
         "def add(x, y):\n    print('noise')\n    return x + y\nif __name__ == '__main__':\n    print(add(1, 1))",
         "class Solution:\n    def add(self, x: List[int], y: Optional[str]):\n        return x + y",
         "def add(x, y): return 3",
-        "def add(x, y): return object()",
         "class Right:\n    __eq__ = lambda *_: True\ndef add(x, y): return Right()",
         "def add(x, y): return x + y\nexit()",
         "def add(x, y): exit()",
         "pass",
     ]
     scores = load_reward("python_tests")([""] * len(texts), texts, tests=[tests] * len(texts))
-    assert scores == [1.0, 1.0, 0.5, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert scores == [1.0, 1.0, 0.5, 0.0, 1.0, 0.0, 0.0]
 
 
 def test_programs_are_judged_by_what_they_print(sandboxed):
     codes = [
         "print(3); exit()",
-        "print(3); quit(0)",
         "import sys; print(3); sys.exit()",
-        "import os; print(3, flush=True); os._exit(0)",
         "import atexit; atexit.register(print, 3)",
         "import atexit, io, sys\nsys.stdout = buffer = io.StringIO()\n"
         "atexit.register(lambda: sys.__stdout__.write(buffer.getvalue()))\nprint(3)",
         "import sys; print(3); sys.stdout.close()",
         "import os; print(os.fstat(0).st_size and 3)",
-        "import tempfile; tempfile.TemporaryFile().close(); print(3)",
         "print(3); exit(1)",
-        "print(3); raise ValueError",
         "exit()",
     ]
     results = run_python("exec(eval(input()))", [{"input": repr(code)} for code in codes], Limits())
-    expected = [("passed", "3\n")] * 9 + [("failed", "")] * 2 + [("passed", "")]
+    expected = [("passed", "3\n")] * 6 + [("failed", "")] + [("passed", "")]
     assert [(result.status, result.output) for result in results] == expected
 
 

@@ -14,7 +14,6 @@ import pytest
 from conftest import ROOT
 
 from grpo.config import Config
-from grpo.telemetry.console import without_most_pass_at_k
 from grpo.telemetry.records import remove_steps_after
 from grpo.telemetry.reporter import Reporter
 from grpo.telemetry.terminal import print_user_error
@@ -77,24 +76,6 @@ def test_escape_sequences_do_not_reach_the_terminal(tmp_path, capsys):
     assert shown.out == "prompt \\u001b]0;title\\u0007 \\u001b[2J\\u000dend\n\tindented\n"
     assert shown.err == "error: row 3: \\u001b[31mred\n"
     writer.close()
-
-
-def test_the_time_that_is_left_follows_from_the_pace_so_far(tmp_path, capsys, monkeypatch):
-    writer = reporter(tmp_path, every=1, max_steps=20)
-    for step, seconds in ((1, 1000.0), (2, 1060.0), (5, 1480.0), (20, 2000.0)):
-        monkeypatch.setattr("grpo.telemetry.reporter.time.monotonic", lambda seconds=seconds: seconds)
-        writer.step({"step": step, "reward": 1.0})
-    writer.close()
-    assert [line.partition("left ")[2] for line in capsys.readouterr().out.splitlines()] == [
-        "", "18:00", "30:00", "",
-    ], "unknown, 18 x 60 s, 15 x 480 s / 4, none"  # fmt: skip
-
-
-def test_of_pass_at_k_the_powers_of_two_and_the_last_are_shown():
-    names = ["eval/mean@6", *(f"eval/pass@{k}" for k in range(1, 7)), "eval/format"]
-    assert without_most_pass_at_k(names) == [
-        "eval/mean@6", "eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/pass@6", "eval/format",
-    ]  # fmt: skip
 
 
 def test_the_console_shows_every_nth_step_and_every_evaluation(tmp_path, capsys):

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from test_samples import record
 
 from grpo.config import Config
 from grpo.telemetry.reporter import Reporter
@@ -30,13 +31,6 @@ def points(output, name):
     return [(event.step, event.value) for event in event_files(output).Scalars(name)]
 
 
-RECORD = {
-    "step": 2, "problem": 0, "prompt": "2+3=", "answer": "5", "completion": "# five", "reward": 0.5, "advantage": -1.0,
-    "length": 3, "finished": False, "token_ids": [4], "tokens": ["5"], "logprobs": [-1.0], "updated_logprobs": [-1.0],
-    "ref_logprobs": None, "rewards": {"accuracy": 0.0, "format": float("nan")}, "logged": {},
-}  # fmt: skip
-
-
 def test_a_prefix_gives_trls_names_and_an_interrupted_run_shows_no_step_twice(tmp_path):
     first = reporter(tmp_path, wandb_prefix="train/")
     for step in range(5):
@@ -56,7 +50,7 @@ def test_histograms_and_completions_are_shown_with_their_step(tmp_path):
     writer = reporter(tmp_path, every=2)
     writer.histogram("reward", torch.tensor([[0.0, float("nan")], [1.0, 3.0]]))
     writer.histogram("length", torch.tensor([float("inf")]))
-    writer.completions(2, [RECORD])
+    writer.completions(2, [record(logged={})])
     writer.step({"step": 2, "reward": 0.5})
     writer.step({"step": 4, "reward": 0.5})
     writer.close()
@@ -66,10 +60,8 @@ def test_histograms_and_completions_are_shown_with_their_step(tmp_path):
     assert (rewards.step, rewards.histogram_value.num, rewards.histogram_value.sum) == (2, 3, 4)
     (text,) = shown.Tensors("completions/text_summary")
     assert text.step == 2
-    assert text.tensor_proto.string_val[0].decode() == (
-        "**reward 0.5**, accuracy 0, format nan, advantage -1, 3 tokens\n\nprompt\n\n    2+3=\n\ncompletion\n\n"
-        "    # five\n\nreference answer\n\n    5"
-    )
+    shown_text = text.tensor_proto.string_val[0].decode()
+    assert shown_text.startswith("**reward 1.5**, a nan, b/c 1.5, advantage -0.5, 2 tokens\n\nprompt\n\n    2+2")
     assert "    output_dir: " in shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
