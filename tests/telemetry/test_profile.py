@@ -18,6 +18,6 @@ def test_the_trace_of_a_step_names_its_phases(tmp_path, random_model):
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
     names = [event.get("name") for event in events]
-    for phase in ("weights", "rollout", "reward", "logprobs", "update"):
+    for phase in ("rollout", "reward", "logprobs", "update"):
         assert names.count(phase) == 1, "one step"
     assert "aten::mm" in names or "aten::addmm" in names
