@@ -53,7 +53,8 @@ def add_corrections(
     mask_BT, sampled_BT = micro.loss_mask_BT, micro.sampling_logprobs_BT
     has_tokens_B1 = mask_BT.any(dim=1, keepdim=True)
     if algorithm.sampler_correction != "none":
-        weights, is_cut = sampler_weights(old_BT, sampled_BT, mask_BT, algorithm.sampler_correction)
+        bounds = algorithm.sampler_correction_min, algorithm.sampler_correction_max
+        weights, is_cut = sampler_weights(old_BT, sampled_BT, mask_BT, algorithm.sampler_correction, *bounds)
         counted = has_tokens_B1 if algorithm.sampler_correction.startswith("sequence") else mask_BT
         name, found = "sampling/importance_sampling_ratio", weights[counted]
         metrics.add(f"{name}/mean", found.sum(), counted.sum())

@@ -40,9 +40,8 @@ def reference(rewards_PG, baseline, scale, eps):
                 continue
             compared = everything if scale == "batch" else scored
             divisor = {"none": 1.0, "mean": math.fsum(scored) / len(scored) + eps}.get(scale, std(compared) + eps)
-            if (baseline != "none" and len(set(scored)) == 1) or (
-                scale in ("group", "batch") and len(set(compared)) == 1
-            ):
+            are_equal = len(set(compared)) == 1 if scale in ("group", "batch") else False
+            if are_equal or (baseline != "none" and len(set(scored)) == 1):
                 out.append(0.0)  # equal rewards
             elif baseline == "mean":
                 out.append((r - math.fsum(scored) / len(scored)) / divisor)
@@ -64,8 +63,6 @@ def test_two_right_of_four_give_0_8660():
     advantages = group_advantages(double([1, 0, 0, 1], [0, 0, 1, 1]))
     torch.testing.assert_close(advantages, double([a, -a, -a, a], [-a, -a, a, a]), rtol=1e-12, atol=0)
     assert advantages.abs().sub(0.8660).abs().max() < 2e-4
-    without_eps = group_advantages(double([1, 0, 0, 1], [0, 0, 1, 1]), eps=0.0)
-    torch.testing.assert_close(without_eps.abs(), double([3**0.5 / 2] * 4, [3**0.5 / 2] * 4), rtol=1e-12, atol=0)
 
 
 # Two groups, [0, 1, 2, 5] and [1, 1, 1, 5]. Means 2 and 2. Others' means: (8 - r) / 3.
@@ -87,15 +84,6 @@ def test_every_baseline_and_scale_by_hand(baseline, scale):
     torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-15)
 
 
-def test_batch_scale_divides_every_group_by_the_same_std():
-    # Group means 1/2 and 5; values 0, 1, 0, 10: mean 11/4, squared deviations 101 - 4 * 121/16 = 70.75, over 3.
-    std = math.sqrt(70.75 / 3)
-    advantages = group_advantages(double([0, 1], [0, 10]), scale="batch", eps=0.0)
-    torch.testing.assert_close(advantages, double([-0.5 / std, 0.5 / std], [-5 / std, 5 / std]), rtol=1e-12, atol=0)
-    alone = group_advantages(double([0, 1]), scale="batch", eps=0.0)  # a batch of one group: its own std, sqrt(1/2)
-    torch.testing.assert_close(alone, double([-(0.5**0.5), 0.5**0.5]), rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
 def test_random_rewards_agree_with_plain_loops(baseline, scale):
     generator = torch.Generator().manual_seed(1)
@@ -112,31 +100,20 @@ def test_random_rewards_agree_with_plain_loops(baseline, scale):
 # --- equal rewards
 
 
-@pytest.mark.parametrize("G", [2, 3, 7, 8, 64, 4097])
+@pytest.mark.parametrize("G", [2, 3, 64, 4097])
 def test_equal_rewards_give_exactly_0(G):
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
-    values = (0.0, 1.0, 0.1, 1 / 3, -0.7, 1e-3, 12345.678)
-    for baseline, scale, dtype, value in itertools.product(("mean", "leave_one_out"), SCALES, dtypes, values):
-        value = abs(value) if scale == "mean" else value
-        advantages = group_advantages(torch.full((2, G), value, dtype=dtype), baseline=baseline, scale=scale)
-        assert torch.equal(advantages, torch.zeros_like(advantages)), (baseline, scale, dtype, value)
+    values = (0.0, 1.0, 0.1, 1 / 3, 1e-3, 12345.678)
+    for baseline, scale, dtype, value in itertools.product(BASELINES, SCALES, dtypes, values):
+        if baseline != "none" or scale in ("group", "batch"):  # without a baseline too, nothing is divided by eps
+            advantages = group_advantages(torch.full((2, G), value, dtype=dtype), baseline=baseline, scale=scale)
+            assert torch.equal(advantages, torch.zeros_like(advantages)), (baseline, scale, dtype, value)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch"])
-def test_equal_rewards_without_a_baseline_are_not_divided_by_eps(scale):
-    advantages = group_advantages(torch.full((2, 3), 0.1), baseline="none", scale=scale)
-    assert torch.equal(advantages, torch.zeros(2, 3))
-
-
-def test_equal_groups_are_told_from_the_rest():
-    rewards = torch.tensor([[0.1, 0.1, 0.1], [0.1, NAN, 0.1], [NAN, NAN, NAN], [0, 0, 1], [NAN, 0, 1], [NAN, NAN, 3]])
-    assert has_equal_rewards(rewards).tolist() == [True, True, True, False, False, True]
-
-
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
 def test_groups_without_advantage_are_those_whose_advantages_are_0(baseline, scale):
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [NAN, NAN], [NAN, 0.5], [0.0, 1.0], [NAN, 0.0]])
+    assert has_equal_rewards(rewards).tolist() == [True, True, True, True, False, True]
     advantages = group_advantages(rewards, baseline=baseline, scale=scale)
     found = has_no_advantage(rewards, baseline=baseline, scale=scale)
     assert found.tolist() == (advantages == 0).all(dim=1).tolist()
@@ -207,20 +184,12 @@ def test_gdpo_agrees_with_plain_loops_also_where_values_are_missing():
 @pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
 def test_an_unscorable_completion_gets_0_and_is_as_if_absent(baseline, scale):
     absent = group_advantages(double([3, 1, 2], [0, 0, 6]), baseline=baseline, scale=scale)
-    present = group_advantages(double([3, NAN, 1, 2], [0, 0, 6, NAN]), baseline=baseline, scale=scale)
-    assert present[0, 1] == 0 and present[1, 3] == 0
+    rewards = double([3, NAN, 1, 2], [0, 0, 6, NAN], [NAN, NAN, NAN, NAN])
+    present = group_advantages(rewards, baseline=baseline, scale=scale)
+    assert present[0, 1] == 0 and present[1, 3] == 0 and not present[2].any()
     torch.testing.assert_close(present[0, [0, 2, 3]], absent[0], rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(present[1, :3], absent[1], rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize(("baseline", "scale"), EVERY_PAIR)
-def test_a_group_in_which_nothing_is_scorable_gets_0(baseline, scale):
-    with_dead_group = group_advantages(double([NAN, NAN, NAN], [0, 1, 5]), baseline=baseline, scale=scale)
-    assert with_dead_group[0].tolist() == [0, 0, 0]
-    alone = group_advantages(double([0, 1, 5]), baseline=baseline, scale=scale)
-    torch.testing.assert_close(with_dead_group[1:], alone, rtol=1e-12, atol=0)
-    all_dead = group_advantages(double([NAN, NAN]), baseline=baseline, scale=scale)
-    assert all_dead.tolist() == [[0, 0]]
+    assert not group_advantages(double([NAN, NAN]), baseline=baseline, scale=scale).any()
 
 
 # --- types, inputs, errors
@@ -239,14 +208,10 @@ def test_half_precision_rewards_are_computed_in_fp32(dtype):
     ("rewards", "options", "message"),
     [
         ([[1.0]], {}, "G >= 2 or baseline='none'"),
-        ([[1.0]], dict(baseline="leave_one_out"), "G >= 2 or baseline='none'"),
         ([[0.0, math.inf]], {}, "finite or NaN"),
-        ([[0.0, -math.inf]], {}, "finite or NaN"),
         ([0.0, 1.0], {}, r"\[P, G\]"),
-        ([[[0.0, 1.0]]], {}, r"\[P, G\]"),
         ([[1, NAN], [2, -0.5]], dict(scale="mean"), r"algorithm.scale=mean \(MaxRL\).*must not be negative, got -0.5"),
         ([[0.0, 1.0]], dict(baseline="median"), r"median.*mean, leave_one_out or none"),
-        ([[0.0, 1.0]], dict(scale="global"), r"global.*group, batch, mean or none"),
     ],
 )
 def test_what_has_no_advantage_is_refused(rewards, options, message):

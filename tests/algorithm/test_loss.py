@@ -42,10 +42,10 @@ MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
 LN2 = 0.69314718055994531
 
 
-def example(advantages_B=A, **options):
+def example(advantages_B=A, old_BT=OLD, **options):
     """Loss and gradient of the example, where padding holds NaN."""
     new_BT = NEW.clone().requires_grad_()
-    loss_sum, stats = policy_loss(new_BT, OLD, advantages_B, MASK, ref_logprobs_BT=REF, **options)
+    loss_sum, stats = policy_loss(new_BT, old_BT, advantages_B, MASK, ref_logprobs_BT=REF, **options)
     (gradient_BT,) = torch.autograd.grad(loss_sum, new_BT)
     return loss_sum.item(), gradient_BT, stats
 
@@ -76,17 +76,15 @@ def test_clip_by_hand():
     # Row 1, A -1: -min(-1.5, -1.2) = 1.5    -min(-.5, -.8) = .8                            sum  2.3
     # Row 2, A 2:  -2.2                                                                     sum -2.2
     # Row 3, A -2: -min(-1, -1.6) = 1.6    -min(-4, -2.4) = 4    1.8                        sum  7.4
-    assert example(aggregation="token_mean")[0] == close(4.8)
-    assert example(aggregation="constant", max_length=5)[0] == close(4.8)
-    assert example(aggregation="response_mean")[0] == close(-2.7 / 3 + 2.3 / 2 - 2.2 / 1 + 7.4 / 3)
-
-
-def test_clip_gradient_by_hand():
     # d(-rho A)/d(lp) = -rho A where the unclipped branch is the smaller one, 0 where the clipped one is, 0 on padding.
     per_token = double([[0, -1, -0.5], [1.5, 0, 0], [-2.2, 0, 0], [0, 4, 1.8]])
-    torch.testing.assert_close(example(aggregation="token_mean")[1], per_token, rtol=1e-12, atol=0)
-    per_response = per_token / double([[3], [2], [1], [3]])
-    torch.testing.assert_close(example(aggregation="response_mean")[1], per_response, rtol=1e-12, atol=0)
+    for aggregation, expected, divisor in (
+        ("token_mean", 4.8, 1), ("constant", 4.8, 1),
+        ("response_mean", -2.7 / 3 + 2.3 / 2 - 2.2 / 1 + 7.4 / 3, double([[3], [2], [1], [3]])),
+    ):  # fmt: skip
+        loss, gradient_BT, _ = example(aggregation=aggregation, max_length=5)
+        assert loss == close(expected)
+        torch.testing.assert_close(gradient_BT, per_token / divisor, rtol=1e-12, atol=0)
 
 
 def test_epsilon_high_and_delta_by_hand():
@@ -108,15 +106,6 @@ def test_cispo_by_hand():
     assert loss == pytest.approx(2.1108569 - 1.4177097 + 1.3152414 - 6.6720291, abs=1e-6)
     # The weight is a constant: the gradient is -weight * A and nothing of the ratio's own.
     expected = double([[-1.2, -1, -0.5], [1.2, 0.5, 0], [-2.2, 0, 0], [1, 2.4, 1.8]])
-    torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
-
-
-def test_reinforce_by_hand():
-    # -A lp: .5108256 + .6931472 + 1.6094379 = 2.8134107; -.5108256 - 1.6094379 = -2.1202635; 2 * .5978370 = 1.1956740;
-    # -2 * (1.3862944 + .9162907 + 1.7147984) = -8.0347670. Old log-probs play no part.
-    loss, gradient_BT, _ = example(objective="reinforce", aggregation="token_mean")
-    assert loss == pytest.approx(2.8134107 - 2.1202635 + 1.1956740 - 8.0347670, abs=1e-6)
-    expected = double([[-1, -1, -1], [1, 1, 0], [-2, 0, 0], [2, 2, 2]])
     torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
 
 
@@ -152,7 +141,7 @@ def test_kl_estimators_by_hand(estimator, up, down, gradient_up, gradient_down):
     loss, gradient_BT, stats = example(aggregation="token_mean", **options)
     assert loss == close(0.5 * (up + down))
     slope_elsewhere = 0.5 if estimator == "k1" else 0.0  # k1's slope is 1 everywhere
-    expected = torch.where(MASK, slope_elsewhere, 0.0).double()
+    expected = MASK.double() * slope_elsewhere
     expected[0, 2], expected[1, 0] = 0.5 * gradient_up, 0.5 * gradient_down
     torch.testing.assert_close(gradient_BT, expected, rtol=1e-9, atol=1e-12)
     assert example(aggregation="response_mean", **options)[0] == close(0.5 * (up / 3 + down / 2))
@@ -194,20 +183,8 @@ def test_dppo_tv_by_hand():
     assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == [2, 1, 3]
     weight_BT = example(objective="dppo_tv", epsilon=0.3, aggregation="token_mean")[1]  # wider: nothing is cut
     torch.testing.assert_close(weight_BT, double([[-1.5, -1, -0.5], [1.5, 0.5, 0], [-2.2, 0, 0], [1, 4, 1.8]]))
-    old_BT = NEW - math.log(50)  # a ratio of 50 weighs as 20
-    gradient_BT = torch.autograd.grad(
-        policy_loss(
-            new := NEW.clone().requires_grad_(),
-            old_BT,
-            A,
-            MASK,
-            objective="dppo_tv",
-            epsilon=2,
-            aggregation="token_mean",
-        )[0],
-        new,
-    )[0]
-    assert gradient_BT[0].tolist() == close([-20, -20, -20])
+    _, gradient_BT, _ = example(old_BT=NEW - math.log(50), objective="dppo_tv", epsilon=2, aggregation="token_mean")
+    assert gradient_BT[0].tolist() == close([-20, -20, -20]), "a ratio of 50 weighs as 20"
 
 
 # Sampled with probabilities such that old / sampled is 2 .5 1 | 4 1 | .25 | 1 1 5; products 1, 4, .25, 5.
@@ -217,9 +194,7 @@ SAMPLED = OLD - double([[2, 0.5, 1], [4, 1, NAN], [0.25, NAN, NAN], [1, 1, 5]]).
 @pytest.mark.parametrize(
     ("correction", "bounds", "weights", "cut"),
     [
-        ("token_truncate", (None, 3.0), [[2, 0.5, 1], [3, 1, 0], [0.25, 0, 0], [1, 1, 3]], (2, 9)),
         ("token_truncate", (0.5, 1.5), [[1.5, 0.5, 1], [1.5, 1, 0], [0.5, 0, 0], [1, 1, 1.5]], (4, 9)),
-        ("token_mask", (None, 3.0), [[2, 0.5, 1], [0, 1, 0], [0.25, 0, 0], [1, 1, 0]], (2, 9)),
         ("token_mask", (0.5, None), [[2, 0.5, 1], [4, 1, 0], [0, 0, 0], [1, 1, 5]], (1, 9)),
         ("sequence_truncate", (0.5, 3.0), [[1, 1, 1], [3, 3, 0], [0.5, 0, 0], [3, 3, 3]], (3, 4)),
         ("sequence_mask", (None, 3.0), [[1, 1, 1], [0, 0, 0], [0.25, 0, 0], [0, 0, 0]], (2, 4)),
@@ -235,12 +210,8 @@ def test_sampler_correction_by_hand(correction, bounds, weights, cut):
     found = [counted_N.mean().item(), cut[0] / cut[1], counted_N.min().item(), counted_N.max().item()]
     names = [f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "cut", "min", "max")]
     assert correction_metrics(SAMPLED, **options) == close(dict(zip(names, found, strict=True)))
-    # The KL keeps its weight of 1.
-    kl_BT = [
-        example(torch.zeros(4), beta=0.5, aggregation="token_mean", sampling_logprobs_BT=SAMPLED, **o)[1]
-        for o in ({}, options)
-    ]
-    assert torch.equal(*kl_BT)
+    of_kl = dict(advantages_B=torch.zeros(4), beta=0.5, aggregation="token_mean", sampling_logprobs_BT=SAMPLED)
+    assert torch.equal(example(**of_kl)[1], example(**of_kl, **options)[1]), "the KL keeps its weight of 1"
 
 
 def test_off_policy_sequence_mask_by_hand():
@@ -273,27 +244,20 @@ def test_top_entropy_tokens_by_hand():
 
 
 def test_clip_ratios_by_hand():
-    _, _, stats = example()
-    counts = {name: (total.item(), count.item()) for name, (total, count) in stats.items() if name != "kl"}
-    assert counts.pop("ratio") == (pytest.approx(1.5 + 1 + 0.5 + 1.5 + 0.5 + 1.1 + 0.5 + 2 + 0.9), 9)
     # Low: A < 0 below .8, rows 1 and 3. High: A > 0 above 1.2, row 0; rows 1 and 3 take the unclipped branch there.
-    assert counts == {"clip_ratio/low_mean": (2, 9), "clip_ratio/high_mean": (1, 9), "clip_ratio/region_mean": (3, 9)}
-    _, _, stats = example(objective="cispo")  # its weight is capped above 1.2 whatever the sign: rows 0, 1, 3
-    assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == [0, 3, 3]
-    _, _, stats = example(objective="reinforce")
-    assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == [0, 0, 0]
-    assert not any(part.requires_grad for pair in stats.values() for part in pair)
+    # The weight of cispo is capped above 1.2 whatever the sign: rows 0, 1, 3.
+    for objective, expected in (("clip", [2, 1, 3]), ("cispo", [0, 3, 3]), ("reinforce", [0, 0, 0])):
+        _, _, stats = example(objective=objective)
+        assert [stats[f"clip_ratio/{side}_mean"][0].item() for side in ("low", "high", "region")] == expected
+        assert stats["ratio"][0].item() == pytest.approx(1.5 + 1 + 0.5 + 1.5 + 0.5 + 1.1 + 0.5 + 2 + 0.9)
+        assert not any(total.requires_grad or count.item() != 9 for total, count in stats.values())
 
 
 def test_denominators_by_hand():
-    assert loss_denominator(MASK, aggregation="response_mean").item() == 4
-    assert loss_denominator(MASK, aggregation="token_mean").item() == 9
-    assert loss_denominator(MASK, aggregation="constant", max_length=5).item() == 20
-    row_gone = MASK & torch.tensor([[True], [False], [True], [True]])
-    assert loss_denominator(row_gone, aggregation="response_mean").item() == 3
-    assert loss_denominator(row_gone, aggregation="token_mean").item() == 7
-    assert loss_denominator(row_gone, aggregation="constant", max_length=5).item() == 20  # the row is still a response
-    assert loss_denominator(MASK.float()).item() == 4  # 0/1 masks too
+    row_gone = MASK & torch.tensor([[True], [False], [True], [True]])  # it is still a response
+    for aggregation, of_all, without_a_row in (("response_mean", 4, 3), ("token_mean", 9, 7), ("constant", 20, 20)):
+        assert loss_denominator(MASK, aggregation=aggregation, max_length=5).item() == of_all
+        assert loss_denominator(row_gone.float(), aggregation=aggregation, max_length=5).item() == without_a_row
     for aggregation in ("response_mean", "token_mean"):
         nothing = loss_denominator(torch.zeros(2, 3), aggregation=aggregation)
         assert nothing.item() == 0 and nothing.dtype == torch.float32 and nothing.shape == ()
@@ -309,8 +273,6 @@ def test_ratio_1_gives_minus_the_advantage(level):
     expected = double([[-1, -1, -1], [2, 2, 0], [-1, 0, 0]])  # ... while the gradient, -A / |o|, does not
     torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
     assert stats["ratio"][0].item() == 6 and stats["clip_ratio/region_mean"][0].item() == 0
-    one_row, _ = policy_loss(logprobs[:1], logprobs[:1].detach(), double([3]), mask[:1], importance_level=level)
-    assert one_row.item() == close(-3)
 
 
 # --- against plain loops
@@ -324,10 +286,7 @@ def reference(new, old, advantages, mask, ref, *, objective, level, low, high, d
         row = 0.0
         for t in live:
             compared = [t] if level == "token" else live
-            log_ratio = 0.0
-            for s in compared:
-                log_ratio = log_ratio + (new[b][s] - old[b][s]) / len(compared)
-            rho = log_ratio.exp()
+            rho = sum((new[b][s] - old[b][s]) / len(compared) for s in compared).exp()
             if objective == "clip":
                 clipped = min(max(rho, 1 - low), 1 + high)
                 free = rho if delta is None or rho.item() <= delta else delta
@@ -369,8 +328,6 @@ def random_rows(seed, B=8, T=5):
 
 SEEDS = (145, 147)
 """Seeds whose rows reach every branch of the loss, clipped on both sides for advantages of both signs."""
-
-
 SURROGATES = [  # objective, level, delta, epsilon_high: only bounds that the objective has
     *itertools.product(["clip"], LEVELS, (None, 1.5), (None, 0.3)),
     *itertools.product(["cispo"], LEVELS, [None], (None, 0.3)),
@@ -396,10 +353,7 @@ def test_value_and_gradient_agree_with_plain_loops(objective, level, delta, epsi
             low=0.2, high=high, delta=delta, beta=beta, kl=kl, aggregation=aggregation,
         )  # fmt: skip
         expected.backward()
-        expected_BT = double(
-            [[0.0 if scalar.grad is None else scalar.grad.item() for scalar in row] for row in scalars]
-        )
-
+        expected_BT = double([[0.0 if x.grad is None else x.grad.item() for x in row] for row in scalars])
         new_BT.requires_grad_()
         loss_sum, _ = policy_loss(
             new_BT, old_BT, A_B, mask_BT, ref_logprobs_BT=None if kl is None else ref_BT, objective=objective,
@@ -438,22 +392,17 @@ def test_what_lies_under_the_mask_has_no_influence(objective, level, kl):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_fully_masked_row_adds_nothing(objective, level, aggregation):
+def test_masked_rows_add_nothing_and_have_a_graph(objective, level, aggregation):
     new_BT, old_BT, A_B, mask_BT, ref_BT = random_rows(3)
-    options = dict(objective=objective, importance_level=level, aggregation=aggregation, max_length=9, beta=0.1)
-    keep = [b for b in range(len(A_B)) if b != 1]
     assert not mask_BT[1].any()
-    A_B[1] = NAN  # nor does its advantage
+    options = dict(objective=objective, importance_level=level, aggregation=aggregation, max_length=9, beta=0.1)
     new_BT.requires_grad_()
-    with_row, _ = policy_loss(new_BT, old_BT, A_B, mask_BT, ref_logprobs_BT=ref_BT, **options)
-    without, _ = policy_loss(
-        new_BT[keep], old_BT[keep], A_B[keep], mask_BT[keep], ref_logprobs_BT=ref_BT[keep], **options
-    )
-    torch.testing.assert_close(with_row, without, rtol=1e-14, atol=0)
-    (gradient_BT,) = torch.autograd.grad(with_row, new_BT)
-    assert torch.equal(gradient_BT[1], torch.zeros(5, dtype=torch.float64))
+    loss_sum, _ = policy_loss(new_BT, old_BT, A_B, mask_BT, ref_logprobs_BT=ref_BT, **options)
+    A_B[1] = NAN
+    unchanged, _ = policy_loss(new_BT, old_BT, A_B, mask_BT, ref_logprobs_BT=ref_BT, **options)
+    assert unchanged == loss_sum and not torch.autograd.grad(unchanged, new_BT)[0][1].any()
     nothing, stats = policy_loss(new_BT, old_BT, A_B, mask_BT & False, ref_logprobs_BT=ref_BT, **options)
-    (gradient_BT,) = torch.autograd.grad(nothing, new_BT)  # still a graph: every rank runs its backward
+    (gradient_BT,) = torch.autograd.grad(nothing, new_BT)  # every rank runs its backward
     assert nothing.item() == 0 and not gradient_BT.any()
     assert all(not total.any() and count.item() == 0 for total, count in stats.values())
 
@@ -473,7 +422,7 @@ def test_gradient_does_not_depend_on_the_cut(aggregation, level, objective):
     start_V = torch.randn(11, generator=generator, dtype=torch.float64)
     averaging = dict(aggregation=aggregation, max_length=7)
 
-    def update(parts, mean_of_means=False):
+    def update(parts):
         logits_V = start_V.clone().requires_grad_()
         whole = loss_denominator(mask_BT, **averaging)
         losses = []
@@ -484,10 +433,8 @@ def test_gradient_does_not_depend_on_the_cut(aggregation, level, objective):
                 new_BT, old_BT[rows, :T], A_B[rows], mask_BT[rows, :T], ref_logprobs_BT=ref_BT[rows, :T], beta=0.1,
                 objective=objective, importance_level=level, **averaging,
             )  # fmt: skip
-            part = loss_denominator(mask_BT[rows], **averaging).clamp(min=1) * len(parts)
-            loss = loss_sum / (part if mean_of_means else whole)
-            loss.backward()
-            losses.append(loss.item())
+            (loss_sum / whole).backward()
+            losses.append(loss_sum.item() / whole.item())
         return math.fsum(losses), logits_V.grad
 
     order = [6, 3, 0, 1, 7, 2, 5, 4]
@@ -497,8 +444,6 @@ def test_gradient_does_not_depend_on_the_cut(aggregation, level, objective):
         other_loss, other_V = update(parts)
         assert other_loss == pytest.approx(loss, rel=1e-12)
         torch.testing.assert_close(other_V, gradient_V, rtol=1e-12, atol=1e-15)
-    if aggregation != "constant":  # what the sum and its denominator are apart for
-        assert not torch.allclose(update(cuts[3], mean_of_means=True)[1], gradient_V, rtol=1e-3)
 
 
 # --- inputs and errors
@@ -520,21 +465,12 @@ def test_only_the_policy_gets_a_gradient():
         (dict(kl_estimator="k4"), "kl_estimator='k4'"),
         (dict(aggregation="mean"), "aggregation='mean'"),
         (dict(aggregation="constant"), "max_length"),
-        (dict(aggregation="constant", max_length=0), "max_length"),
         (dict(beta=0.1), "beta=0.1 needs ref_logprobs_BT"),
         (dict(sampler_correction="tis"), "sampler_correction='tis'"),
-        (dict(ref_logprobs_BT=REF[:, :2], beta=0.1), r"logprobs \(4, 3\).*ref_logprobs \(4, 2\)"),
-        (dict(old_logprobs_BT=OLD[:3]), r"old_logprobs \(3, 3\)"),
-        (dict(mask_BT=MASK[:, :2]), r"mask \(4, 2\)"),
-        (dict(logprobs_BT=NEW[0], old_logprobs_BT=OLD[0], mask_BT=MASK[0], advantages_B=A[:3]), r"\[B, T\]"),
+        (dict(old_logprobs_BT=OLD[:3], mask_BT=MASK[:, :2]), r"old_logprobs \(3, 3\) mask \(4, 2\)"),
         (dict(advantages_B=A[:3]), "one advantage per row"),
-        (dict(advantages_B=A[:, None]), "one advantage per row"),
     ],
 )
 def test_what_has_no_loss_is_refused(change, message):
-    inputs = dict(logprobs_BT=NEW, old_logprobs_BT=OLD, advantages_B=A, mask_BT=MASK)
     with pytest.raises(ValueError, match=message):
-        policy_loss(**inputs | change)
-    if "aggregation" in change:
-        with pytest.raises(ValueError, match=message):
-            loss_denominator(MASK, **change)
+        policy_loss(**dict(logprobs_BT=NEW, old_logprobs_BT=OLD, advantages_B=A, mask_BT=MASK) | change)

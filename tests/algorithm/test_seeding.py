@@ -16,16 +16,12 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "seed"), list(GOLDEN.items()))
-def test_seeds_do_not_change_between_versions(arguments, seed):
+def test_seeds_and_numbers_do_not_change_between_versions():
     """Recorded once. With another number here, every published run would sample other completions.
 
     Python's ``hash`` of text differs between processes, so this test would also fail if seeds came from it.
     """
-    assert derive_seed(*arguments) == seed
-
-
-def test_numbers_drawn_do_not_change_between_versions():
+    assert {arguments: derive_seed(*arguments) for arguments in GOLDEN} == GOLDEN
     drawn = torch.rand(4, generator=generator(0, "rollout", 0, 0, 0))
     torch.testing.assert_close(drawn, torch.tensor([0.2512792945, 0.2331960201, 0.8743896484, 0.7611414790]))
 
@@ -66,9 +62,8 @@ def test_the_global_state_is_neither_read_nor_moved():
     assert generator(0, "x").device.type == "cpu"
 
 
-@pytest.mark.parametrize("value", [1.0, 0.5, True, False, "1", None, torch.tensor(1)])
+@pytest.mark.parametrize("value", [1.0, True, "1", None, torch.tensor(1)])
 def test_only_integers_are_taken(value):
-    with pytest.raises(ValueError, match=r"takes integers.*'rollout'"):
-        derive_seed(0, "rollout", 1, value)
-    with pytest.raises(ValueError, match="takes integers"):
-        derive_seed(value, "rollout")
+    for arguments in ((0, "rollout", 1, value), (value, "rollout")):
+        with pytest.raises(ValueError, match=r"takes integers"):
+            derive_seed(*arguments)

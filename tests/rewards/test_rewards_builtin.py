@@ -97,28 +97,20 @@ def test_format_and_tag_groups():
 
 def test_exact_or_stripped():
     texts = ["<SOLUTION>4</SOLUTION>", "<SOLUTION> 4\n</SOLUTION>", "<SOLUTION>4.0</SOLUTION>", "4", "4"]
-    rewards = load_reward("exact_or_stripped")([""] * 5, texts, answer=["4", "4", "4", "4", None], tag="SOLUTION")
-    assert rewards == [3.0, 1.5, 0.0, 0.0, None]
-
-
-def test_exact_or_stripped_inside_a_whole_match():
-    pattern = r"\s*<a>.*</a>\s*<b>(?P<answer>.+?)</b>\s*"
-    texts = ["<a>x</a><b>4</b>\n", "<a>x</a> <b> 4 </b>", "<a>x</a><b>5</b>", "<b>4</b>", "<a>x</a><b>4</b> so"]
     reward = load_reward("exact_or_stripped")
-    assert reward([""] * 5, texts, answer=["4"] * 5, pattern=pattern) == [3.0, 1.5, 0.0, 0.0, 0.0]
+    assert reward([""] * 5, texts, answer=["4", "4", "4", "4", None], tag="SOLUTION") == [3.0, 1.5, 0.0, 0.0, None]
+    texts = ["<a>x</a><b>4</b>\n", "<a>x</a> <b> 4 </b>", "<a>x</a><b>5</b>", "<b>4</b>", "<a>x</a><b>4</b> so"]
+    whole = r"\s*<a>.*</a>\s*<b>(?P<answer>.+?)</b>\s*"
+    assert reward([""] * 5, texts, answer=["4"] * 5, pattern=whole) == [3.0, 1.5, 0.0, 0.0, 0.0]
 
 
 def test_pattern_answer_reads_a_group_of_a_whole_match():
     reward, pattern = load_reward("pattern_answer"), r"<t>.*</t> <answer>\D*(?P<answer>\d[\d,.]*)?\D*</answer>"
     texts = {
-        "<t>x</t> <answer>10</answer>": 1.0,
         "<t>x</t> <answer>It is 10 pears</answer>": 1.0,
         "<t>x</t>\n <answer>10</answer>": 0.0,
-        "<answer>10</answer>": 0.0,
         "<t>x</t> <answer>10</answer> pears": 0.0,
-        "<t>x</t> <answer>11</answer>": 0.0,
         "<t>x</t> <answer>1,0</answer>": 0.0,
-        "<t>x</t> <answer>10.0</answer>": 1.0,
         "<t>x</t> <answer>ten</answer>": 0.0,  # the group takes no part in the match
     }
     for reference in ("10", 10, "$10.00"):
@@ -145,7 +137,6 @@ def test_countdown():
     assert score("<answer>(3 + 5) * 3</answer>") == 1.0
     assert score("<answer>3 × (5 + 3) = 24</answer>") == 1.0
     assert score("<answer>(3 + 5) * 3 = 25</answer>") == 0.0
-    assert score("<answer>8 * 3</answer>") == 0.0  # 8 is not a number of the row
     assert score("<answer>3 * 5 + 3 * 3</answer>") == 0.0  # 3 used three times
     assert score("<answer>24</answer>", format_value=0.1) == 0.1
     assert score("(3 + 5) * 3", format_value=0.1) == 0.0
@@ -166,14 +157,6 @@ def test_expressions_are_exact_and_bounded():
             evaluate_expression(text)
 
 
-def test_math_verify():
-    pytest.importorskip("math_verify")
-    reward = load_reward("math_verify")
-    texts = ["so $\\frac{1}{2}$", "The answer is \\boxed{0.5}", "$x$", "nothing", "$3$"]
-    golds = ["\\frac{1}{2}", "1/2", "x+1", "3", None]
-    assert reward([""] * 5, texts, answer=golds, value=2.0) == [2.0, 2.0, 0.0, 0.0, None]
-
-
 RIGHT = [
     "<think>\nFirst 10 then 20</think>\n<answer>30</answer>", "<answer>30</answer>",
     "<answer>\n\\frac{60}{2}\n</answer>", "<answer>It is \\boxed{30}</answer> for 7 days",
@@ -190,31 +173,24 @@ WRONG = [
 
 def test_math_verify_reads_the_answer_and_never_the_thinking():
     pytest.importorskip("math_verify")
-    texts = RIGHT + WRONG
-    scores = load_reward("math_verify")([""] * len(texts), texts, answer=["30"] * len(texts))
-    assert scores == [1.0] * len(RIGHT) + [0.0] * len(WRONG)
-
-
-def test_math_verify_with_a_tag_reads_nothing_else():
-    pytest.importorskip("math_verify")
+    texts, reward = [*RIGHT, *WRONG, "30"], load_reward("math_verify")
+    scores = reward([""] * len(texts), texts, answer=["30"] * (len(texts) - 1) + [None], value=2.0)
+    assert scores == [2.0] * len(RIGHT) + [0.0] * len(WRONG) + [None]
     texts = ["<r>30</r> 31", "30", "<answer>30</answer>", "<think><r>30</r></think>", "<r>30"]
-    assert load_reward("math_verify")([""] * 5, texts, answer=["30"] * 5, tag="r") == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert reward([""] * 5, texts, answer=["30"] * 5, tag="r") == [1.0, 0.0, 0.0, 0.0, 0.0], "a tag, and nothing else"
 
 
 def test_r1_zero():
     pytest.importorskip("math_verify")
-    reward = load_reward("r1_zero")
-    texts = [
-        "2+2 is 4 </think> <answer>4</answer>",
-        "half </think> <answer>\\boxed{\\frac{1}{2}}</answer>",
-        "</think> <answer>\\frac{1}{2}</answer>",
-        "</think> <answer>5</answer>",
-        "</think><answer>4</answer>",  # the scheme wants the space
-        "</think> <answer>4",
-    ]
-    golds = ["4", "0.5", "0.5", "4", "4", "4"]
-    assert reward([""] * 6, texts, answer=golds) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    assert reward([""] * 6, texts, answer=golds, format_value=0.1)[3] == 0.1
+    texts = {
+        "2+2 is 4 </think> <answer>4</answer>": 1.0,
+        "half </think> <answer>\\boxed{\\frac{8}{2}}</answer>": 1.0,
+        "</think> <answer>5</answer>": 0.1,
+        "</think><answer>4</answer>": 0.0,  # the scheme wants the space
+        "</think> <answer>4": 0.0,
+    }
+    scores = load_reward("r1_zero")([""] * 5, list(texts), answer=["4"] * 5, format_value=0.1)
+    assert dict(zip(texts, scores, strict=True)) == texts
 
 
 @pytest.mark.parametrize(
@@ -222,31 +198,14 @@ def test_r1_zero():
     [
         ("accuracy", {"mode": "loose"}, "mode must be one of 'strict', 'lenient', 'boxed', '####', got 'loose'"),
         ("tag_groups", {"pattern": "abc"}, "has none"),
-        ("pattern_answer", {"pattern": "So"}, r"\(\?P<answer>\.\.\.\), and 'So' has no group of that name"),
-        ("exact_or_stripped", {"pattern": "<b>(.*)"}, "has no group of that name"),
-        (
-            "soft_overlong",
-            {"max_length": 10, "cache_length": 20, "completion_ids": []},
-            "0 < cache_length <= max_length",
-        ),
+        ("pattern_answer", {"pattern": "So"}, r"'So' has no group of that name"),
+        ("soft_overlong", {"max_length": 10, "cache_length": 20, "completion_ids": []}, "cache_length <= max_length"),
+        ("python_tests", {"memory_mb": 2.5}, "must be positive, and an integer unless it is seconds; got"),
+        ("math_verify", {}, r"^reward 'math_verify' needs the package math_verify .*pip install -e '\.\[math\]'$"),
+        ("reasoning_gym", {}, r"needs the package reasoning_gym .*'\.\[gym\]'$"),
     ],
 )
-def test_arguments_are_checked_before_any_row(name, args, message):
+def test_arguments_and_packages_are_checked_before_any_row(name, args, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)  # as if the package of this name were missing
     with pytest.raises(ValueError, match=message):
         load_reward(name)([], [], **args)
-
-
-@pytest.mark.parametrize(
-    ("name", "package", "extra"),
-    [
-        ("math_verify", "math_verify", "math"),
-        ("r1_zero", "math_verify", "math"),
-        ("reasoning_gym", "reasoning_gym", "gym"),
-    ],
-)
-def test_a_missing_package_is_an_error_that_says_how_to_install_it(name, package, extra, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        ValueError, match=rf"^reward '{name}' needs the package {package} .*pip install -e '\.\[{extra}\]'$"
-    ):
-        load_reward(name)([], [])

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from grpo.rewards.runner import MAX_LOST_WORKERS
 ROOT = Path(__file__).parents[2]
 
 REWARDS = """
-import asyncio, enum, math, os, sys, threading, time
+import asyncio, math, os, sys, threading, time
 
 def length(prompts, completions, **columns):
     return [float(len(c)) for c in completions]
@@ -89,18 +88,8 @@ def spoils(completions, **kwargs):                 # writes to the connection of
         if c == "large": raise RuntimeError("x" * 5000)
     return [1.0] * len(completions)
 
-async def changes(completions, messages, **kwargs):
-    messages[0]["content"] = messages[1] = None
-    return [1.0] * len(completions)
-
-async def reads(completions, messages, **kwargs):
-    return [float(message == {"content": "text"}) for message in messages]
-
-def given(completions, value, **kwargs):
+def given(completions, value, log_metric, log_extra):
     return eval(value)
-
-class Text(str):                                   # the trainer cannot import it
-    pass
 
 def logs(completions, log_metric, log_extra, trainer_state):
     log_metric("mean_length", sum(map(len, completions)) / len(completions))
@@ -113,12 +102,15 @@ async def logs_later(completions, log_metric, log_extra):
     await asyncio.sleep(0)
     log_metric("mean_length", 0)
     log_metric("not_a_number", math.nan)
-    log_extra("later", [Text(c) for c in completions])
+    log_extra("later", completions)
     return [1.0] * len(completions)
 
-def log(completions, call, log_metric, log_extra):
-    eval(call)
+async def changes(completions, messages, **kwargs):
+    messages[0]["content"] = messages[1] = None
     return [1.0] * len(completions)
+
+async def reads(completions, messages, **kwargs):
+    return [float(message == {"content": "text"}) for message in messages]
 
 async def sleepy(completions, **kwargs):
     await asyncio.sleep(0.5)
@@ -130,17 +122,6 @@ async def waits_for_another(completions, **kwargs):
     started.append(1)
     while len(started) < 2:
         await asyncio.sleep(0.01)
-    return [1.0] * len(completions)
-
-async def waits_too(completions, **kwargs):
-    return await waits_for_another(completions)
-
-class Key(enum.StrEnum):                           # the trainer cannot import it
-    LENGTH = "mean_length"
-
-def logs_by_key(completions, log_metric, log_extra):
-    log_metric(Key.LENGTH, 1.0)
-    log_extra(Key.LENGTH, [Key.LENGTH for c in completions])
     return [1.0] * len(completions)
 
 async def async_moody(completions, **kwargs):
@@ -229,13 +210,6 @@ def test_a_hanging_row_is_killed(run, word):
     assert time.perf_counter() - start < 60, "without the limit it never ends"
 
 
-def test_the_first_traceback_is_logged_once_per_run(path, caplog):
-    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([RewardSpec(f"{path}:moody")]) as runner:
-        for _ in range(3):
-            assert "a bad row" in runner.score(["q"], ["raise"], {}).first_traceback["moody"]
-    assert caplog.text.count("RuntimeError: a bad row") == 1
-
-
 @pytest.mark.parametrize("word", ["hang", "die"])
 @pytest.mark.slow
 def test_failing_always_takes_bounded_time(run, tmp_path, word):
@@ -263,10 +237,9 @@ def test_rows_are_shared_by_workers(run, tmp_path):
     calls, timeout = tmp_path / "calls", 3.0
     result = run("noted", ["hang"] * 4, args={"calls": str(calls)}, timeout_s=timeout, num_workers=4)
     assert result.failures == [4]
-    began = sorted(time for time, rows in read_calls(calls) if rows == 1)
-    assert len(began) == 4
+    began = [time for time, rows in read_calls(calls) if rows == 1]
     gaps = [later - earlier for earlier, later in itertools.pairwise(began)]
-    assert min(gaps) < timeout, "one after the other, each begins when the one before is given up"
+    assert len(gaps) == 3 and min(gaps) < timeout, "one after the other, each begins when the one before is given up"
 
 
 def read_calls(file) -> list[tuple[float, int]]:
@@ -282,17 +255,22 @@ def read_calls(file) -> list[tuple[float, int]]:
         ("['1.0', 1.0]", "'given' returned '1.0' of type str for completion 0; expected"),
         ("[1.0, math.inf]", "'given' returned inf of type float for completion 1"),
         ("[1.0, -1e39]", "'given' returned -1e\\+39 of type float for completion 1"),
-        ("1.0", "'given' returned a float: 1.0; expected"),
         ("'ab'", "returned a str"),
-        ("None", "returned a NoneType"),
-        ("{0: 1.0, 1: 2.0}", "returned a dict"),
         ("(x for x in completions)", "returned a generator"),
-        ("lambda completions: [1.0]", "returned a function"),
+        ("log_metric('loss', 1)", "called log_metric.'loss', ...\\): choose a name that no metric of the trainer has"),
+        ("log_metric('eval/mine', 1)", "no metric of the trainer has"),
+        ("log_metric('mine', '1')", "expected a finite number"),
+        ("log_extra('rewards/log', ['x', 'y'])", "no column of the completions has"),
+        ("log_extra('note', ['x'])", "with 1 values for 2 completions: expected one per completion"),
+        (
+            "[log_extra('n', [1, 2]), log_extra('n', [1, 2])]",
+            "'given_2' called log_extra\\('n', ...\\), as another reward",
+        ),
     ],
 )
 def test_a_broken_contract_is_an_error(run, value, message):
     with pytest.raises(RewardContractError, match=message):
-        run("given", ["a", "b"], args={"value": value})
+        run(["given", "given"], ["a", "b"], args={"value": value})
 
 
 def test_what_rewards_log_comes_back_with_the_scores(run):
@@ -305,47 +283,18 @@ def test_what_rewards_log_comes_back_with_the_scores(run):
         "count": [2, None, "1" + "0" * 20],
         "later": ["ab", "raise", "big"],
     }
-    result = run("logs_by_key", ["a"])
-    assert result.metrics == {"mean_length": (1.0, 1.0)} and result.extra == {"mean_length": ["mean_length"]}
     assert run("logs", ["a", "bcd"]).metrics == {"mean_length": (4.0, 2.0)}, "the same whether called at once or by row"
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            "log_metric('loss', 1)",
-            "'log' called log_metric('loss', ...): choose a name that no metric of the trainer has",
-        ),
-        ("log_metric('eval/mine', 1)", "no metric of the trainer has"),
-        ("log_metric(3, 1)", "no metric of the trainer has"),
-        ("log_metric('mine', '1')", "('mine', '1'): expected a finite number"),
-        ("log_metric('mine', -math.inf)", "('mine', -inf): expected a finite number"),
-        ("log_extra('rewards/log', ['x', 'y'])", "no column of the completions has"),
-        ("log_extra('note', ['x'])", "('note', ...) with 1 values for 2 completions: expected one per completion"),
-    ],
-)
-def test_what_a_reward_must_not_log(run, call, message):
-    with pytest.raises(RewardContractError) as caught:
-        run("log", ["a", "b"], args={"call": call})
-    assert str(caught.value).endswith(message)
-
-
-def test_one_extra_column_belongs_to_one_reward(run):
-    with pytest.raises(RewardContractError, match=r"'log_2' called log_extra\('n', ...\), as another reward did"):
-        run(["log", "log"], ["a"], args={"call": "log_extra('n', [1])"})
 
 
 def test_what_counts_as_numbers(run):
     assert column(run("given", ["a"] * 4, args={"value": "[True, 2, math.nan, None]"})) == [1.0, 2.0, None, None]
-    assert column(run("given", ["a"] * 2, args={"value": "__import__('numpy').array([1, 2.5])"})) == [1.0, 2.5]
-    assert column(run("given", ["a"] * 2, args={"value": "(0, __import__('numpy').float32(0.5))"})) == [0.0, 0.5]
+    value = "__import__('numpy').array([1, 2.5], dtype='float32')"
+    assert column(run("given", ["a"] * 2, args={"value": value})) == [1.0, 2.5]
 
 
 def test_excess_output_of_a_reward_is_dropped(run, capfd):
     assert column(run("loud", ["a", "b"])) == [1.0, 1.0]
-    deadline = time.monotonic() + 60
-    printed = ""
+    printed, deadline = "", time.monotonic() + 60
     while "the rest is dropped" not in printed and time.monotonic() < deadline:
         printed += capfd.readouterr().err
         time.sleep(0.02)
@@ -422,7 +371,7 @@ def _runs(process):
 
 def test_async_rewards_of_a_step_run_concurrently(run):
     """Each of the two returns only when the other has started: one after the other, the first would time out."""
-    result = run(["waits_for_another", "length", "waits_too"], ["a", "b"])
+    result = run(["waits_for_another", "length", "waits_for_another"], ["a", "b"])
     assert result.values == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]] and result.failures == [0, 0, 0]
 
 
@@ -432,15 +381,9 @@ def test_async_rewards_have_copies_of_their_own(run):
 
 
 def test_async_rows_fail_alone(run):
-    result = run(["async_moody", "sleepy"], ["ok", "raise", "hang"], timeout_s=1.0)
-    assert column(result) == [1.0, None, None] and column(result, 1) == [1.0] * 3
-    assert result.failures == [2, 0]
-    assert "a bad row" in result.first_traceback["async_moody"] or "timeout_s" in result.first_traceback["async_moody"]
-
-
-def test_a_coroutine_that_cancels_itself_costs_its_row(run):
-    result = run("async_moody", ["cancel"] * (MAX_LOST_WORKERS + 1) + ["ok"])
-    assert column(result) == [None] * (MAX_LOST_WORKERS + 1) + [1.0] and result.failures == [MAX_LOST_WORKERS + 1]
+    result = run(["async_moody", "sleepy"], ["ok", "raise", "hang", "cancel"], timeout_s=1.0)
+    assert column(result) == [1.0, None, None, None] and column(result, 1) == [1.0] * 4
+    assert result.failures == [3, 0]
 
 
 @pytest.mark.slow
@@ -452,39 +395,27 @@ def test_a_coroutine_that_blocks_the_loop_is_killed(run, monkeypatch):
 
 
 def test_check_finds_mistakes_before_the_first_step(path, tmp_path):
-    def check(name, args=None, columns=None):
-        with RewardRunner([RewardSpec(name, 1.0, args or {})]) as runner:
-            runner.check(columns)
-
-    exits = tmp_path / "exits.py"
-    exits.write_text("import os\nos._exit(5)\n")
-    check(f"{path}:scaled", {"scale": 2.0})
-    check("accuracy", None, ["answer"])
+    (tmp_path / "exits.py").write_text("import os\nos._exit(5)\n")
     for name, args, columns, message in [
-        ("acuracy", None, None, "did you mean 'accuracy'"),
+        ("acuracy", {}, None, "did you mean 'accuracy'"),
         (f"{path}:scaled", {"scael": 2.0}, None, "has no argument 'scael'"),
         ("accuracy", {"mode": "x"}, None, "reward 'accuracy': mode must be"),
         ("format", {"pattern": "("}, None, "reward 'format': .*unterminated subpattern"),
-        ("soft_overlong", {}, None, "reward 'soft_overlong': TypeError: .*'max_length' and 'cache_length'"),
-        ("accuracy", None, ["solution"], "'accuracy' needs the column\\(s\\) answer; the rows have solution"),
-        (f"{path}:named", None, ["x"], "'named' needs the column\\(s\\) answer"),
-        (f"{exits}:f", None, None, "reward '.*' cannot be loaded: its worker process exited with status 5"),
+        ("accuracy", {}, ["solution"], "'accuracy' needs the column\\(s\\) answer; the rows have solution"),
+        (f"{path}:named", {}, ["x"], "'named' needs the column\\(s\\) answer"),
+        (f"{tmp_path}/exits.py:f", {}, None, "reward '.*' cannot be loaded: its worker process exited with status 5"),
     ]:
-        with pytest.raises(ValueError, match=message) as caught:
-            check(name, args, columns)
+        with RewardRunner([RewardSpec(name, 1.0, args)]) as runner, pytest.raises(ValueError, match=message) as caught:
+            runner.check(columns)
         assert "\n" not in str(caught.value)
 
 
 def test_columns_that_do_not_fit():
     with RewardRunner([RewardSpec("accuracy")]) as runner:
-        with pytest.raises(ValueError, match="got 1 for answer"):
-            runner.score(["q"] * 2, ["a"] * 2, {"answer": ["4"]})
-        with pytest.raises(ValueError, match="needs the column"):
-            runner.score(["q"], ["a"], {})
-        with pytest.raises((AttributeError, pickle.PicklingError), match=r"Can't (get|pickle) local object"):
-            runner.score(["q"], ["a"], {"answer": [lambda: 0]})
-        # None of it broke anything.
-        assert runner.score(["q"], ["<answer>4</answer>"], {"answer": ["4"]}).values == [[1.0]]
+        for rows, columns, message in ((2, {"answer": ["4"]}, "got 1 for answer"), (1, {}, "needs the column")):
+            with pytest.raises(ValueError, match=message):
+                runner.score(["q"] * rows, ["a"] * rows, columns)
+        assert runner.score(["q"], ["<answer>4</answer>"], {"answer": ["4"]}).values == [[1.0]], "nothing broke"
 
 
 def test_a_pattern_that_backtracks_without_end_is_stopped():

@@ -80,6 +80,8 @@ def test_fraction_of_tests_passed(sandboxed):
     programs = [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "3\n"}]
     texts = [code, code, "no code here", "print(sum(map(int, input().split())))", code]
     rows = [tests, '["assert double(2) == 4"]', tests, programs, None]
+    exits = "def double(x): return 2 * x\nexit()"
+    assert reward([""], [exits], tests=[tests]) == [0.5], "statements run after code that exits"
     assert reward([""] * 5, texts, tests=rows) == [0.5, 1.0, 0.0, 0.5, None]
     assert reward([""], [f"<answer>{code}</answer>"], tests=[tests[:1]], tag="answer", value=3.0) == [3.0]
     assert reward([""], [code], tests=[tests[:1]], tag="answer") == [0.0]
@@ -110,31 +112,40 @@ with tempfile.TemporaryFile("w+") as f: f.write("file"); f.seek(0); print(f.read
     assert result.status == "passed" and sorted(result.output.split()) == ["async", "file", "thread"]
 
 
-def test_infinite_loop(attack):
+IGNORE_SIGNALS = "import signal, time\nfor s in set(range(1, 32)) - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
+NO_END = {
+    "loop": "while True: pass",
+    "drips output": IGNORE_SIGNALS + "while True: print('x', flush=True); time.sleep(0.001)",
+    "closes all": "import os, time; os.closerange(0, 64); time.sleep(60)",
+    "other file": "import os; os.mkfifo('/sandbox/f'); os.dup2(os.open('/sandbox/f', os.O_RDWR), 1); os.read(1, 1)",
+    "stops": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("code", NO_END.values(), ids=NO_END)
+def test_code_without_an_end(attack, code):
     start = time.perf_counter()
-    assert attack("while True: pass", SHORT).status == "timeout"
-    assert time.perf_counter() - start < 60, "without the limit it never ends"
+    assert attack(code, SHORT).status == "timeout"
+    assert time.perf_counter() - start < 50, "without the limit it takes 60 s or never ends"
 
 
-def test_a_loop_that_catches_everything_and_drips_output(attack):
-    code = "import signal, time\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
-    code += "    except Exception: pass\n"
-    assert attack(code + "while True:\n    print('x', flush=True); time.sleep(0.001)", SHORT).status == "timeout"
+BEGIN = {
+    "processes": "if os.fork() == 0: time.sleep(30); os._exit(0)",
+    "threads": "threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()",
+}
 
 
-def test_fork_bomb(attack):
-    result = attack("""
-import os, time
-forked = 0
+@pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
+def test_many_processes_and_threads(attack, begin):
+    result = attack(f"""
+import os, threading, time
+begun = 0
 for _ in range(200):
     try:
-        if os.fork() == 0:
-            time.sleep(30)
-            os._exit(0)
-        forked += 1
-    except OSError:
-        break
-print(forked)
+        {begin}
+        begun += 1
+    except (OSError, RuntimeError): break
+print(begun)
 """)
     assert int(result.output) < LIMITS.processes + 1
 
@@ -149,18 +160,6 @@ for generation in range(200):
     except OSError: os._exit(1)
 import time; time.sleep(30)
 """)
-
-
-def test_threads_count_too(attack):
-    result = attack("""
-import threading, time
-started = 0
-for _ in range(200):
-    try: threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start(); started += 1
-    except RuntimeError: break
-print(started)
-""")
-    assert int(result.output) < LIMITS.processes + 1
 
 
 def test_allocation(attack):
@@ -298,9 +297,8 @@ for family, address in [(socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_UNIX
 def test_killing_the_parent_and_everything(attack):
     result = attack("""
 import os, signal
-for victim in (os.getppid(), 1, -1, 0):
+for victim in (os.getppid(), 1, -1):
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
-        if victim == 0: continue
         try: os.kill(victim, number)
         except OSError: pass
 print(os.getppid())
@@ -373,9 +371,7 @@ def test_a_forged_exit_is_no_pass(sandboxed):
 
 
 def test_expected_outputs_are_not_in_the_sandbox(sandboxed):
-    spy = (
-        "import gc\nprint(len([o for o in gc.get_objects() if isinstance(o, dict) and 'output' in o and 'input' in o]))"
-    )
+    spy = "import gc\nprint(sum(isinstance(o, dict) and 'output' in o and 'input' in o for o in gc.get_objects()))"
     assert load_reward("python_tests")([""], [spy], tests=[[{"input": "", "output": "0"}]]) == [1.0]
 
 
@@ -386,43 +382,20 @@ def test_time_is_shared_by_all_tests(sandboxed):
     assert time.perf_counter() - start < 40, "20 tests of 3 s each take 60 s"
 
 
-def test_the_sandbox_ends_with_the_process_that_started_it(sandboxed, own_sandboxes):
-    code = (
-        f"from grpo.rewards import sandbox; sandbox._CHILD = {sandbox._CHILD!r}; print('go', flush=True); "
-        "sandbox.run_python('while True: pass', [{'code': ''}], sandbox.Limits(60, 60))"
-    )
-    asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    asker.stdout.readline()
-    # Process 1 and the test, which are also the first to end if the machine has no memory left; the launcher is not.
-    _wait_until(lambda: [_ends_first(process) for process in own_sandboxes()].count(True) == 2)
-    asker.send_signal(signal.SIGKILL)
-    asker.wait()
-    asker.stdout.close()
-    _wait_until(lambda: not own_sandboxes())
-
-
-def test_the_sandbox_ends_with_its_launcher(sandboxed, own_sandboxes):
+@pytest.mark.parametrize("killed", ["the process that started it", "its launcher"])
+def test_the_sandbox_ends_with(sandboxed, own_sandboxes, killed):
     code = (
         f"from grpo.rewards import sandbox; sandbox._CHILD = {sandbox._CHILD!r}; "
         "print(sandbox.run_python('while True: pass', [{'code': ''}], sandbox.Limits(60, 60)))"
     )
-    asker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    # Process 1 and the test, which are also the first to end if the machine has no memory left; the launcher is not.
     _wait_until(lambda: [_ends_first(process) for process in own_sandboxes()].count(True) == 2)
-    (launcher,) = (process for process in own_sandboxes() - {asker.pid} if not _ends_first(process))
-    os.kill(launcher, signal.SIGKILL)
-    output, _ = asker.communicate(timeout=60)
-    assert "failed" in output
+    (launcher,) = (process for process in own_sandboxes() - {parent.pid} if not _ends_first(process))
+    os.kill(launcher if killed == "its launcher" else parent.pid, signal.SIGKILL)
+    output, _ = parent.communicate(timeout=60)
+    assert ("failed" in output) == (killed == "its launcher")
     _wait_until(lambda: not own_sandboxes())
-
-
-@pytest.mark.parametrize("end", ["close_all", "other_file", "stop"])
-def test_a_test_that_gives_no_sign_of_life(attack, end):
-    code = {
-        "close_all": "import os, time; os.closerange(0, 64); time.sleep(60)",
-        "other_file": "import os; os.mkfifo('/sandbox/f'); os.dup2(os.open('/sandbox/f', os.O_RDWR), 1); os.read(1, 1)",
-        "stop": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
-    }[end]
-    assert attack(code, SHORT).status == "timeout"
 
 
 def test_forged_results(attack):
@@ -443,9 +416,7 @@ for descriptor in [0, *range(2, 64)]:
 
 
 def test_statements_are_not_passed_by_what_they_write(sandboxed):
-    code = (
-        "import os\nfor descriptor in range(64):\n    try: os.write(descriptor, bytes(16))\n    except OSError: pass\n"
-    )
+    code = "import os\nfor file in range(64):\n    try: os.write(file, bytes(16))\n    except OSError: pass\n"
     for end in ("", "os._exit(0)"):
         assert run_python(code + end, [{"code": "pass"}], LIMITS)[0].status == "failed"
 
@@ -471,13 +442,6 @@ def _wait_until(condition):
         time.sleep(0.02)
 
 
-def test_it_leaves_no_folder_behind(sandboxed, tmp_path, monkeypatch):
-    before = set(Path("/tmp").glob("grpo-sandbox-*"))
-    run_python("open('x', 'w').write('x')", [{"code": ""}])
-    new = set(Path("/tmp").glob("grpo-sandbox-*")) - before
-    _wait_until(lambda: not any(folder.exists() for folder in new))  # another process may have one for a moment
-
-
 def test_a_missing_layer_is_an_error_unless_allow_unsandboxed():
     with pytest.raises(SandboxUnavailable, match=r"cannot give the sandbox .*a moat, .*allow_unsandboxed: true"):
         run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat")
@@ -485,16 +449,8 @@ def test_a_missing_layer_is_an_error_unless_allow_unsandboxed():
     assert result.status == "passed"
 
 
-def test_settings():
-    for settings in ({"memory_mb": 0}, {"memory_mb": 2.5}, {"total_seconds": "1"}):
-        with pytest.raises(ValueError, match="must be positive, and an integer unless it is seconds; got"):
-            load_reward("python_tests")([], [], **settings)
-
-
 PAIR = {"input": "1 2", "output": "3"}
 CALL_OF_ADD = {"function": "add", "input": "[1, 2]", "output": "[3]"}
-
-
 LOOP, RAISES = "for x in range(3):\n    assert f(x)", "if f(2) != 4: raise ValueError"
 LIVE_CODE_BENCH = {"input": "1\n2\n", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}
 
@@ -508,7 +464,6 @@ LIVE_CODE_BENCH = {"input": "1\n2\n", "output": "3", "testtype": "functional", "
         (PAIR, [PAIR]),
         ({"input": 12, "output": ["3", "4"], "type": "stdin_stdout"}, [{"input": "12", "output": "3\n4"}]),
         ({"inputs": ["1 2"], "outputs": ["3"]}, [PAIR]),  # APPS, TACO
-        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": None}, [PAIR]),  # the same in a column of structs
         ({"input": ["1 2"], "output": ["3"]}, [PAIR]),  # CodeContests
         ({"language": "python", "test_cases": [PAIR]}, [PAIR]),
         ([PAIR | {"testtype": "stdin"}], [PAIR]),
@@ -556,50 +511,37 @@ def test_functions_are_called_and_their_results_compared_outside(sandboxed):
         "def add(x, y):\n    print('noise')\n    return x + y\nif __name__ == '__main__':\n    print(add(1, 1))",
         "class Solution:\n    def add(self, x: List[int], y: Optional[str]):\n        return x + y",
         "def add(x, y): return 3",
-        "def add(x, y): return object()",
         "class Right:\n    __eq__ = lambda *_: True\ndef add(x, y): return Right()",
         "def add(x, y): return x + y\nexit()",
         "def add(x, y): exit()",
         "pass",
     ]
     scores = load_reward("python_tests")([""] * len(texts), texts, tests=[tests] * len(texts))
-    assert scores == [1.0, 1.0, 0.5, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert scores == [1.0, 1.0, 0.5, 0.0, 1.0, 0.0, 0.0]
 
 
 def test_programs_are_judged_by_what_they_print(sandboxed):
     codes = [
         "print(3); exit()",
-        "print(3); quit(0)",
         "import sys; print(3); sys.exit()",
-        "import os; print(3, flush=True); os._exit(0)",
         "import atexit; atexit.register(print, 3)",
         "import atexit, io, sys\nsys.stdout = buffer = io.StringIO()\n"
         "atexit.register(lambda: sys.__stdout__.write(buffer.getvalue()))\nprint(3)",
         "import sys; print(3); sys.stdout.close()",
         "import os; print(os.fstat(0).st_size and 3)",
-        "import tempfile; tempfile.TemporaryFile().close(); print(3)",
         "print(3); exit(1)",
-        "print(3); raise ValueError",
         "exit()",
     ]
     results = run_python("exec(eval(input()))", [{"input": repr(code)} for code in codes], Limits())
-    expected = [("passed", "3\n")] * 9 + [("failed", "")] * 2 + [("passed", "")]
+    expected = [("passed", "3\n")] * 6 + [("failed", "")] + [("passed", "")]
     assert [(result.status, result.output) for result in results] == expected
 
 
-@pytest.mark.parametrize("separator", ["\u2028", "\x0c", "\x0b", "\x85", "\x1e"])
-def test_only_a_newline_ends_a_line(sandboxed, separator):
-    score, right = load_reward("python_tests")(
-        [""] * 2,
-        [f"print('1', '2', sep={separator!r})", "print('1 ', '2', '', sep='\\r\\n')"],
-        tests=[[{"input": "", "output": "1\n2"}]] * 2,
-    )
-    assert (score, right) == (0.0, 1.0)
-
-
-def test_statements_run_after_code_that_exits(sandboxed):
-    tests = ["assert f() == 1", "assert f() == 2"]
-    assert load_reward("python_tests")([""], ["def f(): return 1\nexit()"], tests=[tests]) == [0.5]
+def test_only_a_newline_ends_a_line(sandboxed):
+    codes = [f"print('1', '2', sep={separator!r})" for separator in "\u2028\x0c\x0b\x85\x1e"]
+    codes.append("print('1 ', '2', '', sep='\\r\\n')")
+    tests = [[{"input": "", "output": "1\n2"}]] * len(codes)
+    assert load_reward("python_tests")([""] * len(codes), codes, tests=tests) == [0.0] * 5 + [1.0]
 
 
 @pytest.mark.parametrize(
@@ -609,18 +551,14 @@ def test_statements_run_after_code_that_exits(sandboxed):
         ("```python\nx = 1\n```", "x = 1\n"),
         ("first\n```\nx = 1\n```\nbetter\n```py\nx = 2\n```\n", "x = 2\n"),
         ("cut off ```python\nx = 1", "x = 1"),
-        ("```x = 1```", "x = 1"),
         ("````\nx = '```'\n````", "x = '```'\n"),
         ("1. So:\n   ```python\n   if x:\n       y = 1\n   ```\n", "if x:\n    y = 1\n"),
         ("<think>```\nx = 1\n```</think>\nx = 2", "\nx = 2"),
-        ("<think>or\n```\nx = 1\n```", None),
         ("<think>```\nx = 1\n</think>\n```\nx = 2\n```", "x = 2\n"),
         ('<think>print "No"</think>\n```python\nx = 1\n```', "x = 1\n"),
         ('```python title="a.py"\nx = 1\n```', "x = 1\n"),
-        ("```Python3.11\nx = 1\n```", "x = 1\n"),
         ("~~~~wrong~~~~\n```python\nx = 1\n```", "x = 1\n"),
         ("`` ` ```\n``` ", None),
-        ("", None),
         ("x" * 200_000, None),
     ],
 )

@@ -22,9 +22,3 @@ def test_a_mean_is_the_total_sum_over_the_total_count():
     assert metrics.reduce(ONE_RANK) == {
         "loss": 7 / 4, "tokens": 12, "empty": 0.0, "reward": 2.0, "longest": 9.0, "shortest": 2.0,
     }  # fmt: skip
-
-
-def test_values_on_the_device_and_on_the_host_can_be_added():
-    metrics = Accumulator()
-    metrics.add("grad_norm", torch.zeros((), device="meta"))
-    metrics.add("grad_norm", 0.0, 0.0)

@@ -4,10 +4,10 @@
 """
 
 import shutil
-import sys
 
 import pytest
 import torch
+from test_samples import record
 
 from grpo.config import Config
 from grpo.telemetry.reporter import Reporter
@@ -31,14 +31,7 @@ def points(output, name):
     return [(event.step, event.value) for event in event_files(output).Scalars(name)]
 
 
-RECORD = {
-    "step": 2, "problem": 0, "prompt": "2+3=", "answer": "5", "completion": "# five", "reward": 0.5, "advantage": -1.0,
-    "length": 3, "finished": False, "token_ids": [4], "tokens": ["5"], "logprobs": [-1.0], "updated_logprobs": [-1.0],
-    "ref_logprobs": None, "rewards": {"accuracy": 0.0, "format": float("nan")}, "logged": {},
-}  # fmt: skip
-
-
-def test_an_interrupted_run_shows_no_step_twice(tmp_path):
+def test_a_prefix_gives_trls_names_and_an_interrupted_run_shows_no_step_twice(tmp_path):
     first = reporter(tmp_path)
     for step in range(5):
         line = {"step": step, "eval/greedy_accuracy": step / 8}
@@ -57,7 +50,7 @@ def test_histograms_and_completions_are_shown_with_their_step(tmp_path):
     writer = reporter(tmp_path, every=2)
     writer.histogram("reward", torch.tensor([[0.0, float("nan")], [1.0, 3.0]]))
     writer.histogram("length", torch.tensor([float("inf")]))
-    writer.completions(2, [RECORD])
+    writer.completions(2, [record(logged={})])
     writer.step({"step": 2, "reward": 0.5})
     writer.step({"step": 4, "reward": 0.5})
     writer.close()
@@ -67,10 +60,8 @@ def test_histograms_and_completions_are_shown_with_their_step(tmp_path):
     assert (rewards.step, rewards.histogram_value.num, rewards.histogram_value.sum) == (2, 3, 4)
     (text,) = shown.Tensors("completions/text_summary")
     assert text.step == 2
-    assert text.tensor_proto.string_val[0].decode() == (
-        "**reward 0.5**, accuracy 0, format nan, advantage -1, 3 tokens\n\nprompt\n\n    2+3=\n\ncompletion\n\n"
-        "    # five\n\nreference answer\n\n    5"
-    )
+    shown_text = text.tensor_proto.string_val[0].decode()
+    assert shown_text.startswith("**reward 1.5**, a nan, b/c 1.5, advantage -0.5, 2 tokens\n\nprompt\n\n    2+2")
     assert "    output_dir: " in shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
@@ -84,11 +75,3 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, capfd):
     writer.close()
     assert capfd.readouterr().out.count("warning: TensorBoard stopped (") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_a_missing_package_is_one_warning(tmp_path, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    reporter(tmp_path).close()
-    assert capsys.readouterr().out.count("warning: TensorBoard stopped (") == 1
