@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from grpo.algorithm.batch import Problem
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
@@ -64,7 +66,7 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
 def lora_line(run: Run) -> str:
     """Rank, alpha and size of the adapters, and the precision of the frozen weights."""
     adapter, model = run.policy.adapter.peft_config["default"], run.policy.model
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad}
+    dtypes = {"bf16" if p.dtype == torch.bfloat16 else "fp32" for p in model.parameters() if not p.requires_grad}
     start = f", from {run.config.model.adapter}" if run.config.model.adapter else ""
     size = num_parameters(model, trained=True) / 1e6
     return (

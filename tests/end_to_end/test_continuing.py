@@ -114,9 +114,7 @@ def test_a_named_checkpoint_may_be_a_link_and_be_deleted_later(run, tmp_path):
     ]
     printed = run("run", *again)
     assert "checkpoint-1 at step 1" in printed and "previous-1" in printed  # where the second step of before is now
-    assert (
-        "note: the learning rate of the next step becomes 0.00075 (with the checkpoint's settings: 0.0005)\n" in printed
-    )
+    assert "note: the learning rate of the next step becomes 0.00075 (in the checkpoint: 0.0005)\n" in printed
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
     assert "already complete" in run("run", *again)
     assert run("other", *again, code=2) == ""

@@ -129,7 +129,7 @@ def test_a_substitute_that_no_reward_scores_does_not_stop_the_run(tmp_path, rand
     ]  # fmt: skip
     run_trainer(*small_run(random_model, tmp_path / "run"), *options, "eval.before_training=false")
     for line in lines(tmp_path / "run"):
-        assert (line["rewards/scores/errors"], line["frac_unscorable"], line["reward"]) == (8, 0.5, 1.5)
+        assert (line["rewards/scores/errors"], line["frac_unscorable"], line["reward"]) == (12, 0.5, 1.5)
         assert line["grad_norm"] > 0
 
 

@@ -44,7 +44,7 @@ def test_a_lora_run_killed_in_a_save_continues_to_the_bit(tmp_path, random_model
     assert_same_run(whole, output, STEPS)
     last = output / f"checkpoint-{STEPS}"
     assert (last / "adapter_model.safetensors").exists() and any(n.startswith("reference/") for n in states(last))
-    assert not list(output.glob(".partial*")) and (last / "merged").is_dir()
+    assert not list(output.glob(".partial*"))
 
 
 @pytest.mark.slow
@@ -100,22 +100,6 @@ def test_a_rank_that_hangs(tmp_path, random_model, straight, place):
         assert "error: [rank 0] in phase 'update': RuntimeError: " in printed
     assert "Timed out waiting 12000ms" in printed and "saved checkpoint-3" in printed
     run(output, tiny(random_model, output, *SAVES), ranks=2)
-    assert_same_run(straight, output, STEPS)
-
-
-@pytest.mark.slow
-def test_a_stop_signal_while_a_rank_hangs(tmp_path, random_model, straight):
-    """Torchrun sends SIGTERM when a rank was killed; under NCCL the others cannot follow, say so, and get SIGKILL."""
-    output = tmp_path / "run"
-    arguments = tiny(random_model, output, *SAVES)
-    fault = f"rank=1 step=3 place=backward do=hang once={tmp_path}/once"
-    started = Started(output, arguments, ranks=2, fault=fault)
-    started.wait_for("FAULT")
-    started.kill(signal.SIGTERM, 0)
-    started.wait_for("[rank 0] was asked to stop 10 s ago and is still in phase 'update'")
-    started.kill(signal.SIGKILL)
-    started.end()
-    assert "checkpoint-2 at step 2" in run(output, arguments, ranks=2).text()
     assert_same_run(straight, output, STEPS)
 
 

@@ -45,7 +45,8 @@ def test_one_process_stops_during_a_rollout(tmp_path, random_model, uninterrupte
 # where the signal finds the ranks -> the step of the checkpoint that they leave
 PLACES = {
     "rollout": ("rank=1 place=rollout step=2 do=sleep:4 once={once}", 2),
-    "reward": ("rank=0 place=score step=2 do=sleep:4 once={once}", 2),
+    # The rank that gets the signal waits in a vote, which ends the rollout on both before it is noticed.
+    "reward": ("rank=0 place=score step=2 do=sleep:4 once={once}", 3),
     # A sleep in the backward stands for a long update: it is brought to its end, then the whole step is there.
     "update": ("rank=1 place=backward step=2 do=sleep:4 once={once}", 3),
     "evaluation": ("rank=1 place=eval step=2 do=sleep:4 once={once}", 3),

@@ -147,7 +147,7 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
     assert f"error: reward 'python:share' {given}" in capsys.readouterr().err
     assert evaluate(["--config", configuration, "reward.functions=[accuracy]", "data.eval_split=test"]) == 2
     assert "error: data.dataset=python:rows stands for rows passed to grpo.train()" in capsys.readouterr().err
-    command = ["--model", str(folder / "checkpoint-2"), "--prompt", "1+1=", "--max-tokens", "4"]
+    command = ["--model", str(folder / "checkpoint-2"), "--prompt", "1+1=", "rollout.max_completion_length=4"]
     assert chat(command) in (0, 2)
     assert "Traceback" not in (shown := capsys.readouterr()).err and (shown.out or given in shown.err)
     assert report([str(folder), "--output", str(tmp_path / "report.html")]) == 0
