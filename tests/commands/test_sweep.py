@@ -230,7 +230,7 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     assert sweep.returncode == 1, printed
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     for seed, error in enumerate(errors):
-        assert error.startswith(f"error: {missing}, seed {seed}: {missing}: no such folder")
+        assert error.startswith(f"error: {missing}, seed {seed}: ") and "cannot be loaded" in error
         assert error.endswith(f"({output / folder_name(missing)}/seed-{seed}.log)")
     assert len(errors) == 2
     assert (base / "metrics.jsonl").stat().st_mtime_ns == first_metrics, "a complete run is not repeated"
