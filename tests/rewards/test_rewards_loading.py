@@ -47,13 +47,13 @@ def test_from_a_module_in_the_working_folder(write, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("acuracy", "unknown reward 'acuracy' \\(did you mean 'accuracy'\\?\\); built in are accuracy, format"),
+        ("acuracy", "unknown reward 'acuracy': built in are accuracy, format"),
         ("", "unknown reward ''"),
-        ("python:mine", "'python:mine' was given to grpo.train\\(\\) as a Python object"),
+        ("python:mine", "'python:mine' was an object passed to grpo.train"),
         ("nowhere.py:f", "No such file or directory: '.*nowhere.py'"),
         ("no_such_package.module:f", "No module named 'no_such_package'"),
-        ("json:dmups", "json has no function 'dmups' \\(did you mean 'dumps'\\?\\)"),
-        ("json:JSONDecoder", "reward 'json:JSONDecoder': that is no function; of a class, write reward = Name"),
+        ("json:dmups", "json has no function 'dmups'"),
+        ("json:JSONDecoder", "json has no function 'JSONDecoder'; of a class, name an instance"),
     ],
 )
 def test_unknown_names(spec, message):
@@ -65,11 +65,10 @@ def test_unknown_names(spec, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def other(): pass\ndef another(): pass\nfrom json import dumps\n", "no function 'f'; it has another, other$"),
         ("x = 1\ndef f(:\n", "SyntaxError: .*mine.py, line 2"),
-        ("import json\njson.loads('{')\n", "mine.py:2: importing it raised JSONDecodeError"),
-        ("import sys\nsys.exit(1)\n", "mine.py:2: importing it raised SystemExit"),
-        ("f = 3\n", "that is no function"),
+        ("import json\njson.loads('{')\n", "mine.py \\(line 2\\) raised JSONDecodeError"),
+        ("import sys\nsys.exit(1)\n", "mine.py \\(line 2\\) raised SystemExit"),
+        ("f = 3\n", "has no function 'f'"),
     ],
 )
 def test_files_that_cannot_be_loaded(write, text, message):
@@ -86,7 +85,7 @@ def test_arguments_of_a_configuration():
     check_arguments("m:mine", mine, {"threshold": 0.1})
     check_arguments("accuracy", load_reward("accuracy"), {"mode": "lenient", "value": 2})
     for name, function, args, message in [
-        ("accuracy", None, {"vlaue": 2.0}, "no argument 'vlaue' .*did you mean 'value'\\?\\); it has mode, value"),
+        ("accuracy", None, {"vlaue": 2.0}, "no argument 'vlaue' .*; it has mode, value"),
         ("accuracy", None, {"completions": []}, "no argument 'completions'"),
         ("accuracy", None, {"tag": "<answer>"}, "tag must be a bare name"),
         ("format", None, {"value": "1"}, "value must be a number, got '1'"),
