@@ -40,7 +40,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not 0 < value < 1e6 or not (name.endswith("seconds") or isinstance(value, int)):
+            kind = (int, float) if name.endswith("seconds") else int
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e6:
                 raise ValueError(f"{name} must be positive, and an integer unless it is seconds; got {value!r}")
 
 
