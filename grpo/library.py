@@ -129,7 +129,7 @@ def _inputs(
     config: Any, reward_functions: Any, dataset: Any, eval_dataset: Any, settings: dict[str, Any]
 ) -> tuple[Config, Objects]:
     """The checked configuration, in which names stand for Python objects, and the objects."""
-    from grpo.data import GIVEN_ROWS, rows_of
+    from grpo.data import PYTHON_ROWS, rows_of
 
     for name in settings:  # a TRL argument may be an object that no configuration holds
         if name.split(".")[0] not in Config.model_fields:
@@ -141,7 +141,7 @@ def _inputs(
         if isinstance(value, str | os.PathLike):
             names[f"data.{key}"] = os.fspath(value)
         elif value is not None:
-            names[f"data.{key}"], rows[key] = GIVEN_ROWS, rows_of(value, key)
+            names[f"data.{key}"], rows[key] = PYTHON_ROWS, rows_of(value, key)
     if "eval_dataset" in rows:
         names["data.eval_split"] = None
     checked = make_config(config, settings, names)

@@ -103,20 +103,14 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.objective == "reinforce" and self.updates_per_step > 1:
-            raise ValueError(
-                "algorithm.objective=reinforce has no importance ratio, so it takes one update per rollout: use "
-                f"objective=clip, or 1 in place of num_iterations={self.num_iterations} and "
-                f"num_minibatches={self.num_minibatches}"
-            )
+            remedy = "use objective=clip, or num_iterations=1 and num_minibatches=1"
+            raise ValueError(f"algorithm.objective=reinforce takes one update per rollout: {remedy}")
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(f"algorithm.delta={self.delta} must be above 1 + epsilon_high = {1 + self.clip_high:g}")
         if self.name == "gdpo" and (self.baseline, self.scale) != ("mean", "group"):
             raise ValueError("algorithm.name=gdpo normalizes the advantages: use baseline=mean and scale=group")
         if self.objective == "dppo_tv" and (self.importance_level != "token" or self.sampler_correction != "none"):
-            raise ValueError(
-                "algorithm.objective=dppo_tv compares each token with the sampler's probability: use "
-                "importance_level=token and sampler_correction=none"
-            )
+            raise ValueError("algorithm.objective=dppo_tv needs importance_level=token and sampler_correction=none")
         return self
 
     @property

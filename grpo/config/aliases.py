@@ -9,9 +9,6 @@ OTHER_NAMES = {
     "lr_scheduler_kwargs": "optim.min_lr",
     "adam_beta1": "optim.betas",
     "adam_beta2": "optim.betas",
-    "batch_size": "rollout.prompts_per_step",
-    "group_size": "rollout.num_generations",
-    "max_tokens": "rollout.max_completion_length",
     "max_new_tokens": "rollout.max_completion_length",
     "use_vllm": "rollout.engine",
     "vllm_server_base_url": "rollout.server",
@@ -66,20 +63,15 @@ OTHER_NAMES = {
     "ddp_timeout": "runtime.timeout_s",
     "data_seed": "seed",
     "generation_batch_size": "rollout.prompts_per_step counts problems: generation_batch_size / num_generations",
-    "per_device_train_batch_size": "rollout.prompts_per_step is the number of problems of a step over all GPUs, and "
-    "optim.tokens_per_microbatch limits the memory of one pass",
+    "per_device_train_batch_size": "rollout.prompts_per_step problems in all; optim.tokens_per_microbatch in one pass",
     "gradient_accumulation_steps": "it follows from optim.tokens_per_microbatch, a limit on the tokens of one pass",
     "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
     "report_to": "logging.wandb=online or logging.wandb=offline for wandb, logging.tensorboard=true for TensorBoard",
-    "loss_type": "algorithm.name for grpo and dr_grpo; TRL's dapo is algorithm.aggregation=token_mean, because "
-    "algorithm.name=dapo is the whole method of DAPO",
-    "num_gpus": "the launcher decides: NPROC_PER_NODE=2 ./launch.sh ..., or torchrun --nproc_per_node=2",
+    "loss_type": "algorithm.name for grpo and dr_grpo; TRL's dapo is algorithm.aggregation=token_mean",
     "vllm_mode": "rollout.engine=vllm samples with servers: rollout.server=start starts them, or names their addresses",
-    "vllm_gpu_memory_utilization": "options of vLLM go into rollout.vllm_command: vllm serve {model} "
-    "--gpu-memory-utilization 0.5",
-    "vllm_tensor_parallel_size": "options of vLLM go into rollout.vllm_command: vllm serve {model} "
-    "--tensor-parallel-size 2",
+    "vllm_gpu_memory_utilization": "rollout.vllm_command has vLLM's options: vllm serve {model} --OPTION VALUE",
+    "vllm_tensor_parallel_size": "rollout.vllm_command has vLLM's options: vllm serve {model} --OPTION VALUE",
     "vllm_max_model_length": "it follows from the longest prompt and rollout.max_completion_length",
     "shuffle_dataset": "the data is always shuffled, in an order that follows from seed",
     "disable_tqdm": "progress bars appear only on a terminal",
@@ -92,8 +84,7 @@ OTHER_NAMES = {
     "torch_compile": "there is none",
     "use_peft": "lora.rank above 0 trains LoRA adapters; the section lora has the other settings",
     "peft_config": "the section lora has its settings: lora.rank, lora.alpha, lora.dropout, lora.target_modules",
-    "fsdp_config": "runtime.parallel=fsdp shards the model over the ranks; runtime.shard_size and runtime.offload are "
-    "its settings",
+    "fsdp_config": "runtime.parallel=fsdp has the settings runtime.shard_size and runtime.offload",
     "deepspeed": "runtime.parallel=fsdp shards weights, gradients and optimizer states, as ZeRO 3 does",
     "push_to_hub": "a checkpoint is a Hugging Face folder, ready to be uploaded",
     "chat_template_kwargs": "the model's chat template has its defaults; data.prompt_template replaces it",
@@ -105,6 +96,5 @@ OTHER_NAMES = {
     "sapo_temperature_pos": "they are 1.0 and 1.05, the paper's and TRL's",
     "sapo_temperature_neg": "they are 1.0 and 1.05, the paper's and TRL's",
     "multi_objective_aggregation": "algorithm.name=gdpo normalizes each reward before their sum",
-    "debug": "python train_grpo.py --config FILE --debug",
 }
 """Name without its section -> the key to use instead, or a sentence where no single key replaces it."""

@@ -69,18 +69,12 @@ def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | No
         source: a mapping, nested or with dotted keys (``{"optim.max_steps": 5}``), a YAML file, or a configuration;
             None: the defaults.
         more: mappings of the same form. The values of a later one win.
-
-    Raises:
-        ConfigError: one line per mistake.
     """
     debug = isinstance(source, Config) and source.debug
     if isinstance(source, str | os.PathLike):
         source = read_config_file(source)
     elif isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)
-    elif source is not None and not isinstance(source, Mapping):
-        kind = type(source).__name__
-        raise ConfigError(f"config must be a mapping of sections, a YAML file, a Config or None, got {kind}")
     values: dict[str, Any] = {}
     for new in (source or {}, *more):
         _merge(new, values)
@@ -181,8 +175,6 @@ _Loader.add_implicit_resolver(
 
 
 class SavedConfig(NamedTuple):
-    """The values of a run's configuration, and the file that has them."""
-
     source: Path
     values: dict[str, Any]
 
@@ -209,7 +201,6 @@ def config_of_models(
 
     Args:
         file: the argument of ``--config``; None: the saved configuration of the first model that has one is taken.
-        overrides: ``section.key=value`` of the command line.
         without_run: nested values to begin with if there is neither; None: the defaults.
     """
     if file is not None:

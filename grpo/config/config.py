@@ -50,28 +50,16 @@ class Config(schema.Section):
     def _check(self) -> Self:
         a, prompts, minibatches = self.algorithm, self.rollout.prompts_per_step, self.algorithm.num_minibatches
         if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale in ("group", "mean")):
-            raise ValueError(
-                f"rollout.num_generations=1 leaves nothing to compare with under algorithm.baseline={a.baseline}, "
-                f"algorithm.scale={a.scale}: use num_generations >= 2, or baseline=none with scale=none"
-            )
+            remedy = "use num_generations >= 2, or algorithm.baseline=none with algorithm.scale=none"
+            raise ValueError(f"rollout.num_generations=1 leaves nothing to compare with: {remedy}")
         if prompts % minibatches:
-            raise ValueError(
-                f"rollout.prompts_per_step={prompts} cannot be cut into algorithm.num_minibatches={minibatches} equal "
-                f"parts: use prompts_per_step={_nearest_multiples(prompts, minibatches)}"
-            )
-        # Of the built-in rewards only this one is below 0; the rewards of each step are checked too.
-        lowers = any(function.name == "soft_overlong" and function.weight > 0 for function in self.reward.functions)
-        if a.scale == "mean" and lowers:
-            raise ValueError(
-                "algorithm.scale=mean (MaxRL) divides by the mean reward of a group, and the reward soft_overlong is "
-                "negative: leave it out, or take algorithm.scale=group"
-            )
+            works = _nearest_multiples(prompts, minibatches)
+            mistake = f"rollout.prompts_per_step={prompts} is no multiple of algorithm.num_minibatches={minibatches}"
+            raise ValueError(f"{mistake}: use prompts_per_step={works}")
         _check_lora(self)
         runtime, reduces = self.runtime, self.optim.reduce_each_microbatch
         if runtime.parallel != "fsdp" and (runtime.shard_size or runtime.offload != "none" or reduces):
-            raise ValueError(
-                "runtime.shard_size, runtime.offload and optim.reduce_each_microbatch need runtime.parallel=fsdp"
-            )
+            raise ValueError("shard_size, offload and optim.reduce_each_microbatch need runtime.parallel=fsdp")
         return self
 
 
@@ -81,33 +69,26 @@ def _check_lora(config: Config) -> None:
         raise ValueError("lora.dropout has no effect with model.disable_dropout=true: set disable_dropout=false")
     own = [key for key in ("rank", "alpha", "target_modules", "rslora", "init") if lora.differs_from_default(key)]
     if adapter is not None and own:
-        raise ValueError(
-            f"lora.{own[0]} and model.adapter={adapter} contradict each other: the adapter has its own rank, alpha and "
-            f"layers, so leave lora.{own[0]} out"
-        )
+        raise ValueError(f"lora.{own[0]} and model.adapter={adapter} contradict each other: leave lora.{own[0]} out")
     if config.uses_lora and a.ref_sync_steps and config.model.reference is not None:
         raise ValueError("algorithm.ref_sync_steps moves the adapter of the reference, and model.reference has none")
     if config.uses_lora and a.ref_sync_steps and a.ref_sync_alpha != 1:
         raise ValueError("algorithm.ref_sync_alpha must be 1 with LoRA: averages of its two factors are no average")
 
 
-def check_world_size(config: Config, world_size: int, *, num_machines: int = 1) -> None:
+def check_world_size(config: Config, world_size: int) -> None:
     """ValueError if so many processes cannot share the problems of a step evenly; it names the numbers that fit."""
     prompts, minibatches, shard_size = (
         config.rollout.prompts_per_step, config.algorithm.num_minibatches, config.runtime.shard_size,
     )  # fmt: skip
     if prompts % (world_size * minibatches):
-        per_machine = range(world_size // num_machines - 1, 0, -1)
-        fits = [str(n) for n in per_machine if prompts % (n * num_machines * minibatches) == 0]
         factors = f"{world_size} processes" + (f" x algorithm.num_minibatches={minibatches}" if minibatches > 1 else "")
-        works = f"--nproc_per_node={' or '.join(fits)}, or " if fits else ""
-        raise ValueError(
-            f"rollout.prompts_per_step={prompts} is not a multiple of {factors}: use {works}"
-            f"rollout.prompts_per_step={_nearest_multiples(prompts, world_size * minibatches)}"
-        )
+        fits = [str(n) for n in range(world_size - 1, 0, -1) if prompts % (n * minibatches) == 0]
+        works = f"{' or '.join(fits)} processes, or " if fits else ""
+        works += f"rollout.prompts_per_step={_nearest_multiples(prompts, world_size * minibatches)}"
+        raise ValueError(f"rollout.prompts_per_step={prompts} is not a multiple of {factors}: use {works}")
     if shard_size is not None and world_size > 1 and world_size % shard_size:
-        divisors = " or ".join(str(size) for size in range(2, world_size + 1) if world_size % size == 0)
-        raise ValueError(f"runtime.shard_size={shard_size} does not divide {world_size} processes: use {divisors}")
+        raise ValueError(f"runtime.shard_size={shard_size} does not divide {world_size} processes")
     if world_size == 1 and config.runtime.offload != "none" and not config.debug:
         raise ValueError(f"runtime.offload={config.runtime.offload} needs at least 2 processes")
     if config.debug and world_size > 1:

@@ -18,9 +18,8 @@ usage: python train_grpo.py [--config FILE.yaml] [section.key=value ...] [--debu
        torchrun --nproc_per_node=8 train_grpo.py [--config FILE.yaml] [section.key=value ...]
        python train_grpo.py --help [WORD ...]     the keys of a section, one key, or those with this word
 
-Without --config: configs/tiny_arithmetic.yaml, a demo that runs in minutes on a CPU. A key that the file does not set
-has the default below. Values are read as YAML, lists and mappings too. --debug: one process, a few prompts, 2 steps,
-everything printed and checked."""
+Without --config: configs/tiny_arithmetic.yaml, a demo that runs in minutes on a CPU. Values are read as YAML.
+--debug: one process, a few prompts, 2 steps, everything printed and checked."""
 
 KEYS_EPILOG = "The keys of the configuration: python train_grpo.py --help [SECTION or WORD]"
 """The last line of the help of commands that read a configuration."""
@@ -36,10 +35,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def help_text(model: type[BaseModel], words: Iterable[str] = ()) -> str:
-    """Usage and every key with type, default and meaning; with words the keys that contain one, or that it means.
-
-    ValueError for a word that names no key.
-    """
+    """Usage and every key with type, default and meaning; with words (or ValueError) the keys that contain one."""
     keys = keys_of(model)
     if not words:
         return f"{USAGE}\n\n{_describe(keys)}"
@@ -92,21 +88,15 @@ def as_yaml(value: Any) -> str:
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The error for a key that does not exist, naming the key that was probably meant."""
-    section, _, leaf = key.rpartition(".")
-    same = [k for k in known if k.rpartition(".")[2] == leaf]
-    if not any(part.isdecimal() for part in key.split(".")):  # an entry of a list has keys of its own
-        if same:  # without a section, or with a wrong one
-            meant = max(same, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio()) if section else same[0]
-            return f"unknown key {key!r}; did you mean {meant!r}?"
-        if leaf in OTHER_NAMES:
-            meant = OTHER_NAMES[leaf]
-            return f"unknown key {key!r}" + (f"; did you mean {meant!r}?" if meant in known else f": {meant}")
-    candidates = {k.rpartition(".")[2]: k for k in [*known, *(k.split(".")[0] for k in known)]} | {k: k for k in known}
-    in_section = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    for written, names in ((leaf, in_section), (key, candidates), (leaf, candidates)):
-        if match := difflib.get_close_matches(written, names, n=1):
-            return f"unknown key {key!r}; did you mean {names[match[0]]!r}?"
-    return f"unknown key {key!r}; --help lists all keys"
+    leaf = key.rpartition(".")[2]
+    names = {k.rpartition(".")[2]: k for k in reversed(known)} | {k.split(".")[0]: k.split(".")[0] for k in known}
+    meant = OTHER_NAMES.get(leaf)
+    if meant is not None and meant not in known:
+        return f"unknown key {key!r}: {meant}"
+    if meant is None:  # a wrong section, or a misspelt name
+        similar = difflib.get_close_matches(leaf, names, n=1)
+        meant = names.get(leaf) or (names[similar[0]] if similar else None)
+    return f"unknown key {key!r}; " + (f"did you mean {meant!r}?" if meant else "--help lists all keys")
 
 
 def explain(error: Mapping[str, Any], known: list[str]) -> str:
@@ -123,6 +113,4 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
     if error["type"] == "missing" or "is a secret" in message:
         return f"{key}: {message}"
     name = key.rpartition(".")[2]
-    shown = repr(masked({name: error["input"]})[name])
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return f"{key}={shown}: {message[:1].lower()}{message[1:]}"
+    return f"{key}={masked({name: error['input']})[name]!r:.80}: {message[:1].lower()}{message[1:]}"

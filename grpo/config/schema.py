@@ -130,9 +130,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _template_is_the_whole_prompt(self) -> Self:
         if self.prompt_template and (self.system_prompt or self.question_template or self.few_shot):
-            raise ValueError(
-                "data.prompt_template is the whole prompt: leave out system_prompt, question_template and few_shot"
-            )
+            raise ValueError("data.prompt_template takes no system_prompt, question_template and few_shot")
         return self
 
 
@@ -221,9 +219,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         if self.engine == "vllm" and self.keep_sampling_mask:
-            raise ValueError(
-                "rollout.keep_sampling_mask=true needs rollout.engine=builtin: vLLM does not say which tokens were left"
-            )
+            raise ValueError("rollout.keep_sampling_mask=true needs rollout.engine=builtin")
         return self
 
     @property
@@ -239,9 +235,8 @@ class RolloutConfig(Section):
         if self.engine == "builtin":
             ignored = dict.fromkeys(SERVER_KEYS, "engine=builtin")
         else:
-            ignored = {"tokens_in_flight": "engine=vllm"} | (
-                {"vllm_command": "server=ADDRESS"} if self.addresses else {}
-            )
+            ignored = {"tokens_in_flight": "engine=vllm"}
+            ignored |= {"vllm_command": "server=ADDRESS"} if self.addresses else {}
         return [(key, other) for key, other in ignored.items() if self.differs_from_default(key)]
 
 
@@ -325,10 +320,8 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _check_samples_differ(self) -> Self:
         if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"eval.num_samples={self.num_samples} at eval.temperature=0 would be equal: set eval.temperature, 1.0 "
-                "for example, or num_samples=1"
-            )
+            remedy = "set eval.temperature=1.0, or num_samples=1"
+            raise ValueError(f"eval.num_samples={self.num_samples} at eval.temperature=0 would be equal: {remedy}")
         return self
 
 

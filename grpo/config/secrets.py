@@ -48,9 +48,7 @@ def with_environment(values: Any, where: str) -> Any:
     def resolve(key: str, value: Any, is_secret: bool) -> Any:
         is_text = isinstance(value, str)
         if (is_secret and value == MASK) or (is_text and _MASKED.search(value)):
-            raise ValueError(
-                f"{where}: {key} was masked when the configuration was written: set it again, or to ${{NAME}}"
-            )
+            raise ValueError(f"{where}: {key} was masked when it was written: set it again, or to ${{NAME}}")
         reference = _REFERENCE.fullmatch(value) if is_text else None
         if reference is None:
             return value

@@ -57,18 +57,13 @@ def fingerprint(rows: Rows) -> str:
     return digest.hexdigest()
 
 
-def load_rows(config: DataConfig, *, train: bool, seed: int, given: list[dict[str, Any]] | None = None) -> Rows | None:
+def load_rows(config: DataConfig, *, train: bool, seed: int, table: list[dict[str, Any]] | None = None) -> Rows | None:
     """Read and check the rows of the training or the evaluation split; None if no evaluation split is configured.
 
-    Args:
-        seed: for tasks whose problems are drawn.
-        given: rows in place of those that the configuration names.
-
-    Raises:
-        ValueError: in one line, for data that cannot be read, a missing column, or a pattern that matches nothing.
+    ``table`` has rows of a Python program, in place of those that the configuration names.
     """
     limit = config.max_train_samples if train else config.max_eval_samples
-    rows = read_rows(config, train=train, seed=seed) if given is None else given[:limit]
+    rows = read_rows(config, train=train, seed=seed) if table is None else table[:limit]
     if rows is None:
         return None
     key, dataset = dataset_setting(config, train)
@@ -134,11 +129,7 @@ def _matched(answers: Sequence[Any], pattern: str) -> list[str | None]:
 
 
 def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
-    """Render and tokenize the prompts. A prompt that is too long is left out, never truncated.
-
-    Raises:
-        ValueError: if no prompt is left.
-    """
+    """Render and tokenize the prompts. A prompt that is too long is left out, never truncated."""
     system_prompt, few_shot, prompts = config.system_prompt, config.few_shot, rows.prompts
     if system_prompt is None and not is_tiny_tokenizer(tokenizer):
         system_prompt = rows.instructions
@@ -191,12 +182,9 @@ def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int
 
 
 def render(
-    prompt: Prompt,
-    tokenizer: Any,
-    system_prompt: str | None,
-    few_shot: Sequence[dict[str, str]],
+    prompt: Prompt, tokenizer: Any, system_prompt: str | None, few_shot: Sequence[dict[str, str]],
     prompt_template: str | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """The text that the model reads: system prompt, worked examples and question in the chat template.
 
     Without a chat template they are joined as plain text. A ``prompt_template`` replaces everything but the question.

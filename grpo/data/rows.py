@@ -19,7 +19,7 @@ from grpo.config import DataConfig
 from grpo.data.tasks import gym_rows, load_task
 
 BUILTIN_PREFIX, GYM_PREFIX = "builtin:", "reasoning_gym:"
-GIVEN_ROWS = "python:rows"
+PYTHON_ROWS = "python:rows"
 """In place of a dataset's name in the configuration: rows that a Python program passed to ``grpo.train``."""
 
 
@@ -31,11 +31,7 @@ def dataset_setting(config: DataConfig, train: bool) -> tuple[str, str]:
 
 
 def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, Any]] | None:
-    """The rows of a split, unchanged; None for an evaluation split that is not configured.
-
-    Raises:
-        ValueError: in one line that begins with the setting, if the dataset cannot be read.
-    """
+    """The rows of a split, unchanged; None for an evaluation split that is not configured."""
     key, dataset = dataset_setting(config, train)
     limit = config.max_train_samples if train else config.max_eval_samples
     own_split = "train" if train else "eval"
@@ -48,7 +44,7 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
         if config.eval_dataset is None:
             return None
         split = "train"  # the name that `datasets` gives the only split of a file
-    if dataset == GIVEN_ROWS:
+    if dataset == PYTHON_ROWS:
         raise ValueError(f"data.{key}={dataset} stands for rows passed to grpo.train(): name a file or Hub dataset")
     text_columns = (config.prompt_column, config.answer_column)
     try:
@@ -148,15 +144,12 @@ def _number(text: str) -> bool | int | float | None:
     return None
 
 
-def rows_of(given: Any, name: str) -> list[dict[str, Any]]:
-    """The rows of a list of mappings, a ``datasets.Dataset`` or a pandas DataFrame.
-
-    ``ValueError``, in one line that begins with ``name``, for anything else.
-    """
-    if hasattr(given, "columns") and hasattr(given, "notna"):  # NaN stands for a missing value
-        given = given.astype(object).where(given.notna(), None).to_dict("records")
+def rows_of(table: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of a list of mappings, a ``datasets.Dataset`` or a pandas DataFrame; ``name`` is for the ValueError."""
+    if hasattr(table, "columns") and hasattr(table, "notna"):  # NaN stands for a missing value
+        table = table.astype(object).where(table.notna(), None).to_dict("records")
     expected = f"{name} must be a list of mappings, a datasets.Dataset or a pandas DataFrame"
-    rows = with_all_columns(list(given), expected)
+    rows = with_all_columns(list(table), expected)
     # In a DataFrame, the lists of a Parquet file are NumPy arrays, and numbers can be NumPy's.
     return [
         {name: value.tolist() if type(value).__module__ == "numpy" else value for name, value in row.items()}

@@ -10,16 +10,10 @@ from grpo.algorithm.batch import Problem
 from grpo.algorithm.seeding import derive_seed, generator
 
 
-def check_enough(num_problems: int, prompts_per_step: int, *, unit: int = 1) -> None:
-    """``ValueError``, which names a ``prompts_per_step`` that works, if there are too few problems for one step.
-
-    ``prompts_per_step`` must be a multiple of ``unit`` (ranks times minibatches).
-    """
+def check_enough(num_problems: int, prompts_per_step: int) -> None:
+    """``ValueError`` if there are too few problems for one step."""
     if num_problems < prompts_per_step:
-        fits = num_problems // unit * unit
-        works = f"use prompts_per_step={fits}, or more data" if fits else f"at least {unit} are needed"
-        wanted = f"rollout.prompts_per_step={prompts_per_step}"
-        raise ValueError(f"{num_problems} training problems are fewer than {wanted}: {works}")
+        raise ValueError(f"{num_problems} training problems are fewer than rollout.prompts_per_step={prompts_per_step}")
 
 
 class Schedule:
@@ -28,7 +22,7 @@ class Schedule:
     def __init__(
         self, problems: Sequence[Problem], *, prompts_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ):
-        check_enough(len(problems), prompts_per_step, unit=world_size)
+        check_enough(len(problems), prompts_per_step)
         self.problems, self.prompts_per_step, self.seed = problems, prompts_per_step, seed
         self.rank, self.world_size = rank, world_size
         self.steps_per_epoch = len(problems) // prompts_per_step

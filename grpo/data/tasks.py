@@ -67,11 +67,7 @@ class Task(ABC):
         return split_of_problem(self.name, self.problem_key(row))
 
     def rows(self, split: str, seed: int, count: int | None = None) -> list[dict]:
-        """``count`` different problems of one split (``num_rows[split]`` by default), the same for the same seed.
-
-        Raises:
-            ValueError: if the task has fewer problems.
-        """
+        """``count`` different problems of one split (``num_rows[split]`` by default), the same for the same seed."""
         count = self.num_rows[split] if count is None else count
         rng = random.Random(derive_seed(seed, f"tasks/{self.name}/{split}"))
         draws = iter(lambda: self.draw(rng), None)
@@ -93,17 +89,9 @@ class Task(ABC):
 class Arithmetic(Task):
     """``47+35=`` or ``82-35=``: both numbers from 0 to 99, the result never negative, computed column by column.
 
-    A demonstration makes mistakes on purpose. Independent draws decide which:
-
-    | behaviour | share | example, for 47+35 | correct |
-    |---|---|---|---|
-    | adds the carry | 55% | ``<think>7+5=12 4+3=7+1=8</think>`` | yes |
-    | forgets the carry | 45% | ``<think>7+5=12 4+3=7</think>`` | only if nothing is carried or borrowed (58%) |
-    | doubts the result | 20% | ``<think>7+5=12 4+3=7+1=8 hmm</think>`` | half of these change it to 81, 83, 72 or 92 |
-    | leaves out tags | 18% | no ``<think>``, no ``<answer>``, or neither | by strict accuracy, only with ``<answer>`` |
-
-    A model trained on the demonstrations is correct about half of the time, although it has learned everything that it
-    needs to be correct nearly always. GRPO then teaches it to add the carry, keep its result and write the tags.
+    A noisy demonstration (``<think>7+5=12 4+3=7+1=8</think>``) may forget the carry, doubt the result (``hmm``) and
+    change it, or leave out tags; independent draws with the shares below decide. A model trained on them is correct
+    about half of the time. GRPO then teaches it to add the carry, keep its result and write the tags.
     """
 
     name = "arithmetic"
@@ -172,13 +160,7 @@ class Countdown(Task):
     """``Make 24 from 3 5 9.``: numbers from 1 to 10, each used once with ``+ - * /``, for a target from 1 to 99.
 
     Every problem has a solution. A demonstration tries expressions, each evaluated from left to right, until one equals
-    the target. Independent draws add mistakes:
-
-    | mistake | share | example, for 13 from 2 3 5 | correct |
-    |---|---|---|---|
-    | tries another expression first | 50% | ``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>`` | yes |
-    | gives up | 25% | ``<think>5+3=8-2=6 ok</think>`` | no: the answer misses the target |
-    | leaves out tags | 20% | no ``<think>`` or no ``<answer>`` | by strict accuracy, only with ``<answer>`` |
+    the target (``<think>5+3=8-2=6 no 5*3=15-2=13 ok</think>``). A noisy one may give up, or leave out tags.
     """
 
     name = "countdown"

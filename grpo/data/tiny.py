@@ -87,14 +87,9 @@ def build_tiny_model(
 ) -> Path:
     """Train the tiny model for a task, or return the folder of an earlier call from the cache.
 
-    Args:
-        task: name of a built-in task; ``ValueError`` for another name.
-        seed: of initial weights and demonstrations. Torch version and thread count change the weights too.
-        cache_dir: parent of the model folders; by default ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``.
-        recipe: architecture and training, by default the task's entry of ``RECIPES``.
-
-    Returns:
-        A Hugging Face folder with model and tokenizer; weights in fp32.
+    The folder has model (fp32) and tokenizer. ``cache_dir`` is the parent of such folders, by default
+    ``$XDG_CACHE_HOME/grpo``, else ``~/.cache/grpo``. Besides ``seed``, torch's version and thread count determine the
+    weights.
     """
     load_task(task)  # raises for an unknown task, before anything is written
     recipe = recipe or RECIPES[task]

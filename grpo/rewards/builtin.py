@@ -31,10 +31,7 @@ _OPERATIONS = {
 
 
 def accuracy(prompts, completions, *, mode="strict", value=1.0, tag="answer", column="answer", **columns) -> Rewards:
-    """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference answer, else 0.
-
-    Numbers are compared exactly, anything else as text.
-    """
+    """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference answer, else 0."""
     answers.extract_answer("", mode, tag)
     read = partial(answers.extract_answer, mode=mode, tag=tag)
     return _score_rows(read, _value_if(answers.answers_equal, value), completions, columns, column)

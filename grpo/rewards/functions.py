@@ -3,7 +3,6 @@
 A name is built-in, ``package.module:function``, ``path/to/file.py:function`` or ``classifier:<model>``.
 """
 
-import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from grpo.system import first_line
+
 _IN_BUILTIN = (
     "accuracy", "format", "tag_groups", "pattern_answer", "exact_or_stripped", "soft_overlong", "countdown",
     "math_verify", "r1_zero", "reasoning_gym",
@@ -28,7 +29,7 @@ BUILTIN: dict[str, str] = dict.fromkeys(_IN_BUILTIN, "grpo.rewards.builtin") | {
 
 CLASSIFIER_PREFIX = "classifier:"
 OBJECT_PREFIX = "python:"
-"""Begins the name of a reward that a program gave to ``grpo.train`` as an object, whose code others cannot import."""
+"""Begins the name of a reward that a program passed to ``grpo.train`` as an object, which others cannot import."""
 ONLY_IF_NAMED = ("trainer_state", "log_metric", "log_extra")
 """Arguments that a reward gets only if it has a parameter of that name: rewards expect columns in ``**kwargs``."""
 TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids", *ONLY_IF_NAMED)
@@ -52,33 +53,23 @@ def load_reward(spec: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(BUILTIN[spec]), spec)
     location, _, name = spec.rpartition(":")
     if spec.startswith(OBJECT_PREFIX):
-        raise ValueError(
-            f"reward {spec!r} was given to grpo.train() as a Python object, which a configuration cannot hold: write "
-            f"the function to a file and name path/to/file.py:{name}, or name another reward"
-        )
+        raise ValueError(f"reward {spec!r} was an object passed to grpo.train(): name a function of a file, or another")
     if not location:
-        _refuse_unknown(
-            f"unknown reward {spec!r}", spec, BUILTIN,
-            'built in are {}; your own is "package.module:function" or "path/to/file.py:function"',
-        )  # fmt: skip
+        own = 'your own is "package.module:function" or "path/to/file.py:function"'
+        raise ValueError(f"unknown reward {spec!r}: built in are {', '.join(BUILTIN)}; {own}")
     is_file = location.endswith(".py") or os.sep in location
     try:
         module = _import_file(location) if is_file else _import_module(location)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
-        raise ValueError(f"reward {spec!r}: {_import_error_message(error, location)}") from error
+        own_path = os.path.realpath(os.path.expanduser(location))
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own_path]
+        place = f" (line {lines[-1]})" if lines else ""
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"reward {spec!r}: importing {location}{place} raised {cause}") from error
     function = getattr(module, name, None)
-    if function is None:
-        own = [n for n, f in sorted(vars(module).items()) if getattr(f, "__module__", None) == module.__name__]
-        _refuse_unknown(f"reward {spec!r}: {location} has no function {name!r}", name, own)
     if not callable(function) or inspect.isclass(function):
-        raise ValueError(f"reward {spec!r}: that is no function; of a class, write reward = Name(...) and name reward")
+        raise ValueError(f"reward {spec!r}: {location} has no function {name!r}; of a class, name an instance")
     return function
-
-
-def _refuse_unknown(mistake: str, name: str, known: Collection[str], listed: str = "it has {}") -> None:
-    similar = difflib.get_close_matches(name, known, n=1)
-    suggestion = f" (did you mean {similar[0]!r}?)" if similar else ""
-    raise ValueError(f"{mistake}{suggestion}; {listed.format(', '.join(known) or 'none')}")
 
 
 def _import_file(path: str) -> ModuleType:
@@ -105,15 +96,6 @@ def _import_module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _import_error_message(error: BaseException, location: str) -> str:
-    """``file:line: message`` for an error of an import. The line is the last one that lies in the user's file."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    path = os.path.realpath(os.path.expanduser(location))
-    own = [f for f in frames if f.filename == path] or frames[-1:]
-    place = f"{own[-1].filename}:{own[-1].lineno}: " if own[-1].filename != __file__ else ""
-    return " ".join(f"{place}importing it raised {type(error).__name__}: {error}".split())
-
-
 def unique_names(specs: Collection[str]) -> list[str]:
     """The names of rewards in metrics: ``fn`` of ``path/to/file.py:fn``, the last part of a classifier's path.
 
@@ -136,8 +118,8 @@ class FunctionInfo:
     """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
     needed_columns: frozenset[str]
     source_files: dict[str, str]
-    """Name for messages -> path of the file that the reward's name points to, and of the file that defines the function
-    if that is another. Empty for built-in rewards, which belong to the version of this package."""
+    """Name for messages -> path of the file that the reward's name points to, and of another that defines the function.
+    Empty for built-in rewards."""
 
 
 def describe(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> FunctionInfo:
@@ -190,15 +172,14 @@ def passed_names(function: Callable[..., Any], available: Collection[str], argum
 def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the ``args`` of a configuration suit the function.
 
-    An argument must not be one that the trainer passes. A built-in accepts its settings and nothing else, although it
-    takes ``**columns``; one whose default is a float must be a number.
+    A built-in accepts its settings alone, although it takes ``**columns``; a float among them must be a number.
     """
     parameters, takes_any = _parameters(function)
     settings = _settings(function)
     own = list(settings or (name for name in parameters if name not in TRAINER_ARGUMENTS))
     for name in arguments:
         if name not in own and (settings or not takes_any or name in TRAINER_ARGUMENTS):
-            _refuse_unknown(f"reward {spec!r} has no argument {name!r} for its args", name, own)
+            raise ValueError(f"reward {spec!r} has no argument {name!r} for its args; it has {', '.join(own)}")
     for name, value in arguments.items() if settings else ():
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if isinstance(settings[name].default, float) and not is_number:
@@ -220,7 +201,6 @@ def _needed_columns(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 def check_columns(reward: str, needed: Collection[str], available: Collection[str]) -> None:
     """Check that the rows have every column that a reward needs."""
-    missing = sorted(set(needed) - set(available))
-    if missing:
-        existing = ", ".join(sorted(available)) or "none"
+    if missing := sorted(set(needed) - set(available)):
+        existing = ", ".join(sorted(available))
         raise ValueError(f"reward {reward!r} needs the column(s) {', '.join(missing)}; the rows have {existing}")

@@ -72,15 +72,12 @@ class WorkerProcess:
         try:
             self._connection.send(request)
             return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
-        except Exception:  # it has ended, or a reward has written something else to the connection
+        except Exception as error:  # it has ended, or a reward has written something else to the connection
             code = self.end()
             if self._is_late:
                 raise WorkerLost("timeout", f"did not answer within {seconds:g} s") from None
             death = f"exited with status {code}" if code >= 0 else f"ended by signal {-code}, {signal.strsignal(-code)}"
-            if code == -signal.SIGKILL:
-                large = f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB"
-                death += f" (out of memory, {large}, or a reward that wrote to the connection?)"
-            raise WorkerLost("died", death) from None
+            raise WorkerLost("died", f"{death} ({error!r})") from None
         finally:
             limit.cancel()
             limit.join()  # a late kill must not hit the next request

@@ -148,28 +148,25 @@ class RewardRunner(contextlib.AbstractContextManager):
 
     def _load(self, key: int) -> FunctionInfo:
         spec = self.specs[key]
-        is_classifier, given = spec.name.startswith(CLASSIFIER_PREFIX), None
+        is_classifier, own = spec.name.startswith(CLASSIFIER_PREFIX), None
         worker = self._here if is_classifier else self._pool
         try:
             if spec.function is not None:
                 import dill
 
-                given = dill.dumps(spec.function, recurse=True)
+                own = dill.dumps(spec.function, recurse=True)
         except Exception as error:  # of any type: each object may raise its own
-            self.notes.append(
-                f"note: reward {spec.name!r} runs in this process, where a call that hangs cannot be stopped, because "
-                f"it cannot be sent to a worker process ({type(error).__name__}: {first_line(error)})"
-            )
-            worker, given = self._here, spec.function
-        info = worker.load(key, spec.name, spec.args, given)
+            reason = f"it cannot be sent to a worker process ({type(error).__name__}: {first_line(error)})"
+            self.notes.append(f"note: reward {spec.name!r} runs in this process, where a hang cannot end: {reason}")
+            worker, own = self._here, spec.function
+        info = worker.load(key, spec.name, spec.args, own)
         if isinstance(info, ValueError):
             raise info
         if is_classifier:
             self._here.functions[key][0].model.to(self._device)
         seconds = spec.args.get("total_seconds", Limits.total_seconds)
         if spec.name == "python_tests" and seconds >= self.timeout_s:  # then code that hangs would score None, not 0
-            limit = f"reward.timeout_s = {self.timeout_s:g}"
-            raise ValueError(f"reward 'python_tests': total_seconds = {seconds:g} must be less than {limit}")
+            raise ValueError(f"reward 'python_tests': total_seconds = {seconds:g} must be less than reward.timeout_s")
         if info.row_by_row:
             self._row_by_row.add(key)
         return info
@@ -182,10 +179,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState = OUTSIDE_TRAINING,
     ) -> RewardResult:
-        """Score ``B`` completions; every argument has ``B`` entries: text or messages, values per column, token lists.
-
-        ``RewardContractError`` if a function returns something that is not a reward.
-        """
+        """Score ``B`` completions; every argument has ``B`` entries (``columns``: each of its values)."""
         values = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         values = {name: entries for name, entries in values.items() if entries is not None}
         num_rows = len(completions)
@@ -227,11 +221,10 @@ class RewardRunner(contextlib.AbstractContextManager):
         for key in result.slow:
             if not self._infos[key].is_async and not result.failures[key]:
                 self._row_by_row.add(key)
-                logger.warning(
-                    "reward %r takes longer than reward.timeout_s = %g s for a batch of %d, but not for any single "
-                    "row: from now on it is called row by row (a larger timeout_s avoids that)",
-                    *(self.names[key], self.timeout_s, len(rows)),
+                message = (
+                    "reward %r takes longer than reward.timeout_s for a batch: from now on it is called row by row"
                 )
+                logger.warning(message, self.names[key])
 
     def _by_row(self, key: int, rows: range) -> list[list[Call]]:
         """The jobs that call a function once per row: one job per row, or all rows at once if it is async."""

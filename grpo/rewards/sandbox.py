@@ -67,9 +67,7 @@ def run_python(
 
     A test ``{"code": source}`` runs after ``code`` in the same module and passes if it raises nothing. For ``{"input":
     text}``, ``code`` is a program and ``text`` its stdin; the program's output is returned, and the caller compares it.
-    The limits are for all tests together. With ``allow_unsandboxed`` the code runs also if a layer of the sandbox is
-    missing; otherwise that raises :class:`SandboxUnavailable`. ``pretend_missing``, for tests, names a layer to
-    report as missing.
+    A missing layer raises :class:`SandboxUnavailable` unless ``allow_unsandboxed``. ``pretend_missing`` is for tests.
     """
     folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"  # made only if a layer is missing
     job = dict(code=code, tests=list(tests), allowed=allow_unsandboxed, missing=pretend_missing, folder=folder)
@@ -94,10 +92,8 @@ def _results(answers: list[dict], num_tests: int, allow_unsandboxed: bool) -> li
         if "error" in answer:
             raise SandboxError(f"the sandbox failed: {answer['error']}")
     if answers[0]["missing"] and not allow_unsandboxed:
-        raise SandboxUnavailable(
-            f"this machine cannot give the sandbox {', '.join(answers[0]['missing'])}, so the code of completions is "
-            "not run; on a machine where untrusted code can do no harm, allow_unsandboxed: true runs it without that"
-        )
+        remedy = "where untrusted code can do no harm, allow_unsandboxed: true runs it all the same"
+        raise SandboxUnavailable(f"this machine cannot give the sandbox {', '.join(answers[0]['missing'])}; {remedy}")
     results = [SandboxResult(answer["status"], answer["output"]) for answer in answers[1:] if "error" not in answer]
     # The code may have ended the driver, by using up the machine's memory for example: tests that did not run failed.
     return results + [SandboxResult("failed", "")] * (num_tests - len(results))

@@ -33,7 +33,5 @@ def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:
     is_changed = any(isinstance(p.prompt, str) and isinstance(p.reward_prompt, list) for p in problems)
     if config.data.conversational != "auto" or not is_changed or not own:
         return None
-    return (
-        f"warning: {', '.join(own)} get(s) lists of messages, as in TRL, because data.system_prompt or data.few_shot "
-        "is set; for a reward that reads text set data.conversational=false"
-    )
+    remedy = "if they read text, set data.conversational=false"
+    return f"warning: {', '.join(own)} get(s) lists of messages (system_prompt or few_shot is set): {remedy}"

@@ -72,9 +72,8 @@ class Logged:
     def log_metric(self, name: str, value: Any) -> None:
         """Report a number for this batch. NaN is left out."""
         number = _number(value)
-        if not _is_name(name) or name in METRICS or name.startswith(METRIC_GROUPS):
-            reason = "choose a name that no metric of the trainer has"
-            raise RewardContractError(f"called log_metric({name!r}, ...): {reason}")
+        if name in METRICS or name.startswith(METRIC_GROUPS):
+            raise RewardContractError(f"called log_metric({name!r}, ...): a metric of the trainer has that name")
         if math.isinf(number):
             raise RewardContractError(f"called log_metric({name!r}, {value!r:.100}): expected a finite number")
         if not math.isnan(number):
@@ -83,18 +82,13 @@ class Logged:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Report a column for the completions that the run keeps. What is no number or ``None`` is kept as its text."""
-        if not _is_name(column) or column in COLUMNS or column.startswith("rewards/"):
-            reason = "choose a name that no column of the completions has"
-            raise RewardContractError(f"called log_extra({column!r}, ...): {reason}")
+        if column in COLUMNS or column.startswith("rewards/"):
+            raise RewardContractError(f"called log_extra({column!r}, ...): a column of the completions has that name")
         values = list(values.tolist() if hasattr(values, "tolist") else values)
         if len(values) != self.num_rows:
             number = f"{len(values)} values for {self.num_rows} completions"
             raise RewardContractError(f"called log_extra({column!r}, ...) with {number}: expected one per completion")
         self.extra["".join(column)] = [_plain(value) for value in values]
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name != "" and name.isprintable()
 
 
 def _plain(value: Any) -> str | int | float | None:
@@ -126,21 +120,14 @@ def call_reward(
     function: Callable[..., Any], args: dict[str, Any], inputs: Mapping[str, Any], logged: Logged,
     trainer_state: TrainerState = OUTSIDE_TRAINING,
 ) -> Any:  # fmt: skip
-    """Call a reward by keyword, as TRL does, with the inputs that its signature takes, and with ``args``.
-
-    ``inputs`` are prompts, completions and columns, with one value per completion.
-    """
+    """Call a reward by keyword, as TRL does, with the inputs that its signature takes, and with ``args``."""
     available = {**inputs, "trainer_state": trainer_state}
     available |= {"log_metric": logged.log_metric, "log_extra": logged.log_extra}
     return function(**{name: available[name] for name in functions.passed_names(function, available, args)}, **args)
 
 
 def checked(values: Any, logged: Logged) -> list[float | None]:
-    """The return value of a reward as one float or ``None`` per row. NaN becomes ``None``.
-
-    Lists, tuples, arrays and tensors of numbers are accepted. A string, a value beyond :data:`MAX_REWARD` or another
-    length is a ``RewardContractError``.
-    """
+    """The return value of a reward (list, tuple, array or tensor) as one float or ``None`` per row. NaN is ``None``."""
     values = values.tolist() if hasattr(values, "tolist") else values  # numpy, torch
     is_list = isinstance(values, list | tuple)
     found = f"{len(values)} values for {logged.num_rows} completions" if is_list else f"a {type(values).__name__}"
@@ -169,14 +156,14 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def load(
-        self, key: int, spec: str, args: dict[str, Any], given: bytes | Callable[..., Any] | None
+        self, key: int, spec: str, args: dict[str, Any], own: bytes | Callable[..., Any] | None
     ) -> functions.FunctionInfo | ValueError:
-        """Load the function that ``spec`` names, or the one that is ``given``: pickled, or as it is.
+        """Load the user's ``own`` function (pickled, or as it is), or the one that ``spec`` names.
 
         Returns a ``ValueError`` if there is none, or if its arguments are wrong.
         """
         try:
-            function = pickle.loads(given) if isinstance(given, bytes) else given
+            function = pickle.loads(own) if isinstance(own, bytes) else own
             function = functions.load_reward(spec) if function is None else function
             functions.check_arguments(spec, function, args)
             # A built-in checks its arguments before any row, so a call without rows checks them.

@@ -67,7 +67,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     ends_process = objects is None or not world.is_alone
     objects = objects or Objects()
     ignore_save_signal()
-    check_world_size(config, world.size, num_machines=world.num_machines)
+    check_world_size(config, world.size)
     lock, found = Lock(), None
     on_failure.callback(lock.release)
     with world.fail_together():
@@ -81,7 +81,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         settings = dict(timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers)
         rewards = RewardRunner(specs, device=world.device, **settings)
         on_failure.callback(rewards.close)
-        train_rows, eval_rows = _checked_rows(config, world, rewards, objects)
+        train_rows, eval_rows = _checked_rows(config, rewards, objects)
     checkpoint, origin = world.from_main(found)
     data_fingerprint = fingerprint(train_rows)
     world.check_same(data_fingerprint, f"{train_rows.source} is not the same on all ranks")
@@ -159,12 +159,11 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     return run
 
 
-def _checked_rows(config: Config, world: World, rewards: RewardRunner, objects: Objects) -> tuple[Rows, Rows | None]:
+def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tuple[Rows, Rows | None]:
     """The rows of training and evaluation, checked against the rewards and the size of a step."""
-    train_rows = load_rows(config.data, train=True, seed=config.seed, given=objects.train_rows)
-    eval_rows = load_rows(config.data, train=False, seed=config.seed, given=objects.eval_rows)
-    unit = world.size * config.algorithm.num_minibatches
-    check_enough(len(train_rows.prompts), config.rollout.prompts_per_step, unit=unit)
+    train_rows = load_rows(config.data, train=True, seed=config.seed, table=objects.train_rows)
+    eval_rows = load_rows(config.data, train=False, seed=config.seed, table=objects.eval_rows)
+    check_enough(len(train_rows.prompts), config.rollout.prompts_per_step)
     rewards.check(train_rows.columns[0])
     for rows in filter(None, (train_rows, eval_rows)):
         check_rows(rewards.specs, rows.columns, rows.source)

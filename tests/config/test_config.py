@@ -223,7 +223,7 @@ def test_a_gym_task_brings_its_scorer_unless_another_is_named():
         ("algoritm", "; did you mean 'algorithm'?"),
         ("optim.lr", "; did you mean 'optim.learning_rate'?"),
         ("vllm_server_timeout", "; did you mean 'runtime.timeout_s'?"),
-        ("num_gpus", ": the launcher decides: NPROC_PER_NODE=2 ./launch.sh ..., or torchrun --nproc_per_node=2"),
+        ("torch_compile", ": there is none"),
         ("zzqqxx", "; --help lists all keys"),
     ],
 )
@@ -275,19 +275,18 @@ def test_a_value_out_of_range_names_key_value_and_what_is_allowed(override, allo
         (["rollout.num_generations=1"], ["num_generations=1", ">= 2", "baseline=none"]),
         (["algorithm.name=gdpo", "algorithm.scale=none"], ["gdpo", "baseline=mean and scale=group"]),
         (["algorithm.name=dppo_tv", "algorithm.importance_level=sequence"], ["dppo_tv", "importance_level=token"]),
-        (["algorithm.name=rloo", "algorithm.num_iterations=2"], ["reinforce", "num_iterations=2", "clip"]),
+        (["algorithm.name=rloo", "algorithm.num_iterations=2"], ["reinforce", "num_iterations=1", "clip"]),
         (["algorithm.name=dapo", "algorithm.delta=1.25"], ["delta=1.25", "1.28"]),
         (["algorithm.num_minibatches=3"], ["prompts_per_step=8", "num_minibatches=3", "6 or 9"]),
         (["eval.num_samples=8"], ["num_samples=8", "temperature"]),
         (["optim.min_lr=1e-7"], ["min_lr", "cosine", "constant"]),
         (["optim.min_lr=1e-4", "optim.lr_scheduler_type=cosine"], ["min_lr=0.0001", "learning_rate=1e-06"]),
-        (["data.prompt_template={prompt}", "data.system_prompt=Be brief."], ["data.prompt_template is the whole"]),
+        (["data.prompt_template={prompt}", "data.system_prompt=Be brief."], ["data.prompt_template takes no system_prompt"]),
         (["data.few_shot=[{prompt: a, completion: b, note: c}]"], ["few_shot", "{prompt, completion}"]),
-        (["runtime.offload=all"], ["runtime.offload", "runtime.parallel=fsdp"]),
+        (["runtime.offload=all"], ["offload", "runtime.parallel=fsdp"]),
         (["lora.rank=8", "lora.dropout=0.1"], ["lora.dropout", "disable_dropout=false"]),
         (["model.adapter=x", "lora.rank=8"], ["lora.rank and model.adapter=x contradict", "leave lora.rank out"]),
         (["lora.rank=8", "algorithm.ref_sync_steps=2", "algorithm.ref_sync_alpha=0.5"], ["ref_sync_alpha must be 1"]),
-        (["algorithm.name=maxrl", "reward.functions=[soft_overlong]"], ["algorithm.scale=mean", "soft_overlong"]),
         (["rollout.vllm_command=env HF_TOKEN=hf vllm serve {model}"], ["rollout.vllm_command: HF_TOKEN is a secret"]),
         (["rollout.server=http://me:pass@host:8000"], ["rollout.server: a password in an address is a secret"]),
         (["rollout.engine=vllm", "rollout.keep_sampling_mask=true"], ["keep_sampling_mask=true", "engine=builtin"]),
@@ -502,24 +501,13 @@ def test_debug_caps_sizes_and_keeps_smaller_ones(file):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "minibatches", "ranks", "machines", "fewer", "works"),
-    [
-        (10, 1, 4, 1, "2 or 1", "8 or 12"), (3, 1, 8, 1, "3 or 1", "8"), (9, 1, 2, 1, "1", "8 or 10"),
-        (6, 3, 4, 1, "2 or 1", "12"), (100, 4, 8, 1, "5 or 1", "96 or 128"), (20, 1, 16, 2, "5 or 2 or 1", "16 or 32"),
-        (3, 1, 16, 2, None, "16"),
-    ],
-)  # fmt: skip
-def test_a_step_that_the_processes_cannot_share_names_what_would_work(
-    prompts, minibatches, ranks, machines, fewer, works
-):
+    ("prompts", "minibatches", "ranks", "works"),
+    [(10, 1, 4, "8 or 12"), (3, 1, 8, "8"), (9, 1, 2, "8 or 10"), (6, 3, 4, "12"), (100, 4, 8, "96 or 128")],
+)
+def test_a_step_that_the_processes_cannot_share_names_what_would_work(prompts, minibatches, ranks, works):
     argv = [f"rollout.prompts_per_step={prompts}", f"algorithm.num_minibatches={minibatches}"]
-    with pytest.raises(ValueError, match=rf"prompts_per_step={prompts} is not .*{ranks} processes.*use ") as refused:
-        check_world_size(load_config(argv), ranks, num_machines=machines)
-    remedy = f"rollout.prompts_per_step={works}"
-    remedy = f"--nproc_per_node={fewer}, or {remedy}" if fewer else remedy
-    assert str(refused.value).endswith(f"use {remedy}")
-    for number in fewer.split(" or ") if fewer else []:
-        check_world_size(load_config(argv), int(number) * machines, num_machines=machines)
+    with pytest.raises(ValueError, match=rf"prompts_per_step={prompts} is not .*{ranks} processes.*use {works}$"):
+        check_world_size(load_config(argv), ranks)
     for number in works.split(" or "):
         check_world_size(load_config([argv[1], f"rollout.prompts_per_step={number}"]), ranks)
 
@@ -529,7 +517,7 @@ def test_shards_must_divide_the_ranks():
     check_world_size(config, 8)
     check_world_size(config, 1)  # trains as under DDP
     check_world_size(load_config(["--debug", "runtime.parallel=fsdp", "runtime.offload=all"]), 1)
-    with pytest.raises(ValueError, match="shard_size=4 does not divide 6 processes: use 2 or 3 or 6"):
+    with pytest.raises(ValueError, match="shard_size=4 does not divide 6 processes"):
         check_world_size(config, 6)
 
 

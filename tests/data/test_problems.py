@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.algorithm.batch import Completion, Group
 from grpo.config import DataConfig, load_config
-from grpo.data import GIVEN_ROWS, load_rows, make_problems, render
+from grpo.data import PYTHON_ROWS, load_rows, make_problems, render
 from grpo.data.tiny import build_tokenizer
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.scores import score_groups
@@ -44,9 +44,9 @@ def plain_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerFast:
 
 
 def problem_set(prompts, tokenizer, columns=None, **settings):
-    config = DataConfig(dataset=GIVEN_ROWS, **settings)
+    config = DataConfig(dataset=PYTHON_ROWS, **settings)
     rows = [{"prompt": prompt, "row": i} | (columns or {}) for i, prompt in enumerate(prompts)]
-    return make_problems(load_rows(config, train=True, seed=0, given=rows), config, tokenizer)
+    return make_problems(load_rows(config, train=True, seed=0, table=rows), config, tokenizer)
 
 
 def problem_of(prompt, tokenizer, columns=None, **settings):
@@ -187,7 +187,7 @@ def test_templates_that_contradict_are_refused():
     for key in ("prompt_template", "question_template"):
         with pytest.raises(ValueError, match=rf"data\.{key}='Question'.*\{{prompt"):
             load_config([f"data.{key}=Question"])
-    with pytest.raises(ValueError, match=r"data\.prompt_template is the whole prompt"):
+    with pytest.raises(ValueError, match=r"data\.prompt_template takes no system_prompt"):
         load_config(["data.prompt_template='{prompt}'", "data.system_prompt=Be brief."])
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import ROOT, environment_of_runs
 
-MESSAGE = "rollout.prompts_per_step=7 is not a multiple of 2 processes: use --nproc_per_node=1, or "
+MESSAGE = "rollout.prompts_per_step=7 is not a multiple of 2 processes: use 1 processes, or "
 
 
 @pytest.mark.slow

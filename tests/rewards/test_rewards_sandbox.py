@@ -96,7 +96,7 @@ def test_through_the_runner(sandboxed):
         result = runner.score([""] * 5, texts, {"tests": [["assert f() == 1"]] * 5})
     # Code that hangs scores 0: it is the policy's fault.
     assert [row[0] for row in result.values] == [1.0, 0.0, 0.0, 0.0, 0.0] and result.failures == [0]
-    late = pytest.raises(ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s = 0\.5")
+    late = pytest.raises(ValueError, match=r"total_seconds = 0\.5 must be less than reward\.timeout_s")
     with late, RewardRunner([spec], timeout_s=0.5) as runner:
         runner.check()
 
@@ -443,7 +443,7 @@ def _wait_until(condition):
 
 
 def test_a_missing_layer_is_an_error_unless_allow_unsandboxed():
-    with pytest.raises(SandboxUnavailable, match=r"cannot give the sandbox .*a moat, .*allow_unsandboxed: true"):
+    with pytest.raises(SandboxUnavailable, match=r"cannot give the sandbox .*a moat; .*allow_unsandboxed: true"):
         run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat")
     (result,) = run_python("x = 1", [{"code": "assert x == 1"}], pretend_missing="a moat", allow_unsandboxed=True)
     assert result.status == "passed"

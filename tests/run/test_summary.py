@@ -96,7 +96,7 @@ def test_own_rewards_that_get_messages_for_text_rows_are_warned_of():
         rows = [Problem(0, messages, (1,), {}, messages), Problem(1, prompt, (1,), {}, reward_prompt)]
         return messages_warning(config, rows)
 
-    assert warning("q", messages).startswith("warning: mine.py:brevity get(s) lists of messages, as in TRL, because")
+    assert warning("q", messages).startswith("warning: mine.py:brevity get(s) lists of messages (system_prompt")
     assert not warning("q", None) and not warning(messages, messages)
     assert not warning("q", messages, conversational=True) and not warning("q", messages, reward="format")
 
