@@ -36,16 +36,16 @@ def test_from_a_file_with_a_neighbour_and_from_a_module(write, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("acuracy", "unknown reward 'acuracy' \\(did you mean 'accuracy'\\?\\); built in are accuracy, format"),
-        ("python:mine", "'python:mine' was given to grpo.train\\(\\) as a Python object"),
+        ("acuracy", "unknown reward 'acuracy': built in are accuracy, format"),
+        ("python:mine", "'python:mine' was an object passed to grpo.train"),
         ("nowhere.py:f", "No such file or directory: '.*nowhere.py'"),
         ("no_such_package.module:f", "No module named 'no_such_package'"),
-        ("json:dmups", "json has no function 'dmups' \\(did you mean 'dumps'\\?\\)"),
-        ("json:JSONDecoder", "reward 'json:JSONDecoder': that is no function; of a class, write reward = Name"),
-        (["def other(): pass", "from json import dumps"], "no function 'f'; it has other$"),
+        ("json:dmups", "json has no function 'dmups'"),
+        ("json:JSONDecoder", "no function 'JSONDecoder'; of a class, name an instance"),
+        (["def other(): pass", "from json import dumps"], "has no function 'f'"),
         (["x = 1", "def f(:"], "SyntaxError: .*mine.py, line 2"),
-        (["import json", "json.loads('{')"], "mine.py:2: importing it raised JSONDecodeError"),
-        (["import sys", "sys.exit(1)"], "mine.py:2: importing it raised SystemExit"),
+        (["import json", "json.loads('{')"], "mine.py \\(line 2\\) raised JSONDecodeError"),
+        (["import sys", "sys.exit(1)"], "mine.py \\(line 2\\) raised SystemExit"),
     ],
 )
 def test_what_is_no_reward_is_refused_in_one_line(write, spec, message):
@@ -63,7 +63,7 @@ def test_arguments_of_a_configuration():
     check_arguments("m:mine", mine, {"threshold": 0.1})
     check_arguments("accuracy", load_reward("accuracy"), {"mode": "lenient", "value": 2})
     for name, function, args, message in [
-        ("accuracy", None, {"vlaue": 2.0}, "no argument 'vlaue' .*did you mean 'value'\\?\\); it has mode, value"),
+        ("accuracy", None, {"vlaue": 2.0}, "no argument 'vlaue' .*it has mode, value"),
         ("accuracy", None, {"tag": "<answer>"}, "tag must be a bare name"),
         ("format", None, {"value": "1"}, "value must be a number, got '1'"),
         ("m:any", lambda **columns: 0, {"completions": []}, "no argument 'completions'"),

@@ -257,10 +257,10 @@ def read_calls(file) -> list[tuple[float, int]]:
         ("[1.0, -1e39]", "'given' returned -1e\\+39 of type float for completion 1"),
         ("'ab'", "returned a str"),
         ("(x for x in completions)", "returned a generator"),
-        ("log_metric('loss', 1)", "called log_metric.'loss', ...\\): choose a name that no metric of the trainer has"),
-        ("log_metric('eval/mine', 1)", "no metric of the trainer has"),
+        ("log_metric('loss', 1)", "called log_metric.'loss', ...\\): a metric of the trainer has that name"),
+        ("log_metric('eval/mine', 1)", "a metric of the trainer has that name"),
         ("log_metric('mine', '1')", "expected a finite number"),
-        ("log_extra('rewards/log', ['x', 'y'])", "no column of the completions has"),
+        ("log_extra('rewards/log', ['x', 'y'])", "a column of the completions has that name"),
         ("log_extra('note', ['x'])", "with 1 values for 2 completions: expected one per completion"),
         (
             "[log_extra('n', [1, 2]), log_extra('n', [1, 2])]",
@@ -397,7 +397,7 @@ def test_a_coroutine_that_blocks_the_loop_is_killed(run, monkeypatch):
 def test_check_finds_mistakes_before_the_first_step(path, tmp_path):
     (tmp_path / "exits.py").write_text("import os\nos._exit(5)\n")
     for name, args, columns, message in [
-        ("acuracy", {}, None, "did you mean 'accuracy'"),
+        ("acuracy", {}, None, "unknown reward 'acuracy'"),
         (f"{path}:scaled", {"scael": 2.0}, None, "has no argument 'scael'"),
         ("accuracy", {"mode": "x"}, None, "reward 'accuracy': mode must be"),
         ("format", {"pattern": "("}, None, "reward 'format': .*unterminated subpattern"),
