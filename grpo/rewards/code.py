@@ -52,8 +52,8 @@ def python_tests(
     rewards: Rewards = []
     tests_of_rows = columns[column] if completions else []
     entry_points = columns.get("entry_point") or [None] * len(completions)
-    for completion, given, entry_point in zip(completions, tests_of_rows, entry_points, strict=True):
-        tests = read_tests(given, entry_point)
+    for completion, raw, entry_point in zip(completions, tests_of_rows, entry_points, strict=True):
+        tests = read_tests(raw, entry_point)
         code = extract_code(completion_text(completion), tag)
         if not tests or code is None:
             rewards.append(0.0 if tests else None)
@@ -108,27 +108,27 @@ def check_rows(specs: Iterable[Any], rows: Sequence[Mapping[str, Any]], source: 
                 raise ValueError(f"{source}, row {number}, column {column}: {mistake}") from None
 
 
-def read_tests(given: Any, entry_point: str | None = None) -> list[dict[str, str]]:
+def read_tests(raw: Any, entry_point: str | None = None) -> list[dict[str, str]]:
     """The tests of a row in the forms in which datasets publish them; an exception for any other form.
 
     Each test is returned as ``{"code": ...}``, as ``{"input": ..., "output": ...}`` for a program, or as ``{"function":
     ..., "input": ..., "output": ...}`` with JSON of the arguments and of the list of right results. ``docs/rewards.md``
     lists the forms; ``entry_point`` is the function that a HumanEval test calls.
     """
-    tests = [_read_test(t, entry_point) for t in _list_of(given) if not isinstance(t, str) or t.strip()]
+    tests = [_read_test(t, entry_point) for t in _list_of(raw) if not isinstance(t, str) or t.strip()]
     if len({test.get("function") for test in tests}) > 1:
         raise ValueError("all tests of a row must call the same function, or none a function")
     return tests
 
 
-def _list_of(given: Any) -> Sequence[Any]:
+def _list_of(raw: Any) -> Sequence[Any]:
     """The tests of a row, each still in the form in which it was published."""
-    if isinstance(given, str):
-        if not given.lstrip().startswith(("[", "{")):
-            return [given]  # a statement
-        given = json.loads(given)
-    if isinstance(given, Mapping):
-        fields = {key: value for key, value in given.items() if value is not None}  # a column of structs has every key
+    if isinstance(raw, str):
+        if not raw.lstrip().startswith(("[", "{")):
+            return [raw]  # a statement
+        raw = json.loads(raw)
+    if isinstance(raw, Mapping):
+        fields = {key: value for key, value in raw.items() if value is not None}  # a column of structs has every key
         if "test_cases" in fields:
             return fields["test_cases"]
         inputs, outputs = (fields.get(f"{name}s", fields.get(name)) for name in ("input", "output"))
@@ -136,7 +136,7 @@ def _list_of(given: Any) -> Sequence[Any]:
         if is_one or not (isinstance(inputs, list) and isinstance(outputs, list)):
             return [fields]
         return [dict(fields, input=i, output=o) for i, o in zip(inputs, outputs, strict=True)]
-    return [] if given is None else given
+    return [] if raw is None else raw
 
 
 def _read_test(test: Any, entry_point: str | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from grpo.model import Policy
 
 
 class Stops:
-    """What ends the completions of a rollout: tokens, found by their ids, and strings, found in the text."""
+    """The ends of a rollout's completions: tokens, found by their ids, and strings, found in the text."""
 
     def __init__(self, policy: Policy, stop: Sequence[str]):
         self.tokenizer = policy.tokenizer

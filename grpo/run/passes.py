@@ -54,7 +54,7 @@ def top_entropy_mask(run: Run, batch: Batch) -> Tensor:
 
 
 def _num_missing(run: Run, batch: Batch, packed: bool) -> int:
-    """How many micro-batches this rank has less than another; 0 unless each pass is a collective."""
+    """The number of micro-batches that this rank lacks beside another; 0 unless each pass is a collective."""
     if not run.is_sharded:
         return 0
     count = len(microbatch_rows(batch, run.tokens_per_microbatch, packed=packed))
