@@ -43,7 +43,7 @@ def train(run: Run) -> None:
     """Run all remaining steps: sample, compute rewards, advantages and log-probs, update; then evaluate and save.
 
     Raises:
-        Interrupted: on all ranks, at the end of a step, after a signal that asks to stop.
+        Interrupted: on all ranks, at the end of a rollout or a step, after a signal that asks to stop.
         ValueError: on all ranks, if a reward fails on every completion of a step or gradients stay non-finite.
     """
     config, world, algorithm, progress = run.config, run.world, run.config.algorithm, run.progress
