@@ -36,6 +36,7 @@ case "${1:-}" in
   --help | -h) exec "$python" train_grpo.py "$@" ;;
   *.yaml | *.yml) set -- --config "$@" ;;
 esac
+[[ "${NNODES:-1}" == 1 ]] || { echo "error: several machines: torchrun's own command, see docs/multi_gpu.md" >&2; exit 2; }
 processes="${NPROC_PER_NODE:-$("$python" -c 'import torch; print(max(torch.cuda.device_count(), 1))')}"
 [[ " $* " != *" --debug "* ]] || processes=1
 if ((processes == 1)); then exec "$python" train_grpo.py "$@"; fi

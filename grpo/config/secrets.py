@@ -10,9 +10,14 @@ from typing import Any
 
 MASK = "***"
 _SECRET = re.compile(
-    r"(^|_)(secrets?|password|passwd|passphrase|pwd|auth|authorization|bearer|cookie|jwt|credentials?|api_?keys?)(_|$)"
+    r"(^|_)(secrets?|password|passwd|passphrase|pwd|auth|authorization|bearer|cookie|jwt|credentials?|pat|api_?keys?)"
+    r"(_|$)"
 )
-_HARMLESS = re.compile(r"(answer|stop|start|end|think|special|[bes]os|pad|unk|mask|max|min|num)_(key|token)")
+_KEY = re.compile(r"(?<![a-z])(?:([a-z]+)_)?(?<![a-z])(?:keys?|tokens?)(?=_|$)(?!_(?:column|field|budget|limit))")
+_HARMLESS = re.compile(
+    "answer|stop|start|end|think|special|[bes]os|pad|unk|mask|max|min|num|count|"
+    "json|sort|group|column|row|data|dict|field|reward|target|score|label"
+)
 _IN_TEXT = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)|^((?:Bearer|Basic|Token) )\S+$")
 _MASKED = re.compile(r"://[^/\s:@]*:\*\*\*@|^(Bearer|Basic|Token) \*\*\*$")
 _REFERENCE = re.compile(r"((?:Bearer |Basic |Token )?)\$\{([A-Z_][A-Z0-9_]*)\}")
@@ -20,10 +25,13 @@ _REFERENCE = re.compile(r"((?:Bearer |Basic |Token )?)\$\{([A-Z_][A-Z0-9_]*)\}")
 
 def names_a_secret(name: str) -> bool:
     """True for ``api_key``, ``apiKey``, ``hf_token_2``, ``db_password``; not for ``max_tokens`` or ``stop_token``."""
-    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
-    name = "_".join(words)
-    is_key = bool(words) and words[-1] in ("key", "token") and not _HARMLESS.fullmatch("_".join(words[-2:]))
+    name = _words(name)
+    is_key = any(not _HARMLESS.fullmatch(found[1] or "") for found in _KEY.finditer(name))
     return is_key or _SECRET.search(name) is not None
+
+
+def _words(name: str) -> str:
+    return "_".join(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
 
 
 def masked(values: Any) -> Any:
@@ -32,7 +40,8 @@ def masked(values: Any) -> Any:
     def mask(key: str, value: Any, is_secret: bool) -> Any:
         if isinstance(value, str) and _REFERENCE.fullmatch(value):
             return value
-        if is_secret and value is not None and not isinstance(value, bool):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)  # many a token is a count
+        if is_secret and (isinstance(value, str) or (is_number and _SECRET.search(_words(key)))):
             return MASK
         return _IN_TEXT.sub(lambda found: (found[1] or found[2]) + MASK, value) if isinstance(value, str) else value
 

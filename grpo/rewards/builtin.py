@@ -174,7 +174,7 @@ def countdown(
 
 def _solves_countdown(text: str, numbers: Collection[Any], target: Any) -> bool:
     expression, equals, claimed = text.partition("=")
-    goal, available = Fraction(str(target)), sorted(Fraction(str(number)) for number in numbers)
+    goal, available = Fraction(str(target).replace(",", "")), sorted(Fraction(str(number)) for number in numbers)
     try:
         result, used = evaluate_expression(expression)
     except ValueError:

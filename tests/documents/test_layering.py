@@ -33,7 +33,7 @@ ALONE = {
 
 MAX_ROOMS = 20
 BUDGETS = {
-    "system": 110, "attention": 630, "algorithm": 1110, "config": 1240, "distributed": 590, "data": 930,
+    "system": 110, "attention": 630, "algorithm": 1110, "config": 1250, "distributed": 590, "data": 930,
     "telemetry": 810, "rewards": 2070, "model": 690, "rollout": 1410, "vllm": 630, "evaluation": 350,
     "checkpoint": 620, "run": 1720, "library": 250, "report": 360, "commands": 990,
 }  # fmt: skip
