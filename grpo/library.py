@@ -1,7 +1,4 @@
-"""``grpo.train``: the training of ``train_grpo.py`` as a function, for notebooks and scripts. See ``docs/library.md``.
-
-Importing this module imports no torch: the functions import what they need.
-"""
+"""``grpo.train``: ``train_grpo.py`` as a function, for notebooks and scripts (docs/library.md). Its import imports no torch."""
 
 from __future__ import annotations
 
