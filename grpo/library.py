@@ -1,4 +1,4 @@
-"""``grpo.train``: ``train_grpo.py`` as a function, for notebooks and scripts (docs/library.md). Its import imports no torch."""
+"""``grpo.train``: ``train_grpo.py`` as a function (docs/library.md). Importing this module imports no torch."""
 
 from __future__ import annotations
 
