@@ -118,7 +118,6 @@ def large_run(bench: Bench, tokens_per_microbatch: int, fraction: float = 1.0, c
         bench, f"large-{tokens_per_microbatch}", f"model.name_or_path={bench.model_folder(bench.shape)}",
         f"rollout={{prompts_per_step: {prompts}, num_generations: 8, max_completion_length: {length}}}",
         "runtime.deterministic=false", "runtime.try_largest_step=true", "optim.max_steps=2",
-        "runtime.fast_decode=false",  # the try leaves out the memory pool of CUDA graphs
         f"optim.tokens_per_microbatch={tokens_per_microbatch}", main=measured,
     ), code)  # fmt: skip
 

@@ -1,19 +1,23 @@
 """Turn the rows of a dataset into problems: check the rows, render the prompts, tokenize them."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import regex
 
 from grpo.algorithm.batch import Problem
-from grpo.config import DataConfig
 from grpo.data.rows import BUILTIN_PREFIX, GYM_PREFIX, dataset_setting, read_rows
 from grpo.data.tasks import GYM_INSTRUCTIONS, load_task
 from grpo.data.tiny import is_tiny_tokenizer
+
+if TYPE_CHECKING:  # the tiny model and the tasks are used without pydantic
+    from grpo.config import DataConfig
 
 PATTERN_SECONDS = 5.0
 """Time limit of ``answer_pattern`` on one row. ``re`` has none, and a pattern can backtrack for years."""

@@ -4,6 +4,8 @@ The only file that imports ``datasets``, which does not read single JSON and CSV
 texts that look like dates become dates, ``12`` beside an empty cell of a CSV file ``12.0``, and ``007`` becomes ``7``.
 """
 
+from __future__ import annotations
+
 import csv
 import itertools
 import json
@@ -13,10 +15,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo.config import DataConfig
 from grpo.data.tasks import gym_rows, load_task
+
+if TYPE_CHECKING:  # the tiny model and the tasks are used without pydantic
+    from grpo.config import DataConfig
 
 BUILTIN_PREFIX, GYM_PREFIX = "builtin:", "reasoning_gym:"
 PYTHON_ROWS = "python:rows"

@@ -40,12 +40,13 @@ def try_largest_step(run: Run, problems: Sequence[Problem]) -> str:
         torch.cuda.reset_peak_memory_stats(world.device)
     samples = run.config.rollout.engine == "builtin"
     with world.timed("largest step", seconds), torch.random.fork_rng(devices=[world.device] if is_cuda else []):
+        pool = 0  # bytes that CUDA graphs hold after a rollout
         # Under FSDP weights are gathered by all ranks together, before any of them may run out of memory.
         gathers = samples and run.is_sharded
         with sampling_weights(run.engine, world) if gathers else contextlib.nullcontext():
             for kind in _kinds_of_sampling(run, longest_first) if samples else ():
-                _try_sampling(run, *kind)
-        tokens = _try_update(run, longest_first)
+                pool = max(pool, _try_sampling(run, *kind))
+        tokens = _try_update(run, longest_first, pool)
     line = f"memory    the largest possible step was tried in {seconds['largest step']:.1f} s: {tokens} tokens at once"
     if is_cuda:
         peak = float(world.max(torch.tensor(torch.cuda.max_memory_allocated(world.device)))) / 2**30
@@ -79,13 +80,14 @@ def _kinds_of_sampling(run: Run, longest_first: Sequence[Problem]) -> list[tuple
     return [kind for kind in kinds if kind[1]]
 
 
-def _try_sampling(run: Run, sampling: SamplingParams, rows: Prompts, section: str) -> None:
-    """Sample the first rows that are in memory at once."""
+def _try_sampling(run: Run, sampling: SamplingParams, rows: Prompts, section: str) -> int:
+    """Sample the first rows that are in memory at once; returns the bytes that CUDA graphs of them hold."""
     L, T, wanted = len(rows[0]), sampling.max_completion_length, run.sampling.tokens_in_flight
     bound = most = min(wanted or len(rows) * (L + T), len(rows) * (L + T))
     while True:
         wave = rows[split_into_waves(rows, replace(sampling, tokens_in_flight=bound))[0]]
-        if _fits(run, partial(run.engine.dry_run, wave, sampling)):
+        pool = _graph_pool(run, sampling, len(wave), L)
+        if _fits(run, partial(run.engine.dry_run, wave, sampling), pool):
             break
         if len(wave) == 1:
             key = f"{section}.max_completion_length"
@@ -93,9 +95,20 @@ def _try_sampling(run: Run, sampling: SamplingParams, rows: Prompts, section: st
         bound //= 2
     if bound < most:
         _choose(run, "rollout.tokens_in_flight", wanted or "null", T, L, bound)
+    return pool
 
 
-def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
+def _graph_pool(run: Run, sampling: SamplingParams, num_rows: int, longest_prompt: int) -> int:
+    """About the bytes of a graph's tensors: those of vocabulary size in drawing a token, or attention scores."""
+    if not run.may_capture:
+        return 0
+    config = run.policy.model.config.get_text_config()
+    drawing = config.vocab_size * (46 if sampling.is_filtered else 20)
+    attention = 14 * config.num_attention_heads * (longest_prompt + sampling.max_completion_length)
+    return num_rows * max(drawing, attention)
+
+
+def _try_update(run: Run, longest_first: Sequence[Problem], pool: int) -> int:
     """Forward and backward of the heaviest micro-batches; returns the tokens of the largest."""
     config, r, packed = run.config, run.config.rollout, run.bare_scorer.packed
     L, T = len(longest_first[0].prompt_ids), r.max_completion_length
@@ -111,7 +124,7 @@ def _try_update(run: Run, longest_first: Sequence[Problem]) -> int:
         parts = [(batch, microbatch_rows(batch, bound, packed=packed)) for batch in batches]
         heaviest = [max(map(batch.select, rows), key=lambda micro: _tokens(micro, packed)) for batch, rows in parts]
         several, tokens = any(len(rows) > 1 for _, rows in parts), max(_tokens(micro, packed) for micro in heaviest)
-        if all(_fits(run, partial(_update, run, micro, several)) for micro in heaviest):
+        if all(_fits(run, partial(_update, run, micro, several), pool) for micro in heaviest):
             break
         if max(map(len, heaviest)) == 1:
             raise ValueError(
@@ -153,6 +166,9 @@ def _update(run: Run, micro: Batch, is_one_of_several: bool) -> None:
                 with run.policy.autocast():
                     logprobs_BT, _ = scorer(*inputs)
                 logprobs_BT.sum().backward()
+        if world.device.type == "cuda" and not run.optimizer.defaults["fused"]:
+            # AdamW, unless fused, takes the square roots of all its second averages at once.
+            _roots = [torch.empty_like(p) for group in run.optimizer.param_groups for p in group["params"]]
     except Exception as error:
         if run.is_sharded and is_out_of_memory(error):
             abandon_pass(run.scorer)
@@ -161,13 +177,14 @@ def _update(run: Run, micro: Batch, is_one_of_several: bool) -> None:
         run.optimizer.zero_grad(set_to_none=world.is_alone or run.is_sharded)
 
 
-def _fits(run: Run, attempt: Callable[[], None]) -> bool:
-    """True if the attempt, beside Adam's averages, runs on all ranks without running out of memory; the same on all."""
+def _fits(run: Run, attempt: Callable[[], None], pool: int) -> bool:
+    """True if the attempt, beside Adam's averages and ``pool`` bytes, runs on all ranks; the same on all."""
     ran_out, averages, world = False, [], run.world
     with world.fail_together():
         try:
             trained = [] if run.optimizer.state else [p for p in run.policy.model.parameters() if p.requires_grad]
             averages += [torch.empty_like(p) for p in trained for _ in range(2)]
+            averages.append(torch.empty(pool, dtype=torch.uint8, device=world.device))
             attempt()
         except Exception as error:
             if not is_out_of_memory(error):
