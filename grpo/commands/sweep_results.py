@@ -153,19 +153,12 @@ def draw(found: dict[str, dict[int, RunData]], metric: str | None, path: Path) -
     colors = colormaps["tab10" if len(found) <= 10 else "tab20"].colors
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         curves = {variant: curve(list(runs.values()), name) for variant, runs in found.items()}
-        has_lines = any(len(points) > 1 for points in curves.values())
         for i, (variant, points) in enumerate(curves.items()):
-            style = dict(color=colors[i % len(colors)], label=variant, marker="o" if len(points) < 8 else None)
-            if has_lines:
-                axes.plot(points.index, points["mean"], **style)
-                low, high = points["mean"] - points["sd"], points["mean"] + points["sd"]
-                axes.fill_between(points.index, low, high, color=style["color"], alpha=0.12, linewidth=0)
-            else:  # an evaluation at the end only: one point per variant
-                axes.errorbar(points["mean"], [i] * len(points), xerr=points["sd"], capsize=3, **style)
-        if not has_lines:
-            axes.set_yticks([])
-            axes.invert_yaxis()
-        axes.set(title=name, xlabel="step" if has_lines else "after the last step")
+            marker = "o" if len(points) < 8 else None
+            axes.plot(points.index, points["mean"], color=colors[i % len(colors)], label=variant, marker=marker)
+            low, high = points["mean"] - points["sd"], points["mean"] + points["sd"]
+            axes.fill_between(points.index, low, high, color=colors[i % len(colors)], alpha=0.12, linewidth=0)
+        axes.set(title=name, xlabel="step")
         axes.grid(alpha=0.3)
     lines, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=2, frameon=False, fontsize="small")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo.report.read import RunData, before_and_after
+from grpo.report.read import RunData
 from grpo.system import import_extra
 
 CURVES = {
@@ -19,7 +19,7 @@ CURVES = {
 
 
 def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
-    """Write one PNG per curve, with all runs, and one of the accuracies before and after; returns the paths."""
+    """Write one PNG per curve, with all runs; returns the paths."""
     import_extra("matplotlib", "plots", needed_by="--figures").use("Agg")
     from matplotlib import pyplot
 
@@ -45,24 +45,4 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
         written.append(folder / (metric.replace("/", "_") + ".png"))
         figure.savefig(written[-1], dpi=200)
         pyplot.close(figure)
-    path = _comparison(runs, folder, pyplot)
-    return written + [path] * (path is not None)
-
-
-def _comparison(runs: Sequence[RunData], folder: Path, pyplot) -> Path | None:
-    rows = [(run.name, row) for run in runs for row in before_and_after(run) if row["name"] == "eval/greedy_accuracy"]
-    bars = [(f"{name}\n{when}", row[when]) for name, row in rows for when in ("before", "after") if row[when]]
-    if not bars:
-        return None
-    figure, axes = pyplot.subplots(figsize=(max(3.0, 1.1 * len(bars)), 3), layout="constrained")
-    values = [side["value"] for _, side in bars]
-    axes.bar(range(len(bars)), values, color=["#999999" if name.endswith("before") else "#0072b2" for name, _ in bars])
-    if all(side["low"] is not None for _, side in bars):
-        reach = [[s["value"] - s["low"] for _, s in bars], [s["high"] - s["value"] for _, s in bars]]
-        axes.errorbar(range(len(bars)), values, yerr=reach, fmt="none", ecolor="black", capsize=4)
-    axes.set_xticks(range(len(bars)), [name for name, _ in bars])
-    axes.set(ylabel="greedy accuracy", ylim=(0, 1))
-    path = folder / "before_after.png"
-    figure.savefig(path, dpi=200)
-    pyplot.close(figure)
-    return path
+    return written

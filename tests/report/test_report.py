@@ -121,7 +121,7 @@ def test_figures_for_a_paper(tmp_path):
     runs = [read_run(write_run(tmp_path / name, steps=5)) for name in ("one", "two")]
     written = write_figures(runs, tmp_path / "figures")
     assert {path.stem for path in written} == {
-        "reward", "kl", "completions_mean_length", "rewards_accuracy_mean", "eval_greedy_accuracy", "before_after",
+        "reward", "kl", "completions_mean_length", "rewards_accuracy_mean", "eval_greedy_accuracy",
     }  # fmt: skip
     images = [Image.open(path) for path in written]
     assert all(len(image.convert("L").getcolors()) > 10 for image in images), "no figure is empty"
