@@ -23,7 +23,7 @@ from grpo.algorithm.batch import Batch, Group, collate, minibatches, skip_zero_a
 from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
-from grpo.rollout import sampling_weights
+from grpo.rollout import engine_with_weights
 from grpo.run import debug
 from grpo.run.ending import print_result, run_to_completion
 from grpo.run.metrics import add_microbatch
@@ -59,7 +59,7 @@ def train(run: Run) -> None:
             scores = run.scores(world.gather_rows(values_PGF))  # of all ranks; the other tensors are this rank's
             advantages_PG = world.own_rows(scores.advantages(**algorithm.advantage_options))
             batch = collate(groups, advantages_PG, pad_id=run.policy.pad_id, **options)
-            if algorithm.skips_rows:
+            if algorithm.skips_zero_advantage:
                 batch = skip_zero_advantage(batch, algorithm.num_minibatches)
             with world.timed("logprobs", step.seconds):
                 batch = with_old_and_ref_logprobs(run, batch)
@@ -93,7 +93,7 @@ def sample_and_score(run: Run, step: Step) -> tuple[list[Group], Tensor]:
     most_tokens = sampling.num_generations * sampling.max_completion_length  # of one problem
     seed_key = (run.config.seed, "rollout", step.number)
     missing = list(range(len(problems)))  # positions in the batch that need a group
-    with sampling_weights(run.engine, world, seconds):
+    with engine_with_weights(run.engine, world, seconds):
         for attempt in range(1 + algorithm.dynamic_sampling * algorithm.dynamic_sampling_attempts):
             values, result = values_PGF[missing], None
             # An out-of-memory error, a failing reward or a signal may occur on this rank only.

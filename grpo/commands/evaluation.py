@@ -37,7 +37,7 @@ from grpo.model import load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner
 from grpo.rewards.code import check_rows
 from grpo.rewards.scores import messages_warning
-from grpo.rollout import sampling_weights, split_stop
+from grpo.rollout import engine_with_weights, split_stop
 from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.records import json_safe
@@ -114,7 +114,7 @@ def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, wor
     total = len(problems[world.rank :: world.size]) * (1 if sampling.is_greedy else 2)
     is_hidden = not (world.is_main and sys.stderr.isatty())
     bar = tqdm(total=total, desc=model, unit="problem", leave=False, disable=is_hidden)
-    with contextlib.closing(engine), bar, sampling_weights(engine, world):
+    with contextlib.closing(engine), bar, engine_with_weights(engine, world):
         options = dict(seed=config.seed, keep_texts=True, on_problems=bar.update)
         evaluation = evaluate(engine, problems, Grader(config.eval, rewards), world, sampling, **options)
     if evaluation.num_unscored == len(evaluation.completions):

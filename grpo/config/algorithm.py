@@ -141,7 +141,7 @@ class AlgorithmConfig(Section):
         return self.num_iterations * self.num_minibatches
 
     @property
-    def skips_rows(self) -> bool:
+    def skips_zero_advantage(self) -> bool:
         """True if completions with advantage 0 are not computed: with a KL term they have a gradient too."""
         return self.beta == 0
 

@@ -2,8 +2,8 @@
 
 ``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion; prompts and
 completions are texts or lists of messages. Where a docstring names a source, the defaults are those published there.
-Each function checks its arguments before any row, so a call without rows checks a configuration. A default that is a
-float makes ``functions.check_arguments`` accept numbers only.
+Each function checks its arguments before any row, so a call without rows checks a configuration. The type of a default,
+or else the annotation, is that of the values which ``functions.check_arguments`` accepts.
 """
 
 import ast

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -172,7 +173,8 @@ def passed_names(function: Callable[..., Any], available: Collection[str], argum
 def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless the ``args`` of a configuration suit the function.
 
-    A built-in accepts its settings alone, although it takes ``**columns``; a float among them must be a number.
+    A built-in accepts its settings alone, although it takes ``**columns``, and each with a value of its type: that of
+    the default, or the annotated one.
     """
     parameters, takes_any = _parameters(function)
     settings = _settings(function)
@@ -181,10 +183,13 @@ def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[
         if name not in own and (settings or not takes_any or name in TRAINER_ARGUMENTS):
             raise ValueError(f"reward {spec!r} has no argument {name!r} for its args; it has {', '.join(own)}")
     for name, value in arguments.items() if settings else ():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if isinstance(settings[name].default, float) and not is_number:
+        default = settings[name].default
+        kind = settings[name].annotation if default in (None, inspect.Parameter.empty) else type(default)
+        if kind is float and not (type(value) in (int, float) and math.isfinite(value)):
             raise ValueError(f"reward {spec!r}: {name} must be a number, got {value!r}")
-        if name == "tag" and value is not None and (not value or set(value) & set("<>/ ")):
+        if kind in (int, bool, str) and type(value) is not kind:
+            raise ValueError(f"reward {spec!r}: {name} must be of type {kind.__name__}, got {value!r}")
+        if name == "tag" and value is not None and not re.fullmatch(r"[^][<>/ ]+", str(value)):
             raise ValueError(f"reward {spec!r}: tag must be a bare name such as 'answer' (no <>), got {value!r}")
 
 

@@ -6,8 +6,8 @@
 from grpo.rollout.check import check_sampling
 from grpo.rollout.draw import SamplingParams
 from grpo.rollout.engine import BuiltinEngine, split_into_waves
-from grpo.rollout.interface import Engine, sampling_weights
+from grpo.rollout.interface import Engine, engine_with_weights
 from grpo.rollout.stops import Stops, split_stop
 
-__all__ = ["BuiltinEngine", "Engine", "SamplingParams", "Stops", "check_sampling", "sampling_weights"]
+__all__ = ["BuiltinEngine", "Engine", "SamplingParams", "Stops", "check_sampling", "engine_with_weights"]
 __all__ += ["split_into_waves", "split_stop"]

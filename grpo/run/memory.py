@@ -21,7 +21,7 @@ from grpo.algorithm.batch import AllowedTokens, Batch, Completion, Group, Proble
 from grpo.checkpoint.saver import CHOSEN
 from grpo.distributed import abandon_pass, gradient_sync
 from grpo.evaluation.collect import ROWS_PER_CALL, eval_sampling
-from grpo.rollout import SamplingParams, sampling_weights, split_into_waves
+from grpo.rollout import SamplingParams, engine_with_weights, split_into_waves
 from grpo.run.state import Run
 
 DOES_NOT_FIT = "the largest possible step does not fit in memory: "
@@ -43,7 +43,7 @@ def try_largest_step(run: Run, problems: Sequence[Problem]) -> str:
         pool = 0  # bytes that CUDA graphs hold after a rollout
         # Under FSDP weights are gathered by all ranks together, before any of them may run out of memory.
         gathers = samples and run.is_sharded
-        with sampling_weights(run.engine, world) if gathers else contextlib.nullcontext():
+        with engine_with_weights(run.engine, world) if gathers else contextlib.nullcontext():
             for kind in _kinds_of_sampling(run, longest_first) if samples else ():
                 pool = max(pool, _try_sampling(run, *kind))
         tokens = _try_update(run, longest_first, pool)

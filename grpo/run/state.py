@@ -22,7 +22,7 @@ from grpo.model import Policy, sync_reference
 from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardRunner
 from grpo.rewards.worker import TrainerState
-from grpo.rollout import BuiltinEngine, Engine, SamplingParams, sampling_weights
+from grpo.rollout import BuiltinEngine, Engine, SamplingParams, engine_with_weights
 from grpo.run.signals import Signals
 from grpo.telemetry.reporter import Reporter
 
@@ -104,7 +104,7 @@ class Run:
         bar = reporter.bar("evaluation", total, "problem")
         # Each evaluation has the seeds of step 0, so that metrics differ by the weights alone.
         options = dict(seed=self.config.seed, step=0, on_problems=bar.update)
-        with self.world.timed("eval", seconds), sampling_weights(self.engine, self.world), bar:
+        with self.world.timed("eval", seconds), engine_with_weights(self.engine, self.world), bar:
             evaluation = evaluate(self.engine, self.eval_problems, grader, self.world, sampling, **options)
         reporter.intervals(step, evaluation.intervals)
         if unscored := evaluation.num_unscored:

@@ -65,6 +65,8 @@ def test_arguments_of_a_configuration():
     for name, function, args, message in [
         ("accuracy", None, {"vlaue": 2.0}, "no argument 'vlaue' .*it has mode, value"),
         ("accuracy", None, {"tag": "<answer>"}, "tag must be a bare name"),
+        ("accuracy", None, {"tag": ["answer"]}, "tag must be of type str"),
+        ("soft_overlong", None, {"max_length": True}, "max_length must be of type int, got True"),
         ("format", None, {"value": "1"}, "value must be a number, got '1'"),
         ("m:any", lambda **columns: 0, {"completions": []}, "no argument 'completions'"),
     ]:
