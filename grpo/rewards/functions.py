@@ -23,9 +23,7 @@ _IN_BUILTIN = (
     "accuracy", "format", "tag_groups", "pattern_answer", "exact_or_stripped", "soft_overlong", "countdown",
     "math_verify", "r1_zero", "reasoning_gym",
 )  # fmt: skip
-BUILTIN: dict[str, str] = dict.fromkeys(_IN_BUILTIN, "grpo.rewards.builtin") | {
-    "python_tests": "grpo.rewards.code",
-}
+BUILTIN: dict[str, str] = dict.fromkeys(_IN_BUILTIN, "grpo.rewards.builtin") | {"python_tests": "grpo.rewards.code"}
 """Name -> the module that defines a function of that name. The module is imported when the reward is loaded."""
 
 CLASSIFIER_PREFIX = "classifier:"
