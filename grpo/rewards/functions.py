@@ -183,9 +183,8 @@ def check_arguments(spec: str, function: Callable[..., Any], arguments: Mapping[
     for name, value in arguments.items() if settings else ():
         default = settings[name].default
         kind = settings[name].annotation if default in (None, inspect.Parameter.empty) else type(default)
-        if kind is float and not (type(value) in (int, float) and math.isfinite(value)):
-            raise ValueError(f"reward {spec!r}: {name} must be a number, got {value!r}")
-        if kind in (int, bool, str) and type(value) is not kind:
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if kind in (float, int, bool, str) and not (is_number if kind is float else type(value) is kind):
             raise ValueError(f"reward {spec!r}: {name} must be of type {kind.__name__}, got {value!r}")
         if name == "tag" and value is not None and not re.fullmatch(r"[^][<>/ ]+", str(value)):
             raise ValueError(f"reward {spec!r}: tag must be a bare name such as 'answer' (no <>), got {value!r}")

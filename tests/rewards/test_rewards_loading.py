@@ -67,7 +67,7 @@ def test_arguments_of_a_configuration():
         ("accuracy", None, {"tag": "<answer>"}, "tag must be a bare name"),
         ("accuracy", None, {"tag": ["answer"]}, "tag must be of type str"),
         ("soft_overlong", None, {"max_length": True}, "max_length must be of type int, got True"),
-        ("format", None, {"value": "1"}, "value must be a number, got '1'"),
+        ("format", None, {"value": "1"}, "value must be of type float, got '1'"),
         ("m:any", lambda **columns: 0, {"completions": []}, "no argument 'completions'"),
     ]:
         with pytest.raises(ValueError, match=message):
