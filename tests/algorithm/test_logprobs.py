@@ -3,13 +3,11 @@
 Shapes: ``B`` rows, ``S`` prompt + completion tokens, ``T`` completion tokens, ``V`` vocabulary.
 """
 
-import contextlib
 import math
 
 import pytest
 import torch
-from architectures import SIZES, V
-from transformers import AutoConfig, AutoModelForCausalLM
+from architectures import GPT2, SIZES, V, build
 
 import grpo.algorithm.logprobs
 from grpo.algorithm.batch import AllowedTokens, completion_mask
@@ -27,18 +25,12 @@ torch.set_num_threads(1)
 PROMPTS, COMPLETIONS = (3, 7, 1, 5), (4, 2, 6, 0)
 
 
-def build(model_type, **options):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **options)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
 def tiny_qwen2():
-    return build("qwen2", **SIZES)
+    return build("qwen2", SIZES)
 
 
 def tiny_gemma2(cap):
-    return build("gemma2", **SIZES, head_dim=8, final_logit_softcapping=cap)
+    return build("gemma2", SIZES | dict(head_dim=8, final_logit_softcapping=cap), attention="eager")
 
 
 def uneven_rows(padding=0):
@@ -70,16 +62,6 @@ def reference(model, temperature, ids_BS, allowed=None):
         logprobs.append(torch.stack(row_logprobs))
         entropies.append(torch.stack(row_entropies))
     return torch.stack(logprobs), torch.stack(entropies)
-
-
-@contextlib.contextmanager
-def chunks_of(tokens):
-    before = grpo.algorithm.logprobs.LOGITS_PER_CHUNK
-    grpo.algorithm.logprobs.LOGITS_PER_CHUNK = tokens * V
-    try:
-        yield
-    finally:
-        grpo.algorithm.logprobs.LOGITS_PER_CHUNK = before
 
 
 def gradients_of(model, logprobs_BT):
@@ -197,7 +179,8 @@ def assert_agrees_with_float64(build_model, temperature, chunks, ids=None, allow
     expected_BT, expected_entropies_BT = reference(exact_model, temperature, inputs[0], ids)
     expected = gradients_of(exact_model, expected_BT)
     for tokens_per_chunk in chunks:
-        with chunks_of(tokens_per_chunk):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grpo.algorithm.logprobs, "LOGITS_PER_CHUNK", tokens_per_chunk * V)
             logprobs_BT, entropies_BT = CompletionScorer(model, temperature)(*inputs, None, allowed)
             gradients = gradients_of(model, logprobs_BT)
         assert logprobs_BT.dtype == entropies_BT.dtype == torch.float32 and not entropies_BT.requires_grad
@@ -245,7 +228,7 @@ def test_a_softmax_over_the_allowed_tokens_agrees_with_float64(build_model, temp
 
 def test_a_float64_model_is_scored_in_float64():
     # The norms and rotations of other models compute in fp32.
-    model = build("gpt2", **GPT2).double()
+    model = build("gpt2", GPT2).double()
     ids_BS, lengths_B, mask_BT = uneven_rows()
     expected_BT, expected_entropies_BT = reference(model, 0.7, ids_BS)
     logprobs_BT, entropies_BT = CompletionScorer(model, 0.7)(ids_BS, lengths_B, mask_BT)
@@ -258,10 +241,10 @@ def test_chunks_bound_the_logits(monkeypatch):
     scaled = grpo.algorithm.logprobs._divide_by_temperature
     counted = lambda logits, *rest: rows_of_logits.append(len(logits)) or scaled(logits, *rest)  # noqa: E731
     monkeypatch.setattr(grpo.algorithm.logprobs, "_divide_by_temperature", counted)
-    with chunks_of(5):
-        logprobs_BT, _ = CompletionScorer(model)(*uneven_rows())
-        assert rows_of_logits == [5, 5, 2]  # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
-        gradients_of(model, logprobs_BT)
+    monkeypatch.setattr(grpo.algorithm.logprobs, "LOGITS_PER_CHUNK", 5 * V)
+    logprobs_BT, _ = CompletionScorer(model)(*uneven_rows())
+    assert rows_of_logits == [5, 5, 2]  # 4 + 2 + 6 + 0 completion tokens; prompts and padding never meet the head
+    gradients_of(model, logprobs_BT)
     assert rows_of_logits == [5, 5, 2] * 2  # and once more in the backward pass
 
 
@@ -310,13 +293,12 @@ def test_nothing_to_score_still_has_a_graph(build_model, keeps):
     assert all(not gradient.any() for gradient in gradients_of(model, logprobs_BT).values())
 
 
-GPT2 = dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
 ARCHITECTURES = {  # name -> (how to build it, whether its logits are nothing but head(hidden))
     "gemma2, capped at 1": (lambda: tiny_gemma2(cap=1.0), False),
-    "cohere, times 1/16": (lambda: build("cohere", **SIZES), False),
-    "granite, over 8": (lambda: build("granite", **SIZES, logits_scaling=8.0), False),
-    "gpt2": (lambda: build("gpt2", **GPT2), True),
-    "qwen2, tied": (lambda: build("qwen2", **SIZES, tie_word_embeddings=True), True),
+    "cohere, times 1/16": (lambda: build("cohere", SIZES), False),
+    "granite, over 8": (lambda: build("granite", SIZES | dict(logits_scaling=8.0)), False),
+    "gpt2": (lambda: build("gpt2", GPT2), True),
+    "qwen2, tied": (lambda: build("qwen2", SIZES | dict(tie_word_embeddings=True)), True),
 }
 
 

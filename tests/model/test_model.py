@@ -6,20 +6,7 @@ import pytest
 import torch
 from architectures import CAN, GPT2, SIZES, V, build
 from conftest import load, save_random_model
-from transformers import (
-    AutoModelForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
@@ -48,29 +35,27 @@ def test_master_weights_are_fp32_whatever_the_checkpoint(random_model, tmp_path)
 
 
 RANDOM = {
-    "gpt2, dropout of 0.1": (GPT2LMHeadModel, GPT2Config(**GPT2)),
-    "falcon, read from the config": (
-        FalconForCausalLM,
-        FalconConfig(**SIZES, attention_dropout=0.3, hidden_dropout=0.3),
-    ),
-    "opt, layers left out": (OPTForCausalLM, OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5)),
-    "mixtral, noise in the router": (
-        MixtralForCausalLM,
-        MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.1),
-    ),
+    "gpt2": GPT2,  # with dropout of 0.1
+    "falcon": SIZES | dict(attention_dropout=0.3, hidden_dropout=0.3),  # reads it from the config
+    "opt": SIZES | dict(ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.5),  # leaves layers out
+    "mixtral": SIZES | dict(num_local_experts=4, router_jitter_noise=0.1),  # noise in the router
 }
+
+
+def in_training(model_type, settings):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
 
 def policy_of(model) -> Policy:
     return Policy(model, None, (2,), 0, torch.device("cpu"), "fp32")
 
 
-@pytest.mark.parametrize("case", RANDOM)
+@pytest.mark.parametrize("model_type", RANDOM)
 @torch.no_grad()
-def test_nothing_is_random_in_train_mode(case):
-    torch.manual_seed(0)
-    kind, config = RANDOM[case]
-    model = kind._from_config(config, attn_implementation="sdpa").train()
+def test_nothing_is_random_in_train_mode(model_type):
+    model = in_training(model_type, RANDOM[model_type])
     ids = torch.arange(40)[None]
     sampled = model.eval()(ids).logits
     model.train()
@@ -85,8 +70,7 @@ def test_nothing_is_random_in_train_mode(case):
 
 def test_what_stays_random_is_refused():
     """PhiMoE's router draws its experts in training mode, whatever the configuration says."""
-    torch.manual_seed(0)
-    model = PhimoeForCausalLM._from_config(PhimoeConfig(**SIZES, num_local_experts=4), attn_implementation="sdpa")
+    model = in_training("phimoe", SIZES | dict(num_local_experts=4))
     with pytest.raises(ValueError, match=r"PhimoeForCausalLM is random .* model\.disable_dropout=false"):
         turn_randomness_off(policy_of(model))
 

@@ -4,14 +4,6 @@ import pytest
 import torch
 from architectures import CAN, SIZES, build
 from conftest import load
-from transformers import (
-    GraniteConfig,
-    GraniteForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 from grpo.algorithm.batch import Problem
 from grpo.attention import ForkedCache, enable_packing, forked_hidden, pack_prompts, packed_hidden
@@ -19,23 +11,22 @@ from grpo.rollout import BuiltinEngine, SamplingParams
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.weights import copied_weights
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA_SHAPED = {name: row for name, row in CAN.items() if "gpt2" not in name and "longrope" not in name} | {
-    "biases everywhere": (CAN["llama with one key head"][0], CAN["llama with one key head"][1],
-                          SIZES | dict(attention_bias=True, mlp_bias=True)),
-    "mistral without a window": (MistralForCausalLM, MistralConfig, SIZES | dict(sliding_window=None)),
-    "scaled rotary embedding": (CAN["qwen2"][0], CAN["qwen2"][1], SIZES | dict(rope_parameters={
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32})),
-}  # fmt: skip
+    "biases everywhere": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True)),
+    "mistral without a window": ("mistral", SIZES | dict(sliding_window=None)),
+    "scaled rotary embedding": ("qwen2", SIZES | dict(rope_parameters=YARN)),
+}
 OTHERS = {
     "gpt2": CAN["gpt2, learned positions"],
-    "residuals times a factor": (GraniteForCausalLM, GraniteConfig, SIZES | dict(residual_multiplier=0.9)),
-    "layers without positions": (SmolLM3ForCausalLM, SmolLM3Config, SIZES | dict(no_rope_layers=[1, 0])),
+    "residuals times a factor": ("granite", SIZES | dict(residual_multiplier=0.9)),
+    "layers without positions": ("smollm3", SIZES | dict(no_rope_layers=[1, 0])),
 }
 
 
-def ready(architecture, configuration, options):
+def ready(model_type, settings):
     """A model whose weights are large enough that every part of a layer shows in its output."""
-    model = build(architecture, configuration, options)
+    model = build(model_type, settings)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p * 8 if p.dim() == 2 else p + 0.1 * torch.randn(p.shape))
