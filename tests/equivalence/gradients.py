@@ -1,10 +1,10 @@
-"""For test_cut_invariance.py: updates from fixed groups, of which each rank has its share; rank 0 saves the changes of the weights.
+"""Started by test_cut_invariance.py: updates from fixed groups, of which each rank has its share.
 
-torchrun --nproc_per_node=N gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED,ROWS ...
+    gradients.py OUTPUT.pt MODEL AGGREGATION,TOKENS_PER_MICROBATCH,PACKED,ROWS ...
 
-PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0), entropy (skip, with the
-policy term of the fifth of the tokens with the highest entropy) or corrected (kl, with the options in CORRECTED and some tokens kept).
-``section.key=value`` among them is a setting of the run.
+PACKED is packed or padded; ROWS is kl (beta 0.1), all (beta 0), skip (beta 0, without the rows of advantage 0), entropy
+(skip, with the policy term of the fifth of the tokens with the highest entropy) or corrected (kl, with the options in
+CORRECTED and some tokens kept). ``section.key=value`` among them is a setting of the run.
 """
 
 import sys
@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from conftest import small_run
 
 from grpo.algorithm.advantages import group_advantages
 from grpo.algorithm.batch import AllowedTokens, Completion, Group, Problem, collate, skip_zero_advantage
-from grpo.config import load_config
+from grpo.config import load_config, make_config
 from grpo.distributed import start_world, wrap_data_parallel
 from grpo.run.models import any_forward
 from grpo.run.prepare import prepare
@@ -45,7 +46,7 @@ def fixed_groups() -> list[Group]:
 
 
 def sampled(completion: Completion) -> Completion:
-    """With log-probs of sampling, uneven between completions, and the 40 tokens that could be drawn at every other position."""
+    """With uneven log-probs of sampling, and the 40 tokens that could be drawn at every other position."""
     ids = completion.ids
     kept = [sorted({*range(250 - 39, 250), i}) if t % 2 else [] for t, i in enumerate(ids)]
     allowed_ids, counts = [i for of_position in kept for i in of_position], list(map(len, kept))
@@ -57,24 +58,9 @@ def sampled(completion: Completion) -> Completion:
 def main(output: str, model: str, *cuts: str) -> None:
     more = [cut for cut in cuts if "=" in cut]
     cuts = [cut for cut in cuts if "=" not in cut]
-    config = load_config(
-        [
-            f"output_dir={output}.run",
-            f"model.name_or_path={model}",
-            "data.max_train_samples=64",
-            "rollout.prompts_per_step=6",
-            "rollout.num_generations=4",
-            "rollout.max_completion_length=16",
-            "algorithm.beta=0.1",
-            "algorithm.num_iterations=2",
-            "algorithm.mask_truncated_completions=true",
-            "optim.max_steps=1",
-            "optim.max_grad_norm=1e9",
-            "runtime.precision=fp32",
-            "runtime.threads_per_rank=1",
-            *more,
-        ]
-    )
+    arguments = [*small_run(model, f"{output}.run"), "algorithm.beta=0.1", "algorithm.num_iterations=2"]
+    arguments += ["algorithm.mask_truncated_completions=true", "optim.max_steps=1", "optim.max_grad_norm=1e9"]
+    config = load_config([*arguments, "rollout.max_completion_length=16", *more])
     world = start_world(config.runtime)
     # Everything in float64, so that rounding cannot hide a difference of method; the reference is unlike the policy.
     torch.set_default_dtype(torch.float64)
@@ -101,12 +87,7 @@ def main(output: str, model: str, *cuts: str) -> None:
         algorithm = {"aggregation": aggregation, "beta": beta}
         algorithm["top_entropy_quantile"] = 0.2 if rows == "entropy" else 1.0
         algorithm |= CORRECTED if rows == "corrected" else {}
-        changed = config.model_copy(
-            update={
-                "algorithm": config.algorithm.model_copy(update=algorithm),
-                "optim": config.optim.model_copy(update={"tokens_per_microbatch": int(tokens)}),
-            }
-        )
+        changed = make_config(config, {"algorithm": algorithm, "optim.tokens_per_microbatch": int(tokens)})
         for scorer in (run.bare_scorer, getattr(run.ref_scorer, "scorer", run.ref_scorer)):  # with LoRA one for both
             scorer.packed = packed == "packed"
         run.policy.model.load_state_dict(before)

@@ -1,4 +1,4 @@
-"""What must hold for any input: drawn by hypothesis, with a fixed seed; and a fuzz run of the two parsers that read what models write."""
+"""What must hold for any input, drawn by hypothesis; and a fuzz run of the parsers that read what models write."""
 
 import itertools
 import random
@@ -6,13 +6,10 @@ import time
 from fractions import Fraction
 
 import pytest
-import torch
 import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from grpo.algorithm.batch import Completion, Group, Problem, collate, completion_mask, microbatch_rows, minibatches
-from grpo.algorithm.loss import loss_denominator
 from grpo.config import PRESETS, Config, load_config
 from grpo.rewards.answers import LONGEST_NUMBER, MODES, answers_equal, extract_answer, has_format, parse_number
 from grpo.rewards.builtin import accuracy, countdown, evaluate_expression, tag_groups
@@ -20,36 +17,37 @@ from grpo.rewards.builtin import accuracy, countdown, evaluate_expression, tag_g
 FUZZ_CASES = 500
 """Texts per part in the quick suite; ten times as many in the slow one."""
 SLOWEST_CASE = 2.0
-"""Seconds of CPU for one text of up to 3,000 characters, or of ``LONG``; a pattern that backtracks would take minutes."""
+"""Seconds of CPU for one text of at most ``LONG`` characters; a pattern that backtracks would take minutes."""
 LONG = 20_000
 
 properties = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 finite = st.floats(1e-8, 1e3)
+printable = st.characters(codec="utf-8", exclude_categories=["C"])
+presets = [name for name in PRESETS if "rein" not in name and name != "rloo"]
 
 
 @st.composite
 def overrides(draw) -> dict[str, dict]:
     """Sections of a configuration that may be written."""
-    updates = draw(st.integers(1, 3))
     return {
         "seed": draw(st.integers(0, 2**63 - 1)),
-        "output_dir": draw(st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)),
-        "algorithm": {"name": draw(st.sampled_from([n for n in PRESETS if "rein" not in n and n != "rloo"])), "num_iterations": updates,
-                      "beta": draw(st.floats(0, 1)), "ref_sync_steps": draw(st.integers(0, 9))},
-        "rollout": {"prompts_per_step": draw(st.integers(1, 10**6)), "num_generations": draw(st.integers(2, 10**4)),
-                    "temperature": draw(finite), "stop": draw(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\x85\u2028\u2029\ufeff", exclude_categories=["C"]), min_size=1)))},
-        "optim": {"learning_rate": draw(finite), "betas": draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999))),
-                  "max_steps": draw(st.none() | st.integers(1, 10**9))},
-        "data": {"system_prompt": draw(st.none() | st.text(st.characters(codec="utf-8", exclude_categories=["C"])))},
-        "checkpoint": {"keep": draw(st.integers(1, 99))},
-    }  # fmt: skip
+        "output_dir": draw(st.text(printable, min_size=1)),
+        "algorithm": {"name": draw(st.sampled_from(presets)), "beta": draw(st.floats(0, 1))},
+        "rollout": {"temperature": draw(finite), "stop": draw(st.lists(st.text(printable, min_size=1)))},
+        "optim": {
+            "learning_rate": draw(finite),
+            "betas": draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.9999))),
+            "max_steps": draw(st.none() | st.integers(1, 10**9)),
+        },
+        "data": {"system_prompt": draw(st.none() | st.text(printable))},
+    }
 
 
 @seed(0)
 @settings(properties, max_examples=10)
 @given(values=overrides())
 def test_a_configuration_survives_its_file(tmp_path_factory, values):
-    """The resolved configuration, written as a run writes it and read again, is the same; so are its single keys as overrides."""
+    """Written as a run writes it and read again, it is the same; so are its single keys as overrides."""
     config = Config.model_validate(values)
     path = tmp_path_factory.getbasetemp() / "config.yaml"
     path.write_text(
@@ -91,53 +89,12 @@ def test_the_answer_between_the_tags_and_no_other(before, inside, after, other):
     assert not has_format(f"<think>{before}</think>\n<answer>{inside}</answer><answer>{other}</answer>")
 
 
-@seed(0)
-@properties
-@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=9), extra=st.integers(0, 3))
-def test_masks_are_lengths(lengths, extra):
-    ids_BT = torch.zeros(len(lengths), max(lengths) + extra, dtype=torch.long)
-    mask_BT = completion_mask(ids_BT, torch.tensor(lengths))
-    assert mask_BT.tolist() == [[t < n for t in range(ids_BT.shape[1])] for n in lengths]
-    assert loss_denominator(mask_BT, aggregation="token_mean").item() == sum(lengths)
-    assert loss_denominator(mask_BT, aggregation="response_mean").item() == sum(n > 0 for n in lengths)
-
-
-@seed(0)
-@properties
-@given(
-    prompts=st.lists(st.integers(1, 20), min_size=1, max_size=6),
-    completions=st.lists(st.integers(1, 30), min_size=12, max_size=12),
-    budget=st.integers(1, 400),
-    parts=st.integers(1, 3),
-)
-def test_packing_loses_no_row_and_no_token(prompts, completions, budget, parts):
-    """However a batch is cut: each row once, every token of its completion under the mask, no more than the budget unless it is one row."""
-    prompts = (prompts * parts)[: max(len(prompts) // parts, 1) * parts]
-    groups = [
-        Group(
-            Problem(p, "", tuple(range(3, 3 + n))),
-            tuple(
-                Completion(tuple(range(50, 50 + completions[(2 * p + g) % 12])), "", finished=True) for g in range(2)
-            ),
-        )
-        for p, n in enumerate(prompts)
-    ]
-    batch = collate(groups, torch.arange(2.0 * len(groups)).view(-1, 2), pad_id=0)
-    total = sum(len(c.ids) for group in groups for c in group.completions)
-    advantages, tokens = [], 0
-    for minibatch in minibatches(batch, parts if len(groups) % parts == 0 else 1):
-        for rows in microbatch_rows(minibatch, budget):
-            micro = minibatch.select(rows)
-            advantages += micro.advantages_B.tolist()
-            tokens += int(micro.completion_mask_BT.sum())
-    assert sorted(advantages) == [float(b) for b in range(2 * len(groups))]
-    assert tokens == total
-
-
 PIECES = [
-    "<answer>", "</answer>", "<think>", "</think>", "<answer", "answer>", "<", ">", "\\boxed{", "{", "}", "(", ")", "(((", ")))", "+", "-",
-    "*", "/", "×", "÷", "−", "=", "1", "42", "0", "007", "3.14", "1,000", ",", ".", "%", "$", "1e9", "9" * 40, "1/3", "/0", " ", "\n", "\t", "  " * 20,
-    "x", "the answer is", "####", "\\frac{1}{2}", "\\text{", "{,}", "**", "`", "^{", "x=", " km", "\\(", "٣", "²", "½", "🙂", "\x00", "\ud800", "-" * 30, "(" * 40, "1+" * 30, "1 " * 40, ".1" * 30, ",1" * 30,
+    "<answer>", "</answer>", "<think>", "</think>", "<answer", "answer>", "<", ">", "\\boxed{", "{", "}", "(", ")",
+    "(((", ")))", "+", "-", "*", "/", "×", "÷", "−", "=", "1", "42", "0", "007", "3.14", "1,000", ",", ".", "%", "$",
+    "1e9", "9" * 40, "1/3", "/0", " ", "\n", "\t", "  " * 20, "x", "the answer is", "####", "\\frac{1}{2}", "\\text{",
+    "{,}", "**", "`", "^{", "x=", " km", "\\(", "٣", "²", "½", "🙂", "\x00", "\ud800", "-" * 30, "(" * 40, "1+" * 30,
+    "1 " * 40, ".1" * 30, ",1" * 30,
 ]  # fmt: skip
 
 
