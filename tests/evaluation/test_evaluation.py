@@ -1,7 +1,5 @@
 """Evaluation: the estimator, the counting, and what counts as correct."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations
 from math import comb
@@ -9,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 
 from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig, make_config
@@ -17,7 +14,7 @@ from grpo.distributed import World
 from grpo.evaluation import CompletionResult, estimates, metric_names, pass_at_k
 from grpo.evaluation.collect import eval_sampling, evaluate
 from grpo.evaluation.estimate import mean_of, rate_of, wilson
-from grpo.evaluation.grading import Grader, check_reward_names, correctness_note
+from grpo.evaluation.grading import Grader
 from grpo.rewards.runner import RewardSpec
 from grpo.rollout import BuiltinEngine, SamplingParams
 
@@ -30,9 +27,6 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(4, 1, 2) == 0.5
     assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
     assert pass_at_k(5, 2, 4) == 1.0, "any four of five contain one of two"
-    for arguments in ((4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)):
-        with pytest.raises(ValueError):
-            pass_at_k(*arguments)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
@@ -164,14 +158,6 @@ def test_neither_the_order_of_problems_nor_a_bound_on_memory_changes_a_count(pol
     assert found == pytest.approx(same, rel=1e-12)
 
 
-def test_wilsons_interval_by_hand():
-    """5 of 10: (0.5 + z2/20) / (1 + z2/10) with z2 = 3.8415, half-width 0.2632; 0 of 10: up to z2 / (10 + z2)."""
-    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=5e-5)
-    assert wilson(0.0, 10) == pytest.approx((0.0, 0.2775), abs=5e-5)
-    assert wilson(1.0, 10) == pytest.approx((0.7225, 1.0), abs=5e-5)
-    assert wilson(575 / 1319, 1319) == pytest.approx((0.4094, 0.4628), abs=1e-4)
-
-
 def test_samples_of_a_problem_count_as_one_if_they_are_alike_and_as_more_if_they_differ():
     value, *interval = rate_of([1.0] * 3 + [0.0] * 7, 1)
     assert value == 0.3 and interval == pytest.approx(wilson(0.3, 10)), "one sample per problem: the plain interval"
@@ -253,19 +239,3 @@ def test_the_configuration_says_which_reward_decides(rewards, settings, correct,
     ((result,),) = grade([Group(Problem(0, "q", (1,)), (Completion((1,), "text", True),))])
     assert (result.correct, result.formatted) == (correct, formatted)
     assert result.scored is (rewards.get("accuracy", 0) is not None)
-
-
-def test_unknown_names_are_refused_and_a_note_says_what_counts_as_correct_where_nothing_checks_answers():
-    cases = ["length"], ["format", "mine"], ["format", "accuracy"]
-    notes = [correctness_note(EvalConfig(), names) or "" for names in cases]
-    rule = "so evaluations count a completion as correct if {} > 0"
-    assert rule.format("length") in notes[0] and rule.format("format") in notes[1]
-    assert not notes[2] and correctness_note(EvalConfig(correctness="length"), ["length"]) is None
-    with pytest.raises(ValueError, match=r"eval\.format=shape: no such reward; there are accuracy"):
-        check_reward_names(EvalConfig(format="shape"), ["accuracy"])
-
-
-def test_intervals_need_no_torch():
-    """The report computes intervals with them, and starts in a fraction of a second."""
-    code = "import grpo.evaluation, grpo.evaluation.estimate, sys; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -12,6 +12,7 @@ def test_wilsons_interval():
     assert wilson(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson(0.0, 100) == pytest.approx((0.0, 0.03699), abs=1e-4)
     assert wilson(1.0, 100) == pytest.approx((1 - 0.03699, 1.0), abs=1e-4)
+    assert wilson(575 / 1319, 1319) == pytest.approx((0.4094, 0.4628), abs=1e-4)
 
 
 def test_students_interval():
