@@ -2,27 +2,25 @@
 
 import pytest
 import torch
-from conftest import ROOT, environment_of_runs, run_forked, small_run
+from conftest import run_trainer, small_run
 from faulty_vllm import FaultyServer
+from outputs import weights
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_sharded_model_is_synced_whole(tmp_path, random_model):
-    server, file, folder = FaultyServer(random_model), tmp_path / "facts.pt", tmp_path / "weights"
+    server, folder = FaultyServer(random_model), tmp_path / "weights"
     start = server.model.model.norm.weight.detach().clone()
     folder.mkdir()
-    arguments = [*small_run(random_model, tmp_path / "run"), "runtime.parallel=fsdp", "optim.learning_rate=1e-2"]
-    arguments += [f"rollout.weights_folder={folder}", "runtime.timeout_s=180"]
+    options = ["runtime.parallel=fsdp", "optim.learning_rate=1e-2", "optim.max_steps=2", "eval.before_training=false"]
+    options += ["rollout.engine=vllm", f"rollout.server={server.address}", f"rollout.weights_folder={folder}"]
     try:
-        script = ROOT / "tests" / "distributed" / "sharded_vllm.py"
-        done = run_forked(script, [file, server.address, *arguments], ranks=2, timeout=300, env=environment_of_runs())
-        assert done.returncode == 0, done.stderr[-3000:]
-        facts, given = torch.load(file), server.model.state_dict()
-        assert facts["weights"].keys() == dict(server.model.named_parameters()).keys()
-        assert all(torch.equal(given[name], tensor) for name, tensor in facts["weights"].items())
-        assert not torch.equal(given["model.norm.weight"], start)
+        run_trainer(*small_run(random_model, tmp_path / "run"), *options, "runtime.timeout_s=180", ranks=2)
     finally:
         server.stop()
-    assert [len(ids) for ids in facts["ids"]] == [24, 24]  # of two steps with 6 problems of 4 completions
-    assert server.num_loads == 2 and list(folder.iterdir()) == []
+    given, expected = server.model.state_dict(), weights(tmp_path / "run" / "checkpoint-2")
+    assert given.keys() == expected.keys()  # the last evaluation is of the last weights
+    assert all(torch.equal(given[name], tensor) for name, tensor in expected.items())
+    assert not torch.equal(given["model.norm.weight"], start)
+    assert len(server.bodies) == 2 * 24 + 13 and server.num_loads == 3 and list(folder.iterdir()) == []
