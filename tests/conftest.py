@@ -1,5 +1,4 @@
-"""Fixtures shared by the tests: real model folders, small and random, and the assets that may lie beside the
-checkout."""
+"""Fixtures shared by the tests: small random models, runs of the trainer, and assets that may lie beside the checkout."""
 
 import os
 import signal
@@ -17,8 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = f"--config={os.devnull}"
 """Argument for a run with the defaults of the schema, where without ``--config`` it would be the demo."""
 torch.set_num_threads(1)
-# A shell that starts the tests in the background, or nohup, lets them and the runs that they start ignore these
-# signals.
+# A shell that starts the tests in the background, or nohup, lets them and their runs ignore these signals.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -118,12 +116,9 @@ def run_trainer(
 ):
     """``train_grpo.py`` in a process of its own, or in ``ranks`` of them.
 
-    Args:
-        env: additional environment variables.
-        fresh: a new interpreter, under torchrun if there are several ranks: for tests of the launch, and of what
-        imports
-            read or print. Otherwise forks of a process that has imported everything (``processes.py``), which start 7 s
-            earlier. The default is a new interpreter where ``env`` is given.
+    With ``fresh`` a new interpreter (torchrun, if there are several ranks): for tests of the launch, and of what
+    imports read or print. Otherwise forks (``processes.py``), which start 7 s earlier. None: fresh where there is
+    ``env``, additional environment variables.
     """
     arguments = tuple(map(str, arguments))
     if not any(argument.startswith("runtime.threads_per_rank") for argument in arguments) and "--help" not in arguments:

@@ -1,7 +1,6 @@
-"""A Hugging Face Hub on this machine: the part of its HTTP interface by which repositories are looked up and their
-files read.
+"""A Hugging Face Hub on this machine: what the clients of ``datasets`` and ``transformers`` need to find and read files.
 
-It answers ``datasets``' and ``transformers``' own clients, which are pointed at it by ``HF_ENDPOINT``.
+They are pointed at it by ``HF_ENDPOINT``.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def _entry(path: Path, folder: Path) -> dict:
 
 @contextlib.contextmanager
 def hub(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve ``root/datasets/<owner>/<name>`` and ``root/models/<owner>/<name>``; the endpoint, and what has been
-    asked of it."""
+    """Serve ``root/datasets/<owner>/<name>`` and ``root/models/...``; the endpoint, and what has been asked of it."""
     asked: list[str] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Here", (Handler,), {"root": root, "asked": asked}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)

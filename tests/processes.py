@@ -1,11 +1,9 @@
 """Trainer processes for tests, without the 7 seconds of imports that a new interpreter needs.
 
 A server process (``multiprocessing``'s forkserver, one for each pytest worker) imports the trainer once; each run is
-a fork of that
-server: a process of its own, with its own signals, threads, exit code and output. Several ranks are several forks
-that find each
-other through a store in the pytest process, as torchrun's ranks do. What needs a new interpreter (environment
-variables that libraries read on import, what an import prints, torchrun itself) is started with ``subprocess`` instead.
+a fork of it, with its own signals, threads, exit code and output. Several ranks are several forks that find each other
+through a store in the pytest process, as torchrun's ranks do. What needs a new interpreter (environment variables that
+libraries read on import, what an import prints, torchrun itself) is started with ``subprocess`` instead.
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ def open_streams() -> None:
 
 
 def end_as_interpreter(program: Callable[[], object]) -> None:
-    """Run a program and end this process as its interpreter would: exit code, threads, exit handlers (wandb's, for
-    example), output."""
+    """Run a program and end this process as its interpreter would: exit code, threads, exit handlers, output."""
     code = 0
     try:
         program()

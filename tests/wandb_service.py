@@ -9,9 +9,8 @@ import time
 
 
 class Service:
-    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never answers), ``dies``
-    (answers until the
-    first line of history has come, then is ``dead``: takes no connection, drops those that are open)."""
+    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never answers), ``dies`` (answers
+    until the first line of history, then is ``dead``: takes no connection, drops those that are open)."""
 
     def __init__(self, mood: str):
         self.mood, self.lines = mood, []
@@ -52,10 +51,8 @@ class Service:
             return 403, {"error": "no"}
         if path.endswith("/file_stream"):
             sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
-            place = slice(
-                sent["offset"], sent["offset"] + len(sent["content"])
-            )  # what is there already is written over
-            self.lines[place] = [json.loads(line) for line in sent["content"]]
+            end = sent["offset"] + len(sent["content"])  # what is there already is written over
+            self.lines[sent["offset"] : end] = [json.loads(line) for line in sent["content"]]
             if self.lines and self.mood == "dies":
                 self.become("dead")
             return 200, {}
@@ -74,9 +71,7 @@ class Service:
         }  # fmt: skip
         if operation == "RunResumeStatus":
             found = bucket if self.lines else None
-            return 200, {
-                "data": {"model": {"id": "2", "name": "grpo", "entity": {"id": "3", "name": "me"}, "bucket": found}}
-            }
+            return 200, {"data": {"model": bucket["project"] | {"bucket": found}}}
         if operation == "Viewer":  # asked before the first table
             viewer = {"id": "4", "entity": "me", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}}
             return 200, {"data": {"viewer": viewer}}
