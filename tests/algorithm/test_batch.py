@@ -35,14 +35,6 @@ def test_mask_does_not_look_at_the_tokens():
     assert mask[0].tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("shape", "lengths"), [((2, 3), [1, 4]), ((2, 3), [-1, 2]), ((2, 3), [1, 2, 3]), ((3,), [1, 1, 1])]
-)
-def test_lengths_that_do_not_fit_are_refused(shape, lengths):
-    with pytest.raises(ValueError, match=r"expected completion_ids \[B, T\] and lengths"):
-        completion_mask(torch.zeros(shape), torch.tensor(lengths))
-
-
 # --- groups to a batch
 
 

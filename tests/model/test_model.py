@@ -1,7 +1,5 @@
 """Loading, dropout, end tokens, reference, optimizer, schedule."""
 
-import contextlib
-
 import pytest
 import torch
 from architectures import CAN, GPT2, SIZES, V, build
@@ -215,12 +213,3 @@ def test_tokenizer_without_pad_works(random_model, tmp_path):
     tokenizer.pad_token = None
     policy = load_policy(str(folder), tokenizer, device=torch.device("cpu"), precision="fp32")
     assert policy.pad_id == policy.eos_ids[0]
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_inference_restores_the_mode_also_after_an_error(policy, mode):
-    policy.model.train(mode)
-    with contextlib.suppress(ZeroDivisionError), policy.inference():
-        assert not policy.model.training and not torch.is_grad_enabled()
-        raise ZeroDivisionError
-    assert policy.model.training is mode and torch.is_grad_enabled()

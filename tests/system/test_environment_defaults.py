@@ -1,21 +1,9 @@
 """Environment variables that the program sets before it imports the libraries that read them."""
 
-import os
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT
-
-from grpo.system import ALLOCATOR_NAMES as NAMES
-from grpo.system import set_environment_defaults
-
-
-@pytest.mark.parametrize("own", [{}, {NAMES[0]: "max_split_size_mb:64"}, {NAMES[1]: ""}])
-def test_segments_are_expandable_unless_the_user_says_otherwise(own, monkeypatch):
-    monkeypatch.setattr(os, "environ", found := dict(own))
-    set_environment_defaults()
-    assert {name: found[name] for name in NAMES if name in found} == (own or {NAMES[0]: "expandable_segments:True"})
 
 
 def test_the_program_sets_them_before_torch_is_imported():
