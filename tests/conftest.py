@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests: small random models, runs of the trainer, and assets that may lie beside the checkout."""
+"""Fixtures shared by the tests: small random models, runs of the trainer, assets beside the checkout."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine: what the clients of ``datasets`` and ``transformers`` need to find and read files.
+"""A Hugging Face Hub on this machine: what ``datasets`` and ``transformers`` need to find and read files.
 
 They are pointed at it by ``HF_ENDPOINT``.
 """

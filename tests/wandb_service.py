@@ -9,8 +9,8 @@ import time
 
 
 class Service:
-    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never answers), ``dies`` (answers
-    until the first line of history, then is ``dead``: takes no connection, drops those that are open)."""
+    """``mood``: ``well``, ``refuses`` (403 to everything), ``stalls`` (takes requests, never answers), ``dies``
+    (answers until the first line of history, then is ``dead``: takes no connection, drops those that are open)."""
 
     def __init__(self, mood: str):
         self.mood, self.lines = mood, []
