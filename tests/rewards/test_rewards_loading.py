@@ -1,10 +1,7 @@
 """What ``load_reward`` finds, and what it says when it does not."""
 
 import inspect
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from grpo.rewards.worker import Logged, TrainerState, call_reward
 @pytest.fixture
 def write(tmp_path):
     def write(text, name="mine.py"):
-        (tmp_path / name).write_text(textwrap.dedent(text))
+        (tmp_path / name).write_text(text)
         return str(tmp_path / name)
 
     return write
@@ -107,8 +104,3 @@ def test_args_of_a_configuration_win_over_columns():
 def test_names_in_metrics():
     specs = ["accuracy", "some/path/mine.py:fn", "package.module:fn", "classifier:org/model", "classifier:./a/model/"]
     assert unique_names(specs) == ["accuracy", "fn", "fn_2", "model", "model_2"]
-
-
-def test_importing_the_package_imports_no_torch():
-    code = "import grpo.rewards.worker, sys; sys.exit(bool({'torch', 'numpy', 'pydantic'} & {*sys.modules}))"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
