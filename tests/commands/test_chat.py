@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 from conftest import ROOT, run_trainer, small_run
-from transformers import MambaConfig, MambaForCausalLM
 
 from grpo.commands.chat import main
 
@@ -94,14 +93,3 @@ def test_a_completion_that_nothing_could_score_has_no_reward(tmp_path, random_mo
     shown = chat("--model", random_model, "--config", config, "--prompt", "2+2=", SHORT)[1]
     heads = set(re.findall(r"reward (\S+) \(unscorable (\S+)\)", shown))
     assert heads == {("unscorable", "unscorable"), ("1", "1")}, shown
-
-
-def test_a_model_without_sdpa_needs_the_runs_configuration(tmp_path, random_model, chat):
-    folder = tmp_path / "model"
-    shutil.copytree(random_model, folder, ignore=lambda *_: ["config.json", "generation_config.json"])
-    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=8, eos_token_id=2)
-    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(folder)
-    code, _, said = chat("--model", folder, SHORT, text="2+2=\n")
-    assert code == 2 and 'attn_implementation="eager"' in said
-    (tmp_path / "run.yaml").write_text("model: {attn_implementation: eager}\n")
-    assert chat("--model", folder, SHORT, "--config", tmp_path / "run.yaml", text="2+2=\n")[0] == 0

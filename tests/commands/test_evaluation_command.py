@@ -1,20 +1,18 @@
 """``python -m grpo.evaluation`` as a person starts it: on 1, 2 and 3 ranks, for two models, and its refusals."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, run_trainer, small_run
+from conftest import ROOT, environment_of_runs, run_trainer, small_run
 
 
 def run_evaluation(*arguments: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *launcher, "-m", "grpo.evaluation", *arguments, "runtime.threads_per_rank=1"],
-        capture_output=True, text=True, timeout=240, cwd=ROOT, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env=environment_of_runs(),
     )  # fmt: skip
     if check and done.returncode:
         raise AssertionError(f"exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")

@@ -1,8 +1,5 @@
 """Prompts are rendered exactly and never cut, and rewards get them in the form that is configured."""
 
-import json
-import runpy
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +10,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from grpo.algorithm.batch import Completion, Group
-from grpo.config import DataConfig, load_config
+from grpo.config import DataConfig
 from grpo.data import PYTHON_ROWS, load_rows, make_problems, render
 from grpo.data.tiny import build_tokenizer
-from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.scores import score_groups
 
 TURNS = [
@@ -183,30 +179,6 @@ def test_prompts_that_are_refused(case):
         problem_of(prompt, tokenizer, **settings)
 
 
-def test_templates_that_contradict_are_refused():
-    for key in ("prompt_template", "question_template"):
-        with pytest.raises(ValueError, match=rf"data\.{key}='Question'.*\{{prompt"):
-            load_config([f"data.{key}=Question"])
-    with pytest.raises(ValueError, match=r"data\.prompt_template takes no system_prompt"):
-        load_config(["data.prompt_template='{prompt}'", "data.system_prompt=Be brief."])
-
-
-def test_conversational_rows_reach_the_rewards_as_conversations(tmp_path, tokenizer):
-    columns = {"answer": "2", "source": "book"}
-    problem = problem_of(TURNS, tokenizer, columns, answer_column="answer")
-    rewards = tmp_path / "seen.py"
-    rewards.write_text("""
-def seen(prompts, completions, answer, source, row, **columns):
-    assert [m["role"] for m in prompts[0]] == ["user", "assistant", "user"], prompts
-    assert not columns.keys() - {"completion_ids"}, columns
-    return [float(c == [{"role": "assistant", "content": a}]) for c, a in zip(completions, answer)]
-""")
-    group = Group(problem, (Completion((1,), "2", True), Completion((1,), "3", True)))
-    with RewardRunner([RewardSpec(f"{rewards}:seen", 1.0, {})]) as runner:
-        result = score_groups(runner, [group])
-    assert result.values == [[1.0], [0.0]] and result.failures == [0]
-
-
 @pytest.mark.parametrize(
     ("prompt", "settings", "seen"),
     [
@@ -232,33 +204,5 @@ def test_the_form_in_which_rewards_get_prompts_and_completions(tokenizer, prompt
     passed = {}
     runner = SimpleNamespace(score=lambda **arguments: passed.update(arguments))
     score_groups(runner, [Group(problem, (Completion((1,), "2", True),))])
-    assert passed["prompts"] == [seen]
+    assert (passed["prompts"], passed["columns"]) == ([seen], {"row": [0]})
     assert passed["completions"] == ["2" if isinstance(seen, str) else [{"role": "assistant", "content": "2"}]]
-
-
-def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(
-    tmp_path, random_model, monkeypatch, capsys
-):
-    rows = [{"q": f"{i}+{i}=", "gold": f"#### {2 * i}" if i % 4 else "none", "level": i} for i in range(10)]
-    rows[1]["q"] = "1+" * 100
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = [
-        f"model.name_or_path={random_model}", f"data.dataset={tmp_path}/d.jsonl", "data.prompt_column=q",
-        "data.answer_column=gold", "data.answer_pattern=#### (.+)", "data.system_prompt=Be brief.",
-        "data.max_prompt_length=80", "data.eval_split=train[:20%]",
-    ]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["grpo.data", *settings])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("grpo.data", run_name="__main__")
-    shown, err = capsys.readouterr()
-    assert (ended.value.code, err) == (0, "")
-    assert shown.count("--- prompt ") == 3
-    assert (
-        "| <|im_start|>system\n| Be brief.<|im_end|>\n| <|im_start|>user\n| 2+2=<|im_end|>\n| <|im_start|>assistant\n"
-    ) in shown
-    assert "--- prompt 2 of 9 (row 3), " in shown
-    assert "  answer = '4'\n" in shown and "  level = 2\n" in shown and "  gold = '#### 4'\n" in shown
-    assert "10 rows, 9 used; prompt tokens: shortest " in shown
-    assert "left out: 1 longer than data.max_prompt_length=80 tokens" in shown
-    assert "kept: 3 in which data.answer_pattern matches nothing" in shown
-    assert "2 rows, 1 used" in shown.split("--- evaluation")[1]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoTokenizer
 
 from grpo.data.tasks import TASKS, Arithmetic, Task, load_task, written_columns
 from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
@@ -130,14 +130,6 @@ def test_text_survives_the_tokenizer_as_saved_and_as_read_back(folder):
         text_of_chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         turns = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
         assert text_of_chat == turns and len(tokenizer.encode(turns)) == 21
-
-
-def test_the_folder_is_a_small_fp32_qwen2(folder):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert isinstance(model.config, Qwen2Config) and {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model.config.vocab_size == len(tokenizer) and model.config.max_position_embeddings >= 512
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
 def test_a_second_build_is_read_from_the_cache_and_one_that_fails_leaves_nothing(tmp_path, monkeypatch):
