@@ -1,4 +1,4 @@
-"""MaxRL (``algorithm.scale=mean``) is defined for rewards of 0 and more: any other one ends the run, with its step and its parts."""
+"""MaxRL (``algorithm.scale=mean``) is defined for rewards of 0 and more: any other one ends the run."""
 
 import math
 

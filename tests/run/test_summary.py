@@ -1,20 +1,16 @@
 """The summary that is printed before the first step."""
 
 import pytest
-import torch
 from conftest import DEFAULTS, load
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import Config, DataConfig, load_config
 from grpo.data import ProblemSet
-from grpo.distributed import World
 from grpo.rewards.scores import messages_warning
 from grpo.rollout.llama_decoder import matches_model
 from grpo.run.models import enable_packing
-from grpo.run.prepare import print_from_rank
 from grpo.run.summary import data_line, warnings_of
-from grpo.telemetry.reporter import Reporter
 
 
 def problems(start: int, end: int) -> list[Problem]:
@@ -62,10 +58,6 @@ def test_problems_that_are_left_out_are_counted():
             {"delta": 3.0, "name": "cispo", "epsilon_high": 1.0},
             "algorithm.delta has no effect with algorithm.objective=cispo",
         ),
-        (
-            {"name": "rloo", "importance_level": "sequence"},
-            "algorithm.importance_level has no effect with algorithm.objective=reinforce",
-        ),
         ({"beta": 0.0, "ref_sync_steps": 4}, "algorithm.ref_sync_steps has no effect with algorithm.beta=0"),
         ({"beta": 0.0, "unbiased_kl": True}, "algorithm.unbiased_kl has no effect"),
         ({"name": "sapo", "epsilon": 0.3}, "algorithm.epsilon has no effect with algorithm.objective=sapo"),
@@ -99,19 +91,6 @@ def test_own_rewards_that_get_messages_for_text_rows_are_warned_of():
     assert warning("q", messages).startswith("warning: mine.py:brevity get(s) lists of messages (system_prompt")
     assert not warning("q", None) and not warning(messages, messages)
     assert not warning("q", messages, conversational=True) and not warning("q", messages, reward="format")
-
-
-@pytest.mark.parametrize(
-    ("rank", "size", "out", "err"),
-    [(0, 1, "note: x\n", ""), (0, 2, "[rank 0] note: x\n", ""), (1, 2, "", "[rank 1] note: x\n")],
-)
-def test_what_one_rank_has_to_say_is_printed_with_its_number(tmp_path, capsys, rank, size, out, err):
-    """As that it samples without CUDA graphs, while the others wait for it."""
-    world = World(rank, size, rank, torch.device("cpu"))
-    reporter = Reporter(Config(output_dir=str(tmp_path)), is_main=world.is_main, first_step=0, max_steps=9)
-    print_from_rank(world, reporter, "note: x")
-    assert capsys.readouterr() == (out, err)
-    reporter.close()
 
 
 def test_a_learning_rate_of_full_training_with_adapters_is_noticed():
