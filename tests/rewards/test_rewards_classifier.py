@@ -7,10 +7,6 @@ import pytest
 from grpo.rewards import RewardRunner, RewardSpec, load_reward
 
 
-def column(result, function=0):
-    return [row[function] for row in result.values]
-
-
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
     """Two tiny random classifiers saved on disk: with one label and with two."""
@@ -39,7 +35,7 @@ def test_a_classifier_is_a_reward(classifier):
     with RewardRunner(specs) as runner:
         assert runner.names == ["model1", "accuracy"]
         result = runner.score(["a b "] * 3, ["c", "d d d d", "c"], {"answer": ["4"] * 3})
-        together = column(result)
+        together = [row[0] for row in result.values]
         alone = [runner.score(["a b "], [text], {"answer": ["4"]}).values[0][0] for text in ("c", "d d d d", "c")]
         columns = {"answer": ["4"], "batch_size": ["from a column"]}
         chat = runner.score([[{"role": "user", "content": "a b"}]], [[{"role": "assistant", "content": "c"}]], columns)

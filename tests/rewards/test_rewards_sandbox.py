@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -40,17 +41,15 @@ def attack(sandboxed, own_sandboxes):
 
     def attack(code, limits=LIMITS):
         result, after = run_python(
-            f"if input() == 'attack':\n{_indented(code)}", [{"input": "attack"}, {"input": "-"}], limits
+            f"if input() == 'attack':\n{textwrap.indent(code.strip(), ' ')}\n",
+            [{"input": "attack"}, {"input": "-"}],
+            limits,
         )
         assert after.status == "passed"
         assert not own_sandboxes()
         return result
 
     return attack
-
-
-def _indented(code):
-    return "".join(f"    {line}\n" for line in code.strip().splitlines())
 
 
 @pytest.fixture
@@ -60,17 +59,17 @@ def own_sandboxes(tmp_path, monkeypatch):
     folder.symlink_to(ROOT / "grpo" / "rewards")
     child = str(folder / "sandbox_child.py")
     monkeypatch.setattr("grpo.rewards.sandbox._CHILD", child)
-    return lambda: _processes_of(child)
 
+    def processes():
+        found = set()
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if child.encode() in (folder / "cmdline").read_bytes():
+                        found.add(int(folder.name))
+        return found
 
-def _processes_of(program):
-    found = set()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                if program.encode() in (folder / "cmdline").read_bytes():
-                    found.add(int(folder.name))
-    return found
+    return processes
 
 
 def test_fraction_of_tests_passed(sandboxed):
