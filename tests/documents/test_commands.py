@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, save_random_model
 from hub_service import hub, pointed_at, publish
-from preloaded import preloaded_python
 
 NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
 """Not executed: the first installs TRL from the network, ``tests/faults/test_soak.py`` runs the second, and
@@ -61,15 +60,9 @@ def tree(tmp_path_factory, random_model):
     folder = tmp_path_factory.mktemp("tree") / "copy"
     for name in ("grpo", "configs", "examples", "tests", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (
-        "train_grpo.py",
-        "launch.sh",
-        "pyproject.toml",
-        "requirements.txt",
-        "LICENSE",
-        *map(str, ROOT.glob("*.md")),
-    ):
-        shutil.copy(ROOT / name, folder)
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, folder)
     shutil.copytree(random_model, folder / "FOLDER")
     shutil.copy(folder / "configs" / "tiny_arithmetic.yaml", folder / "configs" / "X.yaml")
     rows = [{"question": f"What is {i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(280)]
@@ -123,17 +116,6 @@ def cut_sweep(command: str) -> str:
     return re.sub(r"--seeds \S+", "", command) + f" --seeds 0 model.name_or_path=FOLDER {CUTS}"
 
 
-@pytest.fixture(scope="module")
-def quick_python(tree, tmp_path_factory):
-    """The variables under which commands find a ``python`` that has imported everything."""
-    with preloaded_python(tmp_path_factory.mktemp("python") / "bin", tree, environment()) as python:
-        yield found_first(python)
-
-
-def found_first(python: Path) -> dict[str, str]:
-    return {"PYTHON": str(python), "PATH": f"{python.parent}:{environment()['PATH']}"}
-
-
 def environment() -> dict[str, str]:
     return os.environ | {
         "GRPO_NO_SETUP": "1", "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -164,19 +146,17 @@ def execute(tree: Path, together: list[str], **variables: str) -> None:
 @pytest.mark.parametrize(
     "path", [path for path in FILES if blocks(path, "bash") and path not in RECIPES], ids=lambda path: path.name
 )
-def test_every_command_works(tree, path, request):
-    """Those of the README in new interpreters."""
-    variables = {} if path.name == "README.md" else request.getfixturevalue("quick_python")
+def test_every_command_works(tree, path):
     for name, setting in (("tiny_arithmetic", ""), ("dr_grpo", " algorithm.name=dr_grpo")):
         # The runs that the commands of README.md and algorithm.md leave behind.
         if path.name != "README.md" and not (tree / "runs" / name / "checkpoint-1").exists():
             command = f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}{setting}"
-            execute(tree, [cut(command)], **variables)
+            execute(tree, [cut(command)])
     for together in machines([cut(command) for command in commands(path)]):
         if re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0]) and "output_dir=" not in together[0]:
             number = len(list((tree / "runs").glob("X-*")))
             together = [f"{command} output_dir=runs/X-{number}" for command in together]
-        execute(tree, together, **variables)
+        execute(tree, together)
 
 
 def machines(lines: list[str]) -> list[list[str]]:
@@ -247,10 +227,8 @@ def test_every_command_of_the_recipes_works(tree, tmp_path):
     for name in ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"):
         shutil.copytree(copy / "FOLDER", tmp_path / "hub" / "models" / name)
     executed = []
-    with hub(tmp_path / "hub") as (endpoint, _), contextlib.ExitStack() as at_end:
+    with hub(tmp_path / "hub") as (endpoint, _):
         variables = pointed_at(endpoint, tmp_path / "cache") | {"GRPO_TEST_ASSETS": str(copy / "assets")}
-        python = at_end.enter_context(preloaded_python(tmp_path / "bin", copy, environment() | variables))
-        variables |= found_first(python)
         for command in map(cut_recipe, [command for path in RECIPES for command in commands(path)]):
             execute(copy, [command], **variables)
             executed.append(command)

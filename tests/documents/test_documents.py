@@ -2,9 +2,9 @@
 
 import ast
 import difflib
-import importlib
 import json
 import math
+import pkgutil
 import re
 from pathlib import Path
 
@@ -17,8 +17,6 @@ from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import Config, load_config
 from grpo.config.aliases import OTHER_NAMES
 from grpo.config.help import keys_of, unknown_key
-from grpo.rewards.worker import Logged, RewardContractError
-from grpo.telemetry.samples import _COLUMNS
 
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 
@@ -43,16 +41,6 @@ def test_every_metric_that_a_run_logs_is_documented(tmp_path, random_model):
     )
 
 
-def test_rewards_cannot_log_under_a_name_of_the_trainer():
-    """Every documented metric, and every column of ``completions/``, is refused."""
-    for name in documented_metrics():
-        with pytest.raises(RewardContractError):
-            Logged(1).log_metric(re.sub("<[a-z]+>", "4", name), 1.0)
-    for name in (*_COLUMNS, "rewards/x"):
-        with pytest.raises(RewardContractError):
-            Logged(1).log_extra(name, [1.0])
-
-
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_keys_and_files_that_documents_name_exist(path):
     text, known = path.read_text(), set(keys_of(Config))
@@ -75,10 +63,6 @@ def anchors(path: Path) -> set[str]:
 def without_code(text: str) -> str:
     """The text without its code blocks."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-
-
-def tables_of(text: str) -> str:
-    return "|".join(line for line in without_code(text).splitlines() if line.startswith("|"))
 
 
 def test_links_to_headings_lead_somewhere():
@@ -219,23 +203,6 @@ def test_the_readmes_figures_are_those_of_the_benchmark():
             assert f"with {1 / memory:.0%}" in text, entry["setting"]
 
 
-def test_the_readme_is_short_and_documents_are_narrow():
-    """Prose is at most 140 wide, a cell of a table 200."""
-    for path in DOCS:
-        prose = [line for line in without_code(path.read_text()).splitlines() if not line.startswith(("|", "  <img"))]
-        assert all(len(line) <= 140 for line in prose if "](" not in line or len(line.split()) > 1), path.name
-        assert all(len(cell) <= 200 for cell in re.findall(r"[^|]+", tables_of(path.read_text()))), path.name
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
-
-
-def test_every_room_is_in_the_list_for_contributors():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Where things are")[1].split("```")[1]
-    parts = [p for p in (ROOT / "grpo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
-    names = {p.name + "/" * p.is_dir() for p in parts} - {"__init__.py"}
-    listed = text.split("\ngrpo/ ")[1]
-    assert names == set(re.findall(r"\b\w+(?:\.py|/)", listed))
-
-
 def test_the_worked_weights_of_tokens():
     """docs/algorithm.md: advantage 2, responses of 4 and 7 tokens; the gradient of a token."""
     text = (ROOT / "docs" / "algorithm.md").read_text()
@@ -270,20 +237,6 @@ def test_functions_of_the_code_tour_and_of_the_formulas_exist():
         room = dotted.split(".")[0]
         is_room = (ROOT / "grpo" / f"{room}.py").exists() or (ROOT / "grpo" / room / "__init__.py").exists()
         if is_room and dotted not in {*keys_of(Config), "config.yaml"}:  # data.Schedule is a class, data.dataset a key
-            assert exists(f"grpo.{dotted}"), dotted
+            pkgutil.resolve_name(f"grpo.{dotted}")
             found += 1
     assert found > 30
-
-
-def exists(dotted: str) -> bool:
-    """True if a module, or a name inside one, exists."""
-    module, *names = dotted.split(".")
-    thing = importlib.import_module(module)
-    for name in names:
-        if not hasattr(thing, name):
-            try:
-                importlib.import_module(f"{thing.__name__}.{name}")
-            except (AttributeError, ImportError):
-                return False
-        thing = getattr(thing, name)
-    return True

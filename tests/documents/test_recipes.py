@@ -16,8 +16,6 @@ GSM8K_ROW = {"question": QUESTION, "answer": "She has 3*4=<<3*4=12>>12.\nShe kee
 MATH_ROWS = [
     {
         "problem": f"What is $\\frac{{{n}}}{{2}} + \\frac{{1}}{{3}}$?",
-        "level": "Level 1",
-        "type": "Algebra",
         "solution": f"First \\boxed{{0}} is wrong.\nWe get $\\boxed{{\\frac{{{3 * n + 2}}}{{6}}}}$.",
     }
     for n in range(1, 30)
@@ -131,13 +129,8 @@ def test_r1_zero_prompt_and_rewards(tmp_path, assets):
     assert "<|im_start|>" not in text
     assert columns["answer"] == "\\frac{5}{6}", "the last box, with the braces inside it"
     assert c.rollout.stop == ["</answer>"]
-    ends = (
-        "</think> <answer>5/6",
-        "</think> <answer>$\\frac{10}{12}$",
-        "</think> <answer>5/7",
-        "</think>\n<answer>5/6",
-    )
-    texts = [*(f"so {end}</answer>" for end in ends), "5/6"]
+    ends = (" <answer>5/6", " <answer>$\\frac{10}{12}$", " <answer>5/7", "\n<answer>5/6")
+    texts = [*(f"so </think>{end}</answer>" for end in ends), "5/6"]
     assert rewards_of(c, texts, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
@@ -174,20 +167,14 @@ def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
     return lines
 
 
-def gsm8k_paths(assets) -> list[str]:
-    folder, few = assets / "data/gsm8k", ["data.max_train_samples=20", "data.max_eval_samples=3"]
-    return [
-        f"data.dataset={folder}/train.jsonl",
-        f"data.eval_dataset={folder}/test.jsonl",
-        "data.eval_split=train",
-        *few,
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GSM8K_RUNS)
 def test_two_steps_on_gsm8k(tmp_path, assets, name):
-    lines = two_steps(name, tmp_path, assets, *gsm8k_paths(assets))
+    folder = assets / "data/gsm8k"
+    lines = two_steps(
+        name, tmp_path, assets, f"data.dataset={folder}/train.jsonl", f"data.eval_dataset={folder}/test.jsonl",
+        "data.eval_split=train", "data.max_train_samples=20", "data.max_eval_samples=3",
+    )  # fmt: skip
     config = config_of(name)
     for function in config.reward.functions:
         assert f"rewards/{function.name}/mean" in lines[1]
