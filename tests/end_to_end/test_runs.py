@@ -1,57 +1,14 @@
-"""Short real runs: resume without a trace, every preset, debug mode, rewards that fail."""
-
-import shutil
+"""Short real runs: every preset, debug mode, rewards that fail."""
 
 import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
-from outputs import assert_same_weights, lines, weights
+from outputs import lines, weights
 
 from grpo.algorithm.advantages import weighted_sum
 from grpo.config import PRESETS
 from grpo.run.metrics import reward_metrics
 from grpo.telemetry.records import json_safe
-
-
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, random_model):
-    """The data set is no multiple of a step's problems. Several ranks: ``faults/test_exactness.py``."""
-    options = [
-        "algorithm.beta=0.05", "algorithm.num_iterations=2", "algorithm.num_minibatches=2",
-        "algorithm.ref_sync_steps=2",
-        "algorithm.ref_sync_alpha=0.5", "optim.lr_scheduler_type=cosine", "optim.warmup_steps=3", "optim.max_steps=6",
-        "checkpoint.save_steps=1", "checkpoint.keep=20", "data.max_train_samples=27", "rollout.prompts_per_step=6",
-    ]  # fmt: skip
-    whole = tmp_path / "run"
-    arguments = [*small_run(random_model, whole), *options]
-    run_trainer(*arguments)
-    expected, expected_lines = weights(whole / "checkpoint-6"), lines(whole)
-    assert expected_lines[3]["epoch"] < 1 < expected_lines[5]["epoch"], "the resumed part crosses an epoch"
-    for step in range(4, 7):  # as if it had been killed in step 4
-        shutil.rmtree(whole / f"checkpoint-{step}")
-    done = run_trainer(*arguments)
-    assert f"{whole}/checkpoint-3" in done.stdout
-    resumed = weights(whole / "checkpoint-6")
-    for name, tensor in expected.items():
-        assert torch.equal(resumed[name], tensor), name
-    assert lines(whole) == expected_lines
-    again = run_trainer(*arguments)
-    assert "already complete" in again.stdout
-
-
-@pytest.mark.slow
-def test_changed_settings_are_refused_and_never_starts_afresh(tmp_path, random_model):
-    arguments = [*small_run(random_model, tmp_path / "run"), "optim.max_steps=2", "checkpoint.save_steps=1"]
-    run_trainer(*arguments)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    changed = [*arguments, "algorithm.beta=0.5", "seed=9"]
-    done = run_trainer(*changed, check=False)
-    assert done.returncode == 2
-    assert "algorithm.beta: checkpoint 0.04, now 0.5" in done.stderr
-    assert "seed: checkpoint 0, now 9" in done.stderr
-    done = run_trainer(*changed, "checkpoint.resume=never")
-    assert "was moved to" in done.stdout
-    assert (tmp_path / "run" / "previous-1" / "checkpoint-1").exists()
-    assert lines(tmp_path / "run")[0]["step"] == 0
 
 
 @pytest.mark.parametrize("preset", [p if p == "dapo" else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS])
@@ -70,18 +27,6 @@ def test_every_preset_trains(tmp_path, random_model, preset):
         assert ("rewards/soft_overlong/mean" in line) == (preset == "dapo")
     before, after = weights(random_model), weights(tmp_path / "run" / "checkpoint-2")
     assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
-
-
-@pytest.mark.slow
-def test_equal_rewards_move_nothing(tmp_path, random_model):
-    run_trainer(
-        *small_run(random_model, tmp_path / "run"),
-        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']",
-        "algorithm.beta=0",
-        "optim.max_steps=3",
-    )
-    assert [line["frac_reward_zero_std"] for line in lines(tmp_path / "run")[1:]] == [1.0, 1.0, 1.0]
-    assert_same_weights(random_model, tmp_path / "run" / "checkpoint-3")
 
 
 @pytest.mark.parametrize(
@@ -127,20 +72,6 @@ def test_a_reward_that_scored_nothing_has_no_mean():
 
 
 @pytest.mark.slow
-def test_unscorable_completions_are_counted(tmp_path, random_model):
-    run_trainer(
-        *small_run(random_model, tmp_path / "run"),
-        f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:unscorable']",
-        "optim.max_steps=2",
-        "eval.before_training=false",
-    )
-    for line in lines(tmp_path / "run"):
-        assert 0 < line["frac_unscorable"] < 1
-        assert line["reward"] == 1.0, "the mean of those that could be scored"
-        assert line["frac_reward_zero_std"] == 1.0
-
-
-@pytest.mark.slow
 def test_bf16_and_masking_and_minibatches(tmp_path, random_model):
     run_trainer(
         *small_run(random_model, tmp_path / "run"),
@@ -164,7 +95,7 @@ def test_debug_shows_and_checks(tmp_path, random_model):
         "checked   importance ratio of the first update: 1.000000",
         "step 2/2",
         "\nreference answer: ",
-        "checked   all checks have passed: in each of 2 steps masks = lengths, EOS inside the mask, all finite; KL = 0 before ",
+        "checked   all checks have passed: in each of 2 steps masks = lengths, EOS inside the mask, all finite; KL = 0",
         "\nnext      ",
     ):  # fmt: skip
         assert text in done.stdout

@@ -5,16 +5,15 @@ GRPO_FAULT="rank=1 step=2 place=rollout do=kill once=/some/file" python faulty.p
 | place | is reached |
 |---|---|
 | rollout, score, eval | before the completions of a step are sampled / are scored / an evaluation samples |
-| forward, backward | in the update: after the first forward / when the gradient reaches the embedding, at the end of a backward |
+| forward, backward | in the update: after the first forward / when the gradient reaches the embedding |
 | write | before anything of a checkpoint is on disk |
 | states | before a rank writes the optimizer's tensors of a checkpoint (under FSDP each rank its share) |
 | save | when the files of a checkpoint are written and their folder has not its name yet |
-| prune | when a checkpoint is in place and older ones are still there |
 | line | before a step's line goes to metrics.jsonl |
 
-``do``: kill (SIGKILL), term (SIGTERM), hang, sleep:SECONDS, oom (asks for a pebibyte), raise, nan, inf, full (as on a full disk, the
-next write to the file in question is refused: RLIMIT_FSIZE). With ``once`` it is done by
-the first that finds no such file. GRPO_TRACE=FOLDER: every rank writes the token ids of every step there.
+``do``: kill (SIGKILL), hang, sleep:SECONDS, oom (asks for a pebibyte), nan, full (as on a full disk, the next write to
+the file in question is refused: RLIMIT_FSIZE). With ``once`` it is done by the first that finds no such file.
+GRPO_TRACE=FOLDER: every rank writes the token ids of every step there.
 """
 
 import json
@@ -61,8 +60,6 @@ def do() -> None:
     print(f"FAULT {FAULT['do']} at {FAULT['place']} of step {now['step']}", flush=True)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
     elif what in ("hang", "sleep"):
         until = time.monotonic() + float(seconds or 1e6)
         while time.monotonic() < until:
@@ -70,10 +67,11 @@ def do() -> None:
     elif what == "oom":
         torch.empty(1 << 50, dtype=torch.uint8)
     elif what == "full":
-        size = 60_000 if FAULT["place"] in ("write", "states") else Path(output_dir(), "metrics.jsonl").stat().st_size
+        size = 60_000  # of a file of the checkpoint
+        if FAULT["place"] == "line":
+            output = next(word.removeprefix("output_dir=") for word in sys.argv if word.startswith("output_dir="))
+            size = Path(output, "metrics.jsonl").stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    elif what == "raise":
-        raise RuntimeError("a fault was asked for")
 
 
 def before(module, name: str, place: str):
@@ -111,8 +109,6 @@ def sync(path):
     if path.name in ("model.safetensors", "adapter_model.safetensors") and ".partial" in str(path) and due("save"):
         do()
     original_sync(path)
-    if path == Path(output_dir()) and due("prune"):
-        do()
 
 
 original_step = grpo.telemetry.reporter.Reporter.step
@@ -132,10 +128,6 @@ def step(self, metrics):
 grpo.telemetry.reporter.Reporter.step = step
 
 
-def output_dir() -> str:
-    return next((a.split("=", 1)[1] for a in sys.argv if a.startswith("output_dir=")), "")
-
-
 grpo.system.sync = sync
 original_train = train_grpo.train
 
@@ -143,8 +135,8 @@ original_train = train_grpo.train
 def train(run):
     def hook(gradient):
         if due("backward"):
-            if FAULT["do"] in ("nan", "inf"):
-                return gradient * float(FAULT["do"])
+            if FAULT["do"] == "nan":
+                return gradient * float("nan")
             do()
         return gradient
 

@@ -19,34 +19,17 @@ from grpo.telemetry.samples import read_samples
 FAULTY = ROOT / "tests" / "faults" / "faulty.py"
 
 
-def command(arguments, *, ranks: int, torchrun, script) -> list[str]:
-    start = [sys.executable]
-    if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
-    return [*start, str(script), *arguments]
-
-
 class Started:
     """A run under way, whose output goes to a file beside the output folder.
 
     Args:
         fault: see ``faulty.py``.
         launcher: set a launcher's variables also for a single rank.
-        torchrun: a new interpreter, under torchrun with these options if there are several ranks (``processes_of`` finds such a
-            run's processes). Without it the ranks are forks (see ``processes.py``).
+        torchrun: a new interpreter, under torchrun with these options if there are several ranks (``processes_of``
+            finds such a run's processes). Without it the ranks are forks (see ``processes.py``).
     """
 
-    def __init__(
-        self,
-        output: Path,
-        arguments,
-        *,
-        ranks: int = 1,
-        fault: str = "",
-        env=None,
-        launcher: bool = False,
-        torchrun=None,
-    ):
+    def __init__(self, output: Path, arguments, *, ranks=1, fault="", env=None, launcher=False, torchrun=None):
         self.output, self.log = Path(output), Path(f"{output}.log")
         environment, script = environment_of_runs(env), ROOT / "train_grpo.py"
         if fault or "GRPO_TRACE" in environment:
@@ -58,8 +41,11 @@ class Started:
             size = ranks if ranks > 1 or launcher else None
             self.process = Forked(script, arguments, ranks=size, env=environment, stdout=self.log, stderr=self.log)
             return
+        words = [sys.executable]
+        if ranks > 1:
+            words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
+        words += [str(script), *arguments]
         with open(self.log, "ab") as log:
-            words = command(arguments, ranks=ranks, torchrun=torchrun, script=script)
             self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def text(self) -> str:

@@ -3,16 +3,16 @@
     python tests/faults/soak.py --minutes 2
     python tests/faults/soak.py --kills 100
 
-A run is hurt again and again, each time at a random moment (one in five while it starts or resumes), then started by the same
-command, until it is done:
+A run is hurt again and again, each time at a random moment (one in five while it starts or resumes), then started by
+the same command, until it is done:
 
 - ``kill -9`` of one rank, of all ranks, or of torchrun alone;
 - SIGTERM to one rank or to torchrun;
-- after a kill, sometimes, the newest checkpoint is torn: cut short, one bit flipped, its manifest deleted, half written.
+- after a kill, sometimes, the newest checkpoint is torn: cut short, one bit flipped, its manifest deleted, half of it.
 
-Then every metric of every step, the completions, and the SHA-256 of weights and optimizer must be those of the uninterrupted run on as
-many ranks. The runs save every step, so a kill may cost the step that was under way: more is counted as lost. Exit code 1 if
-anything differs or is lost.
+Then every metric of every step, the completions, and the SHA-256 of weights and optimizer must be those of the
+uninterrupted run on as many ranks. The runs save every step, so a kill may cost the step that was under way: more is
+counted as lost. Exit code 1 if anything differs or is lost.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from conftest import save_random_model
 from harness import Started, assert_same_run, processes_of, run, tiny
 
 STEPS = 60
-HOW = {  # what is done -> how often in 15: drawn from a deck, so that some kills have some of each
+HOW = {  # what is done -> how often in 15
     "kill one rank": 5, "kill all ranks": 3, "kill torchrun": 3, "SIGTERM to one rank": 2, "SIGTERM to torchrun": 2,
 }  # fmt: skip
 
@@ -52,11 +52,6 @@ def steps_done(output: Path) -> int:
         return 0
     whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return max((json.loads(line)["step"] for line in whole), default=0)
-
-
-def newest(output: Path) -> Path | None:
-    found = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    return found[-1] if found else None
 
 
 def tear(folder: Path, rng: random.Random) -> str:
@@ -114,7 +109,6 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
     model = save_random_model(folder / "model")
     straight: dict[int, Path] = {}
     count: collections.Counter[str] = collections.Counter(kills=0, restarts=0, runs=0, torn=0, lost=0, differences=0)
-    decks: dict[bool, list[str]] = {False: [], True: []}
     began = time.monotonic()
     while time.monotonic() - began < seconds or count["kills"] < kills:
         n = ranks[count["runs"] % len(ranks)]
@@ -126,10 +120,8 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
         for attempt in range(200):
             started = Started(output, arguments(model, output), ranks=n, torchrun=[])
             enough = time.monotonic() - began >= seconds and count["kills"] >= kills
-            if not decks[n > 1]:
-                possible = HOW if n > 1 else {how: times for how, times in HOW.items() if how.endswith("one rank")}
-                decks[n > 1] = rng.sample(list(possible), sum(possible.values()), counts=list(possible.values()))
-            how = decks[n > 1].pop()
+            possible = [how for how in HOW if n > 1 or how.endswith("one rank")]
+            (how,) = rng.choices(possible, [HOW[how] for how in possible])
             happened = False
             if not enough:
                 wait_for_the_moment(started, rng)
@@ -155,22 +147,17 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
             count[how] += 1
             if "resuming " in printed:
                 torn = 0
-            tear_how, last = "", newest(output)
-            if (
-                last is not None
-                and how.startswith("kill")
-                and rng.random() < 0.25
-                and len(list(output.glob("checkpoint-*"))) > 1
-            ):
-                tear_how = tear(last, rng)
+            damage = ""
+            checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+            if len(checkpoints) > 1 and how.startswith("kill") and rng.random() < 0.25:
+                damage = " torn: " + tear(checkpoints[-1], rng)
                 torn += 1
                 count["torn"] += 1
-            # The line of a step is written just before its checkpoint: the step under way may be lost, and what we tore.
-            least = max(steps_done(output) - 1 - torn, 0)
-            print(
-                f"run {count['runs']} ({n} ranks) {how:20} at step {steps_done(output):2} {tear_how and 'torn: ' + tear_how}",
-                flush=True,
-            )
+            # The line of a step is written just before its checkpoint: the step under way may be lost, and what we
+            # tore.
+            done = steps_done(output)
+            least = max(done - 1 - torn, 0)
+            print(f"run {count['runs']} ({n} ranks) {how:20} at step {done:2}{damage}", flush=True)
         count["runs"] += 1
         if code == 0:
             try:

@@ -123,7 +123,7 @@ def test_what_a_power_cut_leaves_in_other_files_stops_nothing(tmp_path, random_m
 
 
 @pytest.mark.slow
-def test_best_by_an_evaluation_is_kept(capsys, tmp_path, random_model):
+def test_best_by_an_evaluation_is_kept(tmp_path, random_model):
     """Evaluated every step; whatever comes later, the best one's folder stays, also over a restart."""
     output, options = tmp_path / "run", ["eval.every=1", "checkpoint.keep_best=eval/mean_length", "checkpoint.keep=1"]
     options += ["eval.before_training=false", "checkpoint.accept_changes=true", "optim.lr_scheduler_type=constant"]
@@ -134,7 +134,3 @@ def test_best_by_an_evaluation_is_kept(capsys, tmp_path, random_model):
     assert {path.name for path in output.glob("checkpoint-*")} == {f"checkpoint-{best}", f"checkpoint-{STEPS}"}
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer" / "state.json").read_text())
     assert state["best"] == {"step": best, "value": values[best]}
-    capsys.readouterr()
-    for metric in ("reward", "eval/pass@8"):
-        assert inside(tmp_path / "other", random_model, f"checkpoint.keep_best={metric}") == 2
-        assert f"checkpoint.keep_best={metric}" in capsys.readouterr().err.replace("'", "")

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import save_random_model
+from conftest import ROOT, save_random_model
 from harness import assert_same_run, bits, mend_manifest, run, tiny
 from outputs import lines, states
 from safetensors.torch import load_file, save_file
@@ -19,14 +19,14 @@ from train_grpo import main
 
 STEPS, EPOCH = 6, 4
 EVERYTHING = (
-    "algorithm.num_iterations=3", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2", "algorithm.ref_sync_alpha=0.5",
-    "checkpoint.save_steps=1", "checkpoint.keep=99", "logging.log_completions=1000",
+    "algorithm.num_iterations=3", "algorithm.num_minibatches=2", "algorithm.ref_sync_steps=2",
+    "algorithm.ref_sync_alpha=0.5", "checkpoint.save_steps=1", "checkpoint.keep=99", "logging.log_completions=1000",
 )  # fmt: skip
 
 
 def inside(output, model, *more: str) -> None:
-    """A run on one rank in this process."""
-    assert main([*tiny(model, output, *EVERYTHING, *more), "runtime.threads_per_rank=1"]) == 0
+    """A run on one rank in this process; the data set is no multiple of a step's problems."""
+    assert main([*tiny(model, output, *EVERYTHING, *more, problems=27), "runtime.threads_per_rank=1"]) == 0
 
 
 def back_to(step: int, whole, copy):
@@ -58,20 +58,17 @@ def test_continued_from_any_step(tmp_path, random_model, whole, step):
     assert_same_run(whole, tmp_path / "run", STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OptimConfig.model_fields["lr_scheduler_type"].annotation.__args__)
-def test_every_schedule(tmp_path, random_model, name):
-    options = [f"optim.lr_scheduler_type={name}"] + ["optim.min_lr=1e-5"] * (name == "cosine_with_min_lr")
-    inside(tmp_path / "whole", random_model, *options)
-    inside(back_to(3, tmp_path / "whole", tmp_path / "run"), random_model, *options)
-    assert_same_run(tmp_path / "whole", tmp_path / "run", STEPS)
+SCHEDULES = OptimConfig.model_fields["lr_scheduler_type"].annotation.__args__
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        ["algorithm.name=dapo"], ["algorithm.name=gspo"], ["algorithm.name=rloo", "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
+        *([f"optim.lr_scheduler_type={name}"] for name in SCHEDULES if name != "cosine_with_min_lr"),
+        ["optim.lr_scheduler_type=cosine_with_min_lr", "optim.min_lr=1e-5"],
+        ["algorithm.name=dapo"], ["algorithm.name=gspo"],
+        ["algorithm.name=rloo", "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
         [
             "algorithm.name=gdpo", "algorithm.top_entropy_quantile=0.5", "algorithm.sampler_correction=token_mask",
             "algorithm.off_policy_mask_threshold=0.001", "rollout.top_p=0.9", "rollout.keep_sampling_mask=true",
@@ -116,8 +113,6 @@ def without(item: str, folder) -> None:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     elif item == "number of steps":
         state["step"] -= 1
-    elif item == "unwritten_line":
-        state["unwritten_line"] = None
     else:
         state[item] = None if item in ("before", "best", "wandb_run_id") else 0
     shutil.rmtree(trainer / "states")
@@ -129,31 +124,26 @@ def without(item: str, folder) -> None:
 ITEMS = ["exp_avg", "exp_avg_sq", "step", "reference", "weights", "number of steps", "num_tokens"]
 
 
-@pytest.mark.parametrize("item", [*ITEMS, "nothing"])
+@pytest.mark.parametrize("item", ITEMS)
 def test_removing_any_saved_item_changes_the_run(tmp_path, random_model, whole, item):
     """Else the tests above could not see that it is saved."""
     output = back_to(5, whole, tmp_path / "run")
-    if item != "nothing":
-        without(item, output / "checkpoint-5")
+    without(item, output / "checkpoint-5")
     inside(output, random_model)
-    if item == "nothing":
+    with pytest.raises(AssertionError):
         assert_same_run(whole, output, STEPS)
-    else:
-        with pytest.raises(AssertionError):
-            assert_same_run(whole, output, STEPS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("item", ["before", "best", "skipped_in_a_row", "wandb_run_id", "nothing"])
+@pytest.mark.parametrize("item", ["before", "best", "skipped_in_a_row", "wandb_run_id"])
 def test_removing_any_saved_counter_changes_the_run(capsys, tmp_path, random_model, item):
     """By the table at the end, the best checkpoint, the step that stops the run, wandb's folder."""
-    (tmp_path / "huge.py").write_text(
-        "def huge(prompts, completions, **c):\n    return [3e38 * (len(t) % 2) for t in completions]\n"
-    )
     options = {
         "best": ["checkpoint.keep_best=eval/greedy_accuracy"],
-        "skipped_in_a_row": [f"reward.functions=['{tmp_path}/huge.py:huge']", "algorithm.scale=none", "optim.max_steps=12",
-                             "algorithm.num_iterations=1", "algorithm.num_minibatches=1"],
+        "skipped_in_a_row": [
+            f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:huge']", "algorithm.scale=none",
+            "optim.max_steps=12", "algorithm.num_iterations=1", "algorithm.num_minibatches=1",
+        ],
         "wandb_run_id": ["logging.wandb=offline"],
     }.get(item, [])  # fmt: skip
 
@@ -171,14 +161,12 @@ def test_removing_any_saved_counter_changes_the_run(capsys, tmp_path, random_mod
         return code, newest, table, state["best"], state["wandb_run_id"]
 
     expected = outcome(tmp_path / "whole")
-    output = back_to(5, tmp_path / "whole", tmp_path / "run")
-    if item != "nothing":
-        state = json.loads((output / "checkpoint-5" / "trainer" / "state.json").read_text())
-        assert state[item], "else there is nothing to leave out"
-        copy = back_to(5, tmp_path / "whole", tmp_path / "as it was")
-        assert outcome(copy) == expected
-        without(item, output / "checkpoint-5")
-    assert (outcome(output) == expected) == (item == "nothing")
+    copy, output = (back_to(5, tmp_path / "whole", tmp_path / name) for name in ("as it was", "run"))
+    assert outcome(copy) == expected
+    state = json.loads((output / "checkpoint-5" / "trainer" / "state.json").read_text())
+    assert state[item], "else there is nothing to leave out"
+    without(item, output / "checkpoint-5")
+    assert outcome(output) != expected
     if item == "wandb_run_id":
         import wandb
 

@@ -3,47 +3,13 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
 from harness import Started, run, tiny
 
 from grpo.checkpoint.resume import LOCK_FILE, Lock, check_shared
 from grpo.config import ConfigError
 from train_grpo import main
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from grpo.checkpoint.resume import Lock
-lock = Lock()
-lock.acquire(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.fixture
-def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_a_killed_holder_leaves_a_file_that_locks_nothing(tmp_path, holder):
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    assert (tmp_path / LOCK_FILE).exists()
-    first, second = Lock(), Lock()
-    first.acquire(tmp_path)
-    assert (tmp_path / LOCK_FILE).read_text().split() == [str(os.getpid()), socket.gethostname()]
-    first.release()
-    second.acquire(tmp_path)
-    second.release()
 
 
 def test_ranks_that_see_another_folder_of_that_name_are_told(tmp_path):
@@ -61,15 +27,16 @@ def test_ranks_that_see_another_folder_of_that_name_are_told(tmp_path):
     lock.release()
 
 
-def test_a_run_on_a_locked_folder_gives_a_one_line_error(capsys, tmp_path, random_model, holder):
-    (tmp_path / "config.yaml").write_text("")
+def test_a_run_on_a_locked_folder_gives_a_one_line_error(capsys, tmp_path, random_model):
+    lock = Lock()
+    lock.acquire(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main([f"output_dir={tmp_path}", f"model.name_or_path={random_model}", "runtime.threads_per_rank=1"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith(
-        f"error: output_dir={tmp_path} is in use by another run (process {holder.pid}"
-    )
+    says = f"error: output_dir={tmp_path} is in use by another run (process {os.getpid()}"
+    assert error.count("\n") == 1 and error.startswith(says)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+    lock.release()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, save_random_model, small_run
+from conftest import ROOT, load, save_random_model, small_run
 from harness import Started, run, tiny
 from outputs import assert_same_weights, lines, weights
 
@@ -27,8 +27,7 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
     steps, lr, decay = 12, 1e-3, 0.1
     options = [
         f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0",
-        f"optim.max_steps={steps}",
-        f"optim.weight_decay={decay}", "eval.before_training=false", "data.max_eval_samples=1",
+        f"optim.max_steps={steps}", f"optim.weight_decay={decay}", "eval.before_training=false", "data.max_eval_samples=1",
     ]  # fmt: skip
     assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
     assert capsys.readouterr().out.count("hint: 100% of the groups have equal rewards") == 1
@@ -40,23 +39,22 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
         assert torch.equal(after[name], expected), name
 
 
-def test_all_completions_truncated_and_masked(tmp_path, random_model):
+def test_all_completions_truncated_and_masked(tmp_path):
     """Nothing is left to average over: the denominator is 1, the gradient 0."""
     options = [
         "rollout.max_completion_length=1", "algorithm.mask_truncated_completions=true", "optim.max_steps=2",
-        "eval.before_training=false",
-        "data.max_train_samples=8",
+        "eval.before_training=false", "data.max_train_samples=8",
     ]  # fmt: skip
-    model = never_ends(save_random_model(tmp_path / "model"))
+    model = with_logit_of_eos(-100.0, tmp_path / "model")
     assert inside([*small_run(model, tmp_path / "run"), *options]) == 0
     for line in lines(tmp_path / "run"):
         assert line["completions/clipped_ratio"] == 1.0 and line["grad_norm"] == 0.0 and line["skipped_updates"] == 0
     assert_same_weights(model, tmp_path / "run" / "checkpoint-2")
 
 
-def test_empty_completions(tmp_path, random_model):
+def test_empty_completions(tmp_path):
     """The first token is always EOS: one token each, text ''; rewards get it, the run goes on."""
-    model = always_ends(save_random_model(tmp_path / "model"))
+    model = with_logit_of_eos(100.0, tmp_path / "model")
     assert inside([*small_run(model, tmp_path / "run"), "optim.max_steps=2", "logging.log_completions=100"]) == 0
     for line in lines(tmp_path / "run")[1:]:
         assert line["completions/max_length"] == 1.0 and line["completions/clipped_ratio"] == 0.0
@@ -65,41 +63,17 @@ def test_empty_completions(tmp_path, random_model):
     assert {row["completion"] for row in written} == {""}
 
 
-def with_weight(folder: Path, change) -> Path:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, eos = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder).eos_token_id
+def with_logit_of_eos(weight: float, folder: Path) -> Path:
+    """The random model, whose logit of EOS has the sign of ``weight`` and is far from the others, which are 0."""
+    model = load(save_random_model(folder)).model
     with torch.no_grad():
-        change(model, eos)
-    model.save_pretrained(folder)
-    return folder
-
-
-def never_ends(folder: Path) -> Path:
-    """No logit is drawn to EOS: the hidden state is positive in all places, the row of EOS very negative."""
-
-    def change(model, eos):
         model.model.norm.weight.zero_()
         model.lm_head.weight.zero_()
         model.model.norm.weight[0] = 1.0
         model.model.embed_tokens.weight[:, 0] = 50.0  # outweighs what the layers add
-        model.lm_head.weight[eos, 0] = -100.0
-
-    return with_weight(folder, change)
-
-
-def always_ends(folder: Path) -> Path:
-    def change(model, eos):
-        never(model, eos)
-        model.lm_head.weight[eos, 0] = 100.0
-
-    def never(model, eos):
-        model.model.norm.weight.zero_()
-        model.lm_head.weight.zero_()
-        model.model.norm.weight[0] = 1.0
-        model.model.embed_tokens.weight[:, 0] = 50.0
-
-    return with_weight(folder, change)
+        model.lm_head.weight[model.config.eos_token_id, 0] = weight
+    model.save_pretrained(folder)
+    return folder
 
 
 BAD_REWARDS = """
@@ -139,9 +113,10 @@ def test_rewards_that_hang_kill_their_worker_and_print_megabytes(tmp_path, rando
     names = ["hangs_on_one", "kills_its_worker", "prints_megabytes"]
     functions = ", ".join(f"'{tmp_path}/bad.py:{name}'" for name in names)
     output = tmp_path / "run"
-    options = [f"reward.functions=[{functions}]", "reward.timeout_s=1", "optim.max_steps=2",
-    "eval.before_training=false",
-               "data.max_eval_samples=2"]  # fmt: skip
+    options = [
+        f"reward.functions=[{functions}]", "reward.timeout_s=1", "optim.max_steps=2", "eval.before_training=false",
+        "data.max_eval_samples=2",
+    ]  # fmt: skip
     done = run(output, [*small_run(random_model, output), *options], ranks=2)
     assert len(done.text()) < 700_000, "of the megabytes 32 KiB a step and worker are passed on"
     for line in lines(output):

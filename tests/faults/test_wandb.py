@@ -1,4 +1,4 @@
-"""wandb online in a whole run: a server that is ill at the start or falls ill costs bounded time, and nothing of the run."""
+"""wandb online in a whole run: a server that is or falls ill costs bounded time, and nothing of the run."""
 
 import os
 import signal
@@ -85,6 +85,7 @@ def test_a_server_that_fails_during_the_run(tmp_path, random_model, without, moo
         command = [sys.executable, "-m", "wandb", "sync", "--no-skip-online", str(part)]
         subprocess.run(command, env=env, cwd=tmp_path, timeout=120, check=True)
         assert [line["step"] for line in server.lines] == list(range(STEPS + 1)), "sent later"
+        assert all("completions" in line for line in server.lines[1:])
 
 
 @pytest.mark.slow
@@ -100,15 +101,3 @@ def test_stopped_while_the_server_does_not_answer(tmp_path, random_model, withou
     assert started.text().count("preempted at step ") == 1
     run(output, arguments(random_model, output), ranks=2)
     assert_same_run(without(2), output, STEPS)
-
-
-@pytest.mark.slow
-def test_a_working_server_gets_every_step(tmp_path, random_model, without):
-    """With their tables: so the tests above see a server fall that all was asked of."""
-    output = tmp_path / "run"
-    with online("well", random_model, output, ranks=1) as (server, started):
-        assert started.end() == 0
-        assert [line["step"] for line in server.lines] == list(range(STEPS + 1))
-        assert all("completions" in line for line in server.lines[1:])
-    assert "warning: " not in started.text()
-    assert_same_run(without(1), output, STEPS)

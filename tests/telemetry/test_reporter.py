@@ -1,17 +1,8 @@
 """The reporter: lines on the console, hints, metrics.jsonl and intervals.jsonl, on the main rank only."""
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
 
 import pytest
-from conftest import ROOT
 
 from grpo.config import Config
 from grpo.telemetry.records import remove_steps_after
@@ -78,17 +69,6 @@ def test_escape_sequences_do_not_reach_the_terminal(tmp_path, capsys):
     writer.close()
 
 
-def test_the_console_shows_every_nth_step_and_every_evaluation(tmp_path, capsys):
-    writer = reporter(tmp_path, every=2, max_steps=5)
-    writer.step({"step": 0, "eval/greedy_accuracy": 0.25, "eval/mean_length": 3.0})
-    for step in range(1, 6):
-        writer.step({"step": step, "reward": 1.0} | ({"eval/greedy_accuracy": 0.5} if step == 3 else {}))
-    writer.close()
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "eval 0/5  greedy accuracy 25.0%  mean length 3.00"
-    assert [line[:8] for line in shown[1:]] == ["step 2/5", "step 3/5", "eval 3/5", "step 4/5", "step 5/5"]
-
-
 def test_a_hint_is_printed_once_also_over_an_interruption(tmp_path, capsys):
     first = reporter(tmp_path)
     for step in range(1, 13):
@@ -99,33 +79,3 @@ def test_a_hint_is_printed_once_also_over_an_interruption(tmp_path, capsys):
     second.step({"step": 12, "reward": 0.5, "kl": 2.0})
     second.close()
     assert "hint" not in capsys.readouterr().out
-
-
-SCRIPT = """import sys
-from grpo.config import Config
-from grpo.telemetry.reporter import Reporter
-reporter = Reporter(Config(output_dir=sys.argv[1]), is_main=True, first_step=0, max_steps=2)
-reporter.step({'step': 1, 'reward': 0.5, 'kl': 0.25, 'completions/mean_length': 12.0, 'tokens_per_second': 300.0})
-reporter.step({'step': 2, 'reward': 0.75})
-reporter.close()
-"""
-
-
-@pytest.mark.slow
-def test_a_terminal_shows_a_bar_below_the_lines(tmp_path):
-    command = [sys.executable, "-c", SCRIPT]
-    plain = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert plain.stderr == "", "no bar without a terminal"
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
-    subprocess.run([*command, str(tmp_path / "b")], stdout=slave, stderr=slave, cwd=ROOT, check=True)
-    os.close(slave)
-    shown = b""
-    with contextlib.suppress(OSError):  # the end of a pseudo-terminal's output
-        while part := os.read(master, 4096):
-            shown += part
-    os.close(master)
-    assert b"reward=0.500, kl=0.2500, length=12, tokens/s=300" in shown
-    lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in shown.decode().split("\n")]  # what stays visible
-    assert [line[:21] for line in lines[:2]] == ["step 1/2  reward 0.50", "step 2/2  reward 0.75"], lines
-    assert sum("steps:" in line for line in lines) == 1, "the bar once, at the end"
