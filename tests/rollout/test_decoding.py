@@ -95,11 +95,8 @@ def test_fast_decode_changes_rounding_alone(random_model, precision, tolerance, 
     problems = [
         Problem(i, "", tuple(policy.tokenizer.encode(text))) for i, text in enumerate(("12+3=", "7-4=", "Make 24"))
     ]
-    pairs = []
-    for groups in zip(
-        *(e.generate(problems, SamplingParams(4, 24), seed_key=(0, "rollout", 0)) for e in (slow, fast)), strict=True
-    ):
-        pairs += zip(*(group.completions for group in groups), strict=True)
+    both = [engine.generate(problems, SamplingParams(4, 24), seed_key=(0, "rollout", 0)) for engine in (slow, fast)]
+    pairs = list(zip(*([c for group in groups for c in group.completions] for groups in both), strict=True))
     same = [(a, b) for a, b in pairs if a.ids == b.ids]
     assert len(same) == len(pairs) if precision == "fp32" else len(same) > len(pairs) // 2
     for a, b in same:

@@ -152,9 +152,18 @@ def stops_of_texts(random_model) -> dict[str, tuple[str, ...]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["across looks", "of many rows", "first tokens", "special"])
-def test_stop_strings_end_the_tokens_of_the_loop(random_model, stops_of_texts, kind):
-    sampling = replace(SAMPLING, stop=stops_of_texts[kind])
+KINDS = ("across looks", "of many rows", "first tokens", "special")
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "T"),
+    [*((kind, graphs_module.SYNC_EVERY, 40) for kind in KINDS), (KINDS[1], 5, 9), (KINDS[0], 1000, 40)],
+)
+def test_stop_strings_end_the_tokens_of_the_loop(random_model, stops_of_texts, monkeypatch, kind, every, T):
+    """Whenever the host looks; also at the limit, where a row that stops with its last token has finished."""
+    monkeypatch.setattr(graphs_module, "SYNC_EVERY", every)
+    plain = replace(SAMPLING, max_completion_length=T)
+    sampling = replace(plain, stop=stops_of_texts[kind])
     loop, engine = engines(random_model)
     problems = problems_of(loop.policy, *TEXTS)
     expected = loop.generate(problems, sampling, seed_key=SEED_KEY)
@@ -164,19 +173,6 @@ def test_stop_strings_end_the_tokens_of_the_loop(random_model, stops_of_texts, k
         assert (a.ids, a.text, a.finished) == (b.ids, b.text, b.finished)
         assert a.sampling_logprobs == pytest.approx(b.sampling_logprobs, abs=1e-4)
     assert sum(counted) == sum(len(c.ids) for c in completions(expected)) and min(counted) >= 0
-    unstopped = completions(loop.generate(problems, SAMPLING, seed_key=SEED_KEY))
+    unstopped = completions(loop.generate(problems, plain, seed_key=SEED_KEY))
     ends, other = ([(c.ids, c.finished) for c in rows] for rows in (completions(found), unstopped))
     assert ends != other, "the strings should end something"
-
-
-@pytest.mark.parametrize(("every", "T"), [(5, 9), (1000, 40)])
-def test_stop_strings_end_the_same_tokens_whenever_the_host_looks(random_model, stops_of_texts, monkeypatch, every, T):
-    """Also at the limit, where a row that stops with its last token has finished."""
-    monkeypatch.setattr(graphs_module, "SYNC_EVERY", every)
-    stop = stops_of_texts["of many rows"] + stops_of_texts["across looks"]
-    sampling = replace(SAMPLING, stop=stop, max_completion_length=T)
-    loop, engine = engines(random_model)
-    problems = problems_of(loop.policy, *TEXTS)
-    expected = completions(loop.generate(problems, sampling, seed_key=SEED_KEY))
-    found = completions(engine.generate(problems, sampling, seed_key=SEED_KEY))
-    assert [(c.ids, c.text, c.finished) for c in found] == [(c.ids, c.text, c.finished) for c in expected]

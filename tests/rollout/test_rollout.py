@@ -314,11 +314,9 @@ def test_rows_that_waited_get_the_tokens_of_all_at_once(random_model, monkeypatc
     monkeypatch.setattr(ForkedCacheDecoder, "add_rows", add_rows)
     monkeypatch.setattr(ForkedCacheDecoder, "step", step)
     longest = max(len(problem.prompt_ids) for problem in problems)
-    bound = rows * (longest + 46)
-    counted = []
-    found = generate(
-        policy, problems, replace(sampling, tokens_in_flight=bound), seed_key=SEED_KEY, on_tokens=counted.append
-    )
+    bound, counted = rows * (longest + 46), []
+    bounded = replace(sampling, tokens_in_flight=bound)
+    found = generate(policy, problems, bounded, seed_key=SEED_KEY, on_tokens=counted.append)
     assert ids(found) == ids(expected)
     assert [c.finished for g in found for c in g.completions] == [c.finished for g in expected for c in g.completions]
     assert max(held) <= bound

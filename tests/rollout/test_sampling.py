@@ -45,13 +45,6 @@ def filtered(probabilities, sampling):
     return {v: probabilities[v] / mass for v in kept}
 
 
-def frequencies(logits, sampling, n=20_000):
-    """Share of each token over an even grid of uniforms; exact to 1/n per edge of the CDF."""
-    u_R = (torch.arange(n, dtype=torch.float64) + 0.5).div(n).float()
-    token_R, _ = draw(torch.tensor(logits).expand(n, -1), u_R, sampling)
-    return torch.bincount(token_R, minlength=len(logits)).div(n).tolist()
-
-
 # --- drawing
 
 
@@ -72,8 +65,11 @@ def test_frequencies_under_filters_are_the_renormalised_softmax(top_k, top_p, mi
     sampling = replace(PLAIN, temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
     expected = filtered(softmax(logits, 0.9), sampling)
     assert len(expected) > 1
-    for v, share in enumerate(frequencies(logits, sampling)):
-        assert share == pytest.approx(expected.get(v, 0.0), abs=1e-4), v
+    n = 20_000  # uniforms on an even grid: the shares are exact to 1/n per edge of the CDF
+    u_R = (torch.arange(n, dtype=torch.float64) + 0.5).div(n).float()
+    token_R, _ = draw(torch.tensor(logits).expand(n, -1), u_R, sampling)
+    shares = torch.bincount(token_R, minlength=len(logits)).div(n).tolist()
+    assert shares == pytest.approx([expected.get(v, 0.0) for v in range(len(logits))], abs=1e-4)
 
 
 def test_logprobs_are_at_the_temperature_and_before_the_filters():
@@ -145,18 +141,14 @@ def test_filters_agree_with_plain_python(top_k, top_p, min_p):
         assert all(values[v] == probabilities[v] for v in positive)
 
 
-def distributions(R, V, spread, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    return torch.softmax(torch.randn(R, V, generator=rng) * spread, dim=-1), torch.rand(R, generator=rng)
-
-
 @pytest.mark.parametrize("V", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 1000, 151936])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 12.0])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 7, "min_p": 0.01}], ids=str)
 def test_blocks_draw_the_tokens_of_one_cumulative_sum(V, spread, filters):
     """But where a uniform number lies within the rounding of the boundary between two tokens, to fp32."""
-    probs_RV, u_R = distributions(8 if V > 10**5 else 64, V, spread)
-    probs_RV = filter_probs(probs_RV, replace(PLAIN, **filters))
+    R, rng = 8 if V > 10**5 else 64, torch.Generator().manual_seed(0)
+    probs_RV = (torch.randn(R, V, generator=rng) * spread).softmax(dim=-1)
+    probs_RV, u_R = filter_probs(probs_RV, replace(PLAIN, **filters)), torch.rand(R, generator=rng)
     u_R[:4] = torch.tensor([0.0, 2**-24, 0.5, HIGHEST])
     token_R, expected_R = first_exceeding_in_blocks(probs_RV, u_R), first_exceeding(probs_RV, u_R)
     assert (probs_RV.gather(1, token_R[:, None]) > 0).all()
