@@ -25,7 +25,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was():
-    """A run in this process may set the number of threads and wait for signals; the next test must not notice."""
+    """A run in this process may set the number of threads, wait for signals and start wandb's service, which the
+    processes that later tests start would use; the next test must not notice."""
     handlers = {
         number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     }
@@ -34,6 +35,8 @@ def _process_as_it_was():
     torch.set_default_dtype(torch.float32)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
 
 
 @pytest.fixture(scope="session")
