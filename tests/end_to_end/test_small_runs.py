@@ -146,7 +146,8 @@ def correctness(prompts, completions, answer, **kwargs):
     return [2.0 if answer_of(text) == gold else 0.0 for text, gold in zip(texts, answer)]
 
 def form(completions, **kwargs):
-    found = [re.search(r"<reasoning>.*</reasoning>\\s*<answer>.*</answer>", c[0]["content"], re.DOTALL) for c in completions]
+    pattern = r"<reasoning>.*</reasoning>\\s*<answer>.*</answer>"
+    found = [re.search(pattern, completion[0]["content"], re.DOTALL) for completion in completions]
     return [0.5 if match else 0.0 for match in found]
 
 def digits(completions, completion_ids, log_metric, log_extra, trainer_state, **kwargs):

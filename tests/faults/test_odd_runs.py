@@ -27,7 +27,8 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
     steps, lr, decay = 12, 1e-3, 0.1
     options = [
         f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0",
-        f"optim.max_steps={steps}", f"optim.weight_decay={decay}", "eval.before_training=false", "data.max_eval_samples=1",
+        f"optim.max_steps={steps}", f"optim.weight_decay={decay}", "eval.before_training=false",
+        "data.max_eval_samples=1",
     ]  # fmt: skip
     assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
     assert capsys.readouterr().out.count("hint: 100% of the groups have equal rewards") == 1
