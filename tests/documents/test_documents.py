@@ -203,6 +203,17 @@ def test_the_readmes_figures_are_those_of_the_benchmark():
             assert f"with {1 / memory:.0%}" in text, entry["setting"]
 
 
+def test_the_readme_is_short_and_documents_are_narrow():
+    """Prose is at most 140 wide, a cell of a table 200."""
+    for path in DOCS:
+        lines = without_code(path.read_text()).splitlines()
+        prose = [line for line in lines if not line.startswith(("|", "  <img"))]
+        cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
+        assert all(len(line) <= 140 for line in prose if "](" not in line or len(line.split()) > 1), path.name
+        assert all(len(cell) <= 200 for cell in cells), path.name
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
 def test_the_worked_weights_of_tokens():
     """docs/algorithm.md: advantage 2, responses of 4 and 7 tokens; the gradient of a token."""
     text = (ROOT / "docs" / "algorithm.md").read_text()
