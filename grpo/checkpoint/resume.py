@@ -166,7 +166,7 @@ def _differences(
     config: Config, state: dict[str, Any], data_fingerprint: str, content: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
     """``(key, old, new)`` for each setting, the data, and each file, that must not change and does."""
-    saved, now = _by_key(masked(state["config"])), _by_key(config.for_writing())
+    saved, now = by_key(masked(state["config"])), by_key(config.for_writing())
     for key, name in CHOSEN.items():  # setting what the run chose itself is no change
         if now[key] == state.get(name):
             saved[key] = now[key]
@@ -179,7 +179,7 @@ def _differences(
     return [(key, old, new) for key, old, new in triples if old != new]
 
 
-def _by_key(values: dict[str, Any]) -> dict[str, Any]:
+def by_key(values: dict[str, Any]) -> dict[str, Any]:
     """A configuration's values also by ``section.key``."""
     found = dict(values)
     for section, inside in values.items():

@@ -148,11 +148,14 @@ class World:
             with self.fail_together():  # waits for the other ranks' blocks
                 pass
 
-    def check_same(self, value: str, message: str) -> None:
-        """ValueError on all ranks, with ``message`` and the ranks that differ, if ``value`` is not the same on all."""
-        values = self.gather_objects(value)
-        if others := [str(rank) for rank, other in enumerate(values) if other != values[0]]:
-            raise ValueError(f"{message}: rank {', '.join(others)} differs from rank 0")
+    def check_same(self, values: dict[str, Any]) -> None:
+        """ValueError on all ranks that names the first key, if a value is not the same on all ranks."""
+        main, *others = self.gather_objects(values)
+        for rank, other in enumerate(others, start=1):
+            if differing := [name for name in main | other if main.get(name) != other.get(name)]:
+                name = differing[0]
+                both = f"{main.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}"
+                raise ValueError(f"{name} is {both}: all ranks need the same")
 
     def shutdown(self) -> None:
         """Leave the process group after a run that ended well."""

@@ -9,6 +9,7 @@ import contextlib
 import math
 import sys
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from grpo.checkpoint.format import Trained
 from grpo.checkpoint.resume import (
     Lock,
     StartPoint,
+    by_key,
     check_shared,
     content_digests,
     find_checkpoint,
@@ -25,13 +27,20 @@ from grpo.checkpoint.resume import (
     start_output,
 )
 from grpo.checkpoint.saver import Progress, Saver, bits_depend_on
-from grpo.config import Config, ConfigError, check_world_size, mask_command_line
+from grpo.config import SERVER_KEYS, Config, ConfigError, check_world_size, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.collect import check_eval_context, eval_sampling
 from grpo.evaluation.grading import check_reward_names
-from grpo.model import check_context, check_reference, load_tokenizer, num_parameters, resolve_model
+from grpo.model import (
+    check_context,
+    check_reference,
+    load_tokenizer,
+    model_digests,
+    num_parameters,
+    resolve_model,
+)
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows
@@ -45,6 +54,12 @@ from grpo.run.summary import print_summary
 from grpo.telemetry.records import environment, record_start
 from grpo.telemetry.reporter import Reporter
 from grpo.vllm import build_engine
+
+OWN_TO_A_MACHINE = (
+    "output_dir", "model.name_or_path", "model.reference", "model.adapter", "data.dataset", "data.eval_dataset",
+    "runtime.device", "runtime.threads_per_rank", *(f"rollout.{key}" for key in SERVER_KEYS),
+)  # fmt: skip
+"""Settings that may differ between the machines of a run. Where they name files, the content is compared."""
 
 
 def prepare(config: Config, world: World, objects: Objects | None = None) -> Run | None:
@@ -67,6 +82,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     ends_process = objects is None or not world.is_alone
     objects = objects or Objects()
     ignore_save_signal()
+    world.check_same(_shared_settings(config))
     check_world_size(config, world.size)
     lock, found = Lock(), None
     on_failure.callback(lock.release)
@@ -84,14 +100,18 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         train_rows, eval_rows = _checked_rows(config, rewards, objects)
     checkpoint, origin = world.from_main(found)
     data_fingerprint = fingerprint(train_rows)
-    world.check_same(data_fingerprint, f"{train_rows.source} is not the same on all ranks")
     if world.is_main:
         print_notes(rewards, objects, checkpoint)
 
     path, reference = _resolved_models(config, world)
     with world.fail_together():
-        content = content_digests(config, path, rewards, reference) if world.is_main else None
-    content = world.from_main(content)
+        content = content_digests(config, path, rewards, reference)
+        model = model_digests("", path, with_weights=not world.is_alone)
+    read = {"the rows of data.dataset": data_fingerprint}
+    read["the rows for evaluations"] = fingerprint(eval_rows) if eval_rows else None
+    read["the content of model.name_or_path"] = _joint_digest(model)
+    read["the content of reward.functions, model.reference or model.adapter"] = _joint_digest(content)
+    world.check_same(read)
     with world.fail_together():
         start = read_start_point(config, checkpoint, origin, data_fingerprint, content)
     progress = Progress.from_state(start.state)
@@ -99,6 +119,8 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     if checkpoint and world.is_main:
         print_differences(start, bits_depend_on(world))
 
+    if world.is_main and not config.data.dataset.startswith("builtin:"):
+        print(f"tokenizing {len(train_rows.prompts):,} prompts with the chat template of {path} ...", flush=True)
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)
         if reference is not None:
@@ -159,6 +181,21 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     return run
 
 
+def _shared_settings(config: Config) -> dict[str, Any]:
+    """The settings that all ranks need to share, by key; of a reward's name without the folder of its file."""
+    values = by_key(config.for_writing())
+    functions = [entry | {"name": Path(entry["name"]).name} for entry in values["reward.functions"]]
+    single = {key: value for key, value in values.items() if not isinstance(value, dict) or "." in key}
+    return {key: value for key, value in single.items() if key not in OWN_TO_A_MACHINE} | {
+        "reward.functions": functions
+    }
+
+
+def _joint_digest(digests: dict[str, str]) -> str:
+    """One digest of those of several files, whatever the names of their folders on this machine."""
+    return sha256(" ".join(sorted(digests.values())).encode()).hexdigest()[:12]
+
+
 def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tuple[Rows, Rows | None]:
     """The rows of training and evaluation, checked against the rewards and the size of a step."""
     train_rows = load_rows(config.data, train=True, seed=config.seed, table=objects.train_rows)
@@ -166,7 +203,7 @@ def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tu
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step)
     rewards.check(train_rows.columns[0])
     for rows in filter(None, (train_rows, eval_rows)):
-        check_rows(rewards.specs, rows.columns, rows.source)
+        check_rows(rewards.specs, rows.columns, rows.source, rows.places)
     metric, known = config.checkpoint.keep_best, metric_names(config.eval.num_sampled, rewards.names)
     if metric and eval_rows is None:
         raise ConfigError(f"checkpoint.keep_best={metric} needs evaluations: set data.eval_split")
@@ -178,8 +215,6 @@ def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tu
 
 def _resolved_models(config: Config, world: World) -> tuple[str, str | None]:
     """The folders or Hub ids of the model and of ``model.reference``; the main rank builds or downloads them first."""
-    if world.is_main and config.model.name_or_path == "builtin:tiny":
-        print("builtin:tiny: reading it from the cache, or building it (about a minute) ...", flush=True)
     with world.main_first():
         dataset, options = config.data.dataset, dict(trust_remote_code=config.model.trust_remote_code)
         path = resolve_model(config.model.name_or_path, dataset, **options)

@@ -1,6 +1,7 @@
 """Two torchrun agents that find one another, as on two machines, make the run of two ranks of one agent."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 
 @pytest.mark.slow
@@ -33,3 +34,35 @@ def test_two_agents_on_loopback(tmp_path, random_model):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert "step 3/3" in said[0] and "over 2 rank(s)" in said[0]
     assert "step 3/3" not in said[1], "only the first machine prints progress"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differing", ["optim.learning_rate", "model.name_or_path", "reward.functions"])
+def test_ranks_that_differ_do_not_train(tmp_path, random_model, differing):
+    """Each machine has its own folders; what differs is a setting, a weight of the model, or the reward's source."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        own = tmp_path / f"machine-{rank}"
+        shutil.copytree(random_model, own / "model")
+        (own / "mine.py").write_text("def mine(completions, **columns):\n    return [0.0] * len(completions)\n")
+        if rank == 1 and differing == "model.name_or_path":
+            weights = load_file(own / "model" / "model.safetensors")
+            next(iter(weights.values())).view(-1)[0] += 1
+            save_file(weights, own / "model" / "model.safetensors", metadata={"format": "pt"})
+        if rank == 1 and differing == "reward.functions":
+            (own / "mine.py").write_text("def mine(completions, **columns):\n    return [1.0] * len(completions)\n")
+        arguments = [*small_run(own / "model", own / "run"), f'reward.functions=[{{name: "{own}/mine.py:mine"}}]']
+        arguments += [f"optim.learning_rate={1 + rank}e-3"] if differing == "optim.learning_rate" else []
+        launch = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1}
+        environment = os.environ | {name: str(value) for name, value in launch.items()}
+        streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [sys.executable, "train_grpo.py", *arguments, "runtime.timeout_s=120"]
+        ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, **streams))
+    said = [rank.communicate(timeout=280)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    (error,) = [line for line in said[0].splitlines() if line.startswith("error: ")]
+    assert differing in error and "on rank 0" in error and "on rank 1: all ranks need the same" in error
+    assert not (tmp_path / "machine-0" / "run" / "metrics.jsonl").exists()

@@ -28,3 +28,10 @@ def test_threads_of_a_rank(monkeypatch, key, variable, ranks, expected):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     set_cpu_threads(RuntimeConfig(threads_per_rank=key), ranks)
     assert torch.get_num_threads() == expected
+
+
+def test_a_rank_beyond_the_world_is_refused(monkeypatch):
+    for name, value in {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="RANK=2 and WORLD_SIZE=2"):
+        launch.start_world(RuntimeConfig())
