@@ -29,15 +29,18 @@ def printable(text: str) -> str:
 def write_atomically(path: str | Path, content: str | Callable[[Path], None]) -> None:
     """Write a file so that a reader sees the old content or the new, never a part.
 
+    A link stays, and its target is replaced. A device or a pipe cannot be replaced by a file: it is written into.
     ``content`` is UTF-8 text, or a function that writes the file at a path.
     """
+    write = content if callable(content) else lambda file: file.write_text(content, encoding="utf-8")
     path = Path(path)
+    if path.exists() and not path.is_file():
+        write(path)
+        return
+    path = path.resolve()
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # it may be a link to another file, or a pipe
-    if isinstance(content, str):
-        temporary.write_text(content, encoding="utf-8")
-    else:
-        content(temporary)
+    write(temporary)
     os.replace(temporary, path)
 
 
@@ -57,6 +60,8 @@ def publish(partial: Path, final: Path) -> None:
         if path.is_file():
             path.chmod(mode)  # safetensors' files are for their owner alone
         sync(path)
+    if final.is_symlink():
+        final.unlink()
     shutil.rmtree(final, ignore_errors=True)
     os.rename(partial, final)
     sync(final.parent)
@@ -66,6 +71,12 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux only) to send this process a signal when the thread that started it ends."""
     if sys.platform.startswith("linux"):  # 1 is PR_SET_PDEATHSIG of <linux/prctl.h>
         ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
+
+
+def core_wait() -> float:
+    """Seconds that this thread was ready to run and waited for a CPU core; 0 where the kernel does not count them."""
+    path = Path("/proc/thread-self/schedstat")
+    return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
 
 
 def import_extra(module: str, extra: str, needed_by: str) -> ModuleType:

@@ -16,6 +16,7 @@ with the last ("after").
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -75,12 +76,14 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             if rows is None:
                 raise ValueError("the configuration names no evaluation data: set data.eval_split or data.eval_dataset")
             rewards.check(rows.columns[0])
-            check_rows(rewards.specs, rows.columns, rows.source)
+            check_rows(rewards.specs, rows.columns, rows.source, rows.places)
             check_reward_names(config.eval, rewards.names)
-            output.parent.mkdir(parents=True, exist_ok=True)
-            if output.is_dir() or not os.access(output.parent, os.W_OK):
+            is_replaced = output.is_file() or not output.exists()  # else it is a device or a pipe, and written into
+            folder = output.parent if is_replaced else Path(config.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            if output.is_dir() or not os.access(output.resolve().parent if is_replaced else output, os.W_OK):
                 raise ValueError(f"--output {output} cannot be written")
-        evaluations = [_evaluate(config, model, rows, rewards, world, output.parent) for model in models]
+        evaluations = [_evaluate(config, model, rows, rewards, world, folder) for model in models]
     if world.is_main:
         for model, evaluation in zip(models, evaluations, strict=True):
             print("\n".join(report(config, model, evaluation)), flush=True)
@@ -132,8 +135,9 @@ def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:
     for name, estimate in evaluation.estimates.items():
         form = evaluation_form(f"eval/{name}")
         value, low, high = (form.format(number) for number in (estimate.value, estimate.low, estimate.high))
+        interval = "unknown" if math.isnan(estimate.low) else f"{low} to {high}"
         count = "" if estimate.count is None else f"{estimate.count}/{estimate.of}"
-        yield f"{name.replace('_', ' '):28}{value:>10}  {f'{low} to {high}':>20}  {count:>15}".rstrip()
+        yield f"{name.replace('_', ' '):28}{value:>10}  {interval:>20}  {count:>15}".rstrip()
     if evaluation.num_unscored:
         yield f"note: {evaluation.num_unscored} completions could not be scored and count as wrong"
 
@@ -143,7 +147,7 @@ def write_json(config: Config, models: list[str], evaluations: list[Evaluation],
     values = config.for_writing()
     method = (
         "the unit is the problem; rates: Wilson's interval at the effective number of observations p(1-p)/se^2, "
-        "se over problems; means: mean +- 1.96 se over problems"
+        "se over problems; means: mean +- 1.96 se over problems, null for fewer than two problems"
     )
     content = {
         "config": {name: values[name] for name in ("seed", "data", "reward", "rollout", "eval")},

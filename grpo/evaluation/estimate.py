@@ -6,6 +6,7 @@ Samples of one problem are correlated, so one observation is the mean over the s
   standard error of the mean over problems (Kish, 1965; Dean and Pagano, 2015). With one sample per problem that number
   is N. The interval stays within [0, 1], and it has a width at 0 and N of N, where mean +- 2 se has none.
 - Other means (lengths, rewards): mean +- 1.96 se over problems, accurate for more than about 30 problems.
+- One problem does not show how problems differ: its samples are one observation of a rate, a mean has no interval.
 """
 
 import math
@@ -65,19 +66,21 @@ def rate_of(values: Sequence[float], samples: int, value: float | None = None) -
     p = mean if value is None else value
     variance_of_mean = math.fsum((v - mean) ** 2 for v in values) / N / N
     # Between N (all samples of a problem have the same result) and N * samples (samples are independent).
-    effective = p * (1 - p) / variance_of_mean if variance_of_mean > 0 else N if p in (0.0, 1.0) else N * samples
+    effective = p * (1 - p) / variance_of_mean if variance_of_mean > 0 else N if p in (0, 1) or N == 1 else N * samples
     return p, *wilson(p, min(max(effective, N), N * samples))
 
 
 def mean_of(rows: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its interval over problems. A row has the values of one problem, however many."""
+    """The mean of all values, with its interval over problems (NaN for fewer than two), one row each."""
     N, of = len(rows), sum(map(len, rows))
     if not of:
         return Estimate(math.nan, math.nan, math.nan, None, 0)
     mean = math.fsum(value for row in rows for value in row) / of
+    if sum(map(bool, rows)) < 2:
+        return Estimate(mean, math.nan, math.nan, None, of)
     # The mean is the ratio of two sums over problems. These are the residuals of the problems in its linearisation.
     residuals = [(math.fsum(row) - mean * len(row)) * N / of for row in rows]
-    se = math.sqrt(math.fsum(r * r for r in residuals) / max(N - 1, 1) / N)
+    se = math.sqrt(math.fsum(r * r for r in residuals) / (N - 1) / N)
     return Estimate(mean, mean - Z * se, mean + Z * se, None, of)
 
 

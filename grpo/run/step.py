@@ -19,7 +19,7 @@ from grpo.rewards import RewardResult
 from grpo.rewards.scores import score_groups
 from grpo.run.metrics import report_details, step_line
 from grpo.run.state import Run
-from grpo.system import UserError
+from grpo.system import UserError, core_wait
 from grpo.telemetry.accumulator import Accumulator
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
@@ -54,11 +54,13 @@ class Step:
 def run_step(run: Run, number: int) -> Iterator[Step]:
     """Measure the block; then reduce its metrics over ranks, count the step as complete, report details."""
     step, config = Step(number), run.config
-    started = time.perf_counter()
+    started, waited = time.perf_counter(), core_wait()
     if not config.model.disable_dropout:  # the only part of a step that draws from PyTorch's global generators
         torch.manual_seed(derive_seed(config.seed, "dropout", number, run.world.rank))
     yield step
-    step.metrics.maximum("step_time", time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    step.metrics.maximum("step_time", seconds)
+    step.metrics.maximum("time/frac_core_wait", (core_wait() - waited) / seconds)
     step.line = step_line(run, step)
     run.progress.complete_step(step.line)
     report_details(run, step)

@@ -44,6 +44,11 @@ RULES = {
         "policy which sampled. Compare with runtime.precision=fp32 and another model.attn_implementation; with "
         "rollout.engine=vllm, keep algorithm.sampler_correction",
     ),
+    "shared cores": (
+        "time/frac_core_wait", 0.2,
+        "for {:.0%} of a step this process waited for a CPU core that another process had, and a step whose threads "
+        "wait for each other then takes many times as long. Set runtime.threads_per_rank=1, or stop what else runs",
+    ),
 }  # fmt: skip
 """Name in ``docs/metrics.md`` -> metric, limit that its mean exceeds, and the hint, with ``{}`` where the mean goes."""
 

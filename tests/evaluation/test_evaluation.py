@@ -1,5 +1,6 @@
 """Evaluation: the estimator, the counting, and what counts as correct."""
 
+import math
 from dataclasses import replace
 from itertools import combinations
 from math import comb
@@ -166,6 +167,14 @@ def test_samples_of_a_problem_count_as_one_if_they_are_alike_and_as_more_if_they
     half = rate_of([0.25] * 5 + [0.75] * 5, 8)  # variance of the mean 0.0625 / 10: effective 0.25 / 0.00625 = 40
     assert half[1:] == pytest.approx(wilson(0.5, 40))
     assert rate_of([0.0] * 10, 8)[1:] == pytest.approx(wilson(0.0, 10)), "all wrong: problems may all be alike"
+
+
+def test_one_problem_says_nothing_about_the_others():
+    """The interval of a rate is that of one observation, however many samples; that of a mean is unknown."""
+    assert rate_of([0.5], 8)[1:] == pytest.approx(wilson(0.5, 1))
+    for rows in ([[16.0]], [[1.0, 2.0]], [[1.0], [], []]):
+        estimate = mean_of(rows)
+        assert math.isfinite(estimate.value) and math.isnan(estimate.low) and math.isnan(estimate.high)
 
 
 def test_the_mean_of_unlike_numbers_of_completions():

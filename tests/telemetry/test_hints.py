@@ -31,6 +31,7 @@ CASES = {
     "equal rewards": ("frac_reward_zero_std", after(10, 0.99, 0.3), 18, "85% of the groups"),
     "truncation": ("completions/clipped_ratio", lambda step: 0.5, 10, "50% of the completions"),
     "clipping": ("clip_ratio/region_mean", lambda step: 0.4, 10, "40% of the tokens"),
+    "shared cores": ("time/frac_core_wait", lambda step: 0.5, 10, "for 50% of a step"),
     "log-prob difference": ("sampling/logprob_difference", lambda step: 0.2, 10, "differ by 0.200 nats"),
 }
 
