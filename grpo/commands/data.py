@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo.commands.command import command, command_parser
 from grpo.config import Config, load_config
-from grpo.data import load_rows, make_problems
+from grpo.data import count_shared, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader
@@ -37,13 +37,14 @@ def main(argv: list[str]) -> None:
 
 def preview(config: Config, tokenizer: Any) -> Iterator[str]:
     """The lines of the preview: the first prompts of the training split, and the counts of both splits."""
+    train = []
     for split in ("training", "evaluation"):
         rows = load_rows(config.data, train=split == "training", seed=config.seed)
         if rows is None:
             return
         found = make_problems(rows, config.data, tokenizer)
         for number, problem in enumerate(found.problems[:NUM_PROMPTS] if split == "training" else (), 1):
-            position = f"prompt {number} of {len(found.problems)} (row {problem.index + 1})"
+            position = f"prompt {number} of {len(found.problems)} ({rows.places[problem.index]})"
             yield f"--- {position}, {len(problem.prompt_ids)} tokens"
             yield textwrap.indent(tokenizer.decode(problem.prompt_ids), "| ", lambda line: True)
             for name, value in problem.columns.items():
@@ -55,5 +56,12 @@ def preview(config: Config, tokenizer: Any) -> Iterator[str]:
         yield f"{len(rows.prompts)} rows, {len(lengths)} used; prompt tokens: {middle}"
         limit = config.data.max_prompt_length
         yield f"left out: {found.num_too_long} longer than data.max_prompt_length={limit} tokens"
-        yield f"left out: {found.num_empty} without a token"
-        yield f"kept: {found.num_without_answer} in which data.answer_pattern matches nothing (their answer is None)"
+        yield f"left out: {found.num_empty} without text"
+        if config.data.answer_pattern is not None:
+            count = found.num_without_answer
+            yield f"kept: {count} in which data.answer_pattern matches nothing (their answer is None)"
+        yield f"duplicates: {len(lengths) - len({p.prompt_ids for p in found.problems})} prompts that came before"
+        yield f"empty cells: {', '.join(f'{count} in {name}' for name, count in rows.empty_cells.items()) or 'none'}"
+        if split == "evaluation":
+            yield f"in both splits: {count_shared(train, found.problems)} prompts"
+        train = found.problems

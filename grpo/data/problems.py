@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import regex
@@ -34,7 +35,7 @@ class ProblemSet:
     num_too_long: int = 0
     """Rows left out because their prompt has more than ``max_prompt_length`` tokens."""
     num_empty: int = 0
-    """Rows left out because their prompt has no token."""
+    """Rows left out because their prompt has no text or no token."""
     num_without_answer: int = 0
     """Rows that are kept although ``answer_pattern`` matched nothing; their answer is None."""
 
@@ -50,6 +51,10 @@ class Rows:
     instructions: str | None = None
     """The system prompt of a task, if the configuration sets none. The tiny model, trained without one, gets none."""
     num_without_answer: int = 0
+    places: Sequence[str] = ()
+    """Where each row is in its file (``line 7``), or its number in the split."""
+    empty_cells: Mapping[str, int] = field(default_factory=dict)
+    """The number of rows without a value, by column, of the columns that lack some."""
 
 
 def fingerprint(rows: Rows) -> str:
@@ -79,23 +84,25 @@ def load_rows(config: DataConfig, *, train: bool, seed: int, table: list[dict[st
     for key, column in (("prompt_column", config.prompt_column), ("answer_column", answer_column)):
         if column is not None and column not in rows[0]:
             raise ValueError(f"data.{key}={column}: {source} has no such column; it has {', '.join(rows[0])}")
-    prompts = [_checked(row[config.prompt_column], f"{source}, row {i}") for i, row in enumerate(rows, 1)]
+    places = [getattr(row, "place", f"row {number} of the split") for number, row in enumerate(rows, 1)]
+    prompts = [_checked(row[config.prompt_column], f"{source}, {at}") for at, row in zip(places, rows, strict=True)]
+    empty_cells = Counter(name for row in rows for name, value in row.items() if value is None or value == "")
     columns = [{name: value for name, value in row.items() if name != config.prompt_column} for row in rows]
     num_without_answer = 0
     if answer_column is not None:
         answers = [row[answer_column] for row in rows]
-        first = str(answers[0])[:80]
+        first = next((str(answer)[:80] for answer in answers if answer is not None), None)
         if config.answer_pattern is not None:
             answers = _matched(answers, config.answer_pattern)
             num_without_answer = answers.count(None)
         if all(answer is None for answer in answers):
             pattern = f"data.answer_pattern={config.answer_pattern!r} matches nothing in {first!r} and all others"
-            reason = pattern if config.answer_pattern else "it is empty in every row"
+            reason = pattern if config.answer_pattern and first is not None else "it is empty in every row"
             raise ValueError(f"data.answer_column={answer_column} of {source}: {reason}")
         columns = [row | {"answer": answer} for row, answer in zip(columns, answers, strict=True)]
     elif config.answer_pattern is not None:
         raise ValueError("data.answer_pattern needs data.answer_column, the column to search for the pattern")
-    return Rows(source, prompts, columns, instructions_of(config, dataset), num_without_answer)
+    return Rows(source, prompts, columns, instructions_of(config, dataset), num_without_answer, places, empty_cells)
 
 
 def instructions_of(config: DataConfig, dataset: str) -> str | None:
@@ -108,12 +115,13 @@ def instructions_of(config: DataConfig, dataset: str) -> str | None:
 
 
 def _checked(prompt: Any, location: str) -> Prompt:
-    if isinstance(prompt, str):
-        return prompt
+    """The prompt, or "" without any text: such a row is left out later, so that the others keep their index."""
+    if prompt is None or isinstance(prompt, str):
+        return prompt if (prompt or "").strip() else ""
     is_chat = isinstance(prompt, list | tuple) and prompt and all(map(_is_message, prompt))
     if not is_chat or prompt[-1]["role"] in ("system", "assistant"):
         expected = "a prompt is text, or a list of {role, content} messages that ends with the user's"
-        raise ValueError(f"{location}: {expected}, not {str(prompt)[:80]!r}")
+        raise ValueError(f"{location}: {expected}, not {prompt!r:.80}")
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
@@ -164,13 +172,14 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
     problems = [
         Problem(i, rows.prompts[i], tuple(prompt_ids), rows.columns[i], reward_prompt=reward_prompt(i))
         for i, prompt_ids in enumerate(ids)
-        if 0 < len(prompt_ids) <= config.max_prompt_length
+        if rows.prompts[i] and 0 < len(prompt_ids) <= config.max_prompt_length
     ]
+    lengths = [len(row) for row, prompt in zip(ids, rows.prompts, strict=True) if prompt and row]
+    num_empty = len(ids) - len(lengths)
     if not problems:
-        limit = f"data.max_prompt_length={config.max_prompt_length} tokens (or empty)"
-        shortest = f"the shortest has {min(map(len, ids))}"
-        raise ValueError(f"all {len(ids)} prompts of {rows.source} are longer than {limit}: {shortest}")
-    num_empty = sum(not prompt_ids for prompt_ids in ids)
+        limit = f"longer than data.max_prompt_length={config.max_prompt_length} tokens or empty"
+        shortest = f": the shortest has {min(lengths)}" if lengths else ""
+        raise ValueError(f"all {len(ids)} prompts of {rows.source} are {limit}{shortest}")
     return ProblemSet(problems, len(ids) - len(problems) - num_empty, num_empty, rows.num_without_answer)
 
 

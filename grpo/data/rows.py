@@ -7,6 +7,7 @@ texts that look like dates become dates, ``12`` beside an empty cell of a CSV fi
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import math
@@ -27,6 +28,14 @@ PYTHON_ROWS = "python:rows"
 """In place of a dataset's name in the configuration: rows that a Python program passed to ``grpo.train``."""
 
 
+class FileRow(dict):
+    """A row of a JSON or CSV file that knows its place there, such as ``line 7``, whatever split it is in."""
+
+    def __init__(self, values: Mapping[str, Any], place: str):
+        super().__init__(values)
+        self.place = place
+
+
 def dataset_setting(config: DataConfig, train: bool) -> tuple[str, str]:
     """The configuration key that names the dataset of a split (``dataset`` or ``eval_dataset``), and its value."""
     if config.eval_dataset is not None and not train:
@@ -39,12 +48,14 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
     key, dataset = dataset_setting(config, train)
     limit = config.max_train_samples if train else config.max_eval_samples
     own_split = "train" if train else "eval"
+    split = config.train_split if train else config.eval_split
+    if split is None:
+        return None
     if dataset.startswith(BUILTIN_PREFIX):
         return load_task(dataset.removeprefix(BUILTIN_PREFIX)).rows(own_split, seed)[:limit]
     if dataset.startswith(GYM_PREFIX):
         return gym_rows(dataset.removeprefix(GYM_PREFIX), own_split, seed, limit)
-    split = config.train_split if train else config.eval_split
-    if split is None:
+    if split == "auto":
         if config.eval_dataset is None:
             return None
         split = "train"  # the name that `datasets` gives the only split of a file
@@ -102,25 +113,40 @@ def _select(splits: Mapping[str, Iterable[dict[str, Any]]], split: str) -> list[
 
 def _read_json(path: str) -> list[dict[str, Any]]:
     """The rows of a file with one object per line, or with one list of objects."""
-    text, decoder, values, position = Path(path).read_text(encoding="utf-8-sig").strip(" "), json.JSONDecoder(), [], 0
-    space = re.compile(r"\s*")
-    while (position := space.match(text, position).end()) < len(text):
-        value, position = decoder.raw_decode(text, position)  # an error names the line of the file
+    text, decoder, space = Path(path).read_text("utf-8-sig"), json.JSONDecoder(), re.compile(r"\s*")
+    values, places, position, last, line = [], [], 0, 0, 1
+    while (start := space.match(text, position).end()) < len(text):
+        value, position = decoder.raw_decode(text, start)  # an error names the line of the file
+        line, last = line + text.count("\n", last, start), start
         values.append(value)
-    rows = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-    return with_all_columns(rows, "rows must be JSON objects")
+        places.append(f"line {line}")
+    if len(values) == 1 and isinstance(values[0], list):
+        values, places = values[0], None
+    return with_all_columns(values, "rows must be JSON objects", places)
 
 
 def _read_csv(path: str, text_columns: Sequence[str | None]) -> list[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        rows = []
-        for row in reader:
-            if len(row) != len(reader.fieldnames) or None in row.values():
-                raise ValueError(f"line {reader.line_num} does not have the fields of the header")
-            rows.append(row)
-    return _csv_rows({name: [row[name] for row in rows] for name in reader.fieldnames or ()}, text_columns)
+    text = Path(path).read_bytes().decode("utf-8-sig")
+    reader, rows, places, last = csv.reader(io.StringIO(text, newline=""), strict=True), [], [], 0
+    try:
+        header, last = next(reader, []), reader.line_num
+        if len(header) == 1 and ";" in header[0] and text_columns[0] not in header:
+            raise ValueError("its columns are separated by ; and must be separated by ,")
+        if len(set(header)) < len(header):
+            raise ValueError("line 1 names a column twice")
+        for cells in reader:
+            line, last = last + 1, reader.line_num  # the first and the last line: a cell may have several
+            if not cells:  # an empty line
+                continue
+            if len(cells) != len(header):
+                raise ValueError(f"line {line} does not have the fields of the header")
+            rows.append(cells)
+            places.append(f"line {line}")
+    except csv.Error as error:
+        raise ValueError(f"line {last + 1}: {error}") from None
+    values = _csv_rows({name: [row[i] for row in rows] for i, name in enumerate(header)}, text_columns)
+    return [FileRow(row, place) for row, place in zip(values, places, strict=True)]
 
 
 def _csv_rows(columns: Mapping[str, Sequence[str]], text_columns: Sequence[str | None]) -> list[dict[str, Any]]:
@@ -161,10 +187,11 @@ def rows_of(table: Any, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def with_all_columns(rows: list[Any], expected: str) -> list[dict[str, Any]]:
+def with_all_columns(rows: list[Any], expected: str, places: Sequence[str] | None = None) -> list[FileRow]:
     """The rows with the columns of all of them; values that a row lacks are None. ``expected``: for errors."""
-    for number, row in enumerate(rows, 1):
+    places = places or [f"row {number}" for number in range(1, len(rows) + 1)]
+    for place, row in zip(places, rows, strict=True):
         if not isinstance(row, Mapping):
-            raise ValueError(f"{expected}: row {number} is {str(row)[:80]!r}")
+            raise ValueError(f"{expected}: {place} is {row!r:.80}")
     columns = dict.fromkeys(column for row in rows for column in row)
-    return [{column: row.get(column) for column in columns} for row in rows]
+    return [FileRow({c: row.get(c) for c in columns}, place) for row, place in zip(rows, places, strict=True)]

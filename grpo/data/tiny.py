@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,6 +101,7 @@ def build_tiny_model(
     folder = Path(cache_dir).expanduser() / f"tiny-{task}-seed{seed}-{key}"
     if folder.exists():
         return folder
+    print(f"building the tiny model, for about a minute: {folder.parent} has none yet ...", file=sys.stderr, flush=True)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     # A folder that is renamed at the end is complete if it exists, also after a kill or with two builds at a time.

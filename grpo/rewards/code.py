@@ -97,15 +97,15 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
     return textwrap.dedent(code) if code.strip() and len(code) <= MAX_CODE_LENGTH else None
 
 
-def check_rows(specs: Iterable[Any], rows: Sequence[Mapping[str, Any]], source: str) -> None:
-    """Raise ``ValueError``, with the row, if a ``python_tests`` among the rewards cannot read the tests of a row."""
+def check_rows(specs: Iterable[Any], rows: Sequence[Mapping[str, Any]], source: str, places: Sequence[str]) -> None:
+    """Raise ``ValueError``, with the row's place, if a ``python_tests`` among the rewards cannot read its tests."""
     for column in {spec.args.get("column", "tests") for spec in specs if spec.name == "python_tests"}:
-        for number, row in enumerate(rows, 1):
+        for place, row in zip(places, rows, strict=True):
             try:
                 read_tests(row.get(column), row.get("entry_point"))
             except Exception as error:  # of any type: the dataset may hold anything
                 mistake = f"{row.get(column)!r:.100} is no test that can be read ({error!r}); {FORMS}"
-                raise ValueError(f"{source}, row {number}, column {column}: {mistake}") from None
+                raise ValueError(f"{source}, {place}, column {column}: {mistake}") from None
 
 
 def read_tests(raw: Any, entry_point: str | None = None) -> list[dict[str, str]]:

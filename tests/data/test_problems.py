@@ -100,14 +100,16 @@ def test_with_a_chat_template_no_second_bos_is_added():
 
 
 def test_prompts_too_long_are_left_out_and_counted_never_cut():
-    texts = ["one", "one two", "one two three", "", "one two three four", "two"]
+    texts = ["one", "one two", "one two three", "", "one two three four", "two", None, " "]
     found = problem_set(texts, plain_tokenizer(), max_prompt_length=3)  # with its BOS, "one two" has exactly 3
-    assert [p.prompt_ids for p in found.problems] == [(0, 3), (0, 3, 4), (0,), (0, 4)]
-    assert (found.num_too_long, found.num_empty) == (2, 0)
+    assert [p.prompt_ids for p in found.problems] == [(0, 3), (0, 3, 4), (0, 4)]
+    assert (found.num_too_long, found.num_empty) == (2, 3)
     # The index is the row's place in the file: randomness hangs on it, so it must not move with the filter.
-    assert [p.index for p in found.problems] == [0, 1, 3, 5] == [p.columns["row"] for p in found.problems]
-    found = problem_set(texts, plain_tokenizer("$A"), max_prompt_length=3)
-    assert (len(found.problems), found.num_too_long, found.num_empty) == (4, 1, 1)
+    assert [p.index for p in found.problems] == [0, 1, 5] == [p.columns["row"] for p in found.problems]
+    with pytest.raises(
+        ValueError, match=r"are longer than data.max_prompt_length=1 tokens or empty: the shortest has 2"
+    ):
+        problem_set(texts, plain_tokenizer(), max_prompt_length=1)
 
 
 def test_columns_survive_from_the_row_to_the_problem(tokenizer):

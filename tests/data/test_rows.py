@@ -90,6 +90,7 @@ def test_csv_cells_stay_as_they_are_written(tmp_path, folder):
         "NA,null,-3,,nan,true,inf,True,[3]\n"
     )
     found = rows_in(str(tmp_path if folder else path), answer_column="answer")
+    assert found.places == [f"row {i} of the split" for i in (1, 2, 3)] if folder else [f"line {i}" for i in (2, 3, 5)]
     assert found.prompts == ["1", 'two\nlines, quoted "so"', "NA"]
     names = ["answer", "level", "price", "code", "true", "day", "flag", "list"]
     assert [[columns[name] for name in names] for columns in found.columns] == [
@@ -113,6 +114,7 @@ def test_rows_as_python_objects():
 
 
 def test_builtin_tasks_have_their_own_splits():
+    assert rows_in("builtin:arithmetic", train=False, eval_split=None) is None
     for name in ("arithmetic", "countdown"):
         train, evaluation = rows_in(f"builtin:{name}"), rows_in(f"builtin:{name}", train=False, eval_split="test")
         assert not set(train.prompts) & set(evaluation.prompts)
@@ -142,18 +144,23 @@ def test_answers_are_found_in_their_column_and_rows_without_are_kept_and_counted
 
 P = '{"prompt": "a", "answer": "7"}\n'
 ANSWER = {"answer_column": "answer"}
+PATTERN = ANSWER | {"answer_pattern": "#### (.+)"}
 REFUSED = [
     ("d.jsonl", P + '{"prompt": \n', {}, "line 3"),
     ("d.json", '[{"prompt": "a"},\n{"prompt": }]\n', {}, "line 2"),
-    ("d.jsonl", P + "[1, 2]\n", {}, "rows must be JSON objects: row 2 is '[1, 2]'"),
+    ("d.jsonl", P + "[1, 2]\n", {}, "rows must be JSON objects: line 2 is [1, 2]"),
+    ("d.jsonl", P + "\n\nnull\n", {}, "rows must be JSON objects: line 4 is None"),
+    ("d.json", '[\n{"prompt": "a"},\n7]', {}, "rows must be JSON objects: row 2 is 7"),
     ("d.jsonl", "\n\n", {}, "d.jsonl has no rows"),
-    ("d.jsonl", b'{"prompt": "\xff\xfe"}\n', {}, "utf-8"),
+    ("d.jsonl", P.encode() + b'{"prompt": "\xff\xfe"}\n', {}, "can't decode byte 0xff in position 43"),
     ("d.jsonl", '{"prompt": ' + "[" * 100_000, {}, "cannot be read: maximum recursion depth"),
     ("d.csv", "prompt,answer\n", {}, "has no rows"),
-    ("d.csv", "prompt,answer,answer\na,1,2\n", {}, "line 2 does not have the fields of the header"),
+    ("d.csv", "prompt,answer,answer\na,1,2\n", {}, "line 1 names a column twice"),
+    ("d.csv", 'prompt,answer\n"a\nb",1\n\n"c\n\nd"\n', {}, "line 5 does not have the fields of the header"),
+    ("d.csv", "question;answer\nWhat is 1, 2?;3\n", {}, "its columns are separated by ;"),
     ("d.csv", "prompt,answer\na,1\nb,2,3\n", {}, "line 3 does not have the fields of the header"),
     ("d.csv", "prompt,answer\na,1\nb\n", {}, "line 3 does not have the fields of the header"),
-    ("d.csv", 'prompt,answer\na,"1\n', {}, "unexpected end of data"),
+    ("d.csv", 'prompt,answer\na,"1\n', {}, "line 2: unexpected end of data"),
     ("csv/train.csv", "prompt,answer\na,1,2\n", {}, "more fields than the header"),
     ("json/train.jsonl", '{"prompt": "a", "answer": "2024-01-05"}\n', ANSWER, "texts in column 'answer' into dates"),
     ("d.parquet", "not parquet", {}, "Parquet"),
@@ -165,13 +172,21 @@ REFUSED = [
     ("d.jsonl", P, {"prompt_column": "question"}, "data.prompt_column=question: "),
     ("d.jsonl", P, {"answer_column": "gold"}, "no such column; it has prompt, answer"),
     ("d.jsonl", '{"prompt": "a", "answer": null}\n', ANSWER, "it is empty in every row"),
-    ("d.jsonl", P, ANSWER | {"answer_pattern": "#### (.+)"}, "answer_pattern='#### (.+)' matches nothing in '7'"),
+    ("d.jsonl", P, PATTERN, "answer_pattern='#### (.+)' matches nothing in '7'"),
+    ("d.jsonl", '{"prompt": "a", "answer": null}\n' + P, PATTERN, "matches nothing in '7' and all others"),
+    ("d.jsonl", '{"prompt": "a", "answer": null}\n', PATTERN, "it is empty in every row"),
     ("d.jsonl", P, ANSWER | {"answer_pattern": "("}, "is not a regular expression that works: missing )"),
     ("d.jsonl", P.replace("7", "a" * 60 + "b"), ANSWER | {"answer_pattern": "(a|aa)+$"}, "regex timed out"),
     ("d.jsonl", P, {"answer_pattern": "(.+)"}, "needs data.answer_column"),
-    ("d.jsonl", P + '{"prompt": null}\n', {}, "row 2: a prompt is text, or a list of {role, content} messages"),
-    ("d.jsonl", '{"prompt": []}\n', {}, "row 1: a prompt is text"),
-    ("d.jsonl", '{"prompt": [{"role": "user", "content": ["an image"]}]}\n', {}, "row 1: a prompt is text"),
+    (
+        "d.jsonl",
+        "\n" + P + '\n{"prompt": 7}\n',
+        {"train_split": "train[1:]"},
+        "d.jsonl, line 4: a prompt is text, or a",
+    ),
+    ("d.json", '[{"prompt": "a"}, {"prompt": 7}]', {"train_split": "train[1:]"}, "d.json, row 2: a prompt is text"),
+    ("d.jsonl", '{"prompt": []}\n', {}, "line 1: a prompt is text"),
+    ("d.jsonl", '{"prompt": [{"role": "user", "content": ["an image"]}]}\n', {}, "line 1: a prompt is text"),
     ("d.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', {}, "ends with the user's"),
     ("python:rows", "", {}, "stands for rows passed to grpo.train()"),
     ("builtin:chess", "", {}, "arithmetic, countdown"),

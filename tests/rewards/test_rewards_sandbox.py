@@ -499,8 +499,8 @@ def test_humaneval_leaves_the_call_of_check_to_us():
 )  # fmt: skip
 def test_any_other_test_is_refused_at_the_start(given):
     rows, spec = [{"tests": [PAIR]}, {"tests": given}], RewardSpec("python_tests")
-    with pytest.raises(ValueError, match=r"^FILE, row 2, column tests: .* is no test that can be read") as caught:
-        check_rows([spec], rows, "FILE")
+    with pytest.raises(ValueError, match=r"^FILE, line 2, column tests: .* is no test that can be read") as caught:
+        check_rows([spec], rows, "FILE", ["line 1", "line 2"])
     assert "\n" not in str(caught.value)
 
 
