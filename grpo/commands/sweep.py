@@ -101,8 +101,11 @@ def main(argv: list[str]) -> int:
     failed, received = {}, []
     if not options.table_only:
         print(f"sweep     {len(runs)} runs in {output}; {len(found)} are complete", flush=True)
-        failed, received = run_all([run for run in runs if run not in found])
-        found = {run: data for run in runs if (data := finished(run))}
+        # A complete run is started too: it ends at once, or with what has changed in its data or rewards.
+        failed, received = run_all([run for run in found if any(run.folder.glob("checkpoint-*"))])
+        if not failed and not received:
+            failed, received = run_all([run for run in runs if run not in found])
+        found = {run: data for run in runs if run not in failed and (data := finished(run))}
     by_variant: dict[str, dict[int, RunData]] = {run.variant: {} for run in runs}
     for run, data in found.items():
         by_variant[run.variant][run.seed] = data

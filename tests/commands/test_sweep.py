@@ -221,7 +221,7 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
         assert sweep.returncode == 128 + signal.SIGINT, printed
         assert "1 are complete" in printed and "the same command continues the sweep" in printed
         assert seen < steps(second) < 40
-        assert "preempted at step" in second.with_name("seed-0.log").read_text()
+        assert "stopped at step" in second.with_name("seed-0.log").read_text()
 
         sweep = start()
         printed = sweep.communicate(timeout=600)[0]
@@ -236,3 +236,24 @@ def test_a_sweep_is_killed_stopped_and_continued(tmp_path, random_model):
     assert (base / "metrics.jsonl").stat().st_mtime_ns == first_metrics, "a complete run is not repeated"
     table = {entry["variant"]: entry["seeds"] for entry in json.loads((output / "sweep.json").read_text())["variants"]}
     assert table == {"base": [0, 1], "algorithm.scale=none": [0, 1]}
+
+
+@pytest.mark.slow
+def test_a_complete_run_whose_reward_file_changed_is_not_averaged(tmp_path, random_model):
+    reward, output = tmp_path / "mine.py", tmp_path / "sweep"
+    reward.write_text("def mine(completions, **columns):\n    return [0.0] * len(completions)\n")
+    words = [sys.executable, "-m", "grpo.sweep", "--config", ARITHMETIC, f"model.name_or_path={random_model}"]
+    words += [f'reward.functions=[{{name: "{reward}:mine"}}]', "optim.max_steps=1", "eval.before_training=false"]
+    words += ["data.max_eval_samples=2", "rollout.max_completion_length=8", "--output", str(output)]
+
+    def swept(seeds):
+        options = dict(env=environment_of_runs(), cwd=ROOT, capture_output=True, text=True, timeout=400)
+        return subprocess.run([*words, "--seeds", seeds], **options)
+
+    assert swept("0").returncode == 0
+    again = swept("0")
+    assert again.returncode == 0 and "1 are complete" in again.stdout, again.stderr
+    reward.write_text("def mine(completions, **columns):\n    return [9.0] * len(completions)\n")
+    changed = swept("0,1")
+    assert changed.returncode == 1 and f"content of {reward}: " in changed.stderr, changed.stderr
+    assert not (output / "base" / "seed-1").exists(), "no new run starts"
