@@ -3,7 +3,7 @@
 #
 #   ./launch.sh                                          the demo, configs/tiny_arithmetic.yaml
 #   ./launch.sh configs/X.yaml key=value ... [--debug]   any run: one process per GPU, or NPROC_PER_NODE processes
-#   ./launch.sh --help [WORD ...]                        all keys; with words, the keys that contain them
+#   ./launch.sh --help [WORD ...]                        once installed: the sections; their keys; `all`: every key
 #   ./launch.sh test [pytest options]                    the quick tests, one pytest worker per core
 #
 # Several machines, restarts and other options of torchrun: torchrun's own command, see docs/multi_gpu.md. Training
@@ -17,6 +17,10 @@ export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 if [[ -z "${GRPO_NO_SETUP:-}" ]]; then
   venv="${GRPO_VENV:-.venv}" install=(-r requirements.txt) stamp=.installed
   [[ "${1:-}" != test ]] || install+=(-e ".[dev]") stamp=.installed-dev
+  if [[ "${1:-}" =~ ^(--help|-h)$ && -z "$(compgen -G "$venv/.installed*")" ]]; then
+    sed -n '2,/^set/s/^# \{0,1\}//p' launch.sh
+    exit
+  fi
   if [[ ! -x "$venv/bin/python" ]]; then
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or later is needed: set PYTHON")'
     echo "creating the virtual environment $venv ..."
@@ -24,8 +28,9 @@ if [[ -z "${GRPO_NO_SETUP:-}" ]]; then
   fi
   # pip runs again only after one of the files that name the packages has changed.
   if ! cat requirements.txt pyproject.toml | cmp -s - "$venv/$stamp"; then
-    echo "installing ${install[*]} ..."
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "${install[@]}"
+    echo "installing ${install[*]}: PyTorch and others, about 3 GB to download with CUDA, 0.4 GB without ..."
+    "$venv/bin/python" -m pip install --disable-pip-version-check "${install[@]}" |
+      { grep --line-buffered -oE 'Downloading [^ ]+ \([0-9.]+ [MG]B\)|^Installing collected packages' || true; }
     cat requirements.txt pyproject.toml > "$venv/$stamp"
   fi
   python="$venv/bin/python"

@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
         config = load_config(argv, default_file=DEMO)
         world = start_world(config.runtime)
         run = prepare(config, world)
-    except (ValueError, OSError, OtherRankFailed) as error:  # user errors: settings, files, data
+    except (ValueError, OSError, OtherRankFailed, KeyboardInterrupt) as error:  # user errors, or Ctrl-C
         return exit_with_user_error(error, world)
     code = run_to_completion(run, train) if run is not None else 0
     world.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -52,7 +53,8 @@ def _train_and_save(run: Run, train: Callable[[Run], None]) -> int:
     run.saver.save_newest()
     if code:
         at = f"step {run.progress.step} of {run.max_steps}"
-        run.reporter.print(f"preempted at {at}: {how_to_continue(run.config)}")
+        word = "stopped" if code == 128 + signal.SIGINT else "preempted"
+        run.reporter.print(f"{word} at {at}: {how_to_continue(run.config)}")
     return code
 
 

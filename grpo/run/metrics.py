@@ -124,15 +124,18 @@ def report_details(run: Run, step: Step) -> None:
 
 
 def logged_completions(run: Run, step: Step, advantages_PG: Tensor) -> list[dict[str, Any]]:
-    """Records of a few completions of the step that is complete, scored once more under the updated weights."""
-    count = run.config.logging.log_completions
-    rows = replace(step.batch, old_logprobs_BT=step.old_BT, computed_B=None).select(slice(0, count))
+    """Records of completions of the complete step, two of each problem if that is enough, scored by the new weights."""
+    count, (P, G) = run.config.logging.log_completions, advantages_PG.shape
+    pairs = [(p, g) for p in range(P) for g in range(min(max(2, math.ceil(count / P)), G))][:count]
+    batch = replace(step.batch, old_logprobs_BT=step.old_BT, computed_B=None)
+    rows = batch.select(torch.tensor([p * G + g for p, g in pairs]))
     return sample_records(
         step.groups,
         run.world.own_rows(step.scores.values_PGF),
         run.world.own_rows(step.scores.rewards_PG),
         advantages_PG,
         names=run.rewards.names,
+        rows=pairs,
         step=run.progress.step,
         logprobs_BT=rows.old_logprobs_BT,
         updated_logprobs_BT=batch_logprobs(run, run.bare_scorer, rows),

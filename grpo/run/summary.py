@@ -104,9 +104,9 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
             f"warning: {uncut} of {len(train)} answers contain ####, as worked solutions do, and a reward compares "
             "with the whole text: data.answer_pattern='####\\s*(.+)' takes the answer from behind it"
         )
-    if not evaluation:
+    if not evaluation and config.data.eval_split is not None:
         yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
-    elif not any("answer" in problem.columns for problem in evaluation):
+    elif evaluation and not any("answer" in problem.columns for problem in evaluation):
         yield (
             "note: the evaluation data has no column answer, so eval/lenient_accuracy stays 0: "
             "data.answer_column=NAME says which column has it"

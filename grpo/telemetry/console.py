@@ -4,24 +4,23 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def progress_values(metrics: dict[str, Any]) -> dict[str, str]:
-    """The numbers beside the progress bar of steps."""
-    columns = (("reward", "reward", ".3f"), ("kl", "kl", ".4f"), ("completions/mean_length", "length", ".0f"),
-               ("tokens_per_second", "tokens/s", ".0f"))  # fmt: skip
-    return {label: f"{metrics[name]:{form}}" for name, label, form in columns if metrics.get(name) is not None}
+def console_line(metrics: dict[str, Any], max_steps: int, left: str | None = None, width: int | None = None) -> str:
+    """One step: the reward, its parts, length, seconds, metrics that show its health, and the time that is left.
 
-
-def console_line(metrics: dict[str, Any], max_steps: int, left: str | None = None) -> str:
-    """One step: the reward, its parts, metrics that show whether training is healthy, and the time that is left."""
+    On a terminal of ``width`` columns the metrics that do not fit are left out, the last ones first.
+    """
     parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
     means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     parts += [f"{name.split('/')[1]} {metrics[name]:.3f}" for name in means]
-    columns = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"), ("completions/mean_length", "length", ".1f"),
-               ("frac_reward_zero_std", "equal-reward groups", ".0%"), ("grad_norm", "grad norm", ".3f"),
-               ("learning_rate", "lr", ".1e"), ("tokens_per_second", "tokens/s", ".0f"),
-               ("step_time", "seconds", ".2f"))  # fmt: skip
+    columns = (("completions/mean_length", "length", ".1f"), ("step_time", "seconds", ".2f"), ("kl", "kl", ".4f"),
+               ("entropy", "entropy", ".3f"), ("frac_reward_zero_std", "equal-reward groups", ".0%"),
+               ("grad_norm", "grad norm", ".3f"), ("learning_rate", "lr", ".1e"),
+               ("tokens_per_second", "tokens/s", ".0f"))  # fmt: skip
     parts += [f"{label} {metrics[name]:{form}}" for name, label, form in columns if name in metrics]
-    return "  ".join(parts + [f"left {left}"] * (left is not None))
+    end = [f"left {left}"] * (left is not None)
+    while width is not None and len(parts) > 2 and len("  ".join(parts + end)) > width:
+        parts.pop()
+    return "  ".join(parts + end)
 
 
 def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:

@@ -43,10 +43,11 @@ class Wandb:
             config=config.for_writing() | {"environment": environment},
             settings=wandb.Settings(silent=True, **TIMEOUTS),
         )  # fmt: skip
+        mode = "offline" if os.environ.get("WANDB_MODE") == "offline" else logging.wandb
         try:
-            self._run = wandb.init(mode=logging.wandb, resume="allow" if logging.wandb == "online" else None, **options)
+            self._run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, **options)
         except Exception as error:  # no server, or the server refuses the key
-            if logging.wandb == "offline":
+            if mode == "offline":
                 raise
             print_line(f"warning: wandb online failed ({first_line(error)}); going on offline")
             wandb.teardown()  # otherwise the failed attempt keeps the run's id in use

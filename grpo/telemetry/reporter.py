@@ -1,5 +1,6 @@
 """Shows and writes the steps of a run: console, progress bars, metrics.jsonl, hints, completions/, dashboards."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from grpo.algorithm.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.system import first_line, printable, sync
-from grpo.telemetry.console import console_line, evaluation_line, progress_values
+from grpo.telemetry.console import console_line, evaluation_line
 from grpo.telemetry.dashboards import TensorBoard, Wandb
 from grpo.telemetry.hints import Hints
 from grpo.telemetry.records import append_step, remove_steps_after
@@ -90,11 +91,11 @@ class Reporter:
         step, has_evaluation = metrics["step"], "eval/greedy_accuracy" in metrics
         append_step(self._folder / "metrics.jsonl", metrics)
         left = self._time_left(step)
-        self._steps_bar.set_postfix(progress_values(metrics), refresh=False)
         self._steps_bar.update(step - self._steps_bar.n)
         if self.is_due(step) or has_evaluation:
             if "reward" in metrics:
-                self.print(console_line(metrics, self.max_steps, left if self._bar_stream is None else None))
+                width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+                self.print(console_line(metrics, self.max_steps, left, width))
             if has_evaluation:
                 self.print(evaluation_line(metrics, self.max_steps))
             self._show(step, metrics)

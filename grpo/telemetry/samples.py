@@ -28,22 +28,22 @@ REWARD_PREFIX = "rewards/"
 
 def sample_records(
     groups: Sequence[Group], values_PGF: Tensor, rewards_PG: Tensor, advantages_PG: Tensor, *, names: Sequence[str],
-    step: int, logprobs_BT: Tensor, updated_logprobs_BT: Tensor, ref_logprobs_BT: Tensor | None,
-    decode: Callable[[list[int]], str],
+    rows: Sequence[tuple[int, int]], step: int, logprobs_BT: Tensor, updated_logprobs_BT: Tensor,
+    ref_logprobs_BT: Tensor | None, decode: Callable[[list[int]], str],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The first ``B`` completions of a step as records.
+    """``B`` completions of a step as records.
 
     Args:
         groups: ``answer`` of a record is the problem's column of that name as text; None where it has none.
         names: of the reward functions.
+        rows: of each record the positions in ``P`` and ``G``.
         logprobs_BT: log-probs of each completion's tokens before the step: the old log-probs of the loss.
         updated_logprobs_BT: the same after the step's updates.
         ref_logprobs_BT: the same under the reference model; None without one.
         decode: turns token ids into text.
     """
-    rows = [(p, g) for p, group in enumerate(groups) for g in range(len(group.completions))]
     records = []
-    for b, (p, g) in enumerate(rows[: len(logprobs_BT)]):
+    for b, (p, g) in enumerate(rows):
         completion, answer = groups[p].completions[g], groups[p].problem.columns.get("answer")
         n = len(completion.ids)
         records.append({

@@ -50,8 +50,10 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # a closed pipe, a closed terminal
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):  # a closed pipe or terminal, a full disk
                 raise
+            if error.errno == errno.ENOSPC and self.fileno() == 1:
+                print("warning: the disk of the standard output is full: further lines are lost", file=sys.stderr)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())
         os.close(null)
@@ -66,8 +68,10 @@ def print_user_error(error: Exception) -> None:
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-def exit_with_user_error(error: Exception, world: World | None) -> int:
+def exit_with_user_error(error: BaseException, world: World | None) -> int:
     """Print an error once across ranks. With one rank, return the exit code 2; with several, end this process.
+
+    After Ctrl-C the exit code is 130.
 
     Connected ranks all know the error, and rank 0 prints it. If the ranks are not connected yet (``world`` is None),
     the first rank of each machine prints, and a rank that fails alone prints too.
@@ -76,8 +80,11 @@ def exit_with_user_error(error: Exception, world: World | None) -> int:
     is_first = (local_rank if world is None else rank) == 0
     if not is_first:
         time.sleep(2)  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
+    code = 2
+    if isinstance(error, KeyboardInterrupt):
+        error, code = ValueError("stopped before the first step: there is nothing to save"), 128 + signal.SIGINT
     if is_first or world is None:
         print_user_error(error)
     if world is not None and not world.is_alone:
-        world.exit_now(2)
-    return 2
+        world.exit_now(code)
+    return code

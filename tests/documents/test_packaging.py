@@ -1,5 +1,7 @@
 """pyproject.toml and requirements.txt."""
 
+import os
+import subprocess
 import tomllib
 
 from conftest import ROOT
@@ -27,3 +29,11 @@ def test_files_that_are_no_modules_are_package_data():
     assert files == declared
     for module in (ROOT / "grpo").rglob("*.py"):
         assert (module.parent / "__init__.py").exists(), f"{module} is in no package: setuptools would leave it out"
+
+
+def test_help_of_a_fresh_clone_answers_without_installing(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "GRPO_NO_SETUP"}
+    environment |= {"GRPO_VENV": str(tmp_path / "venv"), "PYTHON": "false"}
+    done = subprocess.run([ROOT / "launch.sh", "--help"], env=environment, capture_output=True, text=True, check=True)
+    assert "./launch.sh test" in done.stdout and not done.stderr
+    assert not (tmp_path / "venv").exists()

@@ -38,7 +38,8 @@ def test_one_process_stops_during_a_rollout(tmp_path, random_model, uninterrupte
     started.wait_for("FAULT")
     started.kill(number)
     assert started.end() == 128 + number
-    assert f"preempted at step 2 of {STEPS}" in started.text()
+    word = "stopped" if number == signal.SIGINT else "preempted"
+    assert f"{word} at step 2 of {STEPS}" in started.text()
     assert "Traceback" not in started.text()
     continued(uninterrupted, random_model, output, ranks=1, from_step=2)
 
@@ -95,7 +96,7 @@ def test_ctrl_c_reaches_ranks_twice_and_counts_once(tmp_path, random_model, unin
     for rank in (0, 1, None):
         started.kill(signal.SIGINT, rank)
     assert started.end() != 0
-    assert f"preempted at step 2 of {STEPS}" in started.text()
+    assert f"stopped at step 2 of {STEPS}" in started.text()
     continued(uninterrupted, random_model, output, ranks=2, from_step=2)
 
 

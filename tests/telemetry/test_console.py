@@ -5,6 +5,8 @@ import re
 import pytest
 from conftest import run_trainer, small_run
 
+from grpo.telemetry.console import console_line
+
 
 @pytest.mark.slow
 def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, random_model):
@@ -18,3 +20,13 @@ def test_libraries_print_nothing_and_the_run_starts_with_a_summary(tmp_path, ran
     assert "6 problems x 4 completions = 24, over 2 rank(s); 1 update(s) from them; 1 steps" in shown
     assert f"{tmp_path}/run; the same command continues it" in shown
     assert shown.count("watch reward, not loss") == 1
+
+
+def test_the_line_of_a_step_fits_the_terminal():
+    metrics = {"step": 3, "reward": 1.5, "rewards/accuracy/mean": 0.25, "kl": 0.01, "entropy": 0.5, "step_time": 2.0}
+    metrics |= {"completions/mean_length": 20.0, "learning_rate": 1e-3}
+    line = "step   3/150  reward 1.500  accuracy 0.250  length 20.0  seconds 2.00  kl 0.0100  entropy 0.500  lr 1.0e-03"
+    assert console_line(metrics, 150, "04:54") == line + "  left 04:54"
+    for width, last in ((119, "1.0e-03"), (118, "0.500"), (80, "20.0")):
+        shown = console_line(metrics, 150, "04:54", width=width)
+        assert shown == line[: line.index(last) + len(last)] + "  left 04:54" and len(shown) <= width
