@@ -16,14 +16,9 @@ from importlib import resources
 from itertools import accumulate
 from typing import Any
 
-from grpo.report.read import (
-    RunData,
-    before_and_after,
-    evaluation_names,
-    evaluations,
-    every_nth,
-    reward_before_and_after,
-)
+from grpo.config import Config
+from grpo.report import read
+from grpo.report.read import RunData, evaluations, every_nth
 from grpo.telemetry.hints import Hints
 
 SCRIPTS = ("base.js", "view.js", "charts.js", "curves.js", "headline.js", "samples.js", "tables.js", "main.js")
@@ -37,6 +32,7 @@ def build_page(runs: Sequence[RunData], *, reload_s: int | None = None) -> str:
     data = {
         "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "reload_s": reload_s,
+        "notes": _differences(runs),
         "runs": [_run(name, run) for name, run in zip(names, runs, strict=True)],
     }
     style, script = _template("style.css"), "".join(_template(name) for name in SCRIPTS)
@@ -66,6 +62,15 @@ def _template(name: str) -> str:
     return (resources.files("grpo.report") / "template" / name).read_text(encoding="utf-8")
 
 
+def _differences(runs: Sequence[RunData]) -> list[str]:
+    """A note if the evaluations of the runs cannot be compared."""
+    settings = [read.evaluation_settings(run) for run in runs if evaluations(run)]
+    names = sorted(set().union(*settings))
+    different = [name for name in names if any(found.get(name) != settings[0].get(name) for found in settings)]
+    note = "The runs were evaluated differently, so these numbers do not compare"
+    return [f"{note}: {', '.join(different)}."] if different else []
+
+
 def _run(name: str, run: RunData) -> dict[str, Any]:
     steps = [line for line in run.metrics if "reward" in line]
     stride = math.ceil(len(steps) / MAX_POINTS) or 1
@@ -74,9 +79,14 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
     evaluated = evaluations(run)
     seconds = list(accumulate((line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0) for line in steps))
     hints = Hints()
+    num_problems, rank = (run.starts or [{}])[-1].get("num_eval_problems"), run.config.get("lora.rank")
+    subject = [run.config.get(key) for key in ("model.name_or_path", "data.dataset", "algorithm.name")]
+    subject += [f"LoRA rank {rank}" if rank else None, f"{num_problems} evaluation problems" if num_problems else None]
+    defaults = dict(read.flat(Config().model_dump(mode="json")))
     thinning = [f"Curves show every {stride}th of {len(steps)} steps."] if stride > 1 else []
     return {
         "name": name,
+        "subject": " \u00b7 ".join(str(part) for part in subject if part),
         "status": "complete" if run.is_complete else "still running, or ended early",
         "last_step": run.metrics[-1]["step"] if run.metrics else 0,
         "seconds": seconds[-1] if seconds else 0.0,
@@ -84,10 +94,11 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
         "series": {key: [_short(line.get(key)) for line in thinned] for key in names},
         "clock": [_short(value) for value in every_nth(seconds, stride)],
         "eval_steps": [line["step"] for line in evaluated],
-        "eval_series": {key: [line.get(key) for line in evaluated] for key in evaluation_names(run)},
-        "comparison": before_and_after(run),
-        "reward": reward_before_and_after(run),
+        "eval_series": {key: [line.get(key) for line in evaluated] for key in read.evaluation_names(run)},
+        "comparison": read.before_and_after(run),
+        "reward": read.reward_before_and_after(run),
         "config": {key: _as_text(value) for key, value in run.config.items()},
+        "changed": [key for key, value in run.config.items() if defaults.get(key, ...) != value],
         "starts": [{str(key): _as_text(value) for key, value in start.items()} for start in run.starts],
         "hints": [[line["step"], hint] for line in steps for hint in hints.update(line)],
         "notes": run.notes + thinning,

@@ -12,6 +12,7 @@ from grpo.commands.evaluation import main as evaluation_main
 from grpo.report.__main__ import main
 from grpo.report.page import SCRIPTS, build_page, embed
 from grpo.report.read import before_and_after, read_run, reward_before_and_after
+from grpo.telemetry.records import record_start
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path):
@@ -82,6 +83,29 @@ def test_max_samples_keeps_evenly_spaced_steps_and_the_last(tmp_path):
     steps = sorted({record["step"] for record in run.samples})
     assert steps[0] == 1 and steps[-1] == 39 and len(run.samples) <= 50 + 7
     assert "are shown" in run.notes[0]
+
+
+def test_the_first_screen_names_the_run_and_says_where_evaluations_differ(tmp_path):
+    def shown(*runs):
+        page = build_page([read_run(run) for run in runs])
+        start = page.index('id="data">') + len('id="data">')
+        return json.loads(page[start : page.index("</script>", start)])
+
+    one = write_run(tmp_path / "one", data={"dataset": "a.jsonl", "eval_dataset": "c.jsonl"}, lora={"rank": 4})
+    data = shown(one)
+    assert data["runs"][0]["subject"] == "builtin:tiny \u00b7 a.jsonl \u00b7 grpo \u00b7 LoRA rank 4"
+    assert data["runs"][0]["changed"] == ["data.dataset", "data.eval_dataset", "lora.rank", "output_dir"]
+    record_start(one, {"num_eval_problems": 512})
+    assert shown(one)["runs"][0]["subject"].endswith(" \u00b7 512 evaluation problems")
+    other = {"dataset": "b.jsonl", "max_train_samples": 3}
+    same = write_run(tmp_path / "same", data=other | {"eval_dataset": "c.jsonl"}, seed=1, algorithm={"name": "dapo"})
+    record_start(same, {"num_eval_problems": 512})
+    assert shown(one, same)["notes"] == [], "the same problems"
+    changes = {"eval_dataset": "c.jsonl", "eval_split": "test"}
+    far = write_run(tmp_path / "far", data=other | changes, rollout={"max_completion_length": 99})
+    record_start(far, {"num_eval_problems": 8})
+    (note,) = shown(one, far)["notes"]
+    assert note.endswith(": data.eval_split, eval.max_completion_length, number of problems.")
 
 
 def test_the_text_of_a_model_stays_text(tmp_path):

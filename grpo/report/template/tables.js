@@ -48,26 +48,28 @@ function buildEvaluation(section) {
     tables.append(el("div", { class: "scroll" }, el("table", {}, RUNS.length > 1 ? el("caption", {}, head(index)) : null,
       el("thead", {}, el("tr", {}, el("th", {}, ""), el("th", { class: "number" }, "before"), el("th", { class: "number" }, last ? `step ${last.step}` : "after"), el("th", { class: "number" }, "change"))), body)));
   }
+  for (const note of DATA.notes) content.append(el("p", {}, note));
   content.append(el("p", { class: "note" }, "Beside a number: its 95% confidence interval over the evaluation problems, as the evaluation computed it. Changes of rates are in percentage points, coloured if the two intervals do not overlap."));
 }
 
 function buildConfig(section) {
   const content = section.querySelector(".content"), controls = section.querySelector(".controls");
-  const keys = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))];
+  const isChanged = (key) => RUNS.some((run) => run.changed.includes(key));
+  const keys = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))].sort((a, b) => isChanged(b) - isChanged(a));
   if (!keys.length) {
     content.append(el("p", { class: "note" }, "No configuration was found."));
     return;
   }
   const rows = keys.map((key) => {
     const values = RUNS.map((run) => run.config[key]);
-    const differs = new Set(values).size > 1;
+    const differs = RUNS.length > 1 ? new Set(values).size > 1 : isChanged(key);
     const cells = values.map((value) => appendText(el("td"), value === undefined ? "" : value));
     return { key, differs, node: el("tr", { class: differs ? "differs" : null }, el("th", { scope: "row" }, key), ...cells) };
   });
   const only = el("input", { type: "checkbox", checked: RUNS.length > 1, onchange: show, id: "only-differences" });
   const search = el("input", { type: "search", placeholder: "Search the keys", "aria-label": "Search the keys", oninput: show });
   if (RUNS.length > 1) controls.append(labelled("Only what differs", only));
-  controls.append(search);
+  controls.append(search, el("span", { class: "note" }, "First: the keys that are not at their default."));
   const body = el("tbody");
   content.append(el("table", { style: `--columns: ${RUNS.length + 1}` }, el("thead", {}, el("tr", {}, el("th", {}, "key"), ...RUNS.map((_, index) => el("th", {}, head(index))))), body));
   function show() {
