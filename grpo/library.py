@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import Config, ConfigError, keys_of, make_config, unknown_key
+from grpo.config.aliases import OTHER_NAMES
 from grpo.rewards.functions import BUILTIN, FILE_MODULE_PREFIX, OBJECT_PREFIX
 from grpo.run.objects import Objects
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_grpo.py"
+RUNNING = threading.Lock()
+"""Held while a run trains in this process."""
 OBJECTS = ("reward_functions", "dataset", "eval_dataset")
+TRL_ARGUMENTS = {"reward_funcs": "reward_functions", "train_dataset": "dataset"}
 FORMS = "a function, a name, (function, weight) or {name, weight, args}"
 
 
@@ -128,9 +132,10 @@ def _inputs(
     """The checked configuration, in which names stand for Python objects, and the objects."""
     from grpo.data import PYTHON_ROWS, rows_of
 
-    for name in settings:  # a TRL argument may be an object that no configuration holds
-        if name.split(".")[0] not in Config.model_fields:
-            raise ConfigError(f"train(): {unknown_key(name, [*OBJECTS, *keys_of(Config)])}")
+    # Before the values are read: an argument of TRL may be an object that no configuration holds.
+    if unknown := [name for name in settings if name.split(".")[0] not in Config.model_fields]:
+        known, others = [*OBJECTS, *keys_of(Config)], OTHER_NAMES | TRL_ARGUMENTS
+        raise ConfigError("\n".join(f"train(): {unknown_key(name, known, others)}" for name in unknown))
     names, functions, rows = {}, {}, {}
     if reward_functions is not None:
         names["reward.functions"], functions = _named(reward_functions)
@@ -140,13 +145,13 @@ def _inputs(
         elif value is not None:
             names[f"data.{key}"], rows[key] = PYTHON_ROWS, rows_of(value, key)
     if "eval_dataset" in rows:
-        names["data.eval_split"] = None
+        names["data.eval_split"] = "auto"
     checked = make_config(config, settings, names)
     set_keys = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
     if functions and "output_dir" not in set_keys and "resume" not in checked.checkpoint.model_fields_set:
         # What objects do is not compared, so the run in a folder that a file names, or none, may have had others.
         checked = make_config(checked, {"checkpoint.resume": "never"})
-    if "dataset" in rows and checked.data.eval_dataset is None and checked.data.eval_split is not None:
+    if "dataset" in rows and checked.data.eval_dataset is None and checked.data.eval_split not in (None, "auto"):
         split = f"data.eval_split={checked.data.eval_split} names a split of data.dataset"
         raise ConfigError(f"{split}, and `dataset` has none: give `eval_dataset`, or data.eval_split=None")
     return checked, Objects(functions, rows.get("dataset"), rows.get("eval_dataset"))
@@ -224,6 +229,8 @@ def _process_as_it_was() -> Iterator[None]:
     """Restore, at the end, what training sets for the process: threads, kernels, generators, GPU, a signal handler."""
     import torch
 
+    if not RUNNING.acquire(blocking=False):  # a second run would share all of these
+        raise ValueError("grpo.train is running in another thread: start the second run in a process of its own")
     threads, workspace = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -234,6 +241,7 @@ def _process_as_it_was() -> Iterator[None]:
         with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
+        RUNNING.release()
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         if workspace is None:

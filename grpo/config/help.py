@@ -1,6 +1,7 @@
 """Texts about keys: ``--help``, the key that a misspelt one resembles, and the error in a value."""
 
 import difflib
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,8 @@ from grpo.config.secrets import masked
 USAGE = """\
 usage: python train_grpo.py [--config FILE.yaml] [section.key=value ...] [--debug]
        torchrun --nproc_per_node=8 train_grpo.py [--config FILE.yaml] [section.key=value ...]
-       python train_grpo.py --help [WORD ...]     the keys of a section, one key, or those with this word
+       python train_grpo.py --help SECTION        its keys with type, default and meaning
+       python train_grpo.py --help WORD ...       one key, or those with this word; --help all: every key
 
 Without --config: configs/tiny_arithmetic.yaml, a demo that runs in minutes on a CPU. Values are read as YAML.
 --debug: one process, a few prompts, 2 steps, everything printed and checked."""
@@ -35,10 +37,16 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def help_text(model: type[BaseModel], words: Iterable[str] = ()) -> str:
-    """Usage and every key with type, default and meaning; with words (or ValueError) the keys that contain one."""
+    """Usage and the sections; with words (or ValueError) the keys that contain one, with type, default and meaning."""
     keys = keys_of(model)
     if not words:
-        return f"{USAGE}\n\n{_describe(keys)}"
+        index = ""
+        for section, field in model.model_fields.items():
+            names = ", ".join(key.partition(".")[2] for key in keys if key.startswith(f"{section}."))
+            index += f"\n{section:<12}{textwrap.shorten(names or field.description, 107, placeholder=' ...')}"
+        return f"{USAGE}\n\nSections, and the two keys outside of them:\n{index}"
+    if "all" in words:
+        return _describe(keys)
     found: set[str] = set()
     for word in words:
         matches = {key for key in keys if key == word or key.startswith(f"{word.rstrip('.')}.")}
@@ -86,17 +94,17 @@ def as_yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf")).strip()
 
 
-def unknown_key(key: str, known: list[str]) -> str:
+def unknown_key(key: str, known: list[str], other_names: Mapping[str, str] = OTHER_NAMES) -> str:
     """The error for a key that does not exist, naming the key that was probably meant."""
     leaf = key.rpartition(".")[2]
     names = {k.rpartition(".")[2]: k for k in reversed(known)} | {k.split(".")[0]: k.split(".")[0] for k in known}
-    meant = OTHER_NAMES.get(leaf)
+    meant = other_names.get(leaf)
     if meant is not None and meant not in known:
         return f"unknown key {key!r}: {meant}"
     if meant is None:  # a wrong section, or a misspelt name
         similar = difflib.get_close_matches(leaf, names, n=1)
         meant = names.get(leaf) or (names[similar[0]] if similar else None)
-    return f"unknown key {key!r}; " + (f"did you mean {meant!r}?" if meant else "--help lists all keys")
+    return f"unknown key {key!r}; " + (f"did you mean {meant!r}?" if meant else "--help all lists all keys")
 
 
 def explain(error: Mapping[str, Any], known: list[str]) -> str:
@@ -107,7 +115,7 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         return unknown_key(key, known)
     if error["type"] == "model_type" and is_section:
-        return f"{key} is a section: write {key}.KEY=VALUE"
+        return f"{key} is a section: write {key}.KEY=VALUE, such as {next(k for k in known if k.startswith(f'{key}.'))}"
     if not key or (error["type"] == "value_error" and is_section):
         return message  # it is about several keys, and names them
     if error["type"] == "missing" or "is a secret" in message:

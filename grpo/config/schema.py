@@ -80,8 +80,9 @@ class DataConfig(Section):
     """Configuration of a Hub dataset (gsm8k has main and socratic)."""
     train_split: str = "train"
     """Split to train on; slices such as train[:90%] work."""
-    eval_split: str | None = None
-    """Split to evaluate on; slices work. none: no evaluation, except for built-in tasks, which have such a split."""
+    eval_split: str | None = "auto"
+    """Split to evaluate on; slices work. auto: that of a built-in task, or the rows of `eval_dataset`; none: no
+    evaluation."""
     eval_dataset: str | None = None
     """Dataset that has the evaluation split, if it is not `dataset` (a second file, for example)."""
     prompt_column: str = "prompt"
@@ -348,7 +349,7 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
     log_completions: int = Field(4, ge=0)
-    """Completions to write to completions/ (Parquet, with the log-prob of each token) every `every` steps; 0: none."""
+    """Completions to write to completions/ (Parquet) every `every` steps, two of each problem; 0: none."""
     every: Positive = 1
     """Console line, point in wandb and TensorBoard, and completions every N steps (metrics.jsonl has every step)."""
 
@@ -376,7 +377,7 @@ class RuntimeConfig(Section):
     """Seconds that a rank waits for the others; a vLLM server may take a third of them to start or to answer."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time (slower; needed on CUDA, and on CPU with several threads)."""
-    threads_per_rank: Positive | None = None
+    threads_per_rank: Annotated[int, Field(gt=0, le=1024)] | None = None
     """CPU threads of each rank; none: OMP_NUM_THREADS (unless torchrun's 1), else cores of the machine / its ranks."""
     try_largest_step: bool | None = None
     """Try the largest possible step at start, so that out of memory shows early; none: on CUDA only."""

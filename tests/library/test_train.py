@@ -162,6 +162,9 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
         (dict(dataset=["a"]), "a list of mappings, a datasets.Dataset or a pandas DataFrame: row 1 is 'a'"),
         (dict(reward_functions={"mine": len}), "a mapping with the keys mine: give a function, a name"),
         (dict(reward_functions={"name": "format", "args": {"x": len}}), "config.yaml cannot hold its args"),
+        (dict(num_generations=8, reward_funcs=len), "'reward_functions'?"),
+        (dict(args=object(), num_generations=8), "args': the settings of GRPOConfig are keys"),
+        (dict(model="Qwen/Qwen2.5-0.5B"), "model is a section: write model.KEY=VALUE, such as model.name_or_path"),
         (dict(dataset=[]), "data.dataset=python:rows has no rows"),
     ],
 )  # fmt: skip
@@ -298,3 +301,13 @@ def test_two_ranks_and_a_script_with_the_name_of_the_training_script(random_mode
     for seed in "01":
         rewards = [[line["reward"] for line in lines(tmp_path / f"ranks{n}" / seed)] for n in (1, 2)]
         assert rewards[0] == pytest.approx(rewards[1], abs=1e-4)
+
+
+def test_a_second_run_in_a_thread_is_refused(tmp_path, random_model):
+    """Both would draw from the generators of the process, and each would have other bits than alone."""
+    from grpo.library import RUNNING
+
+    with RUNNING, pytest.raises(ValueError, match="is running in another thread"):
+        train(settings(random_model, tmp_path), dataset=ROWS, reward_functions=lambda completions, **_: [0.0] * 4)
+    assert RUNNING.acquire(blocking=False), "the refused call does not hold the lock"
+    RUNNING.release()
