@@ -308,7 +308,7 @@ CASES = {
     # Nearly every token is a number after a space, so that a string with a space lies in two tokens.
     "stops": lambda small: (dict(stop=("3 ", "5 ", "8 ") if small else ("3 ", "77")), {"stops": 1}),
     # Once for all rows, once for half of them, and once past a bucket of own tokens.
-    "shrinking": lambda small: (dict(max_completion_length=40 if small else 288), {"captures": 2 if small else 3}),
+    "shrinking": lambda small: (dict(max_completion_length=60 if small else 288), {"captures": 2 if small else 3}),
     "waves": lambda small: (dict(tokens_in_flight=72 if small else 1908), {"waves": 3}),
 }
 """By name: changes of the sampling settings, for the small shape or another, and what must happen at least so often."""

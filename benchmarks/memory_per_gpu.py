@@ -2,7 +2,8 @@
 
     python benchmarks/memory_per_gpu.py
 
-Qwen2.5 with a reference under bf16. Weight, gradient and Adam's two averages are fp32: 16 bytes a parameter.
+Qwen2.5 with a reference under bf16. Weight, gradient and Adam's two averages are fp32: 16 bytes a parameter. The second
+table is that of docs/one_gpu.md: an update and a rollout of configs/gsm8k_qwen2.5_0.5b.yaml, which has no reference.
 """
 
 ADAPTER_RANK, SHARDS = 16, 8
@@ -14,6 +15,10 @@ QWEN = {  # layers, hidden size, width of keys, MLP, vocabulary, whether the hea
     "14B": (48, 5120, 1024, 13824, 152064, False),
     "32B": (64, 5120, 1024, 27648, 152064, False),
 }
+
+SAVED = {"0.5B": (77120, 70176, 3584), "1.5B": (137672, 125608, 6144)}
+"""Bytes that a layer saves for the backward pass per token, counted by ``torch.autograd.graph.saved_tensors_hooks`` in
+packed scoring under bf16 autocast: all weights trained, LoRA, and with ``model.gradient_checkpointing``."""
 
 
 def gigabytes(layers: int, hidden: int, kv: int, inner: int, vocab: int, is_tied: bool) -> tuple[float, ...]:
@@ -40,6 +45,27 @@ def gigabytes(layers: int, hidden: int, kv: int, inner: int, vocab: int, is_tied
     return tuple(figure / 1e9 for figure in figures)
 
 
+def one_gpu(name: str, tokens: int, *, lora: bool, checkpointing: bool = False) -> tuple[float, ...]:
+    """GB of weights, gradients, Adam, bf16 weights, activations, head; of KV cache and drawing in the evaluation."""
+    layers, hidden, kv, _, vocab, _ = QWEN[name]
+    total, *_, with_lora = (round(figure * 1e9) for figure in gigabytes(*QWEN[name]))
+    linear, embedding = total - vocab * hidden - hidden * (2 * layers + 1), vocab * hidden
+    base = 2 * linear + 4 * (total - linear)
+    adapters = (with_lora - base - 2 * (linear + embedding)) // 16
+    trained, weights = (adapters, base + 4 * adapters) if lora else (total, 4 * total)
+    full, frozen, inputs = SAVED[name]
+    saved = frozen if lora else full
+    activations = tokens * (layers * inputs + saved if checkpointing else layers * saved)
+    chunk = -(-(2**27) // vocab) * vocab  # logits: in bf16, and two tensors in fp32
+    head = 10 * chunk + (0 if lora else 6 * embedding)  # and the gradient of the head before it is added
+    casts = 2 * (embedding if lora else linear + embedding)
+    rows, longest = 256, 300 + 512  # of an evaluation: completions at once; tokens of prompt and completion
+    cache = rows * longest * 2 * layers * kv * 2
+    update = (weights, 4 * trained, 8 * trained, casts, activations, head)
+    rollout = (cache, rows * vocab * 20, weights + 8 * trained + 2 * (linear + embedding))
+    return tuple(x / 1e9 for x in (*update, sum(update), *rollout[:2], sum(rollout)))
+
+
 if __name__ == "__main__":
     fsdp = f"FSDP on {SHARDS}"
     print(f"| Qwen2.5 | parameters | DDP | {fsdp} | {fsdp}, `reduce_each_microbatch` | LoRA rank {ADAPTER_RANK} |")
@@ -47,3 +73,11 @@ if __name__ == "__main__":
     for name, shape in QWEN.items():
         parameters, *figures = gigabytes(*shape)
         print(f"| {name} | {parameters:.2f}B | {' | '.join(f'{figure:.0f}' for figure in figures)} |")
+    columns = "weights, gradients, Adam, bf16 weights, activations, head, **update**, KV cache, drawing, **evaluation**"
+    print(f"\n| Qwen2.5 | trained | tokens at once | {columns.replace(', ', ' | ')} |{chr(10)}{'|---' * 13}|")
+    for name in SAVED:
+        for method in ({"lora": False}, {"lora": True}, {"lora": False, "checkpointing": True}):
+            for tokens in (16384, 4096):
+                words = "LoRA" if method["lora"] else "all, checkpointing" if len(method) == 2 else "all"
+                figures = " | ".join(f"{figure:.1f}" for figure in one_gpu(name, tokens, **method))
+                print(f"| {name} | {words} | {tokens:,} | {figures} |")
