@@ -11,7 +11,6 @@ from grpo.distributed.parallel import (
     give_back,
     gradient_sync,
     is_sharded,
-    local_bytes,
     shard,
     share,
     whole,
@@ -27,6 +26,6 @@ from grpo.distributed.tensors import (
 from grpo.distributed.world import Interrupted, OtherRankFailed, World
 
 __all__ = ["Interrupted", "OtherRankFailed", "World", "abandon_pass", "available_cores", "compute_inside", "gathered"]
-__all__ += ["give_back", "gradient_sync", "is_sharded", "launch_environment", "load_tensors", "local_bytes"]
+__all__ += ["give_back", "gradient_sync", "is_sharded", "launch_environment", "load_tensors"]
 __all__ += ["optimizer_tensors", "save_tensors", "saved_names", "set_cpu_threads", "shard", "share", "start_world"]
 __all__ += ["whole", "whole_trained_weights", "wrap_data_parallel"]

@@ -142,8 +142,3 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def share(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's share of a sharded tensor, which may be empty; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_bytes(module: nn.Module) -> int:
-    """Bytes of the weights on this rank."""
-    return sum(share(p).numel() * p.element_size() for p in module.parameters())

@@ -35,7 +35,7 @@ class RunData:
 
 
 def read_run(folder: str | Path, *, max_samples: int = 400) -> RunData:
-    """Read a run; of more than ``max_samples`` completions, those of every n-th step."""
+    """Read a run; of more than ``max_samples`` completions, those of every n-th step; 0: none."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
         raise ValueError(f"{folder} is not a run: it has neither metrics.jsonl nor config.yaml")
@@ -89,9 +89,9 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read_completions(folder: Path, max_samples: int, notes: list[str]) -> list[dict[str, Any]]:
-    paths, records = sorted(folder.glob("step_*.parquet")), []
+    paths, records = sorted(folder.glob("step_*.parquet")) if max_samples else [], []
     per_step = len(_read_samples(paths[-1], [])) if paths else 0
-    kept = every_nth(paths, max(math.ceil(len(paths) * per_step / max(max_samples, 1)), 1))
+    kept = every_nth(paths, max(math.ceil(len(paths) * per_step / (max_samples or 1)), 1))
     for path in kept:
         records += _read_samples(path, notes)
     if len(kept) < len(paths):

@@ -38,7 +38,7 @@ class Reporter:
         wandb_run_id: str | None = None, environment: dict[str, Any] | None = None,
     ):  # fmt: skip
         self.is_main, self.max_steps, self.wandb_run_id = is_main, max_steps, wandb_run_id
-        self._config, self._every = config, config.logging.every
+        self._every = config.logging.every
         self._first_report: tuple[int, float] | None = None
         """The first step that was reported, and when."""
         self._dashboards: dict[str, Wandb | TensorBoard] = {}

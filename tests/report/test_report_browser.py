@@ -127,10 +127,7 @@ def test_the_result_and_the_reward_are_on_the_first_screen(browser, tmp_path, si
     for page in opened(browser, path.as_uri(), viewport=dict(zip(("width", "height"), size, strict=True))):
         tile = page.locator(".tile").first
         shown = " ".join(tile.inner_text().split())
-        assert (
-            shown
-            == "greedy accuracy step 0 \u2192 60, 95% intervals 25.0% 17.5\u201334.3 \u2192 75.0% 65.7\u201382.5 +50.0"
-        )
+        assert shown == "greedy accuracy step 0 \u2192 60 25.0% 17.5\u201334.3 \u2192 75.0% 65.7\u201382.5 +50.0 95% CI"
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0], "the page is not wider than the screen"
         for part in (tile, page.locator("figure[data-chart='reward'] svg")):
             box = part.bounding_box()

@@ -6,13 +6,15 @@ function headlineRows(run) {
 }
 
 function tile(row) {
+  const hasIntervals = row.before && row.after && isNumber(row.after.low);
   const change = changeOf(row), number = (value) => row.is_rate ? formatPercent(value) : formatNumber(value);
   const side = (cell, name) => el("div", { class: name },
     el("div", { class: "value" }, cell ? number(cell.value) : "\u2013"),
     el("div", { class: "interval" }, cell ? intervalText(cell, row.is_rate) || (cell.first === undefined ? `step ${cell.step}` : `steps ${cell.first}\u2013${cell.step}`) : name === "after" ? "not yet" : "not evaluated"));
   return el("div", { class: "tile" },
-    el("div", { class: "label" }, row.label, row.before && row.after && isNumber(row.after.low) ? el("span", {}, `step ${row.before.step} \u2192 ${row.after.step}, 95% intervals`) : null),
-    el("div", { class: "sides" }, side(row.before, "before"), el("span", { class: "arrow", "aria-label": "to" }, "\u2192"), side(row.after, "after"), row.before && row.after ? el("div", { class: "change " + change.class }, change.text) : null));
+    el("div", { class: "label" }, row.label, hasIntervals ? el("span", {}, `step ${row.before.step} \u2192 ${row.after.step}`) : null),
+    el("div", { class: "sides" }, side(row.before, "before"), el("span", { class: "arrow", "aria-label": "to" }, "\u2192"), side(row.after, "after"), row.before && row.after ? el("div", { class: "change " + change.class }, change.text) : null,
+      hasIntervals ? el("span", { class: "interval confidence" }, "95% CI") : null));
 }
 
 function buildHeadline(section) {
