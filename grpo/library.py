@@ -132,6 +132,8 @@ def _inputs(
     """The checked configuration, in which names stand for Python objects, and the objects."""
     from grpo.data import PYTHON_ROWS, rows_of
 
+    if config is not None and not isinstance(config, str | os.PathLike | Mapping | Config):
+        raise ConfigError(f"train() takes a file or a mapping, not a {type(config).__name__}: {OTHER_NAMES['args']}")
     # Before the values are read: an argument of TRL may be an object that no configuration holds.
     if unknown := [name for name in settings if name.split(".")[0] not in Config.model_fields]:
         known, others = [*OBJECTS, *keys_of(Config)], OTHER_NAMES | TRL_ARGUMENTS

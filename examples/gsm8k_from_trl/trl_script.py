@@ -91,6 +91,7 @@ def main(model="Qwen/Qwen2.5-1.5B-Instruct", dataset=None, **changes):
         save_steps=100,
         beta=0.04,
         loss_type="grpo",
+        use_bias_correction_kl=False,
         report_to="wandb",
     )
     trainer = GRPOTrainer(

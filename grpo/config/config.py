@@ -68,6 +68,8 @@ def _check_lora(config: Config) -> None:
     if lora.dropout > 0 and config.model.disable_dropout:
         raise ValueError("lora.dropout has no effect with model.disable_dropout=true: set disable_dropout=false")
     own = [key for key in ("rank", "alpha", "target_modules", "rslora", "init") if lora.differs_from_default(key)]
+    if own and not config.uses_lora and "rank" not in lora.model_fields_set:
+        raise ValueError(f"lora.{own[0]} without lora.rank would train all weights: set lora.rank (0: all weights)")
     if adapter is not None and own:
         raise ValueError(f"lora.{own[0]} and model.adapter={adapter} contradict each other: leave lora.{own[0]} out")
     if config.uses_lora and a.ref_sync_steps and config.model.reference is not None:

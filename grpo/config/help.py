@@ -102,7 +102,7 @@ def unknown_key(key: str, known: list[str], other_names: Mapping[str, str] = OTH
     if meant is not None and meant not in known:
         return f"unknown key {key!r}: {meant}"
     if meant is None:  # a wrong section, or a misspelt name
-        similar = difflib.get_close_matches(leaf, names, n=1)
+        similar = difflib.get_close_matches(leaf, names, n=1, cutoff=0.72)
         meant = names.get(leaf) or (names[similar[0]] if similar else None)
     return f"unknown key {key!r}; " + (f"did you mean {meant!r}?" if meant else "--help all lists all keys")
 

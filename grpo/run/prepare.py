@@ -33,14 +33,7 @@ from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
 from grpo.evaluation.collect import check_eval_context, eval_sampling
 from grpo.evaluation.grading import check_reward_names
-from grpo.model import (
-    check_context,
-    check_reference,
-    load_tokenizer,
-    model_digests,
-    num_parameters,
-    resolve_model,
-)
+from grpo.model import check_context, check_reference, load_tokenizer, model_digests, num_parameters, resolve_model
 from grpo.model.lora import load_peft, read_adapter_config
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.code import check_rows

@@ -24,8 +24,8 @@ RULES = {
     "equal rewards": (
         "frac_reward_zero_std", 0.8,
         "{:.0%} of the groups have equal rewards and give no gradient. With a high reward the policy has learned these "
-        "problems; with a low one they are too hard, or the reward function is wrong: read some completions. Change "
-        "the data, raise rollout.num_generations, or set algorithm.dynamic_sampling=true",
+        "problems; with a low one they are too hard, or the reward function is wrong or gives None: read completions. "
+        "Change the data, raise rollout.num_generations, or set algorithm.dynamic_sampling=true",
     ),
     "truncation": (
         "completions/clipped_ratio", 0.25,
@@ -47,7 +47,7 @@ RULES = {
     "shared cores": (
         "time/frac_core_wait", 0.2,
         "for {:.0%} of a step this process waited for a CPU core that another process had, and a step whose threads "
-        "wait for each other then takes many times as long. Set runtime.threads_per_rank=1, or stop what else runs",
+        "wait for each other then takes many times as long. Stop what else runs, or set runtime.threads_per_rank=1",
     ),
 }  # fmt: skip
 """Name in ``docs/metrics.md`` -> metric, limit that its mean exceeds, and the hint, with ``{}`` where the mean goes."""
