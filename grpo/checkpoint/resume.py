@@ -14,7 +14,7 @@ import yaml
 
 from grpo.checkpoint import format as checkpoint
 from grpo.checkpoint.saver import CHOSEN
-from grpo.config import SERVER_KEYS, Config, ConfigError
+from grpo.config import SERVER_KEYS, Config, ConfigError, flat
 from grpo.config.secrets import masked
 from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
@@ -166,7 +166,7 @@ def _differences(
     config: Config, state: dict[str, Any], data_fingerprint: str, content: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
     """``(key, old, new)`` for each setting, the data, and each file, that must not change and does."""
-    saved, now = by_key(masked(state["config"])), by_key(config.for_writing())
+    saved, now = dict(flat(masked(state["config"]))), dict(flat(config.for_writing()))
     for key, name in CHOSEN.items():  # setting what the run chose itself is no change
         if now[key] == state.get(name):
             saved[key] = now[key]
@@ -177,15 +177,6 @@ def _differences(
         triples.append((f"content of {name}", old, new))
     triples += [(key, saved.get(key), now[key]) for key in fixed]
     return [(key, old, new) for key, old, new in triples if old != new]
-
-
-def by_key(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's values also by ``section.key``."""
-    found = dict(values)
-    for section, inside in values.items():
-        if isinstance(inside, dict):
-            found |= {f"{section}.{key}": value for key, value in inside.items()}
-    return found
 
 
 def check_output_dir(output: Path) -> None:

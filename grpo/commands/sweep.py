@@ -36,8 +36,8 @@ import yaml
 import grpo
 from grpo.commands.command import command, command_parser
 from grpo.commands.sweep_results import write_results
-from grpo.config import Config, ConfigError, check_world_size, load_config, make_config, masked_argument
-from grpo.report.read import RunData, flat, read_run
+from grpo.config import Config, ConfigError, check_world_size, flat, load_config, make_config, masked_argument
+from grpo.report.read import RunData, read_run
 from grpo.system import end_with_parent, printable
 from grpo.telemetry.terminal import survive_lost_readers
 

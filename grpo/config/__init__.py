@@ -4,6 +4,7 @@ from grpo.config.algorithm import PRESETS, AlgorithmConfig
 from grpo.config.arguments import (
     ConfigError,
     config_of_models,
+    flat,
     load_config,
     make_config,
     mask_command_line,
@@ -24,6 +25,6 @@ from grpo.config.schema import (
 __all__ = [
     "KEYS_EPILOG", "PRESETS", "SERVER_KEYS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig",
     "OptimConfig", "RolloutConfig", "RuntimeConfig", "check_world_size", "config_of_models", "engine_overrides",
-    "help_text", "keys_of", "load_config", "make_config", "mask_command_line", "masked_argument",
+    "flat", "help_text", "keys_of", "load_config", "make_config", "mask_command_line", "masked_argument",
     "unknown_key",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from importlib import resources
 from itertools import accumulate
 from typing import Any
 
-from grpo.config import Config
+from grpo.config import Config, flat
 from grpo.report import read
 from grpo.report.read import RunData, evaluations, every_nth
 from grpo.telemetry.hints import Hints
@@ -82,7 +82,7 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
     num_problems, rank = (run.starts or [{}])[-1].get("num_eval_problems"), run.config.get("lora.rank")
     subject = [run.config.get(key) for key in ("model.name_or_path", "data.dataset", "algorithm.name")]
     subject += [f"LoRA rank {rank}" if rank else None, f"{num_problems} evaluation problems" if num_problems else None]
-    defaults = dict(read.flat(Config().model_dump(mode="json")))
+    defaults = dict(flat(Config().model_dump(mode="json")))
     thinning = [f"Curves show every {stride}th of {len(steps)} steps."] if stride > 1 else []
     return {
         "name": name,

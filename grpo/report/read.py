@@ -2,13 +2,13 @@
 
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from grpo.config import flat
 from grpo.telemetry.console import is_rate, without_most_pass_at_k
 from grpo.telemetry.records import read_starts, read_steps
 from grpo.telemetry.samples import read_samples
@@ -77,15 +77,6 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         notes.append("config.yaml could not be read.")
         return {}
-
-
-def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``(dotted key, value)`` of nested dictionaries."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    elif prefix:
-        yield prefix, value
 
 
 def _read_completions(folder: Path, max_samples: int, notes: list[str]) -> list[dict[str, Any]]:

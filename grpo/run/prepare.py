@@ -18,7 +18,6 @@ from grpo.checkpoint.format import Trained
 from grpo.checkpoint.resume import (
     Lock,
     StartPoint,
-    by_key,
     check_shared,
     content_digests,
     find_checkpoint,
@@ -27,7 +26,7 @@ from grpo.checkpoint.resume import (
     start_output,
 )
 from grpo.checkpoint.saver import Progress, Saver, bits_depend_on
-from grpo.config import SERVER_KEYS, Config, ConfigError, check_world_size, mask_command_line
+from grpo.config import SERVER_KEYS, Config, ConfigError, check_world_size, flat, mask_command_line
 from grpo.data import ProblemSet, Rows, Schedule, check_enough, fingerprint, load_rows, make_problems
 from grpo.distributed import World, is_sharded, wrap_data_parallel
 from grpo.evaluation import metric_names
@@ -176,12 +175,9 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
 
 def _shared_settings(config: Config) -> dict[str, Any]:
     """The settings that all ranks need to share, by key; of a reward's name without the folder of its file."""
-    values = by_key(config.for_writing())
-    functions = [entry | {"name": Path(entry["name"]).name} for entry in values["reward.functions"]]
-    single = {key: value for key, value in values.items() if not isinstance(value, dict) or "." in key}
-    return {key: value for key, value in single.items() if key not in OWN_TO_A_MACHINE} | {
-        "reward.functions": functions
-    }
+    values = dict(flat(config.for_writing()))
+    values["reward.functions"] = [entry | {"name": Path(entry["name"]).name} for entry in values["reward.functions"]]
+    return {key: value for key, value in values.items() if key not in OWN_TO_A_MACHINE}
 
 
 def _joint_digest(digests: dict[str, str]) -> str:
