@@ -42,7 +42,9 @@ case "${1:-}" in
   *.yaml | *.yml) set -- --config "$@" ;;
 esac
 [[ "${NNODES:-1}" == 1 ]] || { echo "error: several machines: torchrun's own command, see docs/multi_gpu.md" >&2; exit 2; }
-processes="${NPROC_PER_NODE:-$("$python" -c 'import torch; print(max(torch.cuda.device_count(), 1))')}"
+count_gpus="import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); import torch; print(torch.cuda.device_count() or 1)"
+processes="${NPROC_PER_NODE:-$("$python" -c "$count_gpus")}"
 [[ " $* " != *" --debug "* ]] || processes=1
 if ((processes == 1)); then exec "$python" train_grpo.py "$@"; fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun sets it too, with a warning
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" train_grpo.py "$@"

@@ -171,7 +171,7 @@ def _differences(
         if now[key] == state.get(name):
             saved[key] = now[key]
     fixed = [key for key in now if key.startswith(MUST_NOT_CHANGE) and key not in MAY_CHANGE]
-    triples = [("data_fingerprint", state["data_fingerprint"], data_fingerprint)]
+    triples = [("rows of data.dataset", state["data_fingerprint"][:12], data_fingerprint[:12])]
     for name in sorted(state["content"].keys() | content.keys()):
         old, new = (digests.get(name, "missing")[:12] for digests in (state["content"], content))
         triples.append((f"content of {name}", old, new))

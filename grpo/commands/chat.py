@@ -41,6 +41,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column for the rewards")
     parser.add_argument("--temperature", type=float, help="default: the run's rollout.temperature; 0 is greedy")
     options, overrides = parser.parse_known_args(argv)
+    if options.temperature == 0:  # all samples would be the same
+        options.samples = 1
     overrides = [*engine_overrides(options.engine), *overrides]
     # Without a run: an empty system prompt, or the model would get the instructions of the default task.
     plain = {"data": {"system_prompt": ""}}

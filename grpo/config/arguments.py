@@ -56,7 +56,7 @@ def load_config(
     for override in overrides:
         key, equals, text = override.partition("=")
         if key.startswith("-") or not equals or not key:
-            usage = "use section.key=value, --config FILE, --debug or --help"
+            usage = "use section.key=value without dashes, --config FILE, --debug or --help"
             raise ConfigError(f"argument {override!r} is not understood: {usage}")
         _merge({key: _value_of(key, text)}, values)
     return _checked(values, debug=options.debug)

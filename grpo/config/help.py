@@ -104,7 +104,7 @@ def unknown_key(key: str, known: list[str], other_names: Mapping[str, str] = OTH
     if meant is None:  # a wrong section, or a misspelt name
         similar = difflib.get_close_matches(leaf, names, n=1, cutoff=0.72)
         meant = names.get(leaf) or (names[similar[0]] if similar else None)
-    return f"unknown key {key!r}; " + (f"did you mean {meant!r}?" if meant else "--help all lists all keys")
+    return f"unknown key {key!r}; " + (f"did you mean {meant!r}?" if meant else "see --help all, or docs/from_trl.md")
 
 
 def explain(error: Mapping[str, Any], known: list[str]) -> str:
@@ -115,7 +115,8 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         return unknown_key(key, known)
     if error["type"] == "model_type" and is_section:
-        return f"{key} is a section: write {key}.KEY=VALUE, such as {next(k for k in known if k.startswith(f'{key}.'))}"
+        first = next(k for k in known if k.startswith(f"{key}."))
+        return f"{key} is a section: write {key}.KEY=VALUE, such as {first}, or in Python a mapping of its keys"
     if not key or (error["type"] == "value_error" and is_section):
         return message  # it is about several keys, and names them
     if error["type"] == "missing" or "is a secret" in message:

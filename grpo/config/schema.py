@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
@@ -30,6 +31,13 @@ class Section(BaseModel):
             return values
         optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
         return {key: None if key in optional and value == "none" else value for key, value in values.items()}
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _no_number_is_true(cls, value: Any, read: Callable[[Any], Any]) -> Any:
+        if isinstance(value, bool) and not isinstance(read(value), bool):  # pydantic reads it as 1 or 0
+            raise ValueError("this key is a number, not true or false")
+        return read(value)
 
     def differs_from_default(self, key: str) -> bool:
         return getattr(self, key) != type(self).model_fields[key].default

@@ -67,7 +67,7 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
         return list(itertools.islice(rows, limit))
     except Exception as error:  # for a broken file, csv, pyarrow and datasets raise exceptions without a common base
         reason = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"data.{key}={dataset} (split {split!r}) cannot be read: {reason}") from error
+        raise ValueError(f"data.{key}={dataset} (data.{own_split}_split={split}) cannot be read: {reason}") from error
 
 
 def _read(
@@ -116,8 +116,11 @@ def _read_json(path: str) -> list[dict[str, Any]]:
     text, decoder, space = Path(path).read_text("utf-8-sig"), json.JSONDecoder(), re.compile(r"\s*")
     values, places, position, last, line = [], [], 0, 0, 1
     while (start := space.match(text, position).end()) < len(text):
-        value, position = decoder.raw_decode(text, start)  # an error names the line of the file
         line, last = line + text.count("\n", last, start), start
+        try:
+            value, position = decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:  # found at its place, maybe lines after the mistake
+            raise ValueError(f"the value that begins in line {line}: {error}") from None
         values.append(value)
         places.append(f"line {line}")
     if len(values) == 1 and isinstance(values[0], list):
@@ -131,8 +134,8 @@ def _read_csv(path: str, text_columns: Sequence[str | None]) -> list[dict[str, A
     reader, rows, places, last = csv.reader(io.StringIO(text, newline=""), strict=True), [], [], 0
     try:
         header, last = next(reader, []), reader.line_num
-        if len(header) == 1 and ";" in header[0] and text_columns[0] not in header:
-            raise ValueError("its columns are separated by ; and must be separated by ,")
+        if len(header) == 1 and re.search("[;\t]", header[0]) and text_columns[0] not in header:
+            raise ValueError("its columns must be separated by commas, not by semicolons or tabs")
         if len(set(header)) < len(header):
             raise ValueError("line 1 names a column twice")
         for cells in reader:
@@ -140,7 +143,7 @@ def _read_csv(path: str, text_columns: Sequence[str | None]) -> list[dict[str, A
             if not cells:  # an empty line
                 continue
             if len(cells) != len(header):
-                raise ValueError(f"line {line} does not have the fields of the header")
+                raise ValueError(f"line {line} has {len(cells)} fields, the header has {len(header)}")
             rows.append(cells)
             places.append(f"line {line}")
     except csv.Error as error:
@@ -178,7 +181,7 @@ def rows_of(table: Any, name: str) -> list[dict[str, Any]]:
     """The rows of a list of mappings, a ``datasets.Dataset`` or a pandas DataFrame; ``name`` is for the ValueError."""
     if hasattr(table, "columns") and hasattr(table, "notna"):  # NaN stands for a missing value
         table = table.astype(object).where(table.notna(), None).to_dict("records")
-    expected = f"{name} must be a list of mappings, a datasets.Dataset or a pandas DataFrame"
+    expected = f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame"
     rows = with_all_columns(list(table), expected)
     # In a DataFrame, the lists of a Parquet file are NumPy arrays, and numbers can be NumPy's.
     return [

@@ -93,9 +93,7 @@ def _choose_device(wanted: str, local_rank: int, local_size: int) -> torch.devic
     if wanted == "cpu" or not has_cuda:
         return torch.device("cpu")
     if local_size > (count := torch.cuda.device_count()):
-        raise ValueError(
-            f"{local_size} processes on this machine, but {count} CUDA devices: use --nproc_per_node={count}"
-        )
+        raise ValueError(f"{local_size} processes, but {count} CUDA devices here: use --nproc_per_node={count}")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

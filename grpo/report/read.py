@@ -150,11 +150,12 @@ def reward_before_and_after(run: RunData, most: int = 10) -> dict[str, Any] | No
 
 
 def evaluation_settings(run: RunData) -> dict[str, Any]:
-    """What the numbers of an evaluation depend on besides the model; rewards and the seed are left out."""
-    config = run.config
-    ignored = ["eval.every", "eval.before_training", "eval.max_samples", "data.max_eval_samples", "data.train_split"]
-    ignored += ["data.max_train_samples", "data.dataset" if config.get("data.eval_dataset") else "data.eval_dataset"]
-    found = {key: config[key] for key in config if key.startswith(("eval.", "data.")) and key not in ignored}
-    if found.get("eval.max_completion_length") is None:
-        found["eval.max_completion_length"] = config.get("rollout.max_completion_length")
-    return found | {"number of problems": run.starts[-1].get("num_eval_problems") if run.starts else None}
+    """What the numbers of an evaluation depend on besides the model, rewards and seed."""
+    unused = "data.dataset" if run.config.get("data.eval_dataset") else "data.eval_dataset"
+    ignored = (unused, "eval.every", "eval.before_training", "eval.max_samples", "data.max_", "data.train_split")
+    found = {"eval.max_completion_length": run.config.get("rollout.max_completion_length")}
+    found |= {
+        key: value for key, value in run.config.items() if key.startswith(("eval.", "data.")) and value is not None
+    }
+    found["number of problems"] = run.starts[-1].get("num_eval_problems") if run.starts else None
+    return {key: value for key, value in found.items() if not key.startswith(ignored)}

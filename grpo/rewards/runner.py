@@ -51,7 +51,9 @@ class RewardResult:
         self.slow: list[int] = []
         """The functions that did not return within the time limit when they were called with all rows."""
         self.first_traceback: dict[str, str] = {}
-        """Function name -> the first failure: a traceback, or a sentence for a timeout or a death."""
+        """Function name -> its failure in the first row: a traceback, or a sentence for a timeout or a death."""
+        self.first_failed: dict[str, int] = {}
+        """Function name -> that row."""
         self.metrics: dict[str, tuple[float, float]] = {}
         """Name -> ``(sum, count)`` of what the functions gave to ``log_metric``. As in TRL they may share a name."""
         self.extra: dict[str, list[Any]] = {}
@@ -69,7 +71,8 @@ class RewardResult:
             else:
                 self.failures[key] += len(rows)
                 reason = outcome.message or "it did not return within reward.timeout_s"
-                self.first_traceback.setdefault(self.names[key], reason)
+                if rows.start <= self.first_failed.get(self.names[key], rows.start):
+                    self.first_failed[self.names[key]], self.first_traceback[self.names[key]] = rows.start, reason
                 self.num_lost_workers[key] += outcome.kind != "error"
 
     def _store(self, key: int, rows: range, outcome: Outcome) -> None:
@@ -200,7 +203,7 @@ class RewardRunner(contextlib.AbstractContextManager):
             except BaseException:  # after a Ctrl-C, threads would wait for workers whose result nobody reads
                 self.close()
                 raise
-            self._log_failures(result)
+            self._log_failures(result, prompts)
         return result
 
     def _score(self, pickled: Callable[[range], bytes], result: RewardResult) -> None:
@@ -221,10 +224,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         for key in result.slow:
             if not self._infos[key].is_async and not result.failures[key]:
                 self._row_by_row.add(key)
-                message = (
-                    "reward %r takes longer than reward.timeout_s for a batch: from now on it is called row by row"
-                )
-                logger.warning(message, self.names[key])
+                logger.warning("reward %r is slower than reward.timeout_s: now called row by row", self.names[key])
 
     def _by_row(self, key: int, rows: range) -> list[list[Call]]:
         """The jobs that call a function once per row: one job per row, or all rows at once if it is async."""
@@ -255,13 +255,14 @@ class RewardRunner(contextlib.AbstractContextManager):
                 result.record(key, rows, outcome)
         return again
 
-    def _log_failures(self, result: RewardResult) -> None:
+    def _log_failures(self, result: RewardResult, prompts: Sequence[Any]) -> None:
         """Print a traceback once per run for each function and type of error."""
         for name, trace in result.first_traceback.items():
             kind = (name, trace.rstrip().rpartition("\n")[2].partition(":")[0])
             if kind not in self._logged:
                 self._logged.add(kind)
                 logger.warning(
-                    "reward %r failed on %d of %d completions (logged once per run); the first failure:\n%s",
-                    *(name, result.failures[self.names.index(name)], len(result.values), printable(trace)),
+                    "reward %r failed on %d of %d completions (logged once per run); first for prompt %.200r:\n%s",
+                    *(name, result.failures[self.names.index(name)], len(result.values)),
+                    *(prompts[result.first_failed[name]], printable(trace)),
                 )

@@ -28,10 +28,10 @@ def score_groups(
 
 
 def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:
-    """A warning if ``data.conversational=auto`` made messages of text rows, and rewards of the user's own get them."""
+    """A note if ``data.conversational=auto`` made messages of text rows, and rewards of the user's own get them."""
     own = [function.name for function in config.reward.functions if ":" in function.name]
     is_changed = any(isinstance(p.prompt, str) and isinstance(p.reward_prompt, list) for p in problems)
     if config.data.conversational != "auto" or not is_changed or not own:
         return None
-    remedy = "if they read text, set data.conversational=false"
-    return f"warning: {', '.join(own)} get(s) lists of messages (system_prompt or few_shot is set): {remedy}"
+    why = "since data.system_prompt or data.few_shot is set: data.conversational=false gives them as text"
+    return f"note: for {', '.join(own)} completions are lists of messages, {why}, true ends this note"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -52,10 +53,10 @@ def make_lr_schedule(
     """A learning-rate schedule of ``num_updates`` optimizer updates, from ``transformers.get_scheduler``.
 
     Args:
-        warmup_steps: optimizer updates; below 1 a fraction of ``num_updates``.
+        warmup_steps: optimizer updates; below 1 a fraction of ``num_updates``, rounded up as transformers does.
         min_lr: floor of a cosine schedule; None: 0.
     """
-    warmup = round(warmup_steps * num_updates) if warmup_steps < 1 else int(warmup_steps)
+    warmup = math.ceil(warmup_steps * num_updates) if warmup_steps < 1 else int(warmup_steps)
     extra: dict[str, Any] = {}
     if name == "constant" and warmup:  # transformers ignores the warm-up of "constant" without a warning
         name = "constant_with_warmup"

@@ -101,7 +101,7 @@ class Run:
         sampling = replace(eval_sampling(self.config), tokens_in_flight=self.sampling.tokens_in_flight)
         grader = Grader(self.config.eval, self.rewards, self.trainer_state)
         total = len(self.world.own_rows(self.eval_problems)) * (1 if sampling.is_greedy else 2)
-        bar = reporter.bar("evaluation", total, "problem")
+        bar = reporter.bar("evaluation" if sampling.is_greedy else "evaluation, greedy and sampled", total, "problem")
         # Each evaluation has the seeds of step 0, so that metrics differ by the weights alone.
         options = dict(seed=self.config.seed, step=0, on_problems=bar.update)
         with self.world.timed("eval", seconds), engine_with_weights(self.engine, self.world), bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -55,12 +56,14 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
     yield data_line(config.data, train, evaluation, len(run.eval_problems))
     rows = f"{r.prompts_per_step} problems x {r.num_generations} completions = {r.prompts_per_step * r.num_generations}"
     steps = f"{run.max_steps} steps, {run.problems.steps_per_epoch} to an epoch"
-    yield f"step      {rows}, over {run.world.size} rank(s); {a.updates_per_step} update(s) from them; {steps}"
+    yield f"step      {rows}, {run.world.size} rank(s), {a.updates_per_step} update(s); {steps}"
     if r.engine == "vllm":
         yield f"sampling  {run.engine}"
     yield f"algorithm {a.name}: {a.objective}, baseline {a.baseline}, scale {a.scale}, {a.aggregation}, beta {a.beta:g}"
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
     yield f"output    {config.output_dir}; the same command {restart}"
+    if config.checkpoint.save_steps is None:
+        yield "          checkpoints: at the end, and at Ctrl-C or SIGTERM; checkpoint.save_steps=N: on the way, too"
 
 
 def lora_line(run: Run) -> str:
@@ -95,6 +98,9 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
             f"note: optim.learning_rate={config.optim.learning_rate:g} is usual for training all weights; LoRA "
             "adapters take about ten times that"
         )
+    named = set(re.findall(r"\{([A-Za-z_]\w*)\}", config.data.question_template or ""))
+    if unknown := sorted(named - {"prompt"}.union(*(problem.columns for problem in train[:1]))):
+        yield f"warning: data.question_template: {', '.join(unknown)} in braces is no column, and stays as it is"
     if shared := count_shared(train, evaluation):
         yield f"warning: {shared} of the evaluation problems are also in the training data"
     compares = any(f.name in COMPARING and f.args.get("column", "answer") == "answer" for f in config.reward.functions)
@@ -110,11 +116,6 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         yield (
             "note: the evaluation data has no column answer, so eval/lenient_accuracy stays 0: "
             "data.answer_column=NAME says which column has it"
-        )
-    if a.updates_per_step == 1:
-        yield (
-            "note: with one update per rollout the loss stays near 0 while its gradient does not: watch reward, not "
-            "loss"
         )
     for section, settings in (("algorithm", a), ("rollout", r)):
         for key, other in settings.without_effect:

@@ -46,8 +46,8 @@ RULES = {
     ),
     "shared cores": (
         "time/frac_core_wait", 0.2,
-        "for {:.0%} of a step this process waited for a CPU core that another process had, and a step whose threads "
-        "wait for each other then takes many times as long. Stop what else runs, or set runtime.threads_per_rank=1",
+        "for {:.0%} of a step this process waited for a CPU core that another process had; with several threads, which "
+        "wait for each other, a step takes many times as long. Stop what else runs, and see runtime.threads_per_rank",
     ),
 }  # fmt: skip
 """Name in ``docs/metrics.md`` -> metric, limit that its mean exceeds, and the hint, with ``{}`` where the mean goes."""

@@ -69,9 +69,7 @@ def print_user_error(error: Exception) -> None:
 
 
 def exit_with_user_error(error: BaseException, world: World | None) -> int:
-    """Print an error once across ranks. With one rank, return the exit code 2; with several, end this process.
-
-    After Ctrl-C the exit code is 130.
+    """Print an error once across ranks. With one rank, return the code 2 (130 after Ctrl-C); else end the process.
 
     Connected ranks all know the error, and rank 0 prints it. If the ranks are not connected yet (``world`` is None),
     the first rank of each machine prints, and a rank that fails alone prints too.
@@ -80,10 +78,10 @@ def exit_with_user_error(error: BaseException, world: World | None) -> int:
     is_first = (local_rank if world is None else rank) == 0
     if not is_first:
         time.sleep(2)  # torchrun ends all ranks as soon as one ends: leave time for the rank that prints
-    code = 2
-    if isinstance(error, KeyboardInterrupt):
-        error, code = ValueError("stopped before the first step: there is nothing to save"), 128 + signal.SIGINT
-    if is_first or world is None:
+    code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 2
+    if is_first and code != 2:
+        print("stopped before the first step: there is nothing to save", flush=True)
+    elif is_first or world is None:
         print_user_error(error)
     if world is not None and not world.is_alone:
         world.exit_now(code)

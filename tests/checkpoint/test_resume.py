@@ -10,7 +10,7 @@ def test_differences_are_settings_data_and_files():
     saved = {"config": before.for_writing(), "data_fingerprint": "a", "content": {"r.py": "b", "gone.py": "c"}}
     saved |= {"tokens_per_microbatch": None, "tokens_in_flight": 99}  # which the run has chosen
     assert _differences(config, saved, "d", {"r.py": "e", "new.py": "f"}) == [
-        ("data_fingerprint", "a", "d"),
+        ("rows of data.dataset", "a", "d"),
         ("content of gone.py", "c", "missing"),
         ("content of new.py", "missing", "f"),
         ("content of r.py", "b", "e"),

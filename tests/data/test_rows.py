@@ -146,7 +146,7 @@ P = '{"prompt": "a", "answer": "7"}\n'
 ANSWER = {"answer_column": "answer"}
 PATTERN = ANSWER | {"answer_pattern": "#### (.+)"}
 REFUSED = [
-    ("d.jsonl", P + '{"prompt": \n', {}, "line 3"),
+    ("d.jsonl", P + '{"prompt": \n' + P, {}, "the value that begins in line 2: "),
     ("d.json", '[{"prompt": "a"},\n{"prompt": }]\n', {}, "line 2"),
     ("d.jsonl", P + "[1, 2]\n", {}, "rows must be JSON objects: line 2 is [1, 2]"),
     ("d.jsonl", P + "\n\nnull\n", {}, "rows must be JSON objects: line 4 is None"),
@@ -156,10 +156,10 @@ REFUSED = [
     ("d.jsonl", '{"prompt": ' + "[" * 100_000, {}, "cannot be read: maximum recursion depth"),
     ("d.csv", "prompt,answer\n", {}, "has no rows"),
     ("d.csv", "prompt,answer,answer\na,1,2\n", {}, "line 1 names a column twice"),
-    ("d.csv", 'prompt,answer\n"a\nb",1\n\n"c\n\nd"\n', {}, "line 5 does not have the fields of the header"),
-    ("d.csv", "question;answer\nWhat is 1, 2?;3\n", {}, "its columns are separated by ;"),
-    ("d.csv", "prompt,answer\na,1\nb,2,3\n", {}, "line 3 does not have the fields of the header"),
-    ("d.csv", "prompt,answer\na,1\nb\n", {}, "line 3 does not have the fields of the header"),
+    ("d.csv", 'prompt,answer\n"a\nb",1\n\n"c\n\nd"\n', {}, "line 5 has 1 fields, the header has 2"),
+    ("d.csv", "question;answer\nWhat is 1, 2?;3\n", {}, "must be separated by commas"),
+    ("d.csv", "prompt,answer\na,1\nb,2,3\n", {}, "line 3 has 3 fields, the header has 2"),
+    ("d.csv", "prompt,answer\na,1\nb\n", {}, "line 3 has 1 fields, the header has 2"),
     ("d.csv", 'prompt,answer\na,"1\n', {}, "line 2: unexpected end of data"),
     ("csv/train.csv", "prompt,answer\na,1,2\n", {}, "more fields than the header"),
     ("json/train.jsonl", '{"prompt": "a", "answer": "2024-01-05"}\n', ANSWER, "texts in column 'answer' into dates"),

@@ -119,7 +119,7 @@ def test_objects_names_a_second_call_and_a_changed_reward(random_model, tmp_path
     assert "already complete" in shown and "are not compared with those of the steps before" in shown
     with pytest.raises(ConfigError, match=r"reward\.functions"):
         train(options, reward_functions=rewards[1:], dataset=ROWS, eval_dataset=ROWS[:3])
-    with pytest.raises(ConfigError, match="data_fingerprint"):
+    with pytest.raises(ConfigError, match=r"rows of data\.dataset"):
         train(options, reward_functions=rewards, dataset=ROWS[1:], eval_dataset=ROWS[:3])
     assert process_state() == before
     assert children() == processes
@@ -159,7 +159,7 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
         (dict(config={"optim": 3}), "optim is a section"),
         (dict(reward_functions=[3]), "reward_functions[0] is 3 of type int: give a function, a name"),
         (dict(reward_functions=lambda completions, gold: [1.0]), "reward 'lambda' needs the column(s) gold"),
-        (dict(dataset=["a"]), "a list of mappings, a datasets.Dataset or a pandas DataFrame: row 1 is 'a'"),
+        (dict(dataset=["a"]), "a datasets.Dataset (one split) or a pandas DataFrame: row 1 is 'a'"),
         (dict(reward_functions={"mine": len}), "a mapping with the keys mine: give a function, a name"),
         (dict(reward_functions={"name": "format", "args": {"x": len}}), "config.yaml cannot hold its args"),
         (dict(num_generations=8, reward_funcs=len), "'reward_functions'?"),
@@ -214,6 +214,12 @@ def test_a_signal_saves_and_ends_the_call(number, error, random_model, tmp_path)
         train(settings(random_model, tmp_path / "run", steps=3), reward_functions=interrupts, dataset=ROWS)
     assert process_state() == before
     assert TrainingResult.load(tmp_path / "run").checkpoint.name == "checkpoint-1"
+
+
+def test_rewards_that_are_all_none_end_the_run(random_model, tmp_path):
+    with pytest.raises(ValueError, match="no reward gave any of the 8 completions of this step a score"):
+        train(settings(random_model, tmp_path), reward_functions=lambda completions, **_: [None] * len(completions),
+              dataset=ROWS)  # fmt: skip
 
 
 def test_a_second_interrupt_ends_an_update_but_not_the_process(monkeypatch):

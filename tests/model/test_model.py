@@ -204,6 +204,7 @@ def rates(name: str, steps: int = 10, warmup: float = 0, min_lr=None) -> list[fl
 def test_schedules_by_hand():
     assert rates("linear", warmup=2)[:4] == pytest.approx([0, 0.5, 1.0, 7 / 8])
     assert rates("linear", warmup=0.2) == rates("linear", warmup=2), "a fraction of the updates"
+    assert rates("linear", warmup=0.11) == rates("linear", warmup=2), "rounded up, as transformers does"
     assert min(rates("cosine", steps=100, min_lr=0.1)) == pytest.approx(0.1, abs=1e-3)
 
 

@@ -198,6 +198,7 @@ def test_one_bad_row_costs_one_reward(run, word, caplog):
     assert result.failures == [1]
     expected = {"raise": "a bad row", "exit": "SystemExit", "die": "status 7", "segfault": "Segmentation fault"}[word]
     assert expected in result.first_traceback["moody"] and expected in caplog.text
+    assert result.first_failed == {"moody": 1} and "first for prompt '" in caplog.text
 
 
 @pytest.mark.parametrize("word", ["hang", "spin"])

@@ -41,6 +41,12 @@ def test_evaluation_data_without_a_column_answer_is_noticed():
     assert not any("data.answer_column" in line for line in warnings_of(Config(), [], [*answered, *problems(1, 2)]))
 
 
+def test_a_template_with_braces_of_no_column_is_noticed():
+    data = {"question_template": r"{topik} {answer}: {prompt} \\frac{1}{2}"}
+    lines = list(warnings_of(Config(data=data), [Problem(0, "1", (0,), {"answer": "1"})], []))
+    assert [line.split(":")[2].split()[0] for line in lines if "question_template" in line] == ["topik"]
+
+
 def test_problems_that_are_left_out_are_counted():
     train = ProblemSet(problems(0, 7), num_too_long=2, num_empty=1, num_without_answer=4)
     evaluation = ProblemSet(problems(0, 5), num_too_long=1, num_empty=2)
@@ -80,7 +86,7 @@ def test_packing_is_what_fast_decode_needs(random_model):
     assert enable_packing(load_config([DEFAULTS]), scorer) is None and matches_model(policy.model)
 
 
-def test_own_rewards_that_get_messages_for_text_rows_are_warned_of():
+def test_own_rewards_that_get_messages_for_text_rows_are_noted():
     messages = [{"role": "user", "content": "q"}]
 
     def warning(prompt, reward_prompt, reward="mine.py:brevity", **data):
@@ -88,7 +94,7 @@ def test_own_rewards_that_get_messages_for_text_rows_are_warned_of():
         rows = [Problem(0, messages, (1,), {}, messages), Problem(1, prompt, (1,), {}, reward_prompt)]
         return messages_warning(config, rows)
 
-    assert warning("q", messages).startswith("warning: mine.py:brevity get(s) lists of messages (system_prompt")
+    assert warning("q", messages).startswith("note: for mine.py:brevity completions are lists of messages, since")
     assert not warning("q", None) and not warning(messages, messages)
     assert not warning("q", messages, conversational=True) and not warning("q", messages, reward="format")
 
