@@ -52,7 +52,7 @@ class Rows:
     """The system prompt of a task, if the configuration sets none. The tiny model, trained without one, gets none."""
     num_without_answer: int = 0
     places: Sequence[str] = ()
-    """Where each row is in its file (``line 7``), or its number in the split."""
+    """The place of each row in its file (``line 7``), or its number in the split."""
     empty_cells: Mapping[str, int] = field(default_factory=dict)
     """The number of rows without a value, by column, of the columns that lack some."""
 

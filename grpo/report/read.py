@@ -150,7 +150,7 @@ def reward_before_and_after(run: RunData, most: int = 10) -> dict[str, Any] | No
 
 
 def evaluation_settings(run: RunData) -> dict[str, Any]:
-    """What the numbers of an evaluation depend on besides the model, rewards and seed."""
+    """The settings on which the numbers of an evaluation depend besides the model, rewards and seed."""
     unused = "data.dataset" if run.config.get("data.eval_dataset") else "data.eval_dataset"
     ignored = (unused, "eval.every", "eval.before_training", "eval.max_samples", "data.max_", "data.train_split")
     found = {"eval.max_completion_length": run.config.get("rollout.max_completion_length")}
