@@ -47,4 +47,18 @@ processes="${NPROC_PER_NODE:-$("$python" -c "$count_gpus")}"
 [[ " $* " != *" --debug "* ]] || processes=1
 if ((processes == 1)); then exec "$python" train_grpo.py "$@"; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun sets it too, with a warning
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$processes" train_grpo.py "$@"
+# torchrun, without its traceback after Ctrl-C and after a mistake of the user (exit code 2), which a rank has printed.
+exec "$python" -c '
+import sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main()
+except SignalException as error:
+    sys.exit(128 + error.sigval)
+except ChildFailedError as error:
+    if error.get_first_failure()[1].exitcode != 2:
+        raise
+    sys.exit(2)
+' --standalone --nproc_per_node="$processes" train_grpo.py "$@"

@@ -232,7 +232,7 @@ def _process_as_it_was() -> Iterator[None]:
     import torch
 
     if not RUNNING.acquire(blocking=False):  # a second run would share all of these
-        raise ValueError("grpo.train is running in another thread: start the second run in a process of its own")
+        raise ValueError("grpo.train is running in this process: start the second run in another one")
     threads, workspace = torch.get_num_threads(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -77,9 +77,9 @@ def bits_depend_on(world: World) -> dict[str, Any]:
 
 
 def how_to_continue(config: Config) -> str:
-    """The last words of a message about a checkpoint: the command that continues the run."""
+    """The last words of a message about a checkpoint: the command (or call of ``train``) that continues the run."""
     setting = " with checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
-    return f"the same command{setting} continues from there"
+    return f"the same command or call{setting} continues from there"
 
 
 @dataclass

@@ -57,9 +57,8 @@ def preview(config: Config, tokenizer: Any) -> Iterator[str]:
         limit = config.data.max_prompt_length
         yield f"left out: {found.num_too_long} longer than data.max_prompt_length={limit} tokens"
         yield f"left out: {found.num_empty} without text"
-        if config.data.answer_pattern is not None:
-            count = found.num_without_answer
-            yield f"kept: {count} in which data.answer_pattern matches nothing (their answer is None)"
+        if config.data.answer_column is not None:
+            yield f"kept: {found.num_without_answer} without an answer: empty, or data.answer_pattern finds none"
         yield f"duplicates: {len(lengths) - len({p.prompt_ids for p in found.problems})} prompts that came before"
         yield f"empty cells: {', '.join(f'{count} in {name}' for name, count in rows.empty_cells.items()) or 'none'}"
         if split == "evaluation":

@@ -102,7 +102,8 @@ def main(argv: list[str]) -> int:
     if not options.table_only:
         print(f"sweep     {len(runs)} runs in {output}; {len(found)} are complete", flush=True)
         # A complete run is started too: it ends at once, or with what has changed in its data or rewards.
-        failed, received = run_all([run for run in found if any(run.folder.glob("checkpoint-*"))])
+        again = [run for run in found if run.config.checkpoint.resume == "auto"]
+        failed, received = run_all([run for run in again if any(run.folder.glob("checkpoint-*"))])
         if not failed and not received:
             failed, received = run_all([run for run in runs if run not in found])
         found = {run: data for run in runs if run not in failed and (data := finished(run))}
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> int:
         complete = {variant: seeds for variant, seeds in by_variant.items() if seeds}
         write_results(output, complete, options.metric, about)
     if len(found) < len(runs):
-        print(f"note: {len(runs) - len(found)} of {len(runs)} runs are not complete")
+        print(f"note: {len(runs) - len(found)} of {len(runs)} runs are not in the table")
     for run, error in failed.items():
         print(f"error: {run}: {error} ({run.log})", file=sys.stderr)
     if received:

@@ -34,9 +34,9 @@ Those of the last steps describe the policy that was reached. A falling learning
 CAPTION = f"mean ± s.d. [{LEVEL:.0%} interval of the mean], over the seeds"
 INTERVAL = "Student's t over seeds, n - 1 degrees of freedom"
 FOOTNOTE = f"""The s.d. has n - 1 in its denominator. The interval ({INTERVAL}), mean ± t s.d. / √n,
-covers the difference between seeds, and is not cut at 0% or 100%. Evaluation: after the last step. Reward, completion
-length, entropy and KL: mean of the last {LAST_STEPS} steps. Gradient norm and clipped tokens: mean of all steps.
-Seconds per step: median of all steps.
+covers the difference between seeds, and is not cut at 0% or 100%. Evaluation: after the last step. Reward,
+completion length, entropy and KL: mean of the last {LAST_STEPS} steps, or of all if there are fewer.
+Gradient norm and clipped tokens: mean of all steps. Seconds per step: median of all steps.
 """
 
 

@@ -115,8 +115,7 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         return unknown_key(key, known)
     if error["type"] == "model_type" and is_section:
-        first = next(k for k in known if k.startswith(f"{key}."))
-        return f"{key} is a section: write {key}.KEY=VALUE, such as {first}, or in Python a mapping of its keys"
+        return f"{key} is a section: write {key}.KEY=VALUE, or in Python a mapping (--help {key}: its keys)"
     if not key or (error["type"] == "value_error" and is_section):
         return message  # it is about several keys, and names them
     if error["type"] == "missing" or "is a secret" in message:

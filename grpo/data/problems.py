@@ -37,7 +37,7 @@ class ProblemSet:
     num_empty: int = 0
     """Rows left out because their prompt has no text or no token."""
     num_without_answer: int = 0
-    """Rows that are kept although ``answer_pattern`` matched nothing; their answer is None."""
+    """Rows that are kept although their answer is None: it was missing, or ``answer_pattern`` matched nothing."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def load_rows(config: DataConfig, *, train: bool, seed: int, table: list[dict[st
             raise ValueError(f"data.{key}={column}: {source} has no such column; it has {', '.join(rows[0])}")
     places = [getattr(row, "place", f"row {number} of the split") for number, row in enumerate(rows, 1)]
     prompts = [_checked(row[config.prompt_column], f"{source}, {at}") for at, row in zip(places, rows, strict=True)]
-    empty_cells = Counter(name for row in rows for name, value in row.items() if value is None or value == "")
+    empty_cells = Counter(n for row in rows for n, value in row.items() if value is None or not str(value).strip())
     columns = [{name: value for name, value in row.items() if name != config.prompt_column} for row in rows]
     num_without_answer = 0
     if answer_column is not None:
@@ -94,7 +94,7 @@ def load_rows(config: DataConfig, *, train: bool, seed: int, table: list[dict[st
         first = next((str(answer)[:80] for answer in answers if answer is not None), None)
         if config.answer_pattern is not None:
             answers = _matched(answers, config.answer_pattern)
-            num_without_answer = answers.count(None)
+        num_without_answer = answers.count(None)
         if all(answer is None for answer in answers):
             pattern = f"data.answer_pattern={config.answer_pattern!r} matches nothing in {first!r} and all others"
             reason = pattern if config.answer_pattern and first is not None else "it is empty in every row"

@@ -55,7 +55,7 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
         return load_task(dataset.removeprefix(BUILTIN_PREFIX)).rows(own_split, seed)[:limit]
     if dataset.startswith(GYM_PREFIX):
         return gym_rows(dataset.removeprefix(GYM_PREFIX), own_split, seed, limit)
-    if split == "auto":
+    if split == "auto" and not train:
         if config.eval_dataset is None:
             return None
         split = "train"  # the name that `datasets` gives the only split of a file
@@ -160,7 +160,7 @@ def _csv_rows(columns: Mapping[str, Sequence[str]], text_columns: Sequence[str |
     """
     values = []
     for name, cells in columns.items():
-        texts = [cell or None for cell in cells]
+        texts = [cell if cell and cell.strip() else None for cell in cells]
         found = [cell and _number(cell) for cell in texts]
         same = name not in text_columns and [value if value is None else str(value) for value in found] == texts
         values.append(found if same else texts)
@@ -179,8 +179,8 @@ def _number(text: str) -> bool | int | float | None:
 
 def rows_of(table: Any, name: str) -> list[dict[str, Any]]:
     """The rows of a list of mappings, a ``datasets.Dataset`` or a pandas DataFrame; ``name`` is for the ValueError."""
-    if hasattr(table, "columns") and hasattr(table, "notna"):  # NaN stands for a missing value
-        table = table.astype(object).where(table.notna(), None).to_dict("records")
+    if hasattr(table, "columns") and hasattr(table, "notna"):  # NaN is a missing value, and makes integers floats
+        table = table.convert_dtypes(convert_string=False).astype(object).where(table.notna(), None).to_dict("records")
     expected = f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame"
     rows = with_all_columns(list(table), expected)
     # In a DataFrame, the lists of a Parquet file are NumPy arrays, and numbers can be NumPy's.

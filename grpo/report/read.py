@@ -151,11 +151,9 @@ def reward_before_and_after(run: RunData, most: int = 10) -> dict[str, Any] | No
 
 def evaluation_settings(run: RunData) -> dict[str, Any]:
     """The settings on which the numbers of an evaluation depend besides the model, rewards and seed."""
-    unused = "data.dataset" if run.config.get("data.eval_dataset") else "data.eval_dataset"
-    ignored = (unused, "eval.every", "eval.before_training", "eval.max_samples", "data.max_", "data.train_split")
-    found = {"eval.max_completion_length": run.config.get("rollout.max_completion_length")}
-    found |= {
-        key: value for key, value in run.config.items() if key.startswith(("eval.", "data.")) and value is not None
-    }
-    found["number of problems"] = run.starts[-1].get("num_eval_problems") if run.starts else None
-    return {key: value for key, value in found.items() if not key.startswith(ignored)}
+    config, count = run.config, run.starts[-1].get("num_eval_problems") if run.starts else None
+    unused = "data.dataset" if config.get("data.eval_dataset") else "data.eval_dataset"
+    ignored = (unused, "eval.every", "eval.before", "eval.max_s", "data.max_eval", "data.max_train", "data.train")
+    used = [key for key in config if key.startswith(("eval.", "data.", "rollout.stop")) and not key.startswith(ignored)]
+    limit = config.get("eval.max_completion_length") or config.get("rollout.max_completion_length")
+    return {key: config[key] for key in used} | {"eval.max_completion_length": limit, "number of problems": count}

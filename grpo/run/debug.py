@@ -100,13 +100,15 @@ def show_verdict(run: Run) -> None:
     for text in found:
         run.reporter.print(f"suspect   {text}")
     before = "once that is explained" if found else "if what is printed above is as you expect"
-    run.reporter.print(f"next      {before}: the same command without --debug")
+    run.reporter.print(f"next      {before}: the same command without --debug, which shortens completions")
 
 
 def suspicions(steps: Sequence[dict[str, Any]], config: Config) -> Iterator[str]:
     """One line for each thing in the metrics of the steps that would keep a run from learning."""
     found = {name: {step.get(name) for step in steps} for name in steps[0]}
-    if len(found["reward"]) == 1 and found["reward_std"] == {0.0}:
+    if found["frac_unscorable"] == {1.0}:
+        yield "no completion got a reward, since the reward functions return None for all of them, or fail"
+    elif len(found["reward"]) == 1 and found["reward_std"] == {0.0}:
         yield (
             f"every completion got reward {found['reward'].pop():g}: compare completions and answer above, then change "
             "the reward, or the format that the prompt asks for, or take easier problems"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 
 from grpo.checkpoint.saver import how_to_continue
 from grpo.distributed import Interrupted, OtherRankFailed
+from grpo.evaluation.grading import correctness_note
 from grpo.run.state import Run
 from grpo.system import UserError, first_line
 
@@ -52,9 +52,7 @@ def _train_and_save(run: Run, train: Callable[[Run], None]) -> int:
     assert not run.progress.mid_update, "an update is never interrupted"
     run.saver.save_newest()
     if code:
-        at = f"step {run.progress.step} of {run.max_steps}"
-        word = "stopped" if code == 128 + signal.SIGINT else "preempted"
-        run.reporter.print(f"{word} at {at}: {how_to_continue(run.config)}")
+        run.reporter.print(f"stopped at step {run.progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
     return code
 
 
@@ -64,6 +62,8 @@ def print_result(run: Run) -> None:
     if run.policy.adapter:
         kind = "a LoRA adapter (python -m grpo.merge makes it a whole model)"
     run.reporter.print(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
+    if run.eval_problems and (note := correctness_note(run.config.eval, run.rewards.names)):
+        run.reporter.print(note)
     if best := run.progress.best:
         name = run.config.checkpoint.keep_best
         run.reporter.print(f"best      {output}/checkpoint-{best['step']}, {name} {best['value']:.4g}")

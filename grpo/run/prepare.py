@@ -49,7 +49,7 @@ from grpo.vllm import build_engine
 
 OWN_TO_A_MACHINE = (
     "output_dir", "model.name_or_path", "model.reference", "model.adapter", "data.dataset", "data.eval_dataset",
-    "runtime.device", "runtime.threads_per_rank", *(f"rollout.{key}" for key in SERVER_KEYS),
+    "checkpoint.resume", "runtime.device", "runtime.threads_per_rank", *(f"rollout.{key}" for key in SERVER_KEYS),
 )  # fmt: skip
 """Settings that may differ between the machines of a run. Where they name files, the content is compared."""
 
@@ -98,11 +98,11 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     path, reference = _resolved_models(config, world)
     with world.fail_together():
         content = content_digests(config, path, rewards, reference)
+        content |= {"the evaluation rows": fingerprint(eval_rows)} if eval_rows else {}
         model = model_digests("", path, with_weights=not world.is_alone)
-    read = {"the rows of data.dataset": data_fingerprint}
-    read["the rows for evaluations"] = fingerprint(eval_rows) if eval_rows else None
-    read["the content of model.name_or_path"] = _joint_digest(model)
-    read["the content of reward.functions, model.reference or model.adapter"] = _joint_digest(content)
+    read = {f"the content of model.name_or_path{name}": value[:12] for name, value in model.items()}
+    read["the rows of data.dataset"] = data_fingerprint[:12]
+    read["the content of rewards, reference model, adapter or evaluation rows"] = _joint_digest(content)
     world.check_same(read)
     with world.fail_together():
         start = read_start_point(config, checkpoint, origin, data_fingerprint, content)
@@ -236,11 +236,6 @@ def _longest(config: Config, train: list[Problem], evaluation: list[Problem]) ->
 
 def print_notes(rewards: RewardRunner, objects: Objects, checkpoint: Path | None) -> None:
     notes = list(rewards.notes)
-    if len(objects.rewards) > len(notes):  # a note tells of each function that is not sent to a worker
-        notes.append(
-            "note: reward functions run in worker processes: a list or a counter that they change stays as it is in "
-            "this process; log_metric and log_extra report values"
-        )
     if objects.rewards and checkpoint:
         notes.append(
             "note: reward functions that are Python objects are not compared with those of the steps before: after a "

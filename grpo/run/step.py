@@ -104,15 +104,14 @@ def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, 
         is_whole_step: False for substitutes of some groups: a function that fails on one bad problem is not broken.
 
     Raises:
-        UserError: on all ranks, if a function failed on every completion of the step, or none gave any of them a score.
+        UserError: on all ranks, if a function failed on every completion of the step.
     """
     names = run.rewards.names
     failures, rows = (result.failures, len(result.values)) if result else ([0] * len(names), 0)
     for name, count in zip(names, failures, strict=True):
         step.metrics.total(f"rewards/{name}/errors", count)
     logged = result.metrics if result else {}
-    scored = sum(any(v is not None for v in row) for row in result.values) if result else 0
-    *failed, rows, scored, num_logged = run.world.sum(torch.tensor([*failures, rows, scored, len(logged)])).tolist()
+    *failed, rows, num_logged = run.world.sum(torch.tensor([*failures, rows, len(logged)])).tolist()
     if num_logged:  # a function may log a metric on some ranks only, and all ranks must add the same names
         for name in sorted({name for of_rank in run.world.gather_objects(list(logged)) for name in of_rank}):
             step.metrics.add(name, *logged.get(name, (0.0, 0.0)))
@@ -121,5 +120,3 @@ def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, 
             trace = result.first_traceback.get(name, "") if result else ""
             error = trace.rstrip().rpartition("\n")[2]  # the runner has printed the traceback
             raise UserError(f"reward {name!r} failed on all {rows} completions of this step: {error or 'timeout'}")
-    if is_whole_step and rows and not scored:
-        raise UserError(f"no reward gave any of the {rows} completions of this step a score: all are None")

@@ -61,7 +61,7 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
         yield f"sampling  {run.engine}"
     yield f"algorithm {a.name}: {a.objective}, baseline {a.baseline}, scale {a.scale}, {a.aggregation}, beta {a.beta:g}"
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
-    yield f"output    {config.output_dir}; the same command {restart}"
+    yield f"output    {config.output_dir}; the same command or call {restart}"
     if config.checkpoint.save_steps is None:
         yield "          checkpoints: at the end, and at Ctrl-C or SIGTERM; checkpoint.save_steps=N: on the way, too"
 
@@ -110,9 +110,10 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
             f"warning: {uncut} of {len(train)} answers contain ####, as worked solutions do, and a reward compares "
             "with the whole text: data.answer_pattern='####\\s*(.+)' takes the answer from behind it"
         )
-    if not evaluation and config.data.eval_split is not None:
-        yield "note: no evaluation, since data.eval_split and data.eval_dataset are not set"
-    elif evaluation and not any("answer" in problem.columns for problem in evaluation):
+    if not evaluation:
+        cause = "and data.eval_dataset are not set" if config.data.eval_split else "is none"
+        yield f"note: no evaluation, since data.eval_split {cause}"
+    elif not any("answer" in problem.columns for problem in evaluation):
         yield (
             "note: the evaluation data has no column answer, so eval/lenient_accuracy stays 0: "
             "data.answer_column=NAME says which column has it"

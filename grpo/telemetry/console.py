@@ -17,17 +17,20 @@ def console_line(metrics: dict[str, Any], max_steps: int, left: str | None = Non
                ("grad_norm", "grad norm", ".3f"), ("learning_rate", "lr", ".1e"),
                ("tokens_per_second", "tokens/s", ".0f"))  # fmt: skip
     parts += [f"{label} {metrics[name]:{form}}" for name, label, form in columns if name in metrics]
-    end = [f"left {left}"] * (left is not None)
+    return _fitted(parts, [f"left {left}"] * (left is not None), width)
+
+
+def _fitted(parts: list[str], end: list[str], width: int | None) -> str:
     while width is not None and len(parts) > 2 and len("  ".join(parts + end)) > width:
         parts.pop()
     return "  ".join(parts + end)
 
 
-def evaluation_line(metrics: dict[str, Any], max_steps: int) -> str:
-    """One evaluation: ``eval  50/150  greedy accuracy 98.5%  ...``."""
+def evaluation_line(metrics: dict[str, Any], max_steps: int, width: int | None = None) -> str:
+    """One evaluation: ``eval  50/150  greedy accuracy 98.5%  ...``, cut as the line of a step."""
     parts = [f"eval {metrics['step']:>{len(str(max_steps))}}/{max_steps}"]
     parts += [f"{_label(name)} {evaluation_form(name).format(metrics[name])}" for name in _console_names(metrics)]
-    return "  ".join(parts)
+    return _fitted(parts, [], width)
 
 
 def evaluation_table(before: dict[str, float] | None, after: dict[str, float]) -> str:

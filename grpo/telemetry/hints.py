@@ -10,8 +10,8 @@ WINDOW = 10
 MIN_ENTROPY = 0.1
 """Share of the mean entropy of the first ``WINDOW`` steps."""
 ENTROPY = (
-    "the entropy fell from {:.3f} to {:.3f}: the completions of a prompt become identical, get equal rewards, and then "
-    "give no gradient. If the accuracy should still rise, set algorithm.epsilon_high=0.28, lower "
+    "the entropy fell from {:.3f} to {:.3f}: the completions of a prompt become identical, as they do once it is "
+    "learned, and then give no gradient. If the accuracy should still rise, set algorithm.epsilon_high=0.28, lower "
     "optim.learning_rate, or raise algorithm.beta"
 )
 RULES = {
@@ -23,9 +23,13 @@ RULES = {
     ),
     "equal rewards": (
         "frac_reward_zero_std", 0.8,
-        "{:.0%} of the groups have equal rewards and give no gradient. With a high reward the policy has learned these "
-        "problems; with a low one they are too hard, or the reward function is wrong or gives None: read completions. "
-        "Change the data, raise rollout.num_generations, or set algorithm.dynamic_sampling=true",
+        "{:.0%} of the groups have equal rewards and give no gradient. With a high reward these problems are learned; "
+        "all is well then. Else they are too hard, or the reward function is wrong or gives None: read completions, "
+        "change the data, raise rollout.num_generations, or set algorithm.dynamic_sampling=true",
+    ),
+    "no score": (
+        "frac_unscorable", 0.99,
+        "no completion of this step has a score, since the reward functions gave None for all: it teaches nothing",
     ),
     "truncation": (
         "completions/clipped_ratio", 0.25,
@@ -46,8 +50,8 @@ RULES = {
     ),
     "shared cores": (
         "time/frac_core_wait", 0.2,
-        "for {:.0%} of a step this process waited for a CPU core that another process had; with several threads, which "
-        "wait for each other, a step takes many times as long. Stop what else runs, and see runtime.threads_per_rank",
+        "for {:.0%} of this step the process waited for a CPU core that another process had. Stop what else runs; if "
+        "this run has several threads, which then wait for each other, set runtime.threads_per_rank=1",
     ),
 }  # fmt: skip
 """Name in ``docs/metrics.md`` -> metric, limit that its mean exceeds, and the hint, with ``{}`` where the mean goes."""
@@ -62,12 +66,13 @@ class Hints:
 
     def update(self, metrics: Mapping[str, Any]) -> list[str]:
         """The new hints of this step. Lines without a reward (evaluations) are ignored."""
-        if metrics.get("reward") is None:
+        if "reward" not in metrics:
             return []
         self._steps.append(metrics)
         found = {}
         for rule, (name, limit, hint) in RULES.items():
-            value = _mean(self._steps[-WINDOW:], name)
+            window = 1 if rule in ("no score", "shared cores") else WINDOW  # one step may take minutes
+            value = _mean(self._steps[-window:], name, window)
             if value is not None and value > limit:
                 found[rule] = hint.format(value)
         now, start = (_mean(steps, "entropy") for steps in (self._steps[-WINDOW:], self._steps[:WINDOW]))
@@ -78,8 +83,8 @@ class Hints:
         return hints
 
 
-def _mean(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """The mean of a metric; None with fewer than ``WINDOW`` steps, or if one of them has no number."""
+def _mean(steps: Sequence[Mapping[str, Any]], name: str, count: int = WINDOW) -> float | None:
+    """The mean of a metric; None with fewer than ``count`` steps, or if one of them has no number."""
     values = [metrics.get(name) for metrics in steps]
-    is_complete = len(values) == WINDOW and all(value is not None and math.isfinite(value) for value in values)
+    is_complete = len(values) == count and all(value is not None and math.isfinite(value) for value in values)
     return fmean(values) if is_complete else None

@@ -93,11 +93,11 @@ class Reporter:
         left = self._time_left(step)
         self._steps_bar.update(step - self._steps_bar.n)
         if self.is_due(step) or has_evaluation:
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
             if "reward" in metrics:
-                width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
                 self.print(console_line(metrics, self.max_steps, left, width))
             if has_evaluation:
-                self.print(evaluation_line(metrics, self.max_steps))
+                self.print(evaluation_line(metrics, self.max_steps, width))
             self._show(step, metrics)
         for hint in self._hints.update(metrics):
             self.print(f"hint: {hint} (see docs/metrics.md)")

@@ -25,7 +25,7 @@ def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(t
     assert "12 rows, 10 used; prompt tokens: shortest " in shown
     assert "left out: 1 longer than data.max_prompt_length=80 tokens" in shown
     assert "left out: 1 without text" in shown
-    assert "kept: 5 in which data.answer_pattern matches nothing" in shown
+    assert "kept: 5 without an answer" in shown
     assert "duplicates: 1 prompts that came before\nempty cells: 1 in q, 1 in gold\n" in shown
     evaluation = shown.split("--- evaluation")[1]
     assert "2 rows, 1 used" in evaluation and "empty cells: none\nin both splits: 1 prompts\n" in evaluation

@@ -138,7 +138,7 @@ def test_the_command_writes_table_and_picture(tmp_path, capsys):
     )
     assert main([*sweep.split(), "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "55.0 ± 7.1 [-8.5, 118.5]" in printed and "1 of 4 runs are not complete" in printed
+    assert "55.0 ± 7.1 [-8.5, 118.5]" in printed and "1 of 4 runs are not in the table" in printed
     assert printed.count("before training") == 1 and "25.0 ± 0.0 [25.0, 25.0]" in printed
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "sweep.json").read_text())

@@ -137,7 +137,7 @@ def soak(folder: Path, rng: random.Random, *, seconds: float, kills: int, ranks:
                     print(f"LOST: resumed at {at}, expected {least} or later ({output})", flush=True)
             if attempt:
                 count["restarts"] += 1
-            if code == 0 and not (happened and ("preempted" in printed or "stopped" in printed)):
+            if code == 0 and not (happened and "stopped" in printed):
                 break
             if not happened:
                 print(f"FAILED by itself with code {code} ({output}):\n{printed[-3000:]}", flush=True)

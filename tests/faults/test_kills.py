@@ -118,7 +118,7 @@ def test_torchrun_killed_takes_its_ranks_along(tmp_path, random_model):
     started.wait_for("FAULT")
     started.kill(signal.SIGKILL)
     assert started.end() == -signal.SIGKILL
-    assert "preempted at step 2" in started.text()
+    assert "stopped at step 2" in started.text()
     assert json.loads((output / "checkpoint-2" / "trainer" / "state.json").read_text())["step"] == 2
 
 

@@ -98,6 +98,6 @@ def test_stopped_while_the_server_does_not_answer(tmp_path, random_model, withou
         started.wait_for(f"\nstep 3/{STEPS}")  # now its tables are waited for
         started.kill(signal.SIGTERM)
         assert started.end() != 0
-    assert started.text().count("preempted at step ") == 1
+    assert started.text().count("stopped at step ") == 1
     run(output, arguments(random_model, output), ranks=2)
     assert_same_run(without(2), output, STEPS)

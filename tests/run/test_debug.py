@@ -21,6 +21,7 @@ SAME = {"frac_reward_zero_std": 1.0, "rewards/a/std": 0.0, "reward_std": 0.0}
         ([GOOD | SAME | {"reward": 0.25}] * 2, ["every completion got reward 0.25: "]),
         ([GOOD | SAME | {"reward": 0.0}, GOOD | SAME | {"reward": 1.0}], ["equal rewards"]),
         ([GOOD | {"frac_reward_zero_std": 1.0}] * 2, ["equal rewards"]),
+        ([GOOD | {"reward": None, "frac_unscorable": 1.0, "rewards/a/std": None}] * 2, ["no completion got a reward"]),
         ([GOOD | {"completions/clipped_ratio": 1.0}] * 2, ["cut off at rollout.max_completion_length=64"]),
     ],
 )  # fmt: skip

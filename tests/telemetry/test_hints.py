@@ -31,7 +31,8 @@ CASES = {
     "equal rewards": ("frac_reward_zero_std", after(10, 0.99, 0.3), 18, "85% of the groups"),
     "truncation": ("completions/clipped_ratio", lambda step: 0.5, 10, "50% of the completions"),
     "clipping": ("clip_ratio/region_mean", lambda step: 0.4, 10, "40% of the tokens"),
-    "shared cores": ("time/frac_core_wait", lambda step: 0.5, 10, "for 50% of a step"),
+    "shared cores": ("time/frac_core_wait", after(3, 0.5, 0.0), 4, "for 50% of this step"),
+    "no score": ("frac_unscorable", after(3, 1.0, 0.5), 4, "no completion of this step has a score"),
     "log-prob difference": ("sampling/logprob_difference", lambda step: 0.2, 10, "differ by 0.200 nats"),
 }
 
