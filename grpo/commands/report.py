@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     options.output = options.output or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
     runs = _watch(options) if options.watch else _write(options)
-    print(f"{options.output}: {len(runs)} run(s), {options.output.stat().st_size / 1e6:.1f} MB")
+    print(f"{options.output}: {len(runs)} run(s), {options.output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     if options.figures:
         print(f"{options.figures}: {len(write_figures(runs, options.figures))} figures")
 

@@ -63,8 +63,8 @@ def without_most_pass_at_k(names: Iterable[str]) -> list[str]:
 
 
 def _console_names(metrics: dict[str, Any]) -> list[str]:
-    """The evaluation metrics that the console shows: of greedy decoding only the accuracy."""
-    names = without_most_pass_at_k(name for name in metrics if name.startswith("eval/"))
+    """The metrics that the console shows: of greedy decoding only the accuracy; not pass@1, which is mean@k."""
+    names = without_most_pass_at_k(name for name in metrics if name.startswith("eval/") and name != "eval/pass@1")
     return [name for name in names if not name.startswith("eval/greedy_") or name == "eval/greedy_accuracy"]
 
 

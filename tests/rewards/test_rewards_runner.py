@@ -226,7 +226,7 @@ def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, cap
     spec = RewardSpec(f"{path}:noted", args={"calls": str(calls)})
     with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([spec], timeout_s=2.0) as runner:
         assert runner.score(["q"] * 30, ["a"] * 30, {}).failures == [0]
-        assert "from now on it is called row by row" in caplog.text
+        assert "now called row by row" in caplog.text
         assert [rows for _, rows in read_calls(calls)] == [30] + [1] * 30
         assert column(runner.score(["q"] * 2, ["a"] * 2, {})) == [1.0] * 2
         assert [rows for _, rows in read_calls(calls)[31:]] == [1, 1]
