@@ -49,10 +49,11 @@ if ((processes == 1)); then exec "$python" train_grpo.py "$@"; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun sets it too, with a warning
 # torchrun, without its traceback after Ctrl-C and after a mistake of the user (exit code 2), which a rank has printed.
 exec "$python" -c '
-import sys
+import logging, sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 try:
     main()
 except SignalException as error:

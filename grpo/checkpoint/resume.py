@@ -202,7 +202,7 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
         start_step = checkpoint.read_state(start_checkpoint)["step"]
         later = [folder for step, folder in checkpoint.list_checkpoints(output) if step > start_step]
         _move_aside(output, later, "checkpoints which are not continued were")
-    elif results := [*output.glob("checkpoint-*"), *output.glob("metrics.jsonl")]:
+    elif results := [*output.glob("checkpoint-*"), *(p for p in output.glob("metrics.jsonl") if p.stat().st_size)]:
         names = "completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl", "tensorboard"
         _move_aside(output, [*results, *(output / name for name in names)], f"an earlier run in {output} was")
     resolved = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)

@@ -52,7 +52,8 @@ def _train_and_save(run: Run, train: Callable[[Run], None]) -> int:
     assert not run.progress.mid_update, "an update is never interrupted"
     run.saver.save_newest()
     if code:
-        run.reporter.print(f"stopped at step {run.progress.step} of {run.max_steps}: {how_to_continue(run.config)}")
+        rest = how_to_continue(run.config) if run.progress.step else "there is nothing to save"
+        run.reporter.print(f"stopped at step {run.progress.step} of {run.max_steps}: {rest}")
     return code
 
 

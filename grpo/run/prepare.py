@@ -123,8 +123,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     max_steps = config.optim.max_steps or max(math.ceil(config.optim.num_epochs * problems.steps_per_epoch), 1)
     if progress.step >= max_steps and not progress.unwritten_line:
         if world.is_main:
-            where = f"{checkpoint} is at step {progress.step} of {max_steps}"
-            print(f"already complete: {where}; nothing to do", flush=True)
+            print(f"already complete: {checkpoint}, step {progress.step} of {max_steps}; a new output_dir starts anew")
         return None
 
     models = build_models(config, world, path, tokenizer, max_steps, start, reference)

@@ -63,7 +63,7 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
     yield f"output    {config.output_dir}; the same command or call {restart}"
     if config.checkpoint.save_steps is None:
-        yield "          checkpoints: at the end, and at Ctrl-C or SIGTERM; checkpoint.save_steps=N: on the way, too"
+        yield "          checkpoints: at the end, Ctrl-C and SIGTERM; with checkpoint.save_steps=N on the way, too"
 
 
 def lora_line(run: Run) -> str:
