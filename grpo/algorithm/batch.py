@@ -5,6 +5,7 @@ Shapes: ``P`` problems, ``G`` completions each, ``B = P*G`` rows, ``T`` completi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,78 @@ class Completion:
     """The tokens that could be drawn at each position, if ``rollout.keep_sampling_mask``; None: all."""
     logged: dict[str, Any] = field(default_factory=dict)
     """Column -> the value that a reward gave to ``log_extra`` for this completion."""
+    loss_mask: tuple[bool, ...] = ()
+    """True at each token that the model sampled, False at those of a tool or environment; empty: all were sampled."""
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The tokens that the model sampled."""
+        return tuple(compress(self.ids, self.loss_mask)) if self.loss_mask else self.ids
+
+    @property
+    def size(self) -> str:
+        """``62 tokens``; of several turns ``62 tokens, 14 of them not the model's``."""
+        num_others = len(self.ids) - len(self.sampled_ids)
+        return f"{len(self.ids)} tokens" + (f", {num_others} of them not the model's" if num_others else "")
+
+    @property
+    def transcript(self) -> str:
+        """The text; of several turns all of them, each behind its role."""
+        return self.text
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool."""
+
+    name: str
+    seconds: float
+    failed: bool
+    """True if the model saw an error: of the tool, of its arguments, or because there is no tool of that name."""
+
+
+@dataclass(frozen=True)
+class Turns(Completion):
+    """A completion of several turns of the model, with the answers of tools or of an environment between them.
+
+    Its ``ids`` are those of all turns and answers, and it ends with a sampled token.
+    """
+
+    messages: tuple[dict[str, Any], ...] = ()
+    """The turns as chat messages: those of the model with ``tool_calls``, and the answers."""
+    stop_reason: str = "stop"
+    """``stop``: the last turn asks for nothing; ``length``: no room is left; ``environment``: it has ended;
+    ``max_turns``; ``failed``: the environment has failed."""
+    rewards: tuple[float, ...] = ()
+    """The reward of each turn, from an environment that gives one."""
+    calls: tuple[ToolCall, ...] = ()
+    environment: Any = None
+    """The environment after the last turn, as rewards get it (:class:`grpo.rewards.worker.Pickled`)."""
+    environment_name: str | None = None
+    """The name of the environment's class; None without one."""
+    environment_reward: float | None = None
+    """What the environment says itself: its ``get_reward()``, or the sum of ``rewards``."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """What a rollout function returned about this completion besides its tokens: columns for the rewards."""
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the model."""
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def transcript(self) -> str:
+        lines = []
+        for message in self.messages:
+            name = f" {message['name']}" if message.get("name") else ""
+            thought = message.get("reasoning_content") or ""
+            lines.append(f"[{message['role']}{name}] {thought}{message.get('content') or ''}")
+            # Calls that were written between tags are part of the content.
+            calls = [
+                f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls", ())
+            ]
+            lines += [f"[call] {call}" for call in calls if "<" not in (message.get("content") or "")]
+        return "\n".join(lines) if self.messages else self.text
 
 
 @dataclass(frozen=True)
@@ -98,6 +171,11 @@ def completion_mask(completion_ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
     return positions_T[None, :] < lengths_B.to(completion_ids_BT.device)[:, None]
 
 
+def completion_lengths(mask_BT: Tensor) -> Tensor:
+    """``[B]`` the number of tokens up to the last True of each row: a mask may have gaps, at the tokens of tools."""
+    return (mask_BT * torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)).amax(dim=1)
+
+
 def right_pad(rows: Sequence[Sequence[int]], value: int, device: Device = "cpu") -> Tensor:
     """A tensor ``[B, longest row]`` of rows of integers, padded with ``value`` on the right."""
     width = max((len(row) for row in rows), default=0)
@@ -115,7 +193,7 @@ class Batch:
     """Prompt, then completion, then padding."""
     prompt_lengths_B: Tensor
     completion_mask_BT: Tensor
-    """True at the tokens of each completion: those that are scored."""
+    """True at the tokens of each completion that the model sampled: those that are scored."""
     loss_mask_BT: Tensor
     """True at the tokens that are trained on: all scored ones, or those of completions that are not truncated."""
     advantages_B: Tensor
@@ -142,7 +220,7 @@ class Batch:
     @property
     def lengths_B(self) -> Tensor:
         """Number of tokens of prompt and completion together."""
-        return self.prompt_lengths_B + self.completion_mask_BT.sum(dim=1)
+        return self.prompt_lengths_B + completion_lengths(self.completion_mask_BT)
 
     @property
     def scorer_inputs(self) -> tuple[Tensor | AllowedTokens, ...]:
@@ -166,7 +244,7 @@ class Batch:
         """The batch of these rows only, padded to the longest of them."""
         rows = torch.arange(len(self))[rows] if isinstance(rows, slice) else rows
         rows = rows.to(self.sequence_ids_BS.device)
-        S, T = int(self.lengths_B[rows].max()), int(self.completion_mask_BT[rows].sum(dim=1).max())
+        S, T = int(self.lengths_B[rows].max()), int(completion_lengths(self.completion_mask_BT[rows]).max())
         columns = {"S": (rows, slice(S)), "T": (rows, slice(T)), "B": rows}  # by the last letter of a tensor's name
         tensors = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
         selected = {name: tensor[columns[name[-1]]] for name, tensor in tensors.items()}
@@ -185,6 +263,9 @@ def collate(
         raise ValueError(f"{len(pairs)} completions, but {advantages_PG.numel()} advantages")
     lengths_B = torch.tensor([len(completion.ids) for _, completion in pairs])
     mask_BT = completion_mask(right_pad([completion.ids for _, completion in pairs], pad_id), lengths_B)
+    for b, (_, completion) in enumerate(pairs):
+        if completion.loss_mask:
+            mask_BT[b, : len(completion.ids)] = torch.tensor(completion.loss_mask)
     trained_B = torch.tensor([completion.finished or not mask_truncated for _, completion in pairs])
     sampled_BT = torch.zeros(mask_BT.shape)
     for b, (_, completion) in enumerate(pairs):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens
+from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens, completion_lengths, completion_mask
 from grpo.attention import enable_packing, few_sizes, pack, packed_hidden
 from grpo.attention.precision import ieee_fp32
 
@@ -76,7 +76,8 @@ class CompletionScorer(nn.Module):
             sequence_ids_BS: ``[B, S]`` prompt, then completion, then padding of any value. No attention mask is needed:
                 in a causal model, padding on the right has no influence on its left.
             prompt_lengths_B: ``[B]`` tokens of each prompt.
-            completion_mask_BT: ``[B, T]`` True at the tokens of each completion.
+            completion_mask_BT: ``[B, T]`` True at the tokens of each completion that are scored. A completion ends with
+                the last of them; those before may have tokens of tools among them.
             group_B: ``[B]`` group of each row, if ``packed``: rows of one group have the same prompt.
             allowed: the tokens that could be drawn at each position: softmaxes are over these. None: over all tokens.
 
@@ -93,10 +94,11 @@ class CompletionScorer(nn.Module):
             # The counts outside of the mask are 0, so the ids are those of the positions inside, in their order.
             allowed = AllowedTokens(allowed.ids_K, allowed.counts[completion_mask_BT])
         if self.packed and group_B is not None:
-            lengths_B = completion_mask_BT.sum(dim=1)
+            lengths_B = completion_lengths(completion_mask_BT)
             packed = pack(sequence_ids_BS, prompt_lengths_B.tolist(), lengths_B.tolist(), group_B.tolist())
             hidden_MH = packed_hidden(self.model.base_model, packed)
-            scored = self._score_hidden(hidden_MH, packed.before_M, labels_N, allowed)
+            is_scored_M = completion_mask_BT[completion_mask(completion_mask_BT, lengths_B)]
+            scored = self._score_hidden(hidden_MH, packed.before_M[is_scored_M], labels_N, allowed)
         elif self.plain_head:
             hidden_BSH = self.model.base_model(input_ids=sequence_ids_BS, use_cache=False).last_hidden_state
             scored = self._score_hidden(hidden_BSH.flatten(0, 1), before_N, labels_N, allowed)

@@ -10,6 +10,9 @@ Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows (completions) being deco
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,10 +23,18 @@ class ForkedCache:
 
     Order of calls: one forward pass over the prompts (:meth:`store_prompts` in every layer), :meth:`fork`, then for
     every token :meth:`begin_token` and, in every layer, :meth:`attend`. Between tokens rows may leave
-    (:meth:`keep_rows`) and join (:meth:`add_rows`).
+    (:meth:`keep_rows`, :meth:`split`) and join (:meth:`add_rows`). :meth:`begin_tokens` begins several tokens at once.
     """
 
-    def __init__(self, prompt_lengths: list[int], capacity: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        prompt_lengths: list[int],
+        capacity: int,
+        device: torch.device | str = "cpu",
+        names: Sequence | None = None,
+    ):
+        self.names = [object() for _ in prompt_lengths] if names is None else list(names)
+        """What tells a prompt from others, by which :meth:`add_rows` finds those that both caches have."""
         self.capacity = capacity
         """Most own tokens of a row."""
         self.length = 0
@@ -39,6 +50,8 @@ class ForkedCache:
         """Dtype of keys, values and their products."""
         self.start_R: Tensor | None = None
         """Index of each row's first own token in the buffers; None while all rows began together."""
+        self.new_R: Tensor | None = None
+        """Number of new tokens of each row, while several are computed at once; None: one each."""
         self.use_cascade = torch.device(device).type == "cpu"
         """True if attention to prompts and to own tokens is computed separately and merged; for the CPU's kernel."""
         self._update_layout()
@@ -67,21 +80,38 @@ class ForkedCache:
         if len(prompts_left) < len(self.prompt_lengths_U):
             self.prompt_lengths_U, self.prompt_R = self.prompt_lengths_U[prompts_left], renumbered_R
             self.prompts = {n: (k[prompts_left], v[prompts_left]) for n, (k, v) in self.prompts.items()}
+            self.names = [self.names[u] for u in prompts_left.tolist()]
         self._update_layout()
 
+    def split(self, rows: Tensor) -> ForkedCache:
+        """A cache of these rows only, a copy; this one keeps them too."""
+        part = copy.copy(self)
+        part.own, part.prompts = dict(self.own), dict(self.prompts)
+        part.keep_rows(rows)
+        return part
+
     def add_rows(self, other: ForkedCache) -> None:
-        """Append the rows of another cache, which have no own tokens yet."""
-        new = len(other.prompt_R)
-        self.prompt_R = torch.cat([self.prompt_R, other.prompt_R + len(self.prompt_lengths_U)])
-        self.prompt_lengths_U = torch.cat([self.prompt_lengths_U, other.prompt_lengths_U])
-        P = int(self.prompt_lengths_U.max())
+        """Append the rows of another cache. A prompt that both have is in memory once."""
+        index = {name: u for u, name in enumerate(self.names)}
+        new = [u for u, name in enumerate(other.names) if name not in index]
+        self.names = self.names + [other.names[u] for u in new]
+        index |= {name: u for u, name in enumerate(self.names)}
+        prompt_U = other.prompt_R.new_tensor([index[name] for name in other.names])
+        R, N = len(self.prompt_R), len(other.prompt_R)
+        self.prompt_R = torch.cat([self.prompt_R, prompt_U[other.prompt_R]])
+        self.prompt_lengths_U = torch.cat([self.prompt_lengths_U, other.prompt_lengths_U[new]])
+        P, length = int(self.prompt_lengths_U.max()), max(self.length, other.length)
         for layer, buffers in self.prompts.items():
             both = zip(buffers, other.prompts[layer], strict=True)
-            self.prompts[layer] = tuple(torch.cat([_resize(x, P), _resize(y, P)]) for x, y in both)
-            if layer in self.own:
-                self.own[layer] = tuple(_append_rows(buffer, new, self.length) for buffer in self.own[layer])
-        start_R = other.prompt_R.new_zeros(len(self.prompt_R) - new) if self.start_R is None else self.start_R
-        self.start_R = torch.cat([start_R, start_R.new_full((new,), self.length)])
+            self.prompts[layer] = tuple(torch.cat([_resize(x, P), _resize(y[new], P)]) for x, y in both)
+            if length:
+                parts = [(self.own.get(layer, (None, None)), R, self.length)]
+                parts += [(other.own.get(layer, (None, None)), N, other.length)]
+                self.own[layer] = tuple(_joined([(own[i], n, end) for own, n, end in parts], length) for i in range(2))
+        starts = self.prompt_R.new_zeros(R) if self.start_R is None else self.start_R
+        new_starts = self.prompt_R.new_zeros(N) if other.start_R is None else other.start_R
+        self.start_R = torch.cat([starts + (length - self.length), new_starts + (length - other.length)])
+        self.length = length
         self._update_layout()
 
     def store_prompts(self, layer: int, k_UPKD: Tensor, v_UPKD: Tensor) -> None:
@@ -89,16 +119,34 @@ class ForkedCache:
         self.dtype = product_dtype(v_UPKD)
         self.prompts[layer] = tuple(x.transpose(1, 2).to(self.dtype).contiguous() for x in (k_UPKD, v_UPKD))
 
+    def begin_tokens(self, new_R: Tensor) -> None:
+        """Advance by ``new_R[r]`` tokens of row r, which :meth:`attend` gets together, padded on the left."""
+        start_R = torch.zeros_like(new_R) if self.start_R is None else self.start_R
+        end = int(
+            (self.length - start_R + new_R).max()
+        )  # all rows end at the same index, whatever their number of tokens
+        shift_R = end - new_R - self.length
+        source_RC = (torch.arange(end, device=new_R.device) - shift_R[:, None]).clamp(0, max(self.length - 1, 0))
+        for buffer in (buffer for buffers in self.own.values() for buffer in buffers):
+            index = source_RC[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+            buffer[:, :, :end] = buffer.gather(2, index)
+        self.start_R, self.length, self.new_R = start_R + shift_R, end, new_R
+
     def begin_token(self) -> None:
         """Advance to the next token of every row: once per decode step, before the first layer."""
         self.length += 1
-        self._token_bias = None
+        self._token_bias = self.new_R = None
         if self.start_R is not None:
             index_C = torch.arange(self.length, device=self.start_R.device)
             self.own_bias = additive_mask(index_C < self.start_R[:, None], self.dtype)
 
     def attend(self, layer: int, q_RH1D, k_RK1D, v_RK1D, scaling: float | None) -> Tensor:
-        """Store one token's keys and values for every row, which attends to its prompt and tokens; ``[R, 1, H, D]``."""
+        """Store one token's keys and values for every row, which attends to its prompt and tokens; ``[R, 1, H, D]``.
+
+        After :meth:`begin_tokens`, those of several tokens.
+        """
+        if self.new_R is not None:
+            return self._attend_several(layer, q_RH1D, k_RK1D, v_RK1D, scaling)
         R, H, _, D = q_RH1D.shape
         K = k_RK1D.shape[1]
         q_RH1D, k_RK1D, v_RK1D = (x.to(self.dtype) for x in (q_RH1D, k_RK1D, v_RK1D))
@@ -116,6 +164,28 @@ class ForkedCache:
         k_RKCD, v_RKCD = (buffer[:, :, : self.length] for buffer in self.own[layer])
         k_RKCD[:, :, -1], v_RKCD[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
         return k_RKCD, v_RKCD
+
+    def _attend_several(self, layer: int, q_RHND: Tensor, k_RKND: Tensor, v_RKND: Tensor, scaling) -> Tensor:
+        """Attention of the last N tokens of every row, of which ``new_R`` are not padding; ``[R, N, H, D]``."""
+        C, N, P = self.length, q_RHND.shape[2], self.prompts[layer][0].shape[2]
+        index_C = torch.arange(C, device=q_RHND.device)
+        is_new_RN = index_C[C - N :] >= C - self.new_R[:, None]
+        if layer not in self.own:
+            self.own[layer] = tuple(
+                x.new_zeros(*x.shape[:2], self.capacity, x.shape[3], dtype=self.dtype) for x in (k_RKND, v_RKND)
+            )
+        keys_and_values = []
+        for x_RKND, prompts_UKPD, own in zip((k_RKND, v_RKND), self.prompts[layer], self.own[layer], strict=True):
+            new = own[:, :, C - N : C]
+            new.copy_(torch.where(is_new_RN[:, None, :, None], x_RKND.to(self.dtype), new))
+            keys_and_values.append(torch.cat([prompts_UKPD[self.prompt_R], own[:, :, :C]], dim=2))
+        sees_prompt_RP = torch.arange(P, device=index_C.device) < self.prompt_lengths_U[self.prompt_R][:, None]
+        sees_own_RNC = (index_C >= self.start_R[:, None, None]) & (index_C <= index_C[C - N :, None])
+        mask_R1NS = torch.cat([sees_prompt_RP[:, None].expand(-1, N, -1), sees_own_RNC], dim=-1)[:, None]
+        options = dict(attn_mask=mask_R1NS, scale=scaling, enable_gqa=True)
+        with torch.autocast(q_RHND.device.type, enabled=False):
+            out = F.scaled_dot_product_attention(q_RHND.to(self.dtype), *keys_and_values, **options)
+        return out.transpose(1, 2)
 
     def _attend_jointly(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> Tensor:
         """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
@@ -157,9 +227,13 @@ class ForkedCache:
         counts_U = self.prompt_R.bincount(minlength=U)
         J = int(counts_U.max())
         first_U = counts_U.cumsum(0) - counts_U
-        number_R = torch.arange(len(self.prompt_R), device=self.prompt_R.device) - first_U[self.prompt_R]
-        self.grid, has_gaps = (U, J), len(self.prompt_R) < U * J
-        self.cell_R = self.prompt_R * J + number_R if has_gaps else None
+        order_R = self.prompt_R.argsort(stable=True)  # rows that came back stand behind those of other prompts
+        number_R = torch.empty_like(order_R)
+        number_R[order_R] = torch.arange(len(order_R), device=order_R.device) - first_U[self.prompt_R[order_R]]
+        self.grid = (U, J)
+        cell_R = self.prompt_R * J + number_R
+        is_grid = len(cell_R) == U * J and bool((cell_R == torch.arange(U * J, device=cell_R.device)).all())
+        self.cell_R = None if is_grid else cell_R
         P = int(lengths_U.max()) if not self.prompts else next(iter(self.prompts.values()))[0].shape[2]
         padding_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
         # Additive masks: [U, 1, 1, P] of the prompts' padding, [R, 1, 1, C] of the indices before a row's first token,
@@ -204,12 +278,19 @@ def select_rows(buffer: Tensor, rows: Tensor, first: int, end: int) -> Tensor:
     return chosen
 
 
-def _append_rows(buffer: Tensor, count: int, length: int) -> Tensor:
-    """``count`` more rows, zeros up to ``length``. These are masked, but 0 times uninitialised memory could be NaN."""
-    longer = buffer.new_empty(len(buffer) + count, *buffer.shape[1:])
-    longer[: len(buffer), :, :length] = buffer[:, :, :length]
-    longer[len(buffer) :, :, :length] = 0.0
-    return longer
+def _joined(parts: list[tuple[Tensor | None, int, int]], length: int) -> Tensor:
+    """One buffer of ``(buffer, rows, end)``, each moved so that its last token, before ``end``, is before ``length``.
+
+    Zeros in front: these are masked, but 0 times uninitialised memory could be NaN. Without a buffer all are zeros.
+    """
+    like = next(buffer for buffer, *_ in parts if buffer is not None)
+    joined, first = like.new_empty(sum(rows for _, rows, _ in parts), *like.shape[1:]), 0
+    for buffer, rows, end in parts:
+        joined[first : first + rows, :, : length - end] = 0.0
+        if end:
+            joined[first : first + rows, :, length - end : length] = buffer[:, :, :end]
+        first += rows
+    return joined
 
 
 def _resize(x_UKPD: Tensor, P: int) -> Tensor:

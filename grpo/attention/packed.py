@@ -79,7 +79,7 @@ def _attention_forward(module, query, key, value, attention_mask, *, packed=None
     """The function that transformers calls in every attention layer.
 
     With ``packed``: attention over a packed row; with ``forked`` too: the same over prompts, whose keys and values go
-    into the cache; with ``forked`` alone: one more token per row; with neither: SDPA.
+    into the cache; with ``forked`` alone: more tokens per row; with neither: SDPA.
     """
     if packed is None and forked is None:
         return _sdpa(module, query, key, value, attention_mask, **options)
@@ -116,6 +116,15 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 def packed_hidden(backbone: nn.Module, packed: PackedLayout, forked: ForkedCache | None = None) -> Tensor:
     """Last hidden states ``[N, hidden]`` of a packed row, whose prompts' keys and values go into ``forked``, if any."""
     return _forward(backbone, packed.ids_1N, packed.positions_1N, packed=packed, forked=forked)[0]
+
+
+def extended_hidden(backbone: nn.Module, ids_RN: Tensor, positions_RN, new_R: Tensor, forked: ForkedCache) -> Tensor:
+    """Last hidden states ``[R, N, hidden]`` of several more tokens per row, padded on the left to N tokens.
+
+    ``new_R``: the number of tokens of each row, whose keys and values go into ``forked``.
+    """
+    forked.begin_tokens(new_R)
+    return _forward(backbone, ids_RN, positions_RN, forked=forked)
 
 
 def forked_hidden(backbone: nn.Module, ids_R: Tensor, positions_R, forked: ForkedCache) -> Tensor:

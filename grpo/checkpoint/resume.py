@@ -24,7 +24,7 @@ RESOLVED_CONFIG, LOCK_FILE = "config.yaml", ".lock"
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout",
     "model.attn_implementation", "lora.", "data.", "reward.functions", "rollout.", "algorithm.", "optim.",
-    "runtime.precision",
+    "model.chat_template", "runtime.precision", "tools", "environment",
 )  # fmt: skip
 """Settings (or sections) that a resumed run must share with its checkpoint to be the same run."""
 MAY_CHANGE = ("optim.reduce_each_microbatch", *(f"rollout.{key}" for key in SERVER_KEYS))
@@ -109,7 +109,11 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
 
 
 def content_digests(
-    config: Config, model_path: str, rewards: RewardRunner, reference_path: str | None = None
+    config: Config,
+    model_path: str,
+    rewards: RewardRunner,
+    reference_path: str | None = None,
+    tool_files: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """Digests of what a continued run reads again: files of models and rewards; commits of models of the Hub.
 
@@ -117,6 +121,7 @@ def content_digests(
         model_path: the folder or Hub id that ``model.name_or_path`` stands for.
         rewards: its functions are loaded; Python objects have no digest.
         reference_path: what ``model.reference`` stands for; None if the reference is the model of the start.
+        tool_files: source files of tools and environments, by their names in messages.
     """
     # The policy's weights come from the checkpoint; those of the start are read again for a reference or an adapter.
     is_reference = config.algorithm.beta > 0 and reference_path is None
@@ -126,7 +131,7 @@ def content_digests(
         others[config.model.reference] = reference_path
     for name, path in others.items():
         found |= model_digests(name, path, with_weights=True) if name is not None else {}
-    return found | {name: digest(path) for name, path in rewards.source_files.items()}
+    return found | {name: digest(path) for name, path in {**rewards.source_files, **(tool_files or {})}.items()}
 
 
 def read_start_point(
@@ -175,7 +180,8 @@ def _differences(
     for name in sorted(state["content"].keys() | content.keys()):
         old, new = (digests.get(name, "missing")[:12] for digests in (state["content"], content))
         triples.append((f"content of {name}", old, new))
-    triples += [(key, saved.get(key), now[key]) for key in fixed]
+    defaults = dict(flat(Config().for_writing()))  # of keys that the checkpoint's version did not have
+    triples += [(key, saved.get(key, defaults[key]), now[key]) for key in fixed]
     return [(key, old, new) for key, old, new in triples if old != new]
 
 

@@ -28,6 +28,8 @@ from grpo.rewards.scores import score_groups
 from grpo.rollout import Engine, SamplingParams
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader
+from grpo.turns.engine import TurnsEngine
+from grpo.turns.tools import Tools
 
 
 @command
@@ -51,14 +53,17 @@ def main(argv: list[str]) -> None:
     world = start_world(config.runtime)
     with contextlib.ExitStack() as at_end:
         rewards, columns = None, dict(map(_column, options.column))
+        tools = at_end.enter_context(contextlib.closing(Tools(config).load())) if config.uses_turns else None
         if options.prompt is not None and has_rewards:
-            runner = RewardRunner(config.reward.functions, timeout_s=config.reward.timeout_s, device=world.device)
+            specs = tools.reward_specs(config.reward.functions) if tools else config.reward.functions
+            runner = RewardRunner(specs, timeout_s=config.reward.timeout_s, device=world.device)
             rewards = at_end.enter_context(runner)
             rewards.check(columns)
         trust = config.model.trust_remote_code
         path = resolve_model(options.model, config.data.dataset, trust_remote_code=trust, adapters=True)
         folder = tempfile.mkdtemp(prefix="grpo-chat-") if options.engine == "vllm" else "."
-        engine = load_engine(config, world, path, load_tokenizer(path, trust_remote_code=trust), folder=folder)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust, chat_template=config.model.chat_template)
+        engine = load_engine(config, world, path, tokenizer, folder=folder, tools=tools)
         at_end.callback(engine.close)
         at_end.enter_context(engine.weights())
         if options.prompt is None:
@@ -87,7 +92,8 @@ def _sample(
     source = f"the chat (context of {context_length} tokens, rollout.max_completion_length={max_tokens})"
     rows = Rows(source, [prompt], [columns], instructions_of(config.data, config.data.dataset))
     data = config.data.model_copy(update={"max_prompt_length": context_length - max_tokens})
-    problems = make_problems(rows, data, engine.policy.tokenizer).problems
+    schemas_of = engine.tools.schemas_of if isinstance(engine, TurnsEngine) else None
+    problems = make_problems(rows, data, engine.policy.tokenizer, schemas_of=schemas_of).problems
     temperature = r.temperature if options.temperature is None else options.temperature
     filters = dict(top_p=r.top_p, top_k=r.top_k, min_p=r.min_p, stop=tuple(r.stop))
     sampling = SamplingParams(num_samples, max_tokens, temperature=temperature, **filters)
@@ -110,8 +116,8 @@ def talk(engine: Engine, config: Config, options: argparse.Namespace) -> None:
             messages.append({"role": "user", "content": line.rstrip("\n")})
             group = _sample(engine, config, options, messages, {}, num_samples=1, turn=turn)
             (completion,) = group.completions
-            messages.append({"role": "assistant", "content": completion.text})
-            print(printable(completion.text) + ("" if completion.finished else " [truncated]"), flush=True)
+            messages += getattr(completion, "messages", None) or [{"role": "assistant", "content": completion.text}]
+            print(printable(completion.transcript) + ("" if completion.finished else " [truncated]"), flush=True)
         if is_terminal:
             print("> ", end="", flush=True)
 
@@ -129,8 +135,8 @@ def show_samples(
             parts = ", ".join(f"{name} {_shown(v)}" for name, v in zip(rewards.names, row, strict=True))
             shown = f"reward {_shown(sum(weighted) if weighted else None)} ({parts}), "
         ending = "finished" if completion.finished else "truncated"
-        print(f"--- {number}/{options.samples}  {shown}{len(completion.ids)} tokens, {ending}")
-        print(printable(completion.text))
+        print(f"--- {number}/{options.samples}  {shown}{completion.size}, {ending}")
+        print(printable(completion.transcript))
 
 
 def _shown(value: float | None) -> str:

@@ -6,8 +6,9 @@
 Then come the numbers of rows that are used and left out, and the lengths of the prompts.
 """
 
+import contextlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpo.commands.command import command, command_parser
@@ -16,6 +17,7 @@ from grpo.data import count_shared, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader
+from grpo.turns.tools import Tools
 
 NUM_PROMPTS = 3
 MAX_VALUE_LENGTH = 200
@@ -31,18 +33,21 @@ def main(argv: list[str]) -> None:
     config = load_config(["--config", options.config, *overrides] if options.config else overrides)
     trust = config.model.trust_remote_code
     path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=trust)
-    for line in preview(config, load_tokenizer(path, trust_remote_code=trust)):
-        print(printable(line))
+    tokenizer = load_tokenizer(path, trust_remote_code=trust, chat_template=config.model.chat_template)
+    with contextlib.closing(Tools(config)) as tools:
+        schemas_of = tools.load().schemas_of if config.uses_turns else None
+        for line in preview(config, tokenizer, schemas_of):
+            print(printable(line))
 
 
-def preview(config: Config, tokenizer: Any) -> Iterator[str]:
+def preview(config: Config, tokenizer: Any, schemas_of: Callable[[dict[str, Any]], list] | None) -> Iterator[str]:
     """The lines of the preview: the first prompts of the training split, and the counts of both splits."""
     train = []
     for split in ("training", "evaluation"):
         rows = load_rows(config.data, train=split == "training", seed=config.seed)
         if rows is None:
             return
-        found = make_problems(rows, config.data, tokenizer)
+        found = make_problems(rows, config.data, tokenizer, schemas_of=schemas_of)
         for number, problem in enumerate(found.problems[:NUM_PROMPTS] if split == "training" else (), 1):
             position = f"prompt {number} of {len(found.problems)} ({rows.places[problem.index]})"
             yield f"--- {position}, {len(problem.prompt_ids)} tokens"

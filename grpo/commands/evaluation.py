@@ -43,6 +43,7 @@ from grpo.system import write_atomically
 from grpo.telemetry.console import evaluation_form, evaluation_table
 from grpo.telemetry.records import json_safe
 from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
+from grpo.turns.tools import Tools
 
 
 def main(argv: list[str]) -> int:
@@ -70,7 +71,12 @@ def main(argv: list[str]) -> int:
 def run(config: Config, models: list[str], output: Path, world: World) -> list[Evaluation]:
     """Evaluate each model on all ranks. The main rank prints the results and writes the file."""
     settings = dict(timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers, device=world.device)
-    with RewardRunner(config.reward.functions, **settings) as rewards:
+    with contextlib.ExitStack() as at_end:
+        with world.fail_together():
+            tools = Tools(config).load() if config.uses_turns else None
+            specs = tools.reward_specs(config.reward.functions) if tools else config.reward.functions
+        at_end.callback(tools.close if tools else lambda: None)
+        rewards = at_end.enter_context(RewardRunner(specs, **settings))
         with world.fail_together():
             rows = load_rows(config.data, train=False, seed=config.seed)
             if rows is None:
@@ -83,7 +89,7 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             folder.mkdir(parents=True, exist_ok=True)
             if output.is_dir() or not os.access(output.resolve().parent if is_replaced else output, os.W_OK):
                 raise ValueError(f"--output {output} cannot be written")
-        evaluations = [_evaluate(config, model, rows, rewards, world, folder) for model in models]
+        evaluations = [_evaluate(config, model, rows, rewards, world, folder, tools) for model in models]
     if world.is_main:
         for model, evaluation in zip(models, evaluations, strict=True):
             print("\n".join(report(config, model, evaluation)), flush=True)
@@ -96,14 +102,16 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
     return evaluations
 
 
-def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World, folder: Path) -> Evaluation:
+def _evaluate(
+    config: Config, model: str, rows: Rows, rewards: RewardRunner, world: World, folder: Path, tools: Tools | None
+) -> Evaluation:
     trust, sampling = config.model.trust_remote_code, eval_sampling(config)
     with world.main_first():
         path = resolve_model(model, config.data.dataset, trust_remote_code=trust, adapters=True)
     with world.fail_together():
-        tokenizer = load_tokenizer(path, trust_remote_code=trust)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust, chat_template=config.model.chat_template)
         split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
-        found = make_problems(rows, config.data, tokenizer)
+        found = make_problems(rows, config.data, tokenizer, schemas_of=tools and tools.schemas_of)
         problems = found.problems[: config.eval.max_samples]
         check_eval_context(config, path, problems)
     if world.is_main:
@@ -113,7 +121,8 @@ def _evaluate(config: Config, model: str, rows: Rows, rewards: RewardRunner, wor
         if warning := messages_warning(config, problems):
             print(warning, flush=True)
     longest = sampling.max_completion_length
-    engine = load_engine(config, world, path, tokenizer, problems=problems, completion_length=longest, folder=folder)
+    where = dict(problems=problems, completion_length=longest, folder=folder)
+    engine = load_engine(config, world, path, tokenizer, **where, tools=tools)
     total = len(problems[world.rank :: world.size]) * (1 if sampling.is_greedy else 2)
     is_hidden = not (world.is_main and sys.stderr.isatty())
     bar = tqdm(total=total, desc=model, unit="problem", leave=False, disable=is_hidden)

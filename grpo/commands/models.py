@@ -12,6 +12,8 @@ from grpo.config import Config
 from grpo.distributed import World
 from grpo.model import load_policy
 from grpo.rollout import Engine, check_sampling
+from grpo.turns.engine import TurnsEngine
+from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
 
 
@@ -23,22 +25,28 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def load_engine(
     config: Config, world: World, path: str, tokenizer: PreTrainedTokenizerBase, *,
-    problems: Sequence[Problem] = (), completion_length: int = 0, folder: str | Path = ".",
+    problems: Sequence[Problem] = (), completion_length: int = 0, folder: str | Path = ".", tools: Tools | None = None,
 ) -> Engine:  # fmt: skip
     """The engine of the model at ``path``, with the settings of its run. All ranks call it together.
 
     Args:
         problems: the problems that it will sample for; empty: not known.
         folder: gets the logs of vLLM's servers.
+        tools: of the run, if it has turns.
     """
     longest = max((len(problem.prompt_ids) + completion_length for problem in problems), default=0)
-    settings = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
+    settings = config.model.model_dump(exclude={"name_or_path", "adapter", "reference", "chat_template"})
     settings |= dict(precision=config.runtime.precision, base_precision=config.lora.base_precision)
     with world.fail_together():
         policy = load_policy(path, tokenizer, device=world.device, **settings)
         CompletionScorer(policy.model).pack_groups()  # as in training: the same kernels, so the same tokens
         check_sampling(policy, reach=longest)
-    return build_engine(
+    engine = build_engine(
         config, world, policy, path=path, root=policy.model, longest=longest, folder=folder,
         probe_ids=problems[0].prompt_ids if problems else (), builtin=dict(fast_decode=config.runtime.fast_decode),
     )  # fmt: skip
+    if tools is None:
+        return engine
+    engine = TurnsEngine(engine, tools, config)
+    engine.check()
+    return engine

@@ -1,12 +1,15 @@
 """The whole configuration: all sections, values that other settings imply, checks between sections, ``--debug``."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
 from grpo.config.secrets import masked
+
+ENVIRONMENT_ROWS = "environment:prompts"
+"""In place of a dataset's name: the prompts are those of an environment's reset, and the rows are seeds."""
 
 
 class Config(schema.Section):
@@ -17,6 +20,14 @@ class Config(schema.Section):
     model: schema.ModelConfig = schema.ModelConfig()
     lora: schema.LoraConfig = schema.LoraConfig()
     data: schema.DataConfig = schema.DataConfig()
+    tools: list[schema.Tool] = []
+    """Functions that the model may call (docs/tools.md): a list of {name, args}, or of names alone."""
+    tools_format: Literal["auto", "tags"] = "auto"
+    """How calls are read. auto: as the tokenizer's response_template says, or like tags. tags: the tool's only argument
+    between <NAME> and </NAME>, or {"name": .., "arguments": {..}} between <tool_call> and </tool_call>."""
+    environment: str | dict[str, str] | None = None
+    """Class of an environment (path/to/file.py:Class), of TRL's or of reset/step form; or a mapping from names to
+    classes, of which the row's column `environment` chooses."""
     reward: schema.RewardConfig = schema.RewardConfig()
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -33,6 +44,11 @@ class Config(schema.Section):
         return self._debug
 
     @property
+    def uses_turns(self) -> bool:
+        """True if completions may have several turns."""
+        return bool(self.tools or self.environment or self.rollout.function)
+
+    @property
     def uses_lora(self) -> bool:
         """True if an adapter is trained, and the model's own weights are frozen."""
         return self.lora.rank > 0 or self.model.adapter is not None
@@ -44,7 +60,11 @@ class Config(schema.Section):
     @model_validator(mode="before")
     @classmethod
     def _add_implied(cls, values: Any) -> Any:
-        return _add_sampler_correction(add_implied_rewards(values)) if isinstance(values, dict) else values
+        return (
+            _add_sampler_correction(add_implied_rewards(_add_environment(values)))
+            if isinstance(values, dict)
+            else values
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -57,6 +77,10 @@ class Config(schema.Section):
             mistake = f"rollout.prompts_per_step={prompts} is no multiple of algorithm.num_minibatches={minibatches}"
             raise ValueError(f"{mistake}: use prompts_per_step={works}")
         _check_lora(self)
+        if not (self.reward.functions or self.environment):
+            raise ValueError("reward.functions is empty, and there is no environment that gives a reward")
+        if self.rollout.function and (self.tools or self.environment):
+            raise ValueError("rollout.function makes whole completions: leave out tools and environment")
         runtime, reduces = self.runtime, self.optim.reduce_each_microbatch
         if runtime.parallel != "fsdp" and (runtime.shard_size or runtime.offload != "none" or reduces):
             raise ValueError("shard_size, offload and optim.reduce_each_microbatch need runtime.parallel=fsdp")
@@ -105,6 +129,14 @@ def _nearest_multiples(value: int, unit: int) -> str:
 def _sections(values: dict[str, Any], *names: str) -> list[dict[str, Any]]:
     """Sections as a user wrote them; empty ones for values of a wrong type, which pydantic refuses."""
     return [section if isinstance(section := values.get(name), dict) else {} for name in names]
+
+
+def _add_environment(values: dict[str, Any]) -> dict[str, Any]:
+    """An environment brings the prompts, if there is no dataset, and the reward, if no functions are set."""
+    if not values.get("environment"):
+        return values
+    data, reward = _sections(values, "data", "reward")
+    return values | {"data": {"dataset": ENVIRONMENT_ROWS} | data, "reward": {"functions": []} | reward}
 
 
 def add_implied_rewards(values: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class ModelConfig(Section):
     """Hub id, local folder, or builtin:tiny (1M parameters, trained on the built-in task at first use, then cached)."""
     adapter: Annotated[str | None, AfterValidator(lambda path: path and os.path.expanduser(path))] = None
     """Folder of a LoRA adapter of the model, which training continues from, and which is part of the KL's reference."""
+    chat_template: str | None = None
+    """Chat template in place of the model's own: the text of it, or a .jinja file. Checkpoints have it too."""
     attn_implementation: str = "sdpa"
     """Attention implementation, as transformers names it: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
@@ -58,6 +60,22 @@ class ModelConfig(Section):
     """Set every dropout, layerdrop and router noise to 0, so that tokens are scored by the policy that sampled them."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, value: str | None) -> str | None:
+        return text_of(value, ".jinja")
+
+
+def text_of(value: str | None, *endings: str) -> str | None:
+    """The text of a file with one of the endings; any other value as it is. The configuration of a run holds the text,
+    not a file that may change."""
+    if not value or not value.endswith(endings) or "\n" in value:
+        return value
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    return path.read_text(encoding="utf-8").rstrip("\n")
 
 
 class LoraConfig(Section):
@@ -121,13 +139,7 @@ class DataConfig(Section):
     @field_validator("system_prompt")
     @classmethod
     def _read_file(cls, value: str | None) -> str | None:
-        """A run's configuration holds the text, not a file that may change."""
-        if not value or not value.endswith((".txt", ".md")) or "\n" in value:
-            return value
-        path = Path(value).expanduser()
-        if not path.is_file():
-            raise ValueError("there is no such file")
-        return path.read_text(encoding="utf-8").rstrip("\n")
+        return text_of(value, ".txt", ".md")
 
     @field_validator("few_shot")
     @classmethod
@@ -157,13 +169,26 @@ class RewardFunction(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+class Tool(Section):
+    name: str
+    """calculator, python, package.module:function, or path/to/file.py:function."""
+    args: dict[str, Any] = {}
+    """Arguments that the model does not choose."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class RewardConfig(Section):
-    functions: list[RewardFunction] = Field([RewardFunction(name="accuracy")], min_length=1)
+    functions: list[RewardFunction] = [RewardFunction(name="accuracy")]
     """Reward functions, summed with their weights: a list of {name, weight, args}, or of names alone."""
     timeout_s: float = Field(10.0, gt=0)
-    """Seconds after which a reward function that does not return is killed; its completion has no reward then."""
+    """Seconds after which a reward function that does not return is killed; its completion has no reward then. A tool
+    is killed too, and the model gets an error as its result."""
     num_workers: Positive | None = None
-    """Processes per rank that run the reward functions; none: 1."""
+    """Processes per rank that run the reward functions, and as many for tools; none: 1, and 8 for tools."""
 
 
 SERVER_KEYS = ("server", "vllm_command", "weights_folder")
@@ -192,6 +217,12 @@ class RolloutConfig(Section):
     """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone."""
     tokens_in_flight: Positive | None = None
     """Most tokens (prompt + completion) in the KV cache at once, per rank; none: all, or what fits in the dry run."""
+    max_turns: Positive | None = None
+    """Most turns of the model in a completion; none: as many as fit into max_completion_length with the answers."""
+    max_tool_tokens: Positive | None = None
+    """Longest result of a tool in tokens; longer ones are cut. none: one that does not fit ends the completion."""
+    function: str | None = None
+    """Own rollout function, path/to/file.py:function, which makes the completions with a `generate` that it gets."""
     engine: Literal["builtin", "vllm"] = "builtin"
     """Sampler: builtin, in the training process; vllm, servers that get the weights (docs/vllm.md)."""
     server: str | list[str] = "start"

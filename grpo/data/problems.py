@@ -6,14 +6,14 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import regex
 
 from grpo.algorithm.batch import Problem
-from grpo.data.rows import BUILTIN_PREFIX, GYM_PREFIX, dataset_setting, read_rows
+from grpo.data.rows import BUILTIN_PREFIX, ENVIRONMENT_ROWS, GYM_PREFIX, dataset_setting, read_rows
 from grpo.data.tasks import GYM_INSTRUCTIONS, load_task
 from grpo.data.tiny import is_tiny_tokenizer
 
@@ -140,8 +140,14 @@ def _matched(answers: Sequence[Any], pattern: str) -> list[str | None]:
     return [((match and match[group]) or "").strip() or None for match in matches]
 
 
-def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
-    """Render and tokenize the prompts. A prompt that is too long is left out, never truncated."""
+def make_problems(
+    rows: Rows, config: DataConfig, tokenizer: Any, *, schemas_of: Callable[[dict[str, Any]], list] | None = None
+) -> ProblemSet:
+    """Render and tokenize the prompts. A prompt that is too long is left out, never truncated.
+
+    ``schemas_of`` a row's columns are the tools that its prompt shows, in runs with turns; None: completions are one
+    turn.
+    """
     system_prompt, few_shot, prompts = config.system_prompt, config.few_shot, rows.prompts
     if system_prompt is None and not is_tiny_tokenizer(tokenizer):
         system_prompt = rows.instructions
@@ -152,18 +158,25 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
         pairs = zip(prompts, rows.columns, strict=True)
         prompts = [fill_question_template(template, prompt, columns) for prompt, columns in pairs]
         few_shot = [{**shot, "prompt": fill_question_template(template, shot["prompt"], {})} for shot in few_shot]
-    texts = [render(prompt, tokenizer, system_prompt, few_shot, config.prompt_template) for prompt in prompts]
+    schemas = [schemas_of(columns) if schemas_of else None for columns in rows.columns]
+    texts = [
+        render(prompt, tokenizer, system_prompt, few_shot, config.prompt_template, shown)
+        for prompt, shown in zip(prompts, schemas, strict=True)
+    ]
     # A chat template writes every special token into the text. Without a template, the tokenizer adds its own (BOS).
     is_plain = not tokenizer.chat_template or config.prompt_template is not None
     ids = tokenizer(texts, add_special_tokens=is_plain, verbose=False)["input_ids"]
     if is_plain:  # some tokenizers also add an EOS, after which a model cannot continue the prompt
         ids = [_without_added_eos(row, text, tokenizer) for row, text in zip(ids, texts, strict=True)]
 
+    is_filled = [bool(prompt) or config.dataset == ENVIRONMENT_ROWS for prompt in rows.prompts]
+
     def reward_prompt(index: int) -> Prompt | None:
         """The prompt for rewards (``data.conversational``): the model's messages, or text; None: as in the row."""
         is_text, as_messages = isinstance(rows.prompts[index], str), config.conversational
         if as_messages == "auto":
-            as_messages = not is_text or bool(tokenizer.chat_template and (config.system_prompt or config.few_shot))
+            as_messages = not is_text or schemas_of is not None
+            as_messages |= bool(tokenizer.chat_template and (config.system_prompt or config.few_shot))
         if as_messages:
             shown = system_prompt if config.prompt_template is None else None
             return conversation(prompts[index], shown, few_shot)
@@ -172,9 +185,9 @@ def make_problems(rows: Rows, config: DataConfig, tokenizer: Any) -> ProblemSet:
     problems = [
         Problem(i, rows.prompts[i], tuple(prompt_ids), rows.columns[i], reward_prompt=reward_prompt(i))
         for i, prompt_ids in enumerate(ids)
-        if rows.prompts[i] and 0 < len(prompt_ids) <= config.max_prompt_length
+        if is_filled[i] and 0 < len(prompt_ids) <= config.max_prompt_length
     ]
-    lengths = [len(row) for row, prompt in zip(ids, rows.prompts, strict=True) if prompt and row]
+    lengths = [len(row) for row, has_text in zip(ids, is_filled, strict=True) if has_text and row]
     num_empty = len(ids) - len(lengths)
     if not problems:
         limit = f"longer than data.max_prompt_length={config.max_prompt_length} tokens or empty"
@@ -196,7 +209,7 @@ def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int
 
 def render(
     prompt: Prompt, tokenizer: Any, system_prompt: str | None, few_shot: Sequence[dict[str, str]],
-    prompt_template: str | None = None,
+    prompt_template: str | None = None, schemas: Sequence[dict[str, Any]] | None = None,
 ) -> str:  # fmt: skip
     """The text that the model reads: system prompt, worked examples and question in the chat template.
 
@@ -209,7 +222,9 @@ def render(
         return prompt_template.replace("{prompt}", messages[-1]["content"])
     if tokenizer.chat_template:
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return tokenizer.apply_chat_template(
+                messages, tools=list(schemas) if schemas else None, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # a chat template is a program that comes with the model
             raise ValueError(f"the model's chat template refuses {str(messages)[:200]}: {error}") from error
     return "\n\n".join(message["content"] for message in messages)

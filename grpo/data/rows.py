@@ -18,12 +18,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo.algorithm.seeding import derive_seed
 from grpo.data.tasks import gym_rows, load_task
 
 if TYPE_CHECKING:  # the tiny model and the tasks are used without pydantic
     from grpo.config import DataConfig
 
 BUILTIN_PREFIX, GYM_PREFIX = "builtin:", "reasoning_gym:"
+ENVIRONMENT_ROWS = "environment:prompts"
+"""In place of a dataset's name in the configuration: the prompts are those of an environment, and rows are seeds."""
+NUM_PROMPTS = {"train": 4096, "eval": 128}
+"""Of an environment, unless ``max_train_samples`` or ``max_eval_samples`` are set."""
 PYTHON_ROWS = "python:rows"
 """In place of a dataset's name in the configuration: rows that a Python program passed to ``grpo.train``."""
 
@@ -53,6 +58,9 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
         return None
     if dataset.startswith(BUILTIN_PREFIX):
         return load_task(dataset.removeprefix(BUILTIN_PREFIX)).rows(own_split, seed)[:limit]
+    if dataset == ENVIRONMENT_ROWS:
+        seeds = (derive_seed(seed, f"environment/{own_split}", i) for i in range(limit or NUM_PROMPTS[own_split]))
+        return [{config.prompt_column: "", "seed": row_seed} for row_seed in seeds]
     if dataset.startswith(GYM_PREFIX):
         return gym_rows(dataset.removeprefix(GYM_PREFIX), own_split, seed, limit)
     if split == "auto" and not train:

@@ -45,7 +45,7 @@ class Grader:
             correct=correctness is not None and correctness > self.correct_above,
             formatted=(rewards[self.format] or 0.0) > 0 if self.format else self._is_well_formed(completion.text),
             lenient=answer is not None and last_number is not None and answers_equal(last_number, str(answer)),
-            length=len(completion.ids),
+            length=len(completion.sampled_ids),
             truncated=not completion.finished,
             rewards=rewards,
             scored=correctness is not None,

@@ -71,7 +71,9 @@ def check_context(
         raise ValueError(f"{key}={max_length} + {exceed}: use at most {context - longest}")
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or Hub id, or ValueError. An adapter folder without one has that of its model."""
     if not os.path.exists(os.path.join(path, "tokenizer_config.json")):
         path = base_of(path)
@@ -80,6 +82,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     # Without any tokenizer file transformers returns a tokenizer that has special tokens only.
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise ValueError(f"{path} has no tokenizer: put tokenizer.json (or vocab files) beside the model")
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     return tokenizer
 
 

@@ -207,6 +207,17 @@ def _value(node: Any) -> Fraction:
     return _OPERATIONS[type(node.op)](*map(_value, operands))
 
 
+class EnvironmentReward:
+    """What an environment of this class says itself: ``get_reward()``, or the sum of its turns' rewards."""
+
+    def __init__(self, class_name: str):
+        self.class_name = class_name
+
+    def __call__(self, prompts, completions, environment_names=(), environment_rewards=(), **columns) -> Rewards:
+        pairs = zip(environment_names, environment_rewards, strict=True)
+        return [reward if name == self.class_name else None for name, reward in pairs]
+
+
 def _score_rows(
     read: Callable[[str], Any], score: Callable[..., float | None], completions: Sequence[Any], columns: dict[str, Any],
     *names: str,

@@ -27,11 +27,16 @@ BUILTIN: dict[str, str] = dict.fromkeys(_IN_BUILTIN, "grpo.rewards.builtin") | {
 """Name -> the module that defines a function of that name. The module is imported when the reward is loaded."""
 
 CLASSIFIER_PREFIX = "classifier:"
+ENVIRONMENT_PREFIX = "environment:"
+"""Begins the name of the reward that an environment gives itself; then comes the name of its class."""
 OBJECT_PREFIX = "python:"
 """Begins the name of a reward that a program passed to ``grpo.train`` as an object, which others cannot import."""
 ONLY_IF_NAMED = ("trainer_state", "log_metric", "log_extra")
 """Arguments that a reward gets only if it has a parameter of that name: rewards expect columns in ``**kwargs``."""
-TRAINER_ARGUMENTS = ("prompts", "completions", "completion_ids", *ONLY_IF_NAMED)
+TRAINER_ARGUMENTS = (
+    "prompts", "completions", "completion_ids", "environments", "environment_names", "environment_rewards",
+    *ONLY_IF_NAMED,
+)  # fmt: skip
 """The arguments that the trainer passes to a reward besides the columns. A column of such a name is not passed."""
 FILE_MODULE_PREFIX = "grpo_reward_file_"
 """Begins the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""
@@ -50,12 +55,28 @@ def load_reward(spec: str) -> Callable[..., Any]:
         return ClassifierReward(spec[len(CLASSIFIER_PREFIX) :])
     if spec in BUILTIN:
         return getattr(importlib.import_module(BUILTIN[spec]), spec)
+    if spec.startswith(ENVIRONMENT_PREFIX):
+        from grpo.rewards.builtin import EnvironmentReward
+
+        return EnvironmentReward(spec[len(ENVIRONMENT_PREFIX) :])
+    function = load_object(spec, "reward", ", ".join(BUILTIN))
+    if not callable(function) or inspect.isclass(function):
+        location, _, name = spec.rpartition(":")
+        raise ValueError(f"reward {spec!r}: {location} has no function {name!r}; of a class, name an instance")
+    return function
+
+
+def load_object(spec: str, kind: str, builtin: str) -> Any:
+    """What ``package.module:name`` or ``path/to/file.py:name`` names, or ValueError; None if its module has no such name.
+
+    ``kind``: what it is, and ``builtin``: what there is besides, for messages.
+    """
     location, _, name = spec.rpartition(":")
     if spec.startswith(OBJECT_PREFIX):
-        raise ValueError(f"reward {spec!r} was an object passed to grpo.train(): name a function of a file, or another")
+        raise ValueError(f"{kind} {spec!r} was an object passed to grpo.train(): name one of a file, or another")
     if not location:
-        own = 'your own is "package.module:function" or "path/to/file.py:function"'
-        raise ValueError(f"unknown reward {spec!r}: built in are {', '.join(BUILTIN)}; {own}")
+        own = 'your own is "package.module:name" or "path/to/file.py:name"'
+        raise ValueError(f"unknown {kind} {spec!r}: " + f"built in are {builtin}; " * bool(builtin) + own)
     is_file = location.endswith(".py") or os.sep in location
     try:
         module = _import_file(location) if is_file else _import_module(location)
@@ -64,11 +85,8 @@ def load_reward(spec: str) -> Callable[..., Any]:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own_path]
         place = f" (line {lines[-1]})" if lines else ""
         cause = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"reward {spec!r}: importing {location}{place} raised {cause}") from error
-    function = getattr(module, name, None)
-    if not callable(function) or inspect.isclass(function):
-        raise ValueError(f"reward {spec!r}: {location} has no function {name!r}; of a class, name an instance")
-    return function
+        raise ValueError(f"{kind} {spec!r}: importing {location}{place} raised {cause}") from error
+    return getattr(module, name, None)
 
 
 def _import_file(path: str) -> ModuleType:
@@ -126,16 +144,18 @@ def describe(spec: str, function: Callable[..., Any], arguments: Mapping[str, An
     call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     row_by_row = bool(getattr(function, "row_by_row", False))
-    return FunctionInfo(is_async, row_by_row, _needed_columns(function, arguments), _source_files(spec, function))
+    return FunctionInfo(is_async, row_by_row, _needed_columns(function, arguments), source_files(spec, function))
 
 
-def _source_files(spec: str, function: Callable[..., Any]) -> dict[str, str]:
+def source_files(spec: str, function: Callable[..., Any]) -> dict[str, str]:
+    """Name for messages -> path of the file that a name points to, and of another that defines the function."""
     location = spec.strip().rpartition(":")[0]
     path = os.path.realpath(os.path.expanduser(location))
     named = path if os.path.isfile(path) else getattr(sys.modules.get(location), "__file__", None)
     if not location or named is None:
         return {}
-    module = sys.modules.get(function.__module__) if inspect.isfunction(function) else None
+    is_defined = inspect.isfunction(function) or inspect.isclass(function)
+    module = sys.modules.get(function.__module__) if is_defined else None
     defining = getattr(module, "__file__", None) or named
     if os.path.realpath(defining) == os.path.realpath(named):
         return {location: named}

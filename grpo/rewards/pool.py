@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,7 +25,7 @@ MAX_ANSWER_BYTES = 256 * 1024**2
 # With -c, Python puts the working folder first in sys.path: until that is replaced, only built-in modules are imported.
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; "
-    "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]), WORKER)"
 )
 
 
@@ -40,13 +40,21 @@ class WorkerLost(Exception):
 class WorkerProcess:
     """One process that runs ``grpo.rewards.worker`` in a folder. One thread at a time may send it requests."""
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, worker: str):
+        """``worker``: the class that answers requests, ``package.module:name``."""
         self.loaded: dict[int, FunctionInfo] = {}
         self.num_printed_bytes = 0
         self._is_late = False
         self._socket, theirs = socket.socketpair()
         with theirs:
-            python = [sys.executable, "-u", "-c", _BOOTSTRAP, str(theirs.fileno()), str(os.getpid())]
+            python = [
+                sys.executable,
+                "-u",
+                "-c",
+                _BOOTSTRAP.replace("WORKER", repr(worker)),
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
             # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group
             # also kills processes that a reward has started.
             self._process = subprocess.Popen(
@@ -125,8 +133,8 @@ class WorkerPool:
     folder is that of the start, so that relative paths stay valid.
     """
 
-    def __init__(self, num_workers: int):
-        self._num_workers, self._directory = num_workers, os.getcwd()
+    def __init__(self, num_workers: int, worker: str = "grpo.rewards.worker:Worker"):
+        self._num_workers, self._directory, self._worker = num_workers, os.getcwd(), worker
         self._functions: dict[int, tuple[Any, ...]] = {}
         self._processes: list[WorkerProcess] = []
         self._threads: ThreadPoolExecutor | None = None
@@ -148,13 +156,21 @@ class WorkerPool:
 
     def run(self, calls: Sequence[tuple[int, bytes]], timeout_s: float) -> list[Outcome]:
         """``Worker.run`` in the worker of this thread; ``WorkerLost`` if it does not answer in time."""
-        process = self._process()
-        for key in {key for key, _ in calls} - process.loaded.keys():
-            if isinstance(mistake := self._load(process, key), ValueError):
-                raise WorkerLost("died", f"was restarted and could not load the function again: {mistake}")
+        process = self._ready({key for key, _ in calls})
         is_async = any(process.loaded[key].is_async for key, _ in calls)
         seconds = timeout_s + (GATHER_GRACE_SECONDS if is_async else 0)
         return process.request(seconds, "run", calls, timeout_s)
+
+    def request(self, keys: Collection[int], seconds: float, *request: Any) -> Any:
+        """The answer of the worker of this thread, which has loaded ``keys``; ``WorkerLost`` if there is none in time."""
+        return self._ready(keys).request(seconds, *request)
+
+    def _ready(self, keys: Collection[int]) -> WorkerProcess:
+        process = self._process()
+        for key in set(keys) - process.loaded.keys():
+            if isinstance(mistake := self._load(process, key), ValueError):
+                raise WorkerLost("died", f"was restarted and could not load the function again: {mistake}")
+        return process
 
     def begin_step(self) -> None:
         """Print up to :data:`MAX_OUTPUT_BYTES` of each worker's output again."""
@@ -176,7 +192,7 @@ class WorkerPool:
             if process is not None:
                 process.end()
                 self._processes.remove(process)
-            process = self._own.process = WorkerProcess(self._directory)
+            process = self._own.process = WorkerProcess(self._directory, self._worker)
             self._processes.append(process)
         return process
 

@@ -7,6 +7,7 @@ communicate between ranks: the training loop makes all ranks agree on a failure.
 """
 
 import contextlib
+import copy
 import logging
 import pickle
 import threading
@@ -74,6 +75,15 @@ class RewardResult:
                 if rows.start <= self.first_failed.get(self.names[key], rows.start):
                     self.first_failed[self.names[key]], self.first_traceback[self.names[key]] = rows.start, reason
                 self.num_lost_workers[key] += outcome.kind != "error"
+
+    def spread(self, is_scored: Sequence[bool]) -> "RewardResult":
+        """The result for more rows, of which the functions got those where ``is_scored``; the others have no score."""
+        spread = copy.copy(self)
+        number = iter(range(len(self.values)))
+        source = [next(number) if scored else None for scored in is_scored]
+        spread.values = [[None] * len(self.names) if n is None else self.values[n] for n in source]
+        spread.extra = {c: [None if n is None else entries[n] for n in source] for c, entries in self.extra.items()}
+        return spread
 
     def _store(self, key: int, rows: range, outcome: Outcome) -> None:
         for row, value in zip(rows, outcome.values, strict=True):

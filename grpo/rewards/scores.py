@@ -1,8 +1,10 @@
 """Score sampled groups. This module imports torch, which reward workers do not need: they do not import it."""
 
 from collections.abc import Sequence
+from itertools import compress
+from typing import Any
 
-from grpo.algorithm.batch import Group, Problem
+from grpo.algorithm.batch import Completion, Group, Problem, Turns
 from grpo.config import Config
 from grpo.rewards.runner import RewardResult, RewardRunner
 from grpo.rewards.worker import OUTSIDE_TRAINING, TrainerState
@@ -12,19 +14,30 @@ def score_groups(
     rewards: RewardRunner, groups: Sequence[Group], trainer_state: TrainerState = OUTSIDE_TRAINING
 ) -> RewardResult:
     """Score every completion of some groups. As in TRL, completions of conversational prompts are lists of messages."""
-    rows = [(group.problem, completion) for group in groups for completion in group.completions]
+    all_rows = [(group.problem, completion) for group in groups for completion in group.completions]
+    is_scored = [not isinstance(c, Turns) or c.stop_reason != "failed" for _, c in all_rows]
+    rows = list(compress(all_rows, is_scored))
     prompts = [problem.prompt if problem.reward_prompt is None else problem.reward_prompt for problem, _ in rows]
-    column_names = dict.fromkeys(name for problem, _ in rows for name in problem.columns)
-    return rewards.score(
+    columns = [problem.columns | (c.fields if isinstance(c, Turns) else {}) for problem, c in rows]
+    values = {name: [row.get(name) for row in columns] for name in dict.fromkeys(n for row in columns for n in row)}
+    if any(isinstance(completion, Turns) for _, completion in rows):
+        for argument in ("environment", "environment_name", "environment_reward"):
+            values[f"{argument}s"] = [getattr(completion, argument) for _, completion in rows]
+    result = rewards.score(
         prompts=prompts,
-        completions=[
-            completion.text if isinstance(prompt, str) else [{"role": "assistant", "content": completion.text}]
-            for prompt, (_, completion) in zip(prompts, rows, strict=True)
-        ],
-        columns={name: [problem.columns.get(name) for problem, _ in rows] for name in column_names},
-        completion_ids=[list(completion.ids) for _, completion in rows],
+        completions=[_as_rewards_get_it(prompt, c) for prompt, (_, c) in zip(prompts, rows, strict=True)],
+        columns=values,
+        completion_ids=[list(completion.sampled_ids) for _, completion in rows],
         trainer_state=trainer_state,
     )
+    return result if all(is_scored) else result.spread(is_scored)
+
+
+def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
+    if isinstance(prompt, str):  # of several turns the last
+        return completion.text
+    turns = completion.messages if isinstance(completion, Turns) else ()
+    return [dict(m) for m in turns] or [{"role": "assistant", "content": completion.text}]
 
 
 def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:

@@ -5,6 +5,7 @@ others use SIGALRM. Rewards that run in the training process use the class :clas
 """
 
 import asyncio
+import importlib
 import inspect
 import math
 import os
@@ -33,11 +34,15 @@ METRICS = frozenset({
     "completion_tokens", "step_time", "tokens_per_second",
 })  # fmt: skip
 """Metrics of the trainer: ``log_metric`` refuses these names."""
-METRIC_GROUPS = ("clip_ratio/", "completions/", "eval/", "histograms/", "rewards/", "sampling/", "tables/", "time/")
+METRIC_GROUPS = (
+    "clip_ratio/", "completions/", "eval/", "histograms/", "rewards/", "sampling/", "stop_reason/", "tables/", "time/",
+    "tools/", "turns/",
+)  # fmt: skip
 """``log_metric`` refuses names that start with one of these too."""
 COLUMNS = frozenset({
     "step", "problem", "prompt", "answer", "completion", "rewards", "reward", "advantage", "length", "finished",
-    "token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprobs", "logged",
+    "token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprobs", "logged", "sampled", "messages",
+    "stop_reason",
 })  # fmt: skip
 """Columns of the completions that a run keeps: ``log_extra`` refuses these names."""
 
@@ -189,6 +194,8 @@ class Worker:
         try:
             inputs, trainer_state = pickle.loads(pickled)
             logged = Logged(len(inputs["completions"]))  # counted before the call, which may empty the lists
+            if "environments" in inputs and functions.passed_names(self.functions[key][0], ["environments"], ()):
+                inputs["environments"] = [found and found.load() for found in inputs["environments"]]
             values = call_reward(*self.functions[key], inputs, logged, trainer_state)
             if inspect.isawaitable(values):
                 return _finish(values, logged, timeout_s)
@@ -235,19 +242,37 @@ def _failure(error: BaseException) -> Outcome:
     return Outcome("error", message=text[-MAX_TRACEBACK_LENGTH:])
 
 
-def main(descriptor: int, parent: int) -> None:
+@dataclass(frozen=True)
+class Pickled:
+    """An environment, as a reward gets it in its worker."""
+
+    name: str
+    """Where its class is found: a module or file that must be imported first."""
+    data: bytes
+    is_object: bool = False
+    """True if the class is in ``data``."""
+
+    def load(self) -> Any:
+        if not self.is_object:
+            functions.load_object(self.name, "environment", "")
+        return pickle.loads(self.data)
+
+
+def main(descriptor: int, parent: int, worker: str) -> None:
     """Answer requests from the connection on file ``descriptor``; ``parent`` is the process id of the other end.
 
-    A request is a method of :class:`Worker` and its arguments; the answer is what it returns.
+    A request is a method of the class ``worker`` and its arguments; the answer is what it returns.
     """
     end_with_parent()
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
     os.set_inheritable(descriptor, False)  # programs that a reward starts do not get the connection
-    connection, worker, own_id = Connection(descriptor), Worker(is_process=True), os.getpid()
+    module, _, name = worker.partition(":")
+    connection, own_id = Connection(descriptor), os.getpid()
+    answers = getattr(importlib.import_module(module), name)(is_process=True)
     while True:
         method, *arguments = connection.recv()
-        answer = getattr(worker, method)(*arguments)
+        answer = getattr(answers, method)(*arguments)
         if os.getpid() != own_id:  # a child that a reward forked has returned from the reward; it must not answer too
             os._exit(0)
         connection.send(answer)

@@ -1,11 +1,16 @@
 """The decode loop with continuous batching: rows leave the batch when they end, and waiting rows take their places.
 
+With tools a row also leaves at the end of a turn, and comes back with the answer, which enters its KV cache by one
+forward pass. Answers are waited for when half of the rows in flight have left: which rows share a batch, and with it
+every bit, then depends on the tokens alone, not on how long a tool takes.
+
 Shapes: ``R`` rows (completions), ``B`` rows in the batch, ``T`` most tokens of a completion, ``V`` vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -15,6 +20,7 @@ from grpo.algorithm.batch import AllowedTokens
 from grpo.attention import packing_enabled
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams, draw, draw_and_record
+from grpo.rollout.interface import Replies
 from grpo.rollout.prefill import DynamicCacheDecoder, ForkedCacheDecoder
 from grpo.rollout.stops import Stops
 
@@ -35,12 +41,15 @@ class Decoded(NamedTuple):
     logprobs_RT: Tensor
     lengths: list[int]
     finished: list[bool]
+    is_answer_RT: Tensor
+    """True at the tokens that a tool or environment answered, whose log-prob is 0."""
     allowed: list[AllowedTokens] | None = None
     """Of each row, with ``sampling.records_allowed``."""
 
     @classmethod
     def empty(cls, R: int, T: int) -> Decoded:
-        return cls(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [T] * R, [False] * R)
+        is_answer_RT = torch.zeros(R, T, dtype=torch.bool)
+        return cls(torch.zeros(R, T, dtype=torch.long), torch.zeros(R, T), [T] * R, [False] * R, is_answer_RT)
 
 
 def decode(
@@ -50,6 +59,7 @@ def decode(
     uniforms_RT: Tensor | None,
     sampling: SamplingParams,
     on_tokens: Callable[[int], None] | None = None,
+    replies: Replies | None = None,
 ) -> Decoded:
     """Decode every row to its end, as many at once as ``tokens_in_flight`` allows.
 
@@ -68,23 +78,42 @@ def decode(
     t_B = torch.zeros(0, dtype=torch.long)  # index of each row's next token
     decoder = logits_BV = None
     num_started, memory_was_freed = 0, True
+    away = RowsAway(prefill, prompts, decoded, capacity, rows_can_join)
+    turn_starts = [0] * R  # index of the first token of each row's turn
+
+    def join(new_decoder: Decoder, new_logits_NV: Tensor, new_rows: Sequence[int], new_t: Sequence[int]) -> None:
+        nonlocal decoder, logits_BV, rows_B, t_B, live_B
+        live = live_B.nonzero().flatten()
+        live_rows = [rows_B[b] for b in live.tolist()]
+        if live_rows:
+            decoder.keep_rows(live.to(device))
+            decoder.add_rows(new_decoder)
+            logits_BV = torch.cat([logits_BV[live.to(device)], new_logits_NV])
+        else:
+            decoder, logits_BV = new_decoder, new_logits_NV
+        rows_B, t_B = [*live_rows, *new_rows], torch.cat([t_B[live], torch.tensor(new_t, dtype=torch.long)])
+        live_B = torch.ones(len(rows_B), dtype=torch.bool)
+
     while True:
         live = live_B.nonzero().flatten()
+        if away.rows and len(away.rows) >= len(live) and (rows_can_join or not len(live)):
+            num_away = len(away.rows)
+            new_rows, answers, *new = away.come_back()
+            for row, answer in answers.items():
+                sampled = allowed_ids[row][: away.ends[row] - len(answer)]  # a row may draw until it is taken out
+                allowed_ids[row] = sampled + [torch.empty(0, dtype=torch.int32)] * len(answer)
+                turn_starts[row] = away.ends[row]
+            if new_rows:
+                join(*new, new_rows, [turn_starts[row] for row in new_rows])
+            del new  # whose keys and values have been copied
+            memory_was_freed |= len(new_rows) < num_away
+            live = live_B.nonzero().flatten()
         if num_started < R and memory_was_freed and (rows_can_join or not len(live)):
-            live_rows = [rows_B[b] for b in live.tolist()]
-            if count := num_admissible(prompts, live_rows, num_started, sampling, capacity):
+            in_flight = [*(rows_B[b] for b in live.tolist()), *away.rows]
+            if count := num_admissible(prompts, in_flight, num_started, sampling, capacity):
                 new_rows = range(num_started, num_started + count)
-                new_decoder, new_logits_NV = prefill([prompts[row] for row in new_rows], capacity)
-                if live_rows:
-                    decoder.keep_rows(live.to(device))
-                    decoder.add_rows(new_decoder)
-                    logits_BV = torch.cat([logits_BV[live.to(device)], new_logits_NV])
-                else:
-                    decoder, logits_BV = new_decoder, new_logits_NV
-                del new_decoder, new_logits_NV  # whose keys and values have been copied
+                join(*prefill([prompts[row] for row in new_rows], capacity), new_rows, [0] * count)
                 num_started += count
-                rows_B, t_B = [*live_rows, *new_rows], torch.cat([t_B[live], t_B.new_zeros(count)])
-                live_B = torch.ones(len(rows_B), dtype=torch.bool)
         num_live = int(live_B.sum())
         if not num_live:
             break
@@ -102,13 +131,16 @@ def decode(
         finished_B = torch.isin(drawn_B, end_ids)
         if stops.strings:
             ends = zip(rows_B, (t_B + 1).tolist(), strict=True)
-            tails = [decoded.tokens_RT[row, max(end - stops.span, 0) : end].tolist() for row, end in ends]
+            tails = [decoded.tokens_RT[r, max(end - stops.span, turn_starts[r]) : end].tolist() for r, end in ends]
             finished_B |= torch.tensor([stops.first_end(tail, len(tail) - 1) is not None for tail in tails])
-        for b in (finished_B & live_B).nonzero().flatten().tolist():
+        ended = (finished_B & live_B).nonzero().flatten()
+        for b in ended.tolist():
             decoded.lengths[rows_B[b]], decoded.finished[rows_B[b]] = int(t_B[b]) + 1, True
         live_B &= ~finished_B & (t_B < T - 1)
+        if replies is not None and len(ended):
+            away.leave(decoder, ended, [rows_B[b] for b in ended.tolist()], turn_starts, replies)
         live = live_B.nonzero().flatten()
-        memory_was_freed = len(live) < num_live
+        memory_was_freed = len(live) + (0 if replies is None else len(ended)) < num_live
         if on_tokens is not None:
             on_tokens(num_live)
         if not len(live):
@@ -126,6 +158,59 @@ def decode(
     allowed_R = [ids_T[:length] for ids_T, length in zip(allowed_ids, decoded.lengths, strict=True)]
     counts_R = [torch.tensor([len(ids_k) for ids_k in ids_T], dtype=torch.int32) for ids_T in allowed_R]
     return decoded._replace(allowed=[AllowedTokens(torch.cat(i), n) for i, n in zip(allowed_R, counts_R, strict=True)])
+
+
+class RowsAway:
+    """The rows that have ended a turn and wait for an answer, with their keys and values.
+
+    In the cache of models that cannot be packed rows cannot join, so theirs are computed again with the answer.
+    """
+
+    def __init__(self, prefill: Prefill, prompts: Prompts, decoded: Decoded, capacity: int, rows_can_join: bool):
+        self.prefill, self.prompts, self.decoded, self.capacity = prefill, prompts, decoded, capacity
+        self.rows_can_join = rows_can_join
+        self.rows: list[int] = []
+        self.ends: dict[int, int] = {}
+        """The number of tokens of each row that has been away, with the newest answer."""
+        self._answers: list[Future[Sequence[int] | None]] = []
+        self._decoder: Decoder | None = None
+
+    def leave(
+        self, decoder: Decoder, positions: Tensor, rows: list[int], turn_starts: list[int], replies: Replies
+    ) -> None:
+        """Take over rows of the batch, at these positions in the decoder, and ask for their answers."""
+        if self.rows_can_join:
+            part = decoder.split(positions.to(decoder.positions_R.device))
+            if self.rows:
+                self._decoder.add_rows(part)
+            else:
+                self._decoder = part
+        for row in rows:
+            turn = self.decoded.tokens_RT[row, turn_starts[row] : self.decoded.lengths[row]]
+            self._answers.append(replies(row, turn.tolist()))
+        self.rows += rows
+
+    def come_back(self) -> tuple[list[int], dict[int, Sequence[int]], Decoder | None, Tensor | None]:
+        """Wait for all answers, and append them: the rows that go on, their answers, decoder and logits."""
+        found = zip(self.rows, self._answers, strict=True)
+        answers = {row: answer for row, future in found if (answer := future.result()) is not None}
+        going_on, rows = [i for i, row in enumerate(self.rows) if row in answers], list(answers)
+        decoder, self._decoder, self.rows, self._answers = self._decoder, None, [], []
+        if not rows:
+            return [], {}, None, None
+        d, T, last_tokens = self.decoded, self.decoded.tokens_RT.shape[1], {}
+        for row, answer in answers.items():
+            end = d.lengths[row]
+            last_tokens[row], self.ends[row] = int(d.tokens_RT[row, end - 1]), end + len(answer)
+            assert self.ends[row] < T, "an answer leaves no room for another turn"
+            d.tokens_RT[row, end : self.ends[row]] = torch.tensor(answer)
+            d.logprobs_RT[row, end : self.ends[row]], d.is_answer_RT[row, end : self.ends[row]] = 0.0, True
+            d.lengths[row], d.finished[row] = T, False  # until another turn ends
+        if self.rows_can_join:  # the last token of the turn has been drawn, and not been computed
+            decoder.keep_rows(torch.tensor(going_on, device=decoder.positions_R.device))
+            return rows, answers, decoder, decoder.extend([(last_tokens[row], *answers[row]) for row in rows])
+        prefixes = [(*self.prompts[row], *d.tokens_RT[row, : self.ends[row]].tolist()) for row in rows]
+        return rows, answers, *self.prefill(prefixes, self.capacity)
 
 
 def num_admissible(prompts: Prompts, in_flight: list[int], num_started: int, sampling, capacity: int) -> int:

@@ -22,7 +22,7 @@ from grpo.model import Policy
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, Prefill, Prompts, decode
 from grpo.rollout.draw import SamplingParams, draw
-from grpo.rollout.interface import grouped
+from grpo.rollout.interface import Replies, grouped
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.prefill import prefill
 from grpo.rollout.weights import GatheredWeights, copied_weights
@@ -69,6 +69,7 @@ class BuiltinEngine:
         *,
         seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
+        replies: Replies | None = None,
     ) -> list[Group]:
         """See :meth:`grpo.rollout.interface.Engine.generate`. ValueError if the model computes NaN."""
         rows = [(problem, g) for problem in problems for g in range(sampling.num_generations)]
@@ -76,7 +77,8 @@ class BuiltinEngine:
         completions: list[Completion] = []
         with self._ready() as prefill_rows:
             # CUDA graphs decode a fixed set of rows at a time. The decode loop starts waiting rows as others end.
-            for wave in split_into_waves(prompts, sampling) if self._replays(sampling) else [slice(len(rows))]:
+            replays = self._replays(sampling) and replies is None
+            for wave in split_into_waves(prompts, sampling) if replays else [slice(len(rows))]:
                 inputs = (
                     prefill_rows,
                     prompts[wave],
@@ -84,8 +86,8 @@ class BuiltinEngine:
                     sampling,
                     on_tokens,
                 )
-                decoded = self._replay(*inputs) if self._replays(sampling) else None
-                completions += self._completions(decoded or decode(self.policy, *inputs), sampling)
+                decoded = self._replay(*inputs) if replays and self._replays(sampling) else None
+                completions += self._completions(decoded or decode(self.policy, *inputs, replies), sampling)
         return grouped(problems, completions, self.policy.tokenizer)
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
@@ -166,7 +168,10 @@ class BuiltinEngine:
         for r, (n, finished) in enumerate(zip(decoded.lengths, decoded.finished, strict=True)):
             ids, logprobs = (tuple(values_RT[r, :n].tolist()) for values_RT in (decoded.tokens_RT, decoded.logprobs_RT))
             allowed = None if decoded.allowed is None else decoded.allowed[r]
-            completions.append(Completion(ids, "", finished, () if sampling.is_greedy else logprobs, allowed))
+            is_answer_n = decoded.is_answer_RT[r, :n]
+            mask = tuple((~is_answer_n).tolist()) if is_answer_n.any() else ()
+            logprobs = () if sampling.is_greedy else logprobs
+            completions.append(Completion(ids, "", finished, logprobs, allowed, loss_mask=mask))
         return completions
 
     def _replay(self, prefill_rows: Prefill, prompts: Prompts, *inputs) -> Decoded | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol
@@ -13,6 +14,11 @@ from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.distributed import World
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams
+
+Replies = Callable[[int, Sequence[int]], "Future[Sequence[int] | None]"]
+"""Called with the number of a row (completion g of problem p is row ``p * num_generations + g``) and the tokens of the
+turn that it has ended. The result: the tokens that follow, or None if the completion ends with this turn. The answer
+leaves room for a token after it."""
 
 
 class Engine(Protocol):
@@ -32,6 +38,7 @@ class Engine(Protocol):
         *,
         seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
+        replies: Replies | None = None,
     ) -> list[Group]:
         """Sample ``num_generations`` completions of each problem; one group per problem, in order.
 
@@ -40,6 +47,7 @@ class Engine(Protocol):
             seed_key: ``(seed, purpose, step)``. Completion g of a problem has the random seed ``derive_seed(seed,
                 purpose, step, problem.index, g)``, which with the weights determines it in the built-in engine.
             on_tokens: called with the number of tokens drawn since the last call, for progress bars.
+            replies: answers each turn of a completion; None: a completion is one turn.
         """
 
     def close(self) -> None:

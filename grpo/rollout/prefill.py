@@ -6,6 +6,7 @@ Shapes: ``U`` distinct prompts, ``R`` rows (completions) being decoded, ``L`` pa
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
+from grpo.attention import (
+    ForkedCache,
+    extended_hidden,
+    forked_hidden,
+    pack_prompts,
+    packed_hidden,
+    packing_enabled,
+)
 from grpo.attention.forked import select_rows
 from grpo.model import Policy
 from grpo.rollout.llama_decoder import LlamaDecoder
@@ -44,10 +52,10 @@ class ForkedCacheDecoder:
     """Decodes with each prompt's keys and values in memory once (:mod:`grpo.attention.forked`)."""
 
     def __init__(self, policy: Policy, llama_decoder: LlamaDecoder | None, prompts: Sequence, capacity: int):
-        self.head = policy.model.get_output_embeddings()
+        self.head, self.backbone = policy.model.get_output_embeddings(), policy.backbone
         self.hidden_of_token = llama_decoder or partial(forked_hidden, policy.backbone)
         packed = pack_prompts(prompts, policy.device)
-        self.cache = ForkedCache([len(prompt) for prompt in prompts], capacity, policy.device)
+        self.cache = ForkedCache([len(prompt) for prompt in prompts], capacity, policy.device, prompts)
         self.hidden_UH = packed_hidden(policy.backbone, packed, self.cache)[packed.before_M]
         self.positions_R = self.cache.prompt_lengths_U
 
@@ -62,8 +70,24 @@ class ForkedCacheDecoder:
         self.cache.keep_rows(rows)
         self.positions_R = self.positions_R[rows]
 
+    def split(self, rows: Tensor) -> ForkedCacheDecoder:
+        """A decoder of these rows only, with copies of their keys and values."""
+        part = copy.copy(self)
+        part.cache, part.positions_R = self.cache.split(rows), self.positions_R[rows]
+        return part
+
+    def extend(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append several tokens to each row, by one forward pass; logits ``[R, V]`` of the next."""
+        new_R = self.positions_R.new_tensor([len(row) for row in tokens])
+        N = int(new_R.max())
+        ids_RN = self.positions_R.new_tensor([[0] * (N - len(row)) + list(row) for row in tokens])
+        positions_RN = self.positions_R[:, None] + torch.arange(N, device=new_R.device) - (N - new_R)[:, None]
+        hidden_RNH = extended_hidden(self.backbone, ids_RN, positions_RN.clamp(min=0), new_R, self.cache)
+        self.positions_R = self.positions_R + new_R
+        return self.head(hidden_RNH[:, -1])
+
     def add_rows(self, other: ForkedCacheDecoder) -> None:
-        """Append the rows of another decoder, which have no tokens yet."""
+        """Append the rows of another decoder."""
         self.cache.add_rows(other.cache)
         self.positions_R = torch.cat([self.positions_R, other.positions_R])
 

@@ -37,8 +37,8 @@ def show_step(run: Run, step: Step) -> None:
     for g, completion in enumerate(groups[0].completions):
         rewards = ", ".join(f"{n} {v:g}" for n, v in zip(run.rewards.names, values_PGF[0, g].tolist(), strict=True))
         end, advantage = "finished" if completion.finished else "truncated", batch.advantages_B[g]
-        show(f"completion {g}: {len(completion.ids)} tokens, {end}; {rewards}; advantage {advantage:+.4f}")
-        show(textwrap.indent(completion.text, "  | "))
+        show(f"completion {g}: {completion.size}, {end}; {rewards}; advantage {advantage:+.4f}")
+        show(textwrap.indent(completion.transcript, "  | "))
     check_batch(run, step)
 
 
@@ -49,10 +49,10 @@ def check_batch(run: Run, step: Step) -> None:
         AssertionError: naming what does not hold.
     """
     batch, completions = step.batch, [completion for group in step.groups for completion in group.completions]
-    lengths = [len(completion.ids) for completion in completions]
+    lengths = [len(completion.sampled_ids) for completion in completions]
     assert batch.completion_mask_BT.sum(dim=1).tolist() == lengths, "mask sums differ from the recorded lengths"
     for b, completion in enumerate(completions):
-        last = int(batch.sequence_ids_BS[b, int(batch.prompt_lengths_B[b]) + lengths[b] - 1])
+        last = int(batch.sequence_ids_BS[b, int(batch.prompt_lengths_B[b]) + len(completion.ids) - 1])
         assert last == completion.ids[-1], "the last token of a completion is not where the mask ends"
         ends_in_eos = last in run.policy.eos_ids or run.config.rollout.stop
         assert not completion.finished or ends_in_eos, "EOS is not inside the mask"

@@ -17,7 +17,16 @@ from functools import partial
 
 import torch
 
-from grpo.algorithm.batch import AllowedTokens, Batch, Completion, Group, Problem, collate, microbatch_rows
+from grpo.algorithm.batch import (
+    AllowedTokens,
+    Batch,
+    Completion,
+    Group,
+    Problem,
+    collate,
+    completion_lengths,
+    microbatch_rows,
+)
 from grpo.checkpoint.saver import CHOSEN
 from grpo.distributed import abandon_pass, gradient_sync
 from grpo.evaluation.collect import ROWS_PER_CALL, eval_sampling
@@ -152,7 +161,7 @@ def _tokens(micro: Batch, packed: bool) -> int:
     if not packed:
         return micro.sequence_ids_BS.numel()
     prompts = dict(zip(micro.group_B.tolist(), micro.prompt_lengths_B.tolist(), strict=True))
-    return sum(prompts.values()) + int(micro.completion_mask_BT.sum())
+    return sum(prompts.values()) + int(completion_lengths(micro.completion_mask_BT).sum())
 
 
 def _update(run: Run, micro: Batch, is_one_of_several: bool) -> None:

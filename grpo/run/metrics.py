@@ -20,6 +20,8 @@ from grpo.run.passes import batch_logprobs
 from grpo.run.state import Run
 from grpo.telemetry.accumulator import Accumulator
 from grpo.telemetry.samples import sample_records
+from grpo.turns.engine import TurnsEngine
+from grpo.turns.metrics import add_turns
 
 if TYPE_CHECKING:
     from grpo.run.step import Step
@@ -70,6 +72,8 @@ def add_corrections(
 def step_line(run: Run, step: Step) -> dict[str, float]:
     """The step's object for ``metrics.jsonl``, reduced over ranks; of each phase the seconds of the slowest rank."""
     add_completions(step.groups, step.metrics)
+    if isinstance(run.engine, TurnsEngine):
+        add_turns(step.groups, step.metrics, run.engine.tools.names)
     for phase, value in step.seconds.items():
         step.metrics.maximum(f"time/{phase}", value)
     reduced = step.metrics.reduce(run.world)
@@ -95,15 +99,15 @@ def reward_metrics(names: list[str], values_PGF: Tensor, totals_PG: Tensor) -> d
 
 def add_completions(groups: list[Group], metrics: Accumulator) -> None:
     """Add lengths, truncation and token counts of this rank's groups."""
-    lengths = torch.tensor([len(c.ids) for group in groups for c in group.completions])
+    lengths = torch.tensor([len(c.sampled_ids) for group in groups for c in group.completions])
     truncated = torch.tensor([not c.finished for group in groups for c in group.completions])
     metrics.add_values("completions/mean_length", lengths.double())
     metrics.add_values("completions/clipped_ratio", truncated.double())
     metrics.maximum("completions/max_length", float(lengths.max()))
     metrics.minimum("completions/min_length", float(lengths.min()))
     metrics.total("completion_tokens", lengths.sum())
-    prompt_tokens = sum(len(group.problem.prompt_ids) * len(group.completions) for group in groups)
-    metrics.total("num_tokens", prompt_tokens + lengths.sum())
+    num_tokens = sum(len(group.problem.prompt_ids) + len(c.ids) for group in groups for c in group.completions)
+    metrics.total("num_tokens", num_tokens)
 
 
 def report_details(run: Run, step: Step) -> None:
@@ -111,7 +115,8 @@ def report_details(run: Run, step: Step) -> None:
     world, reporter, number, groups = run.world, run.reporter, run.progress.step, step.groups
     advantages_PG = step.batch.advantages_B.view(len(groups), -1).cpu()
     if run.config.logging.has_dashboards:
-        lengths_PG = world.gather_rows(torch.tensor([[len(c.ids) for c in group.completions] for group in groups]))
+        lengths = torch.tensor([[len(c.sampled_ids) for c in group.completions] for group in groups])
+        lengths_PG = world.gather_rows(lengths)
         all_advantages_PG = world.gather_rows(advantages_PG)
         if reporter.is_logged(number):
             reporter.histogram("reward", step.scores.rewards_PG)

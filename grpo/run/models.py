@@ -103,7 +103,7 @@ def build_models(
     """
     algorithm, temperature, moves = config.algorithm, config.rollout.temperature, config.algorithm.ref_sync_steps > 0
     is_sharded = config.runtime.parallel == "fsdp" and not world.is_alone
-    options = config.model.model_dump(exclude={"name_or_path", "adapter", "reference"})
+    options = config.model.model_dump(exclude={"name_or_path", "adapter", "reference", "chat_template"})
     options |= {"device": world.device, "precision": config.runtime.precision}
     if is_sharded:  # rank 0 loads on the CPU; what the kernels of the device compute is checked afterwards
         options |= {"device": torch.device("cpu"), "disable_dropout": False}

@@ -45,6 +45,8 @@ from grpo.run.state import Run
 from grpo.run.summary import print_summary
 from grpo.telemetry.records import environment, record_start
 from grpo.telemetry.reporter import Reporter
+from grpo.turns.engine import TurnsEngine
+from grpo.turns.tools import Tools
 from grpo.vllm import build_engine
 
 OWN_TO_A_MACHINE = (
@@ -86,6 +88,11 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         if world.is_main:  # in a folder that changes, two ranks could find different checkpoints
             found = find_checkpoint(config, lock)
         specs = [RewardSpec(f.name, f.weight, f.args, objects.rewards.get(f.name)) for f in config.reward.functions]
+        tools = None
+        if config.uses_turns:
+            tools = Tools(config, objects.tools)
+            on_failure.callback(tools.close)
+            specs = tools.load().reward_specs(specs)
         settings = dict(timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers)
         rewards = RewardRunner(specs, device=world.device, **settings)
         on_failure.callback(rewards.close)
@@ -97,7 +104,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
 
     path, reference = _resolved_models(config, world)
     with world.fail_together():
-        content = content_digests(config, path, rewards, reference)
+        content = content_digests(config, path, rewards, reference, tools and tools.source_files)
         content |= {"the evaluation rows": fingerprint(eval_rows)} if eval_rows else {}
         model = model_digests("", path, with_weights=not world.is_alone)
     read = {f"the content of model.name_or_path{name}": value[:12] for name, value in model.items()}
@@ -114,7 +121,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     if world.is_main and not config.data.dataset.startswith("builtin:"):
         print(f"tokenizing {len(train_rows.prompts):,} prompts with the chat template of {path} ...", flush=True)
     with world.fail_together():
-        tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows)
+        tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows, tools)
         if reference is not None:
             trust, longest = config.model.trust_remote_code, config.rollout.max_completion_length
             check_reference(reference, tokenizer, train.problems, longest, trust_remote_code=trust)
@@ -152,6 +159,10 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     where = dict(path=path, root=models.scorer, folder=config.output_dir)
     engine = build_engine(config, world, policy, **where, longest=longest, probe_ids=probe_ids, builtin=builtin)
     on_failure.callback(engine.close)
+    if tools:
+        engine = TurnsEngine(engine, tools, config, warn=builtin["warn"])
+        with world.fail_together():
+            engine.check()
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     compared = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
     trained = Trained(policy, models.optimizer, models.moving_reference)
@@ -213,14 +224,17 @@ def _resolved_models(config: Config, world: World) -> tuple[str, str | None]:
 
 
 def _tokenized(
-    config: Config, path: str, train_rows: Rows, eval_rows: Rows | None
+    config: Config, path: str, train_rows: Rows, eval_rows: Rows | None, tools: Tools | None
 ) -> tuple[Any, ProblemSet, ProblemSet]:
     """The tokenizer, and the problems of both splits; all fit into the model's context together with a completion."""
     trust = config.model.trust_remote_code
-    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust, chat_template=config.model.chat_template)
     split_stop(tokenizer, config.rollout.stop)  # refuses strings that could never match
-    train = make_problems(train_rows, config.data, tokenizer)
-    evaluation = make_problems(eval_rows, config.data, tokenizer) if eval_rows else ProblemSet([])
+    schemas_of = tools and tools.schemas_of
+    train = make_problems(train_rows, config.data, tokenizer, schemas_of=schemas_of)
+    evaluation = (
+        make_problems(eval_rows, config.data, tokenizer, schemas_of=schemas_of) if eval_rows else ProblemSet([])
+    )
     check_context(path, train.problems, config.rollout.max_completion_length, trust_remote_code=trust)
     if evaluation.problems:
         check_eval_context(config, path, evaluation.problems)
@@ -230,6 +244,8 @@ def _tokenized(
 def _longest(config: Config, train: list[Problem], evaluation: list[Problem]) -> int:
     """The most tokens of a prompt and its completion, in rollouts and evaluations."""
     kinds = (train, config.rollout), (evaluation, eval_sampling(config))
+    if config.environment or config.rollout.function:  # which may make prompts longer
+        return config.data.max_prompt_length + max(sampling.max_completion_length for _, sampling in kinds)
     return max(len(p.prompt_ids) + sampling.max_completion_length for problems, sampling in kinds for p in problems)
 
 

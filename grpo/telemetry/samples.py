@@ -21,6 +21,7 @@ _COLUMNS = dict(
     step=_INT, problem=_INT, prompt=_TEXT, answer=_TEXT, completion=_TEXT, reward=_FLOAT, advantage=_FLOAT,
     length=_INT, finished=pyarrow.bool_(), token_ids=pyarrow.list_(_INT), tokens=pyarrow.list_(_TEXT),
     logprobs=_LOGPROBS, updated_logprobs=_LOGPROBS, ref_logprobs=_LOGPROBS,
+    sampled=pyarrow.list_(pyarrow.bool_()), messages=_TEXT, stop_reason=_TEXT,
 )  # fmt: skip
 REWARD_PREFIX = "rewards/"
 """Before the name of a reward function. Columns that rewards logged have their own names."""
@@ -51,7 +52,7 @@ def sample_records(
             "problem": groups[p].problem.index,
             "prompt": groups[p].problem.prompt,
             "answer": None if answer is None else str(answer),
-            "completion": completion.text,
+            "completion": completion.transcript,
             "rewards": dict(zip(names, values_PGF[p, g].tolist(), strict=True)),
             "reward": rewards_PG[p, g].item(),
             "advantage": advantages_PG[p, g].item(),
@@ -62,6 +63,9 @@ def sample_records(
             "logprobs": logprobs_BT[b, :n].tolist(),
             "updated_logprobs": updated_logprobs_BT[b, :n].tolist(),
             "ref_logprobs": None if ref_logprobs_BT is None else ref_logprobs_BT[b, :n].tolist(),
+            "sampled": list(completion.loss_mask) or None,  # False: masked, since a tool or environment wrote it
+            "messages": list(getattr(completion, "messages", ())) or None,
+            "stop_reason": getattr(completion, "stop_reason", None),
             "logged": completion.logged,
         })  # fmt: skip
     return records

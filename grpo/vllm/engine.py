@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.distributed import World, is_sharded, whole_trained_weights
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
-from grpo.rollout.interface import grouped
+from grpo.rollout.interface import Replies, grouped
 from grpo.vllm.client import Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
@@ -102,6 +103,7 @@ class VLLMEngine:
         *,
         seed_key: tuple[int, str, int],
         on_tokens: Callable[[int], None] | None = None,
+        replies: Replies | None = None,
     ) -> list[Group]:
         """See :meth:`grpo.rollout.interface.Engine.generate`; ``on_tokens`` is called when a completion has arrived.
 
@@ -111,13 +113,11 @@ class VLLMEngine:
             raise ServerError(f"vLLM samples at temperatures of {LOWEST_TEMPERATURE} or above, or greedily at 0")
         G, stops = sampling.num_generations, Stops(self.policy, sampling.stop)
         bodies = [self._body(problem, g, sampling, stops, seed_key) for problem in problems for g in range(G)]
-        completions = []
         with self.weights():
-            for sampled in self.wait_for(self._sample_all(bodies, on_tokens or (lambda num_tokens: None))):
-                end = stops.first_end(sampled.ids, 0) if stops.strings else None
-                logprobs = () if sampling.is_greedy else tuple(t.logprob for t in sampled.logprobs.content[:end])
-                finished = end is not None or sampled.finish_reason == "stop"
-                completions.append(Completion(tuple(sampled.ids[:end]), "", finished, logprobs))
+            rows = self._sample_all(bodies, stops, on_tokens or (lambda num_tokens: None), replies)
+            completions = self.wait_for(rows)
+        if sampling.is_greedy:
+            completions = [replace(completion, sampling_logprobs=()) for completion in completions]
         return grouped(problems, completions, self.policy.tokenizer)
 
     def close(self) -> None:
@@ -188,15 +188,35 @@ class VLLMEngine:
         }
         return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}
 
-    async def _sample_all(self, bodies: Sequence[dict[str, Any]], on_tokens: Callable[[int], None]) -> list[Sampled]:
-        """The answers to all requests, in order; servers that are faster get more of them."""
-        answers: list[Sampled | None] = [None] * len(bodies)
+    async def _sample_all(
+        self, bodies: Sequence[dict[str, Any]], stops: Stops, on_tokens: Callable[[int], None], replies: Replies | None
+    ) -> list[Completion]:
+        """The completions of all requests, in order; servers that are faster get more of them."""
+        completions: list[Completion | None] = [None] * len(bodies)
         waiting = iter(enumerate(bodies))
 
+        async def complete(server: Server, row: int, body: dict[str, Any]) -> Completion:
+            ids, logprobs, mask, settings = [], [], [], body["sampling_params"]
+            while True:
+                changes = dict(max_tokens=settings["max_tokens"] - len(ids))
+                changes |= dict(seed=derive_seed(settings["seed"], "turn", len(ids))) if ids else {}
+                request = body | dict(token_ids=body["token_ids"] + ids, sampling_params=settings | changes)
+                sampled = await self._sample(server, http, request)
+                on_tokens(len(sampled.ids))
+                end = stops.first_end(sampled.ids, 0) if stops.strings else None
+                turn, finished = sampled.ids[:end], end is not None or sampled.finish_reason == "stop"
+                ids, mask = ids + turn, mask + [True] * len(turn)
+                logprobs += [token.logprob for token in sampled.logprobs.content[:end]]
+                answer = await asyncio.wrap_future(replies(row, turn)) if replies and finished else None
+                if answer is None:
+                    mask = () if all(mask) else tuple(mask)
+                    return Completion(tuple(ids), "", finished, tuple(logprobs), loss_mask=mask)
+                ids, mask = ids + list(answer), mask + [False] * len(answer)
+                logprobs += [0.0] * len(answer)
+
         async def work(server: Server) -> None:
-            for index, body in waiting:
-                answers[index] = await self._sample(server, http, body)
-                on_tokens(len(answers[index].ids))
+            for row, body in waiting:
+                completions[row] = await complete(server, row, body)
 
         async with session() as http:
             num_workers = min(max(MAX_REQUESTS // (self.world.size * len(self.servers)), 1), len(bodies))
@@ -210,7 +230,7 @@ class VLLMEngine:
             finally:
                 for task in tasks:
                     task.cancel()
-        return answers
+        return completions
 
     async def _sample(self, server: Server, http: httpx.AsyncClient, body: dict[str, Any]) -> Sampled:
         """One completion; ServerError if it is not what was asked for, or of other weights."""

@@ -14,15 +14,14 @@ EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 ORDER = [
     "system", "attention", "algorithm",  # helpers; tensors in, tensors out
     "config", "distributed",  # the ground that the parts stand on
-    "data", "telemetry", "rewards", "model", "rollout", "vllm", "evaluation", "checkpoint",  # the parts of a run
-    "run",  # puts the parts together
-    "library",  # train_grpo.py as a function
+    "data", "telemetry", "rewards", "model", "rollout", "vllm", "turns", "evaluation", "checkpoint",  # the parts
+    "run",  # puts the parts together; train_grpo.py as a function
     "report", "commands", "chat", "merge", "sweep",  # what is run beside training
 ]  # fmt: skip
 """The rooms of ``grpo`` (a file or folder directly under it): each may import only those before it."""
 
 ALONE = {
-    "__init__": {"library", "system"},  # library: when `grpo.train` is asked for
+    "__init__": {"run", "system"},  # run: when `grpo.train` is asked for
     "attention": set(),
     "algorithm": {"attention"},
     "config": {"algorithm", "system"},

@@ -20,7 +20,7 @@ from grpo.commands.chat import main as chat
 from grpo.commands.evaluation import main as evaluate
 from grpo.config import ConfigError, load_config
 from grpo.distributed import World
-from grpo.library import TrainingResult, train
+from grpo.run.library import TrainingResult, train
 from grpo.report.__main__ import main as report
 from grpo.rewards import RewardRunner, RewardSpec
 from grpo.run.signals import Signals
@@ -306,7 +306,7 @@ def test_two_ranks_and_a_script_with_the_name_of_the_training_script(random_mode
 
 def test_a_second_run_in_a_thread_is_refused(tmp_path, random_model):
     """Both would draw from the generators of the process, and each would have other bits than alone."""
-    from grpo.library import RUNNING
+    from grpo.run.library import RUNNING
 
     with RUNNING, pytest.raises(ValueError, match="is running in this process"):
         train(settings(random_model, tmp_path), dataset=ROWS, reward_functions=lambda completions, **_: [0.0] * 4)

@@ -20,10 +20,10 @@ from grpo.config.aliases import OTHER_NAMES
 from grpo.rewards.functions import BUILTIN, FILE_MODULE_PREFIX, OBJECT_PREFIX
 from grpo.run.objects import Objects
 
-SCRIPT = Path(__file__).resolve().parents[1] / "train_grpo.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "train_grpo.py"
 RUNNING = threading.Lock()
 """Held while a run trains in this process."""
-OBJECTS = ("reward_functions", "dataset", "eval_dataset")
+OBJECTS = ("reward_functions", "tools", "environment_factory", "rollout_func", "dataset", "eval_dataset")
 TRL_ARGUMENTS = {"reward_funcs": "reward_functions", "train_dataset": "dataset"}
 FORMS = "a function, a name, (function, weight) or {name, weight, args}"
 
@@ -84,6 +84,9 @@ def train(
     config: Mapping[str, Any] | str | os.PathLike[str] | Config | None = None,
     *,
     reward_functions: Any = None,
+    tools: Any = None,
+    environment_factory: Any = None,
+    rollout_func: Any = None,
     dataset: Any = None,
     eval_dataset: Any = None,
     **settings: Any,
@@ -95,6 +98,9 @@ def train(
         reward_functions: in place of ``reward.functions``: a function, a name, ``(function, weight)``,
             ``{name, weight, args}``, or a list of these. A function ``fn(prompts, completions, **columns) ->
             list[float | None]`` runs in a worker process, or in this process if it cannot be sent there.
+        tools: in place of ``tools``: a list of functions and names.
+        environment_factory: in place of ``environment``: a class, or a mapping from names to classes.
+        rollout_func: in place of ``rollout.function``: ``fn(prompts, generate)``.
         dataset: in place of ``data.dataset``: a list of dictionaries, a ``datasets.Dataset``, a DataFrame, or a name.
         eval_dataset: the same in place of ``data.eval_dataset``.
         settings: sections and keys that win over ``config``: ``optim={"max_steps": 5}, seed=1``.
@@ -104,7 +110,8 @@ def train(
         KeyboardInterrupt: after Ctrl-C, when the newest complete step is saved; ``SystemExit`` after SIGTERM and
             SIGHUP. Any other exception is what made a step fail; steps before it are saved.
     """
-    checked, objects = _inputs(config, reward_functions, dataset, eval_dataset, settings)
+    turns = dict(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
+    checked, objects = _inputs(config, reward_functions, dataset, eval_dataset, turns, settings)
     from grpo.distributed import start_world
     from grpo.run.ending import run_to_completion
     from grpo.run.prepare import prepare
@@ -127,7 +134,7 @@ def train(
 
 
 def _inputs(
-    config: Any, reward_functions: Any, dataset: Any, eval_dataset: Any, settings: dict[str, Any]
+    config: Any, reward_functions: Any, dataset: Any, eval_dataset: Any, turns: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[Config, Objects]:
     """The checked configuration, in which names stand for Python objects, and the objects."""
     from grpo.data import PYTHON_ROWS, rows_of
@@ -141,6 +148,8 @@ def _inputs(
     names, functions, rows = {}, {}, {}
     if reward_functions is not None:
         names["reward.functions"], functions = _named(reward_functions)
+    turn_names, turn_objects = _named_turns(**turns)
+    names |= turn_names
     for key, value in (("dataset", dataset), ("eval_dataset", eval_dataset)):
         if isinstance(value, str | os.PathLike):
             names[f"data.{key}"] = os.fspath(value)
@@ -150,13 +159,17 @@ def _inputs(
         names["data.eval_split"] = "auto"
     checked = make_config(config, settings, names)
     set_keys = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
-    if functions and "output_dir" not in set_keys and "resume" not in checked.checkpoint.model_fields_set:
+    if (
+        (functions or turn_objects)
+        and "output_dir" not in set_keys
+        and "resume" not in checked.checkpoint.model_fields_set
+    ):
         # What objects do is not compared, so the run in a folder that a file names, or none, may have had others.
         checked = make_config(checked, {"checkpoint.resume": "never"})
     if "dataset" in rows and checked.data.eval_dataset is None and checked.data.eval_split not in (None, "auto"):
         split = f"data.eval_split={checked.data.eval_split} names a split of data.dataset"
         raise ConfigError(f"{split}, and `dataset` has none: give `eval_dataset`, or data.eval_split=None")
-    return checked, Objects(functions, rows.get("dataset"), rows.get("eval_dataset"))
+    return checked, Objects(functions, turn_objects, rows.get("dataset"), rows.get("eval_dataset"))
 
 
 def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
@@ -193,6 +206,31 @@ def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[...
                 objects[entry["name"]] = function
         entries.append(entry)
     return entries, objects
+
+
+def _named_turns(tools: Any, environment_factory: Any, rollout_func: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of ``tools``, ``environment`` and ``rollout.function``, and the objects that names there stand for."""
+    names, objects = {}, {}
+
+    def name_of(value: Any) -> Any:
+        if isinstance(value, str | Mapping):
+            return value
+        if not callable(value):
+            raise ValueError(f"{value!r:.80} is no function or class, which tools and environments must be")
+        name = importable_name(value) or OBJECT_PREFIX + _display_name(value)
+        if name.startswith(OBJECT_PREFIX):
+            objects[name] = value
+        return name
+
+    if tools is not None:
+        names["tools"] = [name_of(tool) for tool in (tools if isinstance(tools, list | tuple) else [tools])]
+    if isinstance(environment_factory, Mapping):
+        names["environment"] = {key: name_of(value) for key, value in environment_factory.items()}
+    elif environment_factory is not None:
+        names["environment"] = name_of(environment_factory)
+    if rollout_func is not None:
+        names["rollout.function"] = name_of(rollout_func)
+    return names, objects
 
 
 def _display_name(function: Any) -> str:

@@ -1,0 +1,253 @@
+"""Plays conversations: an engine samples the turns of the model, and tools or an environment answer each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import fields, replace
+from typing import Any
+
+from grpo.algorithm.batch import Completion, Group, Problem, ToolCall, Turns
+from grpo.algorithm.seeding import derive_seed
+from grpo.config import Config, DataConfig
+from grpo.data import Rows, make_problems
+from grpo.rewards.worker import Pickled
+from grpo.rollout import Engine, SamplingParams
+from grpo.system import UserError
+from grpo.turns.format import TurnFormat
+from grpo.turns.function import sample_by_function
+from grpo.turns.tools import Tools
+
+
+class Conversation:
+    """One completion of a problem: its environment, and its turns so far. A thread of the row's worker runs it."""
+
+    def __init__(self, tools: Tools, form: TurnFormat, problem: Problem, row: int, max_length: int, seeds: tuple):
+        """
+        Args:
+            row: its number in the rollout, which chooses the worker.
+            max_length: most tokens of all turns and answers.
+            seeds: of the group, which the reset of its environments shares, and of this completion.
+        """
+        self.tools, self.form, self.problem, self.row, self.room = tools, form, problem, row, max_length
+        self.group_seed, self.seed = seeds
+        self.schemas = tools.schemas_of(problem.columns)
+        self.name, self.info = tools.environment_of(problem.columns)
+        self.environment: bytes | int | None = None
+        self.ids: list[int] = []
+        self.messages: list[dict[str, Any]] = []
+        self.rewards: list[float | None] = []
+        self.calls: list[ToolCall] = []
+        self.stop_reason: str | None = None
+        self.failure = ""
+        self.reward: float | None = None
+        self.num_requests = 0
+
+    def begin(self) -> str | list[dict[str, str]] | None:
+        """Reset the environment; what it adds to the prompt."""
+        row = {name: value for name, value in self.problem.columns.items() if name != "environment"}
+        row = row if self.problem.prompt is None else {"prompt": self.problem.prompt} | row
+        reply = self.tools.request(self.row, "begin", self.name, row, self.group_seed)
+        self.environment = reply.environment
+        if reply.failed:
+            self._fail(f"reset: {reply.text}")
+        return None if reply.failed else reply.text
+
+    def reply(self, ids: Sequence[int]) -> list[int] | None:
+        """The tokens that follow a turn (:data:`grpo.rollout.interface.Replies`)."""
+        message, calls = self.form.read(ids, [*self.problem.prompt_ids, *self.ids], self.schemas)
+        self.ids += ids
+        self.messages.append(message)
+        num_turns = sum(found["role"] == "assistant" for found in self.messages)
+        is_last_turn = self.tools.max_turns is not None and num_turns >= self.tools.max_turns
+        if self.stop_reason is not None:  # the environment has failed
+            return None
+        if self.info is not None and self.info.steps:
+            answers = self._step(self.form.tokenizer.decode(list(ids), skip_special_tokens=True))
+            self.stop_reason = self.stop_reason or ("max_turns" if is_last_turn else None)
+        elif not calls or is_last_turn:
+            answers, self.stop_reason = [], "max_turns" if calls else "stop"
+        else:
+            answers = [self._call(*call) for call in calls]
+        if self.stop_reason is not None:
+            return None
+        room = self.room - len(self.ids)
+        found = self.form.answer(answers, ids[-1], room, self.tools.max_tool_tokens)
+        if found is None:
+            self.stop_reason = "length"
+            return None
+        self.messages += answers
+        self.ids += found
+        return found
+
+    def _call(self, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
+        if isinstance(arguments, str):  # what is wrong with the call
+            self.calls.append(ToolCall(name, 0.0, True))
+            return {"role": "tool", "name": name, "content": str({"error": arguments})}
+        reply = self.tools.request(self.row, "call", self.environment, name, arguments, self._next_seed())
+        self.calls.append(ToolCall(name, reply.seconds, reply.failed))
+        content = reply.text
+        if reply.environment is not None:
+            self.environment = reply.environment
+        elif reply.failed:  # the call hung or killed its worker: the environment is as it was before
+            content = str({"error": content})
+            if isinstance(self.environment, int):
+                self._fail("its environment was in the worker that was killed")
+        return {"role": "tool", "name": name, "content": content if isinstance(content, str) else str(content)}
+
+    def _step(self, action: str) -> list[dict[str, Any]]:
+        reply = self.tools.request(self.row, "step", self.environment, action, self._next_seed())
+        if reply.failed:
+            self._fail(f"step: {reply.text}")
+            return []
+        self.environment = reply.environment
+        self.rewards.append(reply.reward)
+        if reply.done:
+            self.stop_reason = "environment"
+        text = reply.text
+        return [{"role": "user", "content": text}] if isinstance(text, str) else list(text or ())
+
+    def _next_seed(self) -> int:
+        self.num_requests += 1
+        return derive_seed(self.seed, "tool", self.num_requests)
+
+    def _fail(self, reason: str) -> None:
+        self.stop_reason, self.failure = "failed", reason
+
+    def end(self, completion: Completion) -> Turns:
+        """The record of a complete completion, with the environment's own reward."""
+        if rest := completion.ids[len(self.ids) :]:  # a turn without an end has had no reply
+            message, _ = self.form.read(rest, [*self.problem.prompt_ids, *self.ids], self.schemas)
+            self.messages.append(message)
+            self.stop_reason = self.stop_reason or "length"
+        reward, environment = None, None
+        if self.info is not None and self.stop_reason != "failed":
+            if self.info.steps:
+                reward = None if None in self.rewards else float(sum(self.rewards))
+            elif self.info.has_reward:
+                reply = self.tools.request(self.row, "end", self.environment)
+                reward = reply.reward
+                if reply.failed:
+                    self._fail(f"get_reward: {reply.text}")
+            source = self.tools.pickled_from(self.name)
+            if isinstance(self.environment, bytes):
+                environment = Pickled(source.name, self.environment, source.own is not None)
+        last = next((m for m in reversed(self.messages) if m["role"] == "assistant"), {"content": ""})
+        known = {field.name: getattr(completion, field.name) for field in fields(Completion)}
+        known |= {"text": last["content"], "finished": self.stop_reason != "length"}
+        return Turns(
+            **known, messages=tuple(self.messages), stop_reason=self.stop_reason or "length",
+            rewards=tuple(self.rewards), calls=tuple(self.calls), environment=environment,
+            environment_name=self.info and self.info.class_name, environment_reward=reward,
+        )  # fmt: skip
+
+
+class TurnsEngine:
+    """An engine (:class:`grpo.rollout.interface.Engine`) whose completions are conversations with tools."""
+
+    def __init__(self, engine: Engine, tools: Tools, config: Config, warn: Callable[[str], None] = print):
+        """``warn`` gets a line about the first environment that fails in a rollout. ValueError: see :meth:`check`."""
+        self.engine, self.tools, self.data, self.warn = engine, tools, config.data, warn
+        self.policy, self.communicates = engine.policy, engine.communicates
+        self.form = TurnFormat(engine.policy.tokenizer, engine.policy.eos_ids, tools.format)
+
+    def check(self) -> None:
+        """ValueError unless the chat template and the environments are fit for the run."""
+        if not self.tools.function:
+            for note in self.form.check(uses_tools=not self.tools.steps, schemas=self.tools.description.schemas):
+                self.warn(note)
+
+    @property
+    def may_capture(self) -> bool:
+        """False: rows leave the batch and come back, which CUDA graphs cannot record."""
+        return False
+
+    def weights(self):
+        """See :meth:`grpo.rollout.interface.Engine.weights`."""
+        return self.engine.weights()
+
+    def close(self) -> None:
+        self.tools.close()
+        self.engine.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def generate(
+        self,
+        problems: Sequence[Problem],
+        sampling: SamplingParams,
+        *,
+        seed_key: tuple[int, str, int],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[Group]:
+        """See :meth:`grpo.rollout.interface.Engine.generate`; the completions are :class:`Turns`.
+
+        UserError if the environments of a group begin with different prompts, or an environment's prompt is too long.
+        """
+        if self.tools.function:
+            return sample_by_function(self.engine, self.tools, problems, sampling, seed_key, on_tokens)
+        self.tools.begin_rollout()
+        G, T = sampling.num_generations, sampling.max_completion_length
+        rows = [(problem, g) for problem in problems for g in range(G)]
+        conversations = []
+        for number, (problem, g) in enumerate(rows):
+            seeds = derive_seed(*seed_key, problem.index, -1), derive_seed(*seed_key, problem.index, g)
+            if "seed" in problem.columns:  # without a dataset, the row is its seed
+                seeds = problem.columns["seed"], seeds[1]
+            conversations.append(Conversation(self.tools, self.form, problem, number, T, seeds))
+        problems = self._begin(problems, conversations, G)
+
+        def reply(row: int, ids: Sequence[int]) -> Future:
+            return self.tools.submit(row, conversations[row].reply, ids)
+
+        options = dict(seed_key=seed_key, on_tokens=on_tokens, replies=reply)
+        sampled = [c for group in self.engine.generate(problems, sampling, **options) for c in group.completions]
+        pairs = zip(conversations, sampled, strict=True)
+        futures = [self.tools.submit(row, c.end, done) for row, (c, done) in enumerate(pairs)]
+        completions = [future.result() for future in futures]
+        if failures := [c.failure for c in conversations if c.failure]:
+            self.warn(f"warning: the environments of {len(failures)} completions have failed, first with {failures[0]}")
+        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
+
+    def _begin(self, problems: Sequence[Problem], conversations: list[Conversation], G: int) -> list[Problem]:
+        """Reset the environments, and append what they say to the prompts."""
+        if not self.tools.description.environments:
+            return list(problems)
+        futures = [self.tools.submit(c.row, c.begin) for c in conversations]
+        texts, begun = [future.result() for future in futures], []
+        for p, problem in enumerate(problems):
+            of_group = [(c, texts[c.row]) for c in conversations[p * G : (p + 1) * G]]
+            found = [text for c, text in of_group if c.stop_reason != "failed"]
+            if any(text != found[0] for text in found):
+                raise UserError(
+                    f"reset() of {of_group[0][0].info.class_name} gave the completions of one problem different "
+                    "prompts: draw from `seed`, an argument that they share, or from the module random"
+                )
+            begun.append(problem if not found or found[0] is None else self._with_prompt(problem, found[0]))
+            for c, _ in of_group:
+                c.problem = begun[-1]
+        return begun
+
+    def _with_prompt(self, problem: Problem, text: str | list[dict[str, str]]) -> Problem:
+        """The problem with ``text`` behind its last message, or with messages in its place."""
+        prompt = problem.prompt
+        if isinstance(text, list):
+            prompt = text
+        elif isinstance(prompt, list):
+            prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
+        else:
+            prompt = (prompt or "") + text
+        return replace(
+            one_problem(prompt, problem.columns, self.data, self.policy.tokenizer, self.tools), index=problem.index
+        )
+
+
+def one_problem(prompt: Any, columns: dict[str, Any], data: DataConfig, tokenizer: Any, tools: Tools) -> Problem:
+    """A prompt of an environment as a problem. UserError if it is too long."""
+    try:
+        rows = Rows(f"the prompt of a reset, {prompt!r:.80}", [prompt], [columns])
+        (problem,) = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of).problems
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return problem

@@ -1,0 +1,182 @@
+"""The form of turns in tokens: calls read from what the model wrote, and the tokens of an answer.
+
+Sampled tokens are never encoded again. The tokens of an answer come from the chat template: it is rendered behind a
+short conversation, and what stands before the end of that conversation's last turn is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo.rewards.answers import after_thinking
+
+CALL_TAG = "tool_call"
+"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls."""
+THOUGHT = "<think>\nx\n</think>\n\n"
+MAX_CHARACTERS_PER_TOKEN = 1000
+"""No token is longer, so that a text of more characters per token does not fit, and is not encoded."""
+
+Call = tuple[str, dict[str, Any] | str]
+"""The name of a tool and its arguments; text in their place says what is wrong with the call."""
+
+
+class TurnFormat:
+    """Reads and writes turns for one tokenizer. Its methods may be called by several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], tools_format: str):
+        self.tokenizer, self.eos_ids = tokenizer, list(eos_ids)
+        self.uses_template = tools_format == "auto" and getattr(tokenizer, "response_template", None) is not None
+        self._ends = [tokenizer.convert_ids_to_tokens(id) for id in self.eos_ids]
+        self._lock = threading.Lock()
+
+    def check(self, *, uses_tools: bool, schemas: Sequence[dict[str, Any]]) -> list[str]:
+        """Notes for the user; ValueError unless the chat template can render the conversations of the run.
+
+        It must keep earlier turns as they are when an answer follows: the model is trained on these.
+        """
+        if not self.tokenizer.chat_template:
+            raise ValueError("turns need a chat template, and the model has none: set model.chat_template=FILE")
+        role = "tool" if uses_tools else "user"
+        thought = THOUGHT if "<think>" in str(self.tokenizer.chat_template) else ""
+        turn, answer = self._turn("f", thought + "x"), {"role": role, "name": "f", "content": "x"}
+        question = {"role": "user", "content": "x"}
+        try:
+            for before in ([question, turn], [question, turn, answer, turn]):
+                suffix = self._suffix(before, [answer])
+                if "x" not in suffix:
+                    raise ValueError(f"it does not show messages of the role {role}")
+        except Exception as error:  # a chat template is a program that comes with the model
+            reason = str(error).splitlines()[0][:200]
+            raise ValueError(
+                f"the model's chat template cannot go on after a message of the role {role} ({reason}): set "
+                "model.chat_template=FILE to one that keeps earlier turns as they are"
+            ) from error
+        render = self.tokenizer.apply_chat_template
+        hidden = schemas and render([question], tokenize=False) == render([question], tokenize=False, tools=schemas)
+        return (
+            ["note: the chat template does not show the tools: describe them in data.system_prompt"] if hidden else []
+        )
+
+    def read(self, ids: Sequence[int], prefix: Sequence[int], schemas: Sequence[dict[str, Any]]):
+        """The message of a turn, and its calls.
+
+        Args:
+            ids: the tokens of the turn.
+            prefix: the tokens before it, which may have opened its reasoning.
+            schemas: of the tools.
+        """
+        with self._lock:
+            text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+            if self.uses_template and schemas:
+                try:
+                    message = self.tokenizer.parse_response(list(ids), prefix=list(prefix), tools=list(schemas))
+                    found = [call["function"] for call in message.get("tool_calls") or []]
+                    calls = [(str(f["name"]), f["arguments"]) for f in found]
+                    return {"role": "assistant", "content": "", **message}, [(n, _arguments(a)) for n, a in calls]
+                except Exception:  # what the model wrote may be anything: then it is text without a call
+                    return {"role": "assistant", "content": text}, []
+        calls = _calls_in_tags(after_thinking(text), schemas)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            functions = [{"name": n, "arguments": a if isinstance(a, dict) else {}} for n, a in calls]
+            message["tool_calls"] = [{"type": "function", "function": f} for f in functions]
+        return message, calls
+
+    def answer(self, messages: Sequence[dict[str, Any]], last_id: int, room: int, most: int | None) -> list[int] | None:
+        """The tokens of an answer and of the beginning of the next turn; None if there are not fewer than ``room``.
+
+        Args:
+            messages: results of tools, or of the user.
+            last_id: the last token of the turn before. If it ends no turn, because a stop string did, an EOS is added.
+            most: tokens of one message; a longer one is cut.
+        """
+        messages = [dict(message) for message in messages]
+        num_characters = sum(len(message["content"]) for message in messages)
+        if most is None and num_characters > MAX_CHARACTERS_PER_TOKEN * room:
+            return None
+        with self._lock:
+            marks: list[str] = []
+            for message in messages:
+                if most is not None:
+                    message["content"] = self._cut(message["content"], most)
+                for token in self.tokenizer.all_special_tokens:
+                    if token in message["content"]:
+                        marks.append(token)
+                        message["content"] = message["content"].replace(token, f"\ue000{len(marks) - 1}\ue001")
+            before = [{"role": "user", "content": "x"}, self._turn(messages[0].get("name", "f"), "x")]
+            if messages[0]["role"] != "tool":
+                before[1].pop("tool_calls", None)
+            ids: list[int] = []
+            for number, part in enumerate(re.split("\ue000(\\d+)\ue001", self._suffix(before, messages))):
+                # Control tokens inside a result are text.
+                text, is_mark = (marks[int(part)], True) if number % 2 else (part, False)
+                ids += self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=is_mark)
+        ids = ids if last_id in self.eos_ids else [self.eos_ids[0], *ids]
+        return ids if len(ids) < room else None
+
+    def _cut(self, text: str, most: int) -> str:
+        is_long = len(text) > MAX_CHARACTERS_PER_TOKEN * most
+        ids = self.tokenizer.encode(text[: MAX_CHARACTERS_PER_TOKEN * most], add_special_tokens=False)
+        return self.tokenizer.decode(ids[:most]) + " ..." if is_long or len(ids) > most else text
+
+    def _turn(self, name: str, content: str) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": {}}}
+        return {"role": "assistant", "content": content} | ({"tool_calls": [call]} if self.uses_template else {})
+
+    def _suffix(self, before: list[dict[str, Any]], messages: list[dict[str, Any]]) -> str:
+        """What the template writes behind the end of the last turn of ``before``, up to the next turn's beginning."""
+        render = self.tokenizer.apply_chat_template
+        start = render(before, tokenize=False)
+        whole = render([*before, *messages], tokenize=False, add_generation_prompt=True)
+        ends = [start.rfind(end) + len(end) for end in self._ends if end in start]
+        if not ends:
+            raise ValueError("it ends no turn with an EOS token")
+        if whole[: max(ends)] != start[: max(ends)]:
+            raise ValueError("it changes earlier turns, as Qwen3's drops their thinking")
+        return whole[max(ends) :]
+
+
+def _arguments(found: Any) -> dict[str, Any] | str:
+    try:
+        found = json.loads(found) if isinstance(found, str) else found
+    except ValueError as error:
+        return f"the arguments are not JSON: {error}"
+    return dict(found) if isinstance(found, dict) else "the arguments are not a JSON object"
+
+
+def _calls_in_tags(text: str, schemas: Sequence[dict[str, Any]]) -> list[Call]:
+    """The calls ``<tool_call>{json}</tool_call>`` and ``<NAME>...</NAME>``, in their order.
+
+    Between the tags of a tool stands its only argument as it is, or a JSON object of its arguments.
+    """
+    parameters = {s["function"]["name"]: s["function"]["parameters"]["properties"] for s in schemas}
+    names = "|".join(map(re.escape, [CALL_TAG, *parameters]))
+    calls: list[Call] = []
+    for name, content in re.findall(f"<({names})>(.*?)</\\1>", text, re.DOTALL) if schemas else ():
+        if name != CALL_TAG:
+            calls.append((name, _tagged_arguments(content.strip(), parameters[name])))
+            continue
+        found = _arguments(content.strip())
+        if isinstance(found, str):
+            calls.append((CALL_TAG, found))
+        else:
+            calls.append((str(found.get("name")), _arguments(found.get("arguments", {}))))
+    return calls
+
+
+def _tagged_arguments(content: str, parameters: dict[str, Any]) -> dict[str, Any] | str:
+    if len(parameters) != 1:
+        return _arguments(content or "{}")
+    ((name, schema),) = parameters.items()
+    if schema.get("type") == "string":
+        return {name: content}
+    try:
+        return {name: json.loads(content)}
+    except ValueError:
+        return {name: content}

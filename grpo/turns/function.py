@@ -1,0 +1,93 @@
+"""A rollout function of the user's own (``rollout.function``): it calls ``generate`` as it likes, and returns tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo.algorithm.batch import Group, Problem, Turns
+from grpo.algorithm.seeding import derive_seed
+from grpo.rewards.functions import load_object
+from grpo.rollout import Engine, SamplingParams
+from grpo.system import UserError
+
+NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+def sample_by_function(
+    engine: Engine, tools: Any, problems: Sequence[Problem], sampling: SamplingParams, seed_key: tuple[int, str, int],
+    on_tokens: Callable[[int], None] | None,
+) -> list[Group]:  # fmt: skip
+    """The completions that ``rollout.function`` returns, one per problem and generation.
+
+    It is called with the prompts, each ``num_generations`` times, as rewards get them, and with ``generate``. It
+    returns lists with one entry per prompt: ``prompt_ids``, ``completion_ids``, ``logprobs`` (of each token of the
+    completion), if it wants ``env_mask`` (1 at tokens that the model sampled, 0 at others), and columns for the rewards.
+
+    UserError if it returns something else. Its own exceptions end the run.
+    """
+    G = sampling.num_generations
+    rows = [(problem, g) for problem in problems for g in range(G)]
+    num_calls = 0
+
+    def generate(prompt_ids: Sequence[Sequence[int]]) -> list[dict[str, list]]:
+        """Sample one completion for each list of token ids: ``{completion_ids, logprobs}`` of each."""
+        nonlocal num_calls
+        num_calls += 1
+        # With one entry per row the seed is that of the row, whatever the number of ranks.
+        addresses = rows if len(prompt_ids) == len(rows) else [(None, n) for n in range(len(prompt_ids))]
+        indices = [g if p is None else derive_seed(0, "row", p.index, g) for p, g in addresses]
+        pairs = zip(indices, prompt_ids, strict=True)
+        asked = [Problem(index, "", tuple(ids)) for index, ids in pairs]
+        key = (seed_key[0], f"{seed_key[1]}/call {num_calls}", seed_key[2])
+        one = replace(sampling, num_generations=1)
+        found = [group.completions[0] for group in engine.generate(asked, one, seed_key=key, on_tokens=on_tokens)]
+        return [{"completion_ids": list(c.ids), "logprobs": list(c.sampling_logprobs)} for c in found]
+
+    function = tools.function_object or _load(tools.function)
+    prompts = [problem.prompt if problem.reward_prompt is None else problem.reward_prompt for problem, _ in rows]
+    returned = function(prompts, generate)
+    if not isinstance(returned, Mapping) or any(name not in returned for name in NEEDED):
+        raise UserError(f"rollout.function={tools.function} must return a dictionary with {', '.join(NEEDED)}")
+    for name, values in returned.items():
+        if len(values) != len(rows):
+            raise UserError(f"rollout.function={tools.function} returned {len(values)} {name} for {len(rows)} prompts")
+    groups = []
+    for p, problem in enumerate(problems):
+        records = [{name: values[p * G + g] for name, values in returned.items()} for g in range(G)]
+        prompt_ids = {tuple(record["prompt_ids"]) for record in records}
+        if len(prompt_ids) > 1:
+            raise UserError(f"rollout.function={tools.function}: completions of one problem need equal prompt_ids")
+        completions = tuple(_completion(record, engine, sampling, tools.function) for record in records)
+        groups.append(Group(replace(problem, prompt_ids=prompt_ids.pop()), completions))
+    return groups
+
+
+@functools.cache
+def _load(name: str) -> Callable[..., Any]:
+    function = load_object(name, "rollout.function", "")
+    if not callable(function):
+        raise UserError(f"rollout.function={name}: there is no such function")
+    return function
+
+
+def _completion(record: dict[str, Any], engine: Engine, sampling: SamplingParams, name: str) -> Turns:
+    ids, logprobs = list(record["completion_ids"]), list(record["logprobs"])
+    mask = list(map(bool, record.get("env_mask", [True] * len(ids))))
+    if not len(ids) == len(mask) == len(logprobs) or len(ids) > sampling.max_completion_length or not any(mask):
+        raise UserError(
+            f"rollout.function={name}: a completion has {len(ids)} tokens, {len(logprobs)} logprobs, {sum(mask)} of "
+            f"{len(mask)} in env_mask; the numbers must be equal, from 1 to rollout.max_completion_length, 1 sampled"
+        )
+    n = len(mask) - mask[::-1].index(True)  # what comes after the last sampled token has no influence
+    ids, mask, logprobs = ids[:n], mask[:n], [value if m else 0.0 for value, m in zip(logprobs[:n], mask, strict=False)]
+    text = engine.policy.tokenizer.decode(ids, skip_special_tokens=True)
+    finished = ids[-1] in engine.policy.eos_ids or n < sampling.max_completion_length
+    fields = {key: value for key, value in record.items() if key not in (*NEEDED, "env_mask")}
+    return Turns(
+        tuple(map(int, ids)), text, finished, () if sampling.is_greedy else tuple(map(float, logprobs)),
+        loss_mask=() if all(mask) else tuple(mask), messages=({"role": "assistant", "content": text},), fields=fields,
+        stop_reason="stop" if finished else "length",
+    )  # fmt: skip

@@ -1,0 +1,29 @@
+"""The metrics of a step with turns."""
+
+from collections.abc import Sequence
+
+from grpo.algorithm.batch import Group, Turns
+from grpo.telemetry.accumulator import Accumulator
+
+STOP_REASONS = ("stop", "length", "environment", "max_turns", "failed")
+OTHER = "unknown"
+"""In place of the name of a tool that does not exist."""
+
+
+def add_turns(groups: Sequence[Group], metrics: Accumulator, tools: Sequence[str]) -> None:
+    """Add the calls, turns and endings of this rank's completions. ``tools`` are all that the run has, on every rank."""
+    completions = [c for group in groups for c in group.completions if isinstance(c, Turns)]
+    calls, count = [call for c in completions for call in c.calls], len(completions)
+    metrics.add("completions/total_length", sum(len(c.ids) for c in completions), count)
+    metrics.add("turns/mean", sum(c.num_turns for c in completions), count)
+    for reason in STOP_REASONS:
+        metrics.add(f"stop_reason/{reason}", sum(c.stop_reason == reason for c in completions), count)
+    if not tools:
+        return
+    metrics.add("tools/call_frequency", len(calls), count)
+    metrics.add("tools/failure_frequency", sum(call.failed for call in calls), len(calls))
+    for name in [*tools, OTHER]:
+        own = [call for call in calls if (call.name if call.name in tools else OTHER) == name]
+        metrics.total(f"tools/{name}/calls", len(own))
+        metrics.total(f"tools/{name}/errors", sum(call.failed for call in own))
+        metrics.add(f"tools/{name}/seconds", sum(call.seconds for call in own), len(own))

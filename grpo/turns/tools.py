@@ -1,0 +1,166 @@
+"""The tools and environments of a run: what the configuration names, loaded in worker processes that may be killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import dill
+
+from grpo.config import Config
+from grpo.config.config import ENVIRONMENT_ROWS
+from grpo.rewards.functions import ENVIRONMENT_PREFIX, source_files
+from grpo.rewards.pool import LOAD_SECONDS, WorkerLost, WorkerPool
+from grpo.rewards.runner import RewardSpec
+from grpo.system import first_line
+from grpo.turns.worker import Description, EnvironmentInfo, Reply, Source
+
+MAX_WORKERS = 8
+"""Worker processes per rank, if ``reward.num_workers`` is not set: most tools wait for something else."""
+COLUMN = "environment"
+"""The column that names the environment of a row, where there are several."""
+
+
+class Tools:
+    """The tools and environments of a run, and the worker processes that run them.
+
+    A row of a rollout has one worker, so that its calls run in order, and an environment that cannot be pickled finds
+    its way back. Rows of other workers run at the same time.
+
+    Args:
+        objects: name in the configuration -> the Python object that a program passed in its place.
+    """
+
+    def __init__(self, config: Config, objects: Mapping[str, Any] | None = None):
+        objects, named = objects or {}, config.environment
+        self.format, self.max_turns = config.tools_format, config.rollout.max_turns
+        self.max_tool_tokens, self.timeout_s = config.rollout.max_tool_tokens, config.reward.timeout_s
+        self.function = config.rollout.function
+        """The name of a rollout function; None without one."""
+        self.function_object = objects.get(self.function)
+        self.owns_prompts = config.data.dataset == ENVIRONMENT_ROWS
+        """True if the prompts are those of the environment's reset."""
+        self.several = isinstance(named, dict)
+        """True if a column of the rows names the environment."""
+        environments = named if isinstance(named, dict) else {None: named} if named else {}
+        self._tools = [_source(tool.name, tool.args, objects) for tool in config.tools]
+        self._environments = {key: _source(name, {}, objects) for key, name in environments.items()}
+        self._pools = [
+            WorkerPool(1, "grpo.turns.worker:ToolWorker") for _ in range(config.reward.num_workers or MAX_WORKERS)
+        ]
+        self.description = Description([], {}, {})
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._tools or self._environments or self.function)
+
+    @property
+    def steps(self) -> bool:
+        """True with a reset/step environment: turns are actions, and there are no calls."""
+        return any(info.steps for info in self.description.environments.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tools."""
+        schemas = [*self.description.schemas, *(s for e in self.description.environments.values() for s in e.schemas)]
+        return list(dict.fromkeys(schema["function"]["name"] for schema in schemas))
+
+    @property
+    def source_files(self) -> dict[str, str]:
+        """Name for messages -> path of the files that define tools and environments."""
+        return self.description.source_files | (source_files(self.function, None) if self.function else {})
+
+    def load(self) -> Tools:
+        """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
+        if not (self._tools or self._environments):
+            return self
+        for pool in self._pools:
+            pool._functions[0] = (self._tools, self._environments)
+        try:
+            found = self._pools[0].load(0, self._tools, self._environments)
+            if not isinstance(found, ValueError):
+                found = self._pools[0].submit(self._pools[0].request, {0}, LOAD_SECONDS, "describe").result()
+        except WorkerLost as lost:
+            found = ValueError(f"tools cannot be loaded: their worker process {lost}")
+        if isinstance(found, ValueError):
+            raise found
+        self._pools[0].close()  # it has imported transformers, which no call needs
+        self.description = found
+        kinds = {info.steps for info in found.environments.values()}
+        if len(kinds) > 1 or (True in kinds and self._tools):
+            raise ValueError("a reset/step environment takes whole turns as actions, so it cannot stand beside tools")
+        for info in found.environments.values() if self.owns_prompts else ():
+            if self.several:
+                raise ValueError("several environments need data.dataset, whose column `environment` chooses one")
+            if not info.takes_seed:
+                raise ValueError(
+                    f"without data.dataset, reset() of {info.class_name} makes the prompt, and needs an argument `seed`: "
+                    "the completions of a group must get the same prompt"
+                )
+        return self
+
+    def reward_specs(self, functions: Sequence[Any]) -> list[Any]:
+        """The reward functions, and those of the environments, of weight 1; or ValueError if there is none."""
+        infos = self.description.environments.values()
+        own = dict.fromkeys(ENVIRONMENT_PREFIX + info.class_name for info in infos if info.has_reward)
+        specs = [*functions, *(RewardSpec(name) for name in own if name not in [f.name for f in functions])]
+        if not specs:
+            raise ValueError("nothing gives a reward: set reward.functions, or give the environment a get_reward()")
+        return specs
+
+    def environment_of(self, columns: Mapping[str, Any]) -> tuple[str | None, EnvironmentInfo | None]:
+        """The environment of a row: its name and what is known of it; ValueError if its column names none."""
+        if not self.description.environments:
+            return None, None
+        name = columns.get(COLUMN) if self.several else None
+        if name not in self.description.environments:
+            known = ", ".join(map(str, self.description.environments))
+            raise ValueError(f"a row has environment={name!r}, which is none of {known}")
+        return name, self.description.environments[name]
+
+    def schemas_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The schemas of the tools of a row."""
+        _, info = self.environment_of(columns)
+        return self.description.schemas + (info.schemas if info else [])
+
+    def pickled_from(self, name: str | None) -> Source:
+        """Where the class of an environment is found."""
+        return self._environments[name]
+
+    def submit(self, row: int, job: Callable[..., Any], *arguments: Any) -> Future:
+        """Run a job in the thread of a row's worker. Jobs call :meth:`request`."""
+        return self._pools[row % len(self._pools)].submit(job, *arguments)
+
+    def request(self, row: int, method: str, *arguments: Any) -> Reply:
+        """The reply of a row's worker (:class:`grpo.turns.worker.ToolWorker`). A late or dead worker is a failure."""
+        pool = self._pools[row % len(self._pools)]
+        try:
+            return pool.request({0}, self.timeout_s, method, *arguments)
+        except WorkerLost as lost:
+            reason = f"no result within {self.timeout_s:g} seconds" if lost.kind == "timeout" else "the tool has died"
+            return Reply(None, reason, failed=True, seconds=self.timeout_s if lost.kind == "timeout" else 0.0)
+
+    def begin_rollout(self) -> None:
+        for pool in self._pools:
+            pool.begin_step()
+
+    def close(self) -> None:
+        """Kill the workers. A later call starts new ones."""
+        for pool in self._pools:
+            pool.close()
+
+
+def _source(name: str, args: dict[str, Any], objects: Mapping[str, Any]) -> Source:
+    if name not in objects:
+        return Source(name if ":" not in name else _absolute(name), args)
+    try:
+        return Source(name, args, dill.dumps(objects[name], recurse=True))
+    except Exception as error:  # of any type: each object may raise its own
+        raise ValueError(f"{name} cannot be sent to a worker process: {first_line(error)}") from error
+
+
+def _absolute(name: str) -> str:
+    location, _, attribute = name.rpartition(":")
+    return f"{os.path.abspath(os.path.expanduser(location))}:{attribute}" if location.endswith(".py") else name

@@ -1,0 +1,281 @@
+"""The part of a worker process that runs tools and environments. It imports no torch unless a tool does.
+
+An environment travels: each request brings it pickled, and the reply has it pickled again. So a call that hangs or
+kills its worker costs nothing but itself, and rewards get the environment too. One that cannot be pickled, because it
+holds a connection for example, stays in its worker.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import dill
+
+from grpo.rewards import functions
+from grpo.rewards.worker import CAUGHT
+from grpo.system import first_line
+from grpo.turns.builtin import TOOLS
+
+MAX_MEMORY_BYTES = 8 * 1024**3
+"""Of the data of one worker. A tool that asks for more gets Python's MemoryError."""
+MAX_RESULT_LENGTH = 2**20
+"""Characters of a tool's result that the trainer gets."""
+NOT_TOOLS = ("reset", "get_reward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a worker finds a tool or an environment."""
+
+    name: str
+    """Built-in, ``package.module:name``, ``path/to/file.py:name``, or of an object that a program passed."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    own: bytes | None = None
+    """The pickled object; None: the one that ``name`` names."""
+
+    def load(self, kind: str) -> Any:
+        if self.own is not None:
+            return dill.loads(self.own)
+        return TOOLS[self.name] if self.name in TOOLS else functions.load_object(self.name, kind, ", ".join(TOOLS))
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentInfo:
+    """What the trainer knows of an environment, whose class it does not import."""
+
+    class_name: str
+    steps: bool
+    """True for reset/step, where a whole turn of the model is an action; False: its methods are tools."""
+    has_reward: bool
+    takes_seed: bool
+    schemas: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    schemas: list[dict[str, Any]]
+    """Of the tools of the configuration, as chat templates take them."""
+    environments: dict[str | None, EnvironmentInfo]
+    source_files: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """The result of one request about an environment or a tool."""
+
+    environment: bytes | int | None = None
+    """Pickled; a number if it stays in the worker; None without one."""
+    text: str | list[dict[str, str]] | None = None
+    """What the model reads: a result, an observation, or messages."""
+    failed: bool = False
+    seconds: float = 0.0
+    reward: float | None = None
+    done: bool = False
+
+
+def _never_raises(method: Callable[..., Reply]) -> Callable[..., Reply]:
+    """An exception of the user's code is a reply whose text is its last line."""
+
+    @functools.wraps(method)
+    def answer(*arguments: Any) -> Reply:
+        try:
+            return method(*arguments)
+        except CAUGHT as error:
+            return Reply(None, f"{type(error).__name__}: {first_line(error)}", failed=True)
+
+    return answer
+
+
+class ToolWorker:
+    """Answers the requests of :class:`grpo.turns.tools.Tools`: a method and its arguments."""
+
+    def __init__(self, is_process: bool):
+        self.tools: dict[str, Callable[..., Any]] = {}
+        self.environments: dict[str | None, Callable[[], Any]] = {}
+        self.kept: dict[int, Any] = {}
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._files: dict[str, str] = {}
+        if is_process:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            soft = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def load(self, key: int, tools: list[Source], environments: dict[str | None, Source]) -> str | ValueError:
+        """Load all; a ``ValueError`` is returned, not raised."""
+        try:
+            for source in tools:
+                function = source.load("tool")
+                if not callable(function):
+                    raise ValueError(f"tool {source.name!r} is not a function")
+                name = getattr(function, "__name__", type(function).__name__)
+                self.tools[name] = functools.partial(function, **source.args) if source.args else function
+                self._files |= functions.source_files(source.name, function)
+            for name, source in environments.items():
+                self.environments[name] = source.load("environment")
+                self._files |= functions.source_files(source.name, self.environments[name])
+        except CAUGHT as error:
+            return _mistake(error)
+        return "loaded"
+
+    def describe(self) -> Description | ValueError:
+        """The schemas of all tools. This imports transformers, for :func:`transformers.utils.get_json_schema`."""
+        try:
+            schemas = [_schema(name, function) for name, function in self.tools.items()]
+            return Description(schemas, {n: self._info(n, f) for n, f in self.environments.items()}, self._files)
+        except CAUGHT as error:
+            return _mistake(error)
+
+    def _info(self, name: str | None, factory: Callable[[], Any]) -> EnvironmentInfo:
+        environment = factory()
+        kind = type(environment).__name__
+        begin = getattr(environment, "init", None) if _steps(environment) else None
+        begin = begin or getattr(environment, "reset", None)
+        if not callable(begin):
+            raise ValueError(f"environment {kind} has no method reset")
+        methods = {} if _steps(environment) else _methods(environment)
+        schemas = [_schema(method, function) for method, function in methods.items()]
+        has_reward = _steps(environment) or callable(getattr(environment, "get_reward", None))
+        return EnvironmentInfo(kind, _steps(environment), has_reward, "seed" in _accepted(begin, ["seed"]), schemas)
+
+    @_never_raises
+    def begin(self, name: str | None, row: dict[str, Any], seed: int) -> Reply:
+        """A new environment, reset for a row of the dataset. ``text``: what it adds to the prompt, or None."""
+        _seed(seed)
+        environment = self.environments[name]()
+        columns = {"seed": seed % 2**31} | row
+        if _steps(environment) and callable(getattr(environment, "init", None)):  # SkyRL-gym
+            found = self._wait(environment.init(row["prompt"]))
+        else:
+            found = self._wait(environment.reset(**_accepted(environment.reset, columns)))
+        if _steps(environment):
+            found = found[0] if isinstance(found, tuple) else getattr(found, "observation", found)
+        elif found is not None and not isinstance(found, str):
+            raise TypeError(f"reset returned {type(found).__name__}: expected text or None")
+        return Reply(self._store(environment), None if found is None else _text(found))
+
+    @_never_raises
+    def call(self, environment: bytes | int | None, name: str, arguments: dict[str, Any], seed: int) -> Reply:
+        """Call a tool of the configuration, or a method of the environment. An exception is the result, as in TRL."""
+        _seed(seed)
+        environment, started = self._restore(environment), time.perf_counter()
+        try:
+            tool = _methods(environment).get(name) or self.tools.get(name)
+            if tool is None:
+                raise ValueError(f"Tool {name} not found.")
+            text, failed = _text(self._wait(tool(**arguments))), False
+        except CAUGHT as error:
+            text, failed = str({"error": str(error) or type(error).__name__}), True
+        return Reply(self._store(environment), text, failed, time.perf_counter() - started)
+
+    @_never_raises
+    def step(self, environment: bytes | int, action: str, seed: int) -> Reply:
+        """Give the text of a turn to a reset/step environment."""
+        _seed(seed)
+        environment, started = self._restore(environment), time.perf_counter()
+        found = self._wait(environment.step(action))
+        if isinstance(found, tuple):  # Gymnasium: observation, reward, terminated, truncated, info
+            observation, reward, done = found[0], found[1], any(found[2:-1])
+        elif isinstance(found, dict):  # SkyRL-gym
+            observation, reward, done = found["observations"], found["reward"], found["done"]
+        else:  # OpenEnv
+            observation, reward, done = found.observation, found.reward, found.done
+        seconds = time.perf_counter() - started
+        return Reply(self._store(environment), _text(observation), False, seconds, _number(reward), bool(done))
+
+    @_never_raises
+    def end(self, environment: bytes | int) -> Reply:
+        """The reward that an environment gives itself, if it has ``get_reward``."""
+        found = self._restore(environment)
+        get_reward = getattr(found, "get_reward", None)
+        return Reply(reward=_number(self._wait(get_reward())) if callable(get_reward) else None)
+
+    def _wait(self, result: Any) -> Any:
+        return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
+
+    def _store(self, environment: Any) -> bytes | int | None:
+        if environment is None:
+            return None
+        try:
+            return dill.dumps(environment, recurse=True)
+        except Exception:  # of any type: each object may raise its own
+            number = next(self._numbers)
+            self.kept[number] = environment
+            return number
+
+    def _restore(self, environment: bytes | int | None) -> Any:
+        if isinstance(environment, int):
+            return self.kept.pop(environment)  # KeyError: the worker that had it was killed
+        return None if environment is None else dill.loads(environment)
+
+
+def _mistake(error: BaseException) -> ValueError:
+    """As a message of one line, which a process without the user's classes can unpickle."""
+    return ValueError(str(error) if type(error) is ValueError else f"{type(error).__name__}: {first_line(error)}")
+
+
+def _seed(seed: int) -> None:
+    """Seed the global generators, so that an environment or tool that draws from them gives the same again."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _steps(environment: Any) -> bool:
+    """True for reset/step environments; an environment of TRL may have a tool called ``step``, which returns text."""
+    step = getattr(environment, "step", None)
+    return callable(step) and inspect.signature(step).return_annotation not in (str, "str")
+
+
+def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The public methods of the environment's class, which are its tools."""
+    if environment is None:
+        return {}
+    found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    return {n: getattr(environment, n) for n, _ in found if n not in NOT_TOOLS and not n.startswith("_")}
+
+
+def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """The schema of a tool, without the arguments that the configuration fills in."""
+    from transformers.utils import get_json_schema
+
+    given = function.keywords if isinstance(function, functools.partial) else {}
+    schema = get_json_schema(function.func if isinstance(function, functools.partial) else function)
+    parameters = schema["function"]["parameters"]
+    if unknown := given.keys() - parameters["properties"].keys():
+        raise ValueError(f"tool {name!r} has no argument {sorted(unknown)[0]!r}")
+    parameters["properties"] = {n: value for n, value in parameters["properties"].items() if n not in given}
+    if "required" in parameters:
+        parameters["required"] = [n for n in parameters["required"] if n not in given]
+    return schema
+
+
+def _accepted(function: Callable[..., Any], values: Any) -> dict[str, Any]:
+    """The values whose names a function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    values = dict.fromkeys(values) if isinstance(values, list) else values
+    return {name: value for name, value in values.items() if takes_any or name in parameters}
+
+
+def _text(value: Any) -> str | list[dict[str, str]]:
+    """What the model reads of a result: messages as they are, anything else as text."""
+    is_messages = isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value)
+    if is_messages:
+        return [{"role": "user", **m, "content": _text(m["content"])} for m in value]
+    return str(value)[:MAX_RESULT_LENGTH].encode("utf-8", "replace").decode()  # without broken Unicode
+
+
+def _number(value: Any) -> float | None:
+    """A reward as a float; None for None, NaN and infinity: the completion has no reward then."""
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None

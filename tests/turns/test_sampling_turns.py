@@ -1,0 +1,178 @@
+"""Turns in the built-in engine: answers enter the KV cache, and only the model's own tokens are scored and trained."""
+
+import random
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from architectures import CAN, CANNOT, V, build
+
+from grpo.algorithm.batch import Completion, Group, Problem, collate, completion_lengths
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.algorithm.loss import loss_denominator, policy_loss
+from grpo.attention import enable_packing
+from grpo.model import Policy
+from grpo.rollout import BuiltinEngine, SamplingParams
+
+SAMPLING = SamplingParams(num_generations=4, max_completion_length=48, temperature=0.9)
+TEXTS = ("1+1=", "a much longer question than the others?", "12*(3+4)=", "x")
+SEED_KEY = (7, "rollout", 3)
+
+
+def problems_of(policy, *texts):
+    return [Problem(i, text, tuple(policy.tokenizer(text)["input_ids"])) for i, text in enumerate(texts)]
+
+
+class Answers:
+    """Answers of 1 to 9 tokens that depend on the turn alone, for a number of turns; they arrive late, out of order."""
+
+    def __init__(self, T, most_turns=3, vocabulary=200, seconds=0.0):
+        self.T, self.most_turns, self.vocabulary, self.seconds = T, most_turns, vocabulary, seconds
+        self.turns, self.lengths = {}, {}
+        self.threads = ThreadPoolExecutor(8)
+
+    def __call__(self, row, ids):
+        self.turns.setdefault(row, []).append(tuple(ids))
+        self.lengths[row] = self.lengths.get(row, 0) + len(ids)
+        rng = random.Random(hash((tuple(ids), len(self.turns[row]))))
+        answer = [rng.randrange(3, self.vocabulary) for _ in range(rng.randint(1, 9))]
+        if len(self.turns[row]) == self.most_turns or self.lengths[row] + len(answer) >= self.T:
+            answer = None
+        else:
+            self.lengths[row] += len(answer)
+        if not self.seconds:
+            future = Future()
+            future.set_result(answer)
+            return future
+        return self.threads.submit(lambda: time.sleep(random.random() * self.seconds) or answer)
+
+
+def rows_of(groups):
+    return [(c.ids, c.loss_mask, c.finished) for group in groups for c in group.completions]
+
+
+def sample(policy, problems, sampling=SAMPLING, fast_decode=True, **options):
+    answers = Answers(sampling.max_completion_length, **options)
+    engine = BuiltinEngine(policy, fast_decode=fast_decode)
+    return engine.generate(problems, sampling, seed_key=SEED_KEY, replies=answers), answers
+
+
+def check_scores(policy, groups, tolerance=1e-4):
+    """Sampled log-probs are those that the scorer computes from the whole conversation; 0 at answers."""
+    batch = collate(groups, torch.zeros(len(groups), len(groups[0].completions)), pad_id=policy.pad_id)
+    scorer = CompletionScorer(policy.model, temperature=0.9)
+    scorer.pack_groups()
+    with torch.no_grad():
+        scored_BT, _ = scorer(*batch.scorer_inputs)
+    torch.testing.assert_close(batch.sampling_logprobs_BT, scored_BT, rtol=0, atol=tolerance)
+    assert (scored_BT[~batch.completion_mask_BT] == 0).all()
+    return batch
+
+
+@pytest.mark.parametrize("fast_decode", [True, False])
+def test_sampler_and_scorer_agree_over_three_turns(policy, fast_decode):
+    sampling = replace(SAMPLING, max_completion_length=96)
+    groups, answers = sample(policy, problems_of(policy, *TEXTS), sampling, fast_decode=fast_decode)
+    completions = [c for group in groups for c in group.completions]
+    num_turns = [len(answers.turns[row]) for row in range(len(completions)) if row in answers.turns]
+    assert max(num_turns) == 3 and sum(n > 1 for n in num_turns) > 4
+    check_scores(policy, groups)
+    for row, completion in enumerate(completions):  # what the engine sampled is what it gave to the tools
+        assert not completion.loss_mask or completion.loss_mask[-1]
+        if completion.finished and row in answers.turns:
+            assert completion.sampled_ids == sum(answers.turns[row], ())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2, learned positions", "sliding window", "convolutions"])
+def test_every_kind_of_cache_goes_on_after_an_answer(name):
+    kind, settings, *_ = (CAN | CANNOT)[name]
+    model = build(kind, settings)
+    enable_packing(model, model.base_model)
+    policy = Policy(model, _Letters(), (2,), 0, torch.device("cpu"), "fp32")
+    problems = [Problem(i, "", tuple(range(3, 8 + 3 * i))) for i in range(3)]
+    with torch.no_grad():
+        model.get_output_embeddings().weight[2] *= 3.0
+    groups, answers = sample(policy, problems, vocabulary=V)
+    assert any(len(turns) > 1 for turns in answers.turns.values())
+    check_scores(policy, groups)
+
+
+class _Letters:
+    """A tokenizer for models without one."""
+
+    all_special_tokens = ()
+
+    def decode(self, ids, **options):
+        return " ".join(map(str, ids))
+
+
+def test_tokens_depend_neither_on_the_batch_nor_on_how_long_an_answer_takes(policy):
+    problems = problems_of(policy, *TEXTS)
+    groups, _ = sample(policy, problems)
+    logprobs = [c.sampling_logprobs for group in groups for c in group.completions]
+    late, _ = sample(policy, problems, seconds=0.05)
+    assert rows_of(late) == rows_of(groups)
+    assert [c.sampling_logprobs for group in late for c in group.completions] == logprobs  # the same bits
+    few, _ = sample(policy, problems, replace(SAMPLING, tokens_in_flight=300))
+    assert rows_of(few) == rows_of(groups)
+    alone = [sample(policy, [problem])[0][0] for problem in problems]
+    assert rows_of(alone) == rows_of(groups)
+
+
+def test_stop_strings_and_recorded_tokens(policy):
+    """A stop string in an answer ends no turn; the allowed tokens of an answer are none."""
+    sampling = replace(SAMPLING, top_k=5, keep_sampling_mask=True, stop=("a", "b"))
+    groups, _ = sample(policy, problems_of(policy, *TEXTS), sampling)
+    for c in (c for group in groups for c in group.completions):
+        assert [n == 0 for n in c.allowed.counts.tolist()] == [not m for m in c.loss_mask or [True] * len(c.ids)]
+    check_scores(policy, groups)
+
+
+def test_masks_of_a_conversation_by_hand():
+    """Prompt 5 6; the model says 7 8, a tool 9 9 9, the model 4. Only 7 8 4 are scored, counted and trained."""
+    mask = (True, True, False, False, False, True)
+    turns = Completion((7, 8, 9, 9, 9, 4), "", True, (-1.0, -2.0, 0.0, 0.0, 0.0, -3.0), loss_mask=mask)
+    plain = Completion((7, 4), "", True, (-1.0, -1.0))
+    batch = collate([Group(Problem(0, "", (5, 6)), (turns, plain))], torch.tensor([[1.0, -1.0]]), pad_id=0)
+    assert batch.completion_mask_BT.tolist() == [list(mask), [True, True] + [False] * 4]
+    assert completion_lengths(batch.completion_mask_BT).tolist() == [6, 2] and batch.lengths_B.tolist() == [8, 4]
+    assert turns.sampled_ids == (7, 8, 4)
+    for aggregation, expected in [("response_mean", 2), ("token_mean", 5), ("constant", 2 * 10)]:
+        assert loss_denominator(batch.loss_mask_BT, aggregation=aggregation, max_length=10) == expected
+    # reinforce: -A * logprob; a mean over the 3 sampled tokens, whatever stands at those of the tool
+    logprobs_BT = torch.tensor(
+        [[-1.0, -2.0, 99.0, 99.0, 99.0, -3.0], [-1.0, -1.0, 0.0, 0.0, 0.0, 0.0]], requires_grad=True
+    )
+    options = dict(objective="reinforce", aggregation="response_mean", beta=0.0)
+    loss, _ = policy_loss(logprobs_BT, logprobs_BT.detach(), batch.advantages_B, batch.loss_mask_BT, **options)
+    assert loss.item() == pytest.approx(2.0 - 1.0)
+    loss.backward()
+    assert (logprobs_BT.grad[~batch.completion_mask_BT] == 0).all()
+    assert logprobs_BT.grad[0].tolist() == pytest.approx([-1 / 3, -1 / 3, 0, 0, 0, -1 / 3])
+
+
+@pytest.mark.parametrize("importance_level", ["token", "sequence"])
+def test_the_masked_loss_is_that_of_float64(importance_level):
+    """Clipped objective with KL, against a loop over the sampled tokens."""
+    rng = torch.Generator().manual_seed(0)
+    B, T, epsilon, beta = 5, 11, 0.2, 0.1
+    new, old, ref = (torch.randn(B, T, generator=rng, dtype=torch.float64) * 0.3 - 1 for _ in range(3))
+    mask = torch.rand(B, T, generator=rng) < 0.6
+    mask[:, 0] = True
+    advantages = torch.randn(B, generator=rng, dtype=torch.float64)
+    expected = 0.0
+    for b in range(B):
+        tokens = mask[b].nonzero().flatten().tolist()
+        mean_ratio = torch.exp(sum(new[b, t] - old[b, t] for t in tokens) / len(tokens))
+        for t in tokens:
+            ratio = mean_ratio if importance_level == "sequence" else torch.exp(new[b, t] - old[b, t])
+            clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+            d = ref[b, t] - new[b, t]
+            term = -min(ratio * advantages[b], clipped * advantages[b]) + beta * (d.exp() - d - 1)
+            expected += float(term) / len(tokens)
+    options = dict(importance_level=importance_level, epsilon=epsilon, beta=beta, aggregation="response_mean")
+    loss, stats = policy_loss(new, old, advantages, mask, ref_logprobs_BT=ref, **options)
+    assert float(loss) == pytest.approx(expected, abs=1e-12)
+    assert float(stats["kl"][1]) == int(mask.sum())
