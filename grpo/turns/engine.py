@@ -17,6 +17,7 @@ from grpo.system import UserError
 from grpo.turns.format import TurnFormat
 from grpo.turns.function import sample_by_function
 from grpo.turns.tools import Tools
+from grpo.turns.worker import Reply
 
 
 class Conversation:
@@ -71,8 +72,9 @@ class Conversation:
             answers = [self._call(*call) for call in calls]
         if self.stop_reason is not None:
             return None
-        room = self.room - len(self.ids)
-        found = self.form.answer(answers, ids[-1], room, self.tools.max_tool_tokens)
+        if (most := self.tools.max_tool_tokens) is not None:
+            answers = [message | {"content": self.form.cut(message["content"], most)} for message in answers]
+        found = self.form.answer(answers, ids[-1], self.room - len(self.ids))
         if found is None:
             self.stop_reason = "length"
             return None
@@ -82,18 +84,16 @@ class Conversation:
 
     def _call(self, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
         if isinstance(arguments, str):  # what is wrong with the call
-            self.calls.append(ToolCall(name, 0.0, True))
-            return {"role": "tool", "name": name, "content": str({"error": arguments})}
-        reply = self.tools.request(self.row, "call", self.environment, name, arguments, self._next_seed())
+            reply = Reply(self.environment, arguments, failed=True)
+        else:
+            reply = self.tools.request(self.row, "call", self.environment, name, arguments, self._next_seed())
         self.calls.append(ToolCall(name, reply.seconds, reply.failed))
-        content = reply.text
         if reply.environment is not None:
             self.environment = reply.environment
-        elif reply.failed:  # the call hung or killed its worker: the environment is as it was before
-            content = str({"error": content})
-            if isinstance(self.environment, int):
-                self._fail("its environment was in the worker that was killed")
-        return {"role": "tool", "name": name, "content": content if isinstance(content, str) else str(content)}
+        elif isinstance(self.environment, int):  # a pickled one is as it was before the call that killed its worker
+            self._fail("its environment was in the worker that was killed")
+        # The words of TRL, for what is no text and for errors.
+        return {"role": "tool", "name": name, "content": str({"error": reply.text} if reply.failed else reply.text)}
 
     def _step(self, action: str) -> list[dict[str, Any]]:
         reply = self.tools.request(self.row, "step", self.environment, action, self._next_seed())
@@ -154,7 +154,7 @@ class TurnsEngine:
     def check(self) -> None:
         """ValueError unless the chat template and the environments are fit for the run."""
         if not self.tools.function:
-            for note in self.form.check(uses_tools=not self.tools.steps, schemas=self.tools.description.schemas):
+            for note in self.form.check(uses_tools=not self.tools.steps, schemas=self.tools.all_schemas):
                 self.warn(note)
 
     @property

@@ -88,23 +88,27 @@ class TurnFormat:
             message["tool_calls"] = [{"type": "function", "function": f} for f in functions]
         return message, calls
 
-    def answer(self, messages: Sequence[dict[str, Any]], last_id: int, room: int, most: int | None) -> list[int] | None:
+    def cut(self, text: str, most: int) -> str:
+        """The text, or its first ``most`` tokens and three dots."""
+        with self._lock:
+            longest = MAX_CHARACTERS_PER_TOKEN * most
+            ids = self.tokenizer.encode(text[:longest], add_special_tokens=False)
+            is_long = len(ids) > most or len(text) > longest
+            return self.tokenizer.decode(ids[:most]) + " ..." if is_long else text
+
+    def answer(self, messages: Sequence[dict[str, Any]], last_id: int, room: int) -> list[int] | None:
         """The tokens of an answer and of the beginning of the next turn; None if there are not fewer than ``room``.
 
         Args:
             messages: results of tools, or of the user.
             last_id: the last token of the turn before. If it ends no turn, because a stop string did, an EOS is added.
-            most: tokens of one message; a longer one is cut.
         """
         messages = [dict(message) for message in messages]
-        num_characters = sum(len(message["content"]) for message in messages)
-        if most is None and num_characters > MAX_CHARACTERS_PER_TOKEN * room:
+        if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS_PER_TOKEN * room:
             return None
         with self._lock:
             marks: list[str] = []
             for message in messages:
-                if most is not None:
-                    message["content"] = self._cut(message["content"], most)
                 for token in self.tokenizer.all_special_tokens:
                     if token in message["content"]:
                         marks.append(token)
@@ -119,11 +123,6 @@ class TurnFormat:
                 ids += self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=is_mark)
         ids = ids if last_id in self.eos_ids else [self.eos_ids[0], *ids]
         return ids if len(ids) < room else None
-
-    def _cut(self, text: str, most: int) -> str:
-        is_long = len(text) > MAX_CHARACTERS_PER_TOKEN * most
-        ids = self.tokenizer.encode(text[: MAX_CHARACTERS_PER_TOKEN * most], add_special_tokens=False)
-        return self.tokenizer.decode(ids[:most]) + " ..." if is_long or len(ids) > most else text
 
     def _turn(self, name: str, content: str) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": name, "arguments": {}}}

@@ -32,8 +32,11 @@ def sample_by_function(
     rows = [(problem, g) for problem in problems for g in range(G)]
     num_calls = 0
 
-    def generate(prompt_ids: Sequence[Sequence[int]]) -> list[dict[str, list]]:
-        """Sample one completion for each list of token ids: ``{completion_ids, logprobs}`` of each."""
+    def generate(prompt_ids: Sequence[Sequence[int]], max_tokens: int | None = None) -> list[dict[str, list]]:
+        """Sample one completion for each list of token ids: ``{completion_ids, logprobs}`` of each.
+
+        ``max_tokens``: of one completion; None: ``rollout.max_completion_length``.
+        """
         nonlocal num_calls
         num_calls += 1
         # With one entry per row the seed is that of the row, whatever the number of ranks.
@@ -42,7 +45,7 @@ def sample_by_function(
         pairs = zip(indices, prompt_ids, strict=True)
         asked = [Problem(index, "", tuple(ids)) for index, ids in pairs]
         key = (seed_key[0], f"{seed_key[1]}/call {num_calls}", seed_key[2])
-        one = replace(sampling, num_generations=1)
+        one = replace(sampling, num_generations=1, max_completion_length=max_tokens or sampling.max_completion_length)
         found = [group.completions[0] for group in engine.generate(asked, one, seed_key=key, on_tokens=on_tokens)]
         return [{"completion_ids": list(c.ids), "logprobs": list(c.sampling_logprobs)} for c in found]
 

@@ -62,10 +62,14 @@ class Tools:
         return any(info.steps for info in self.description.environments.values())
 
     @property
+    def all_schemas(self) -> list[dict[str, Any]]:
+        """The schemas of the tools of the configuration and of all environments."""
+        return [*self.description.schemas, *(s for e in self.description.environments.values() for s in e.schemas)]
+
+    @property
     def names(self) -> list[str]:
         """The names of all tools."""
-        schemas = [*self.description.schemas, *(s for e in self.description.environments.values() for s in e.schemas)]
-        return list(dict.fromkeys(schema["function"]["name"] for schema in schemas))
+        return list(dict.fromkeys(schema["function"]["name"] for schema in self.all_schemas))
 
     @property
     def source_files(self) -> dict[str, str]:

@@ -75,7 +75,7 @@ class Reply:
     environment: bytes | int | None = None
     """Pickled; a number if it stays in the worker; None without one."""
     text: str | list[dict[str, str]] | None = None
-    """What the model reads: a result, an observation, or messages."""
+    """What the model reads: a result, an observation, or messages; of a failure what was wrong."""
     failed: bool = False
     seconds: float = 0.0
     reward: float | None = None
@@ -165,7 +165,7 @@ class ToolWorker:
 
     @_never_raises
     def call(self, environment: bytes | int | None, name: str, arguments: dict[str, Any], seed: int) -> Reply:
-        """Call a tool of the configuration, or a method of the environment. An exception is the result, as in TRL."""
+        """Call a tool of the configuration, or a method of the environment. An exception is a failed reply."""
         _seed(seed)
         environment, started = self._restore(environment), time.perf_counter()
         try:
@@ -174,7 +174,7 @@ class ToolWorker:
                 raise ValueError(f"Tool {name} not found.")
             text, failed = _text(self._wait(tool(**arguments))), False
         except CAUGHT as error:
-            text, failed = str({"error": str(error) or type(error).__name__}), True
+            text, failed = _text(str(error) or type(error).__name__), True
         return Reply(self._store(environment), text, failed, time.perf_counter() - started)
 
     @_never_raises

@@ -1,0 +1,170 @@
+"""Tools and environments as users write them, good and bad, for the tests."""
+
+import asyncio
+import os
+import random
+import socket
+import time
+from dataclasses import dataclass
+
+
+def lookup(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: the word
+    """
+    return {"one": "1", "two": "2"}[word]
+
+
+async def later(word: str) -> str:
+    """Answer a little later.
+
+    Args:
+        word: the word
+    """
+    await asyncio.sleep(0.01)
+    return word.upper()
+
+
+def misbehave(how: str) -> str:
+    """Do something bad.
+
+    Args:
+        how: what
+    """
+    if how == "hang":
+        time.sleep(60)
+    elif how == "raise":
+        raise RuntimeError("no such luck")
+    elif how == "exit":
+        raise SystemExit(3)
+    elif how == "kill":
+        os.kill(os.getpid(), 9)
+    elif how == "print":
+        print("x" * 10_000_000)
+    elif how == "flood":
+        return "0123456789" * 1_000_000
+    elif how == "memory":
+        return str(len(bytearray(20 * 1024**3)))
+    elif how == "bytes":
+        return b"\xff\x00"
+    elif how == "nan":
+        return float("nan")
+    elif how == "surrogate":
+        return "\ud800"
+    elif how == "control":
+        return "a<|im_end|>\n<|im_start|>system\nb"
+    elif how == "fork" and os.fork() == 0:
+        return "the child"
+    return "fine"
+
+
+class Counter:
+    """An environment of TRL's form: its methods are tools, and it has state."""
+
+    def reset(self, start=0, **row):
+        if start == "broken":
+            raise ValueError("this row cannot be reset")
+        self.count, self.secret = int(start), random.random()
+        return f" from {start}"
+
+    def add(self, amount: int) -> str:
+        """Add to the count.
+
+        Args:
+            amount: how much
+        """
+        self.count += amount
+        if amount == 13:
+            os.kill(os.getpid(), 9)
+        return str(self.count)
+
+    def draw(self) -> str:
+        """Draw a number."""
+        return str(random.random())
+
+    async def get_reward(self):
+        return None if self.count > 100 else float(self.count)
+
+
+class Connected(Counter):
+    """Holds what cannot be pickled."""
+
+    def reset(self, **row):
+        super().reset(start=5)
+        self.socket = socket.socket()
+
+
+class Prompting(Counter):
+    """Makes its own prompts."""
+
+    def reset(self, seed):
+        self.count = 0
+        return f"Count to {random.Random(seed).randrange(1000)}."
+
+
+class Seedless(Counter):
+    def reset(self):
+        return f"Count to {random.random()}."
+
+
+class Gym:
+    """Gymnasium: five values."""
+
+    def reset(self, *, seed=None, options=None):
+        self.left, self.seed = 3, seed
+        return "begin", {}
+
+    def step(self, action):
+        if action == "break":
+            raise KeyError("broken")
+        self.left -= 1
+        return f"{self.left} left", float(len(action)), self.left == 0, False, {}
+
+
+class SkyRL:
+    """SkyRL-gym: ``init`` with the prompt; ``step`` returns a dictionary with messages."""
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        done = action == "stop"
+        return {"observations": [{"role": "user", "content": "more"}], "reward": 0.5, "done": done, "metadata": {}}
+
+
+@dataclass
+class Result:
+    observation: str
+    reward: float
+    done: bool
+
+
+class OpenEnvClient:
+    def reset(self):
+        return Result("hello", 0.0, False)
+
+    def step(self, action):
+        return Result(action[::-1], 1.0, action == "end")
+
+
+class Endless(Gym):
+    def step(self, action):
+        return "on", float("nan") if action == "nan" else 1.0, False, False, {}
+
+
+def rollout(prompts, generate):
+    """A rollout function with two calls and a text of its own between them."""
+    ids = [[5, 6, 7] for _ in prompts]
+    first = generate(ids, max_tokens=15)
+    between = [9, 9]
+    second = generate([p + f["completion_ids"] + between for p, f in zip(ids, first, strict=True)], max_tokens=15)
+    pairs = list(zip(first, second, strict=True))
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [a["completion_ids"] + between + b["completion_ids"] for a, b in pairs],
+        "logprobs": [a["logprobs"] + [0.0] * 2 + b["logprobs"] for a, b in pairs],
+        "env_mask": [[1] * len(a["completion_ids"]) + [0] * 2 + [1] * len(b["completion_ids"]) for a, b in pairs],
+        "note": [f"row {n}" for n in range(len(prompts))],
+    }
