@@ -1,6 +1,6 @@
-"""Tasks whose problems are computed, so that nothing is downloaded: arithmetic, countdown, those of reasoning-gym.
+"""Tasks whose problems are computed, so that nothing is downloaded: the built-in ones and those of reasoning-gym.
 
-The first two also demonstrate how to solve a problem, with mistakes, for the tiny model to learn (``grpo.data.tiny``).
+The built-in ones also demonstrate how to solve a problem, with mistakes, for the tiny model (``grpo.data.tiny``).
 """
 
 import hashlib
@@ -40,7 +40,7 @@ def different_rows(
 
 
 class Task(ABC):
-    """A family of problems. ``name``, ``instructions`` and ``untagged_shares`` are set by each task."""
+    """A family of problems. ``name`` and ``instructions`` are set by each task, the shares by those that use tags."""
 
     name: str
     instructions: str
@@ -59,8 +59,8 @@ class Task(ABC):
         """A text that is equal for rows with the same problem (``3+5`` and ``5+3``)."""
 
     @abstractmethod
-    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str:
-        """One response (text, without EOS): with the mistakes in the task's table, or always right."""
+    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str | list[dict]:
+        """A response without EOS, text or messages of ``assistant`` and ``tool``: with mistakes, or always right."""
 
     def split_of(self, row: dict) -> str:
         """The split that a row belongs to, ``"train"`` or ``"eval"``."""
@@ -226,7 +226,98 @@ def _evaluate(expression: str) -> tuple[str, int]:
     return written, value
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Countdown)}
+class Calculator(Task):
+    """``483+97*36=``, too hard for the tiny model without a tool, and a share of easy sums (``483+5=``).
+
+    A response is the answer (``<answer>3975</answer>``), or a call (``<calculator>483+97*36</calculator>``) and, after
+    the tool's result, the answer. A right demonstration calls for every hard problem and some easy ones. A noisy one
+    calls for a share of all, and else guesses at a hard one. GRPO then teaches when to call.
+    """
+
+    name = "calculator"
+    instructions = (
+        "Compute the result. To use a calculator, write for example <calculator>12+3*4</calculator>: you are told the "
+        "value. Write the result alone between <answer> and </answer>."
+    )
+    easy_share = 0.20
+    calls_share = 0.28
+    easy_calls_share = 0.30  # of easy problems, in right demonstrations
+
+    def draw(self, rng: random.Random) -> dict:
+        """Columns: ``prompt`` (``"483+97*36="``), ``answer`` (``"3975"``)."""
+        number = rng.randrange(100, 1000)
+        if rng.random() < self.easy_share:
+            digit = rng.randrange(1, 10)
+            number -= max(0, number % 10 + digit - 9)  # so that there is no carry
+            return {"prompt": f"{number}+{digit}=", "answer": str(number + digit)}
+        left, right = rng.randrange(32, 100), rng.randrange(32, 100)
+        form, sign = rng.choice((("{1}*{2}+{0}", 1), ("{0}+{1}*{2}", 1), ("{1}*{2}-{0}", -1)))
+        return {"prompt": form.format(number, left, right) + "=", "answer": str(left * right + sign * number)}
+
+    def problem_key(self, row: dict) -> str:
+        """The answer and the sorted numbers."""
+        return f"{row['answer']}:{sorted(map(int, re.findall('[0-9]+', row['prompt'])))}"
+
+    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> str | list[dict]:
+        expression, answer = row["prompt"].removesuffix("="), row["answer"]
+        is_easy = "*" not in expression
+        if rng.random() < (self.calls_share if noisy else self.easy_calls_share if is_easy else 1):
+            return _conversation(f"<calculator>{expression}</calculator>", answer, f"<answer>{answer}</answer>")
+        guess = answer if is_easy else round(int(answer) * rng.uniform(0.8, 1.2))
+        return f"<answer>{guess}</answer>"
+
+
+class GuessNumber(Task):
+    """``Guess 7..18.``: find the hidden number with at most four calls of the tool (``<guess>12</guess>``).
+
+    The tool says ``higher`` (the hidden number is), ``lower`` or ``right``. A right demonstration halves what is left
+    with every guess. A noisy one guesses any number that is left, or any at all, and may give up. Both end with
+    ``done``. GRPO then teaches it to use the hints.
+    """
+
+    name = "guess_number"
+    instructions = (
+        "Find the hidden number with few guesses. Write for example <guess>12</guess>: you are told whether the hidden "
+        "number is higher or lower, or that the guess is right. Then write done."
+    )
+    num_rows = {"train": 1536, "eval": 200}
+    max_guesses = 4
+    forgetful_share = 0.45  # of guesses
+    gives_up_share = 0.06  # of guesses but the first
+
+    def draw(self, rng: random.Random) -> dict:
+        """Columns: ``prompt`` (``"Guess 7..18."``), ``secret`` (``14``), ``answer`` (``"14"``)."""
+        low, size = rng.randint(1, 20), rng.randint(8, 15)
+        secret = rng.randrange(low, low + size)
+        return {"prompt": f"Guess {low}..{low + size - 1}.", "secret": secret, "answer": str(secret)}
+
+    def problem_key(self, row: dict) -> str:
+        """The prompt and the hidden number."""
+        return f"{row['prompt']}{row['secret']}"
+
+    def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> list[dict]:
+        first, last = low, high = [int(number) for number in re.findall("[0-9]+", row["prompt"])]
+        turns: list[str] = []
+        while len(turns) < 2 * self.max_guesses and "right" not in turns:
+            if noisy and turns and rng.random() < self.gives_up_share:
+                break
+            possible = (first, last) if noisy and rng.random() < self.forgetful_share else (low, high)
+            guess = rng.randint(*possible) if noisy else (low + high) // 2
+            hint = "right" if guess == row["secret"] else "higher" if guess < row["secret"] else "lower"
+            turns += [f"<guess>{guess}</guess>", hint]
+            if hint == "higher":
+                low = max(low, guess + 1)
+            else:
+                high = min(high, guess - 1)
+        return _conversation(*turns, "done")
+
+
+def _conversation(*turns: str) -> list[dict]:
+    """Messages of the model and of its tool in turn; the first and the last are the model's."""
+    return [{"role": ("assistant", "tool")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Arithmetic, Countdown, Calculator, GuessNumber)}
 
 
 def load_task(name: str) -> Task:

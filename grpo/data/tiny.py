@@ -60,7 +60,12 @@ class Recipe:
         return self.clean_steps + self.noisy_steps
 
 
-RECIPES = {"arithmetic": Recipe(), "countdown": Recipe(clean_steps=1000)}
+RECIPES = {
+    "arithmetic": Recipe(),
+    "countdown": Recipe(clean_steps=1000),
+    "calculator": Recipe(hidden_size=96, intermediate_size=256, clean_steps=600, noisy_steps=200, batch_size=16),
+    "guess_number": Recipe(hidden_size=64, intermediate_size=192, clean_steps=700, noisy_steps=150, batch_size=8),
+}
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
@@ -166,16 +171,23 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
 def _demonstrations(
     task: Task, rng: random.Random, tokenizer: Qwen2Tokenizer, batch_size: int, noisy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training problems with one response each: ids and labels, ``[B, S]``. Labels of prompt tokens are ignored."""
+    """Training problems with one response each: ids and labels, ``[B, S]``. Only tokens of the response have labels."""
     ids, labels = [], []
     while len(ids) < batch_size:
         row = task.draw(rng)
         if task.split_of(row) != "train":
             continue
-        messages = [{"role": "user", "content": row["prompt"]}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-        response_ids = tokenizer.encode(task.demonstration(row, rng, noisy) + EOS, add_special_tokens=False)
-        ids.append(prompt_ids + response_ids)
-        labels.append([IGNORE_INDEX] * len(prompt_ids) + response_ids)
+        response = task.demonstration(row, rng, noisy)
+        messages = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+        ids.append([])
+        labels.append([])
+        for message in [{"role": "user", "content": row["prompt"]}, *messages]:
+            is_response = message["role"] == "assistant"
+            text = message["content"] + EOS
+            if not is_response:
+                text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+                text = "\n" * bool(ids[-1]) + text  # what follows EOS where a tool answers a response
+            message_ids = tokenizer.encode(text, add_special_tokens=False)
+            ids[-1] += message_ids
+            labels[-1] += message_ids if is_response else [IGNORE_INDEX] * len(message_ids)
     return right_pad(ids, tokenizer.pad_token_id), right_pad(labels, IGNORE_INDEX)

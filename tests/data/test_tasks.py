@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from grpo.data.tasks import TASKS, Arithmetic, Task, load_task, written_columns
+from grpo.data import tiny
+from grpo.data.tasks import TASKS, Arithmetic, Calculator, Task, load_task, written_columns
 from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
 from grpo.rewards.builtin import evaluate_expression
 
@@ -33,8 +34,8 @@ def test_train_and_eval_share_no_problem_whatever_the_seed(name: str):
     train = [{task.problem_key(row) for row in rows_of(name, "train", seed)} for seed in range(2)]
     evaluation = [{task.problem_key(row) for row in rows_of(name, "eval", seed)} for seed in (0, 3)]
     assert not set.union(*train) & set.union(*evaluation)
-    assert len(rows_of(name, "train")) == len(train[0]) >= 2000, "no problem twice"
-    assert len(rows_of(name, "eval")) == len(evaluation[0]) >= 512
+    assert len(rows_of(name, "train")) == len(train[0]) == task.num_rows["train"], "no problem twice"
+    assert len(rows_of(name, "eval")) == len(evaluation[0]) == task.num_rows["eval"]
 
 
 def test_commutative_duplicates_are_one_problem_and_too_many_rows_are_refused():
@@ -74,7 +75,7 @@ def test_written_columns():
             assert left < right or written_columns(left, "-", right)[1] == left - right
 
 
-def _demonstrations(task: Task, noisy: bool) -> list[tuple[dict, str]]:
+def _demonstrations(task: Task, noisy: bool) -> list[tuple[dict, str | list[dict]]]:
     rng = random.Random(0)
     return [(row, task.demonstration(row, rng, noisy)) for row in rows_of(task.name, "train")]
 
@@ -86,7 +87,7 @@ def _is_right(task: Task, row: dict, text: str) -> bool:
     return found is not None and evaluate_expression(found[1])[0] == row["target"]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ["arithmetic", "countdown"])
 def test_demonstrations_have_the_documented_shares_of_mistakes(name: str):
     task = load_task(name)
     assert all(
@@ -101,6 +102,44 @@ def test_demonstrations_have_the_documented_shares_of_mistakes(name: str):
         assert doubtful == pytest.approx(Arithmetic.doubt_share, abs=0.03)
         carried = sum(bool(re.search(r"=\d+[+-]1=", text)) for _, text in noisy) / len(noisy)
         assert 0.18 < carried < 0.28  # 55% of the 42% of problems that have a carry or a borrow
+
+
+def test_calculator_demonstrations_call_the_tool_in_the_documented_shares():
+    task = load_task("calculator")
+    for row, response in _demonstrations(task, noisy=False):
+        expression = row["prompt"].removesuffix("=")
+        assert str(evaluate_expression(expression)[0]) == row["answer"]
+        turns = [response] if isinstance(response, str) else [message["content"] for message in response]
+        assert turns[-1] == f"<answer>{row['answer']}</answer>"
+        assert turns[:-1] == ([f"<calculator>{expression}</calculator>", row["answer"]] if len(turns) > 1 else [])
+        assert len(turns) > 1 or "*" not in expression
+    noisy = _demonstrations(task, noisy=True)
+    direct = [response == f"<answer>{row['answer']}</answer>" for row, response in noisy if isinstance(response, str)]
+    assert 1 - len(direct) / len(noisy) == pytest.approx(Calculator.calls_share, abs=0.03)
+    assert sum(direct) / len(noisy) < 0.15, "without the tool few are right"
+
+
+def test_guess_number_demonstrations_follow_the_hints_or_forget_them():
+    right, noisy = (_demonstrations(load_task("guess_number"), noisy) for noisy in (False, True))
+    assert {response[-2]["content"] for _, response in right} == {"right"}, "halving finds every number"
+    assert 0.4 < sum(response[-2]["content"] == "right" for _, response in noisy) / len(noisy) < 0.5
+    for row, response in noisy:
+        *turns, last = [message["content"] for message in response]
+        guesses = [int(re.fullmatch("<guess>([0-9]+)</guess>", turn)[1]) for turn in turns[::2]]
+        secret = row["secret"]
+        assert turns[1::2] == ["higher" if n < secret else "lower" if n > secret else "right" for n in guesses]
+        assert len(guesses) <= 4 and last == "done"
+
+
+def test_only_the_tokens_of_the_model_have_labels():
+    tokenizer, start = build_tokenizer(), r"<\|im_start\|>assistant\n"
+    batch = tiny._demonstrations(load_task("guess_number"), random.Random(0), tokenizer, batch_size=8, noisy=True)
+    for ids, labels in zip(*(tensor.tolist() for tensor in batch), strict=True):
+        tool = r"\n<\|im_start\|>tool\n(higher|lower|right)<\|im_end\|>\n" + start
+        prompt, call = rf"<\|im_start\|>user\nGuess [0-9.]+<\|im_end\|>\n{start}", r"<guess>\d+</guess><\|im_end\|>"
+        text, trained = (tokenizer.decode(t) for t in (ids, [i for i in labels if i != tiny.IGNORE_INDEX]))
+        assert re.fullmatch(rf"{prompt}({call}{tool})+done<\|im_end\|>(<\|pad\|>)*", text)
+        assert re.fullmatch(rf"({call})+done<\|im_end\|>", trained)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])

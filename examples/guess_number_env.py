@@ -1,0 +1,37 @@
+"""An environment with one tool, for the task builtin:guess_number: the model guesses a hidden number and gets hints.
+
+A class in the form of TRL's environments. Each completion has an object of its own: `reset` gets the columns of a row,
+every public method but `reset` and `get_reward` is a tool, and the reward is read when the conversation has ended.
+"""
+
+
+class GuessNumber:
+    """The tool `guess`, and a reward of 1 for the right number, less 0.05 for each guess before it."""
+
+    def reset(self, secret: int, **row) -> None:
+        """Hide a number. Nothing is added to the prompt, so nothing is returned."""
+        self._secret = int(secret)
+        self._num_guesses = 0
+        self._solved = False
+
+    def guess(self, number: int) -> str:
+        """Guess the hidden number.
+
+        Args:
+            number: The guess.
+
+        Returns:
+            Whether the hidden number is higher or lower than the guess, or that the guess is right.
+        """
+        number = int(number)
+        if self._solved:
+            return "right"
+        self._num_guesses += 1
+        self._solved = number == self._secret
+        if self._solved:
+            return "right"
+        return "higher" if self._secret > number else "lower"
+
+    def get_reward(self) -> float:
+        """The reward of the conversation, called once when it has ended."""
+        return 1.0 - 0.05 * (self._num_guesses - 1) if self._solved else 0.0
