@@ -49,7 +49,7 @@ class Grader:
             truncated=not completion.finished,
             rewards=rewards,
             scored=correctness is not None,
-            text=completion.text,
+            text=completion.transcript,
         )
 
     def _is_well_formed(self, text: str) -> bool:

@@ -110,7 +110,7 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
     kept = {key: record.get(key) for key in ("step", "problem", "prompt", "answer", "completion", "length", "finished")}
     kept |= {key: _short(record.get(key)) for key in ("reward", "advantage")}
     kept["rewards"] = {key: _short(value) for key, value in record["rewards"].items()}
-    kept["tokens"] = record.get("tokens")
+    kept["tokens"], kept["sampled"] = record.get("tokens"), record.get("sampled")
     for key in ("logprobs", "updated_logprobs", "ref_logprobs"):
         kept[key] = None if record.get(key) is None else [_short(value) for value in record[key]]
     return kept

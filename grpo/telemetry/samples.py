@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
-from grpo.algorithm.batch import Group
+from grpo.algorithm.batch import Completion, Group
 from grpo.system import write_atomically
 
 _INT, _FLOAT, _TEXT = pyarrow.int64(), pyarrow.float64(), pyarrow.string()
@@ -60,15 +60,21 @@ def sample_records(
             "finished": completion.finished,
             "token_ids": list(completion.ids),
             "tokens": [decode([token]) for token in completion.ids],
-            "logprobs": logprobs_BT[b, :n].tolist(),
-            "updated_logprobs": updated_logprobs_BT[b, :n].tolist(),
-            "ref_logprobs": None if ref_logprobs_BT is None else ref_logprobs_BT[b, :n].tolist(),
+            "logprobs": _of_sampled(logprobs_BT[b, :n], completion),
+            "updated_logprobs": _of_sampled(updated_logprobs_BT[b, :n], completion),
+            "ref_logprobs": None if ref_logprobs_BT is None else _of_sampled(ref_logprobs_BT[b, :n], completion),
             "sampled": list(completion.loss_mask) or None,  # False: masked, since a tool or environment wrote it
             "messages": list(getattr(completion, "messages", ())) or None,
             "stop_reason": getattr(completion, "stop_reason", None),
             "logged": completion.logged,
         })  # fmt: skip
     return records
+
+
+def _of_sampled(values_T: Tensor, completion: Completion) -> list[float | None]:
+    """The values of the tokens that the model sampled, None at the others."""
+    mask = completion.loss_mask or [True] * len(values_T)
+    return [value if is_sampled else None for value, is_sampled in zip(values_T.tolist(), mask, strict=True)]
 
 
 def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:

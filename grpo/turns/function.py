@@ -87,7 +87,7 @@ def _completion(record: dict[str, Any], engine: Engine, sampling: SamplingParams
     n = len(mask) - mask[::-1].index(True)  # what comes after the last sampled token has no influence
     ids, mask, logprobs = ids[:n], mask[:n], [value if m else 0.0 for value, m in zip(logprobs[:n], mask, strict=False)]
     text = engine.policy.tokenizer.decode(ids, skip_special_tokens=True)
-    finished = ids[-1] in engine.policy.eos_ids or n < sampling.max_completion_length
+    finished = ids[-1] in engine.policy.eos_ids
     fields = {key: value for key, value in record.items() if key not in (*NEEDED, "env_mask")}
     return Turns(
         tuple(map(int, ids)), text, finished, () if sampling.is_greedy else tuple(map(float, logprobs)),

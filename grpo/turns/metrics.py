@@ -6,8 +6,6 @@ from grpo.algorithm.batch import Group, Turns
 from grpo.telemetry.accumulator import Accumulator
 
 STOP_REASONS = ("stop", "length", "environment", "max_turns", "failed")
-OTHER = "unknown"
-"""In place of the name of a tool that does not exist."""
 
 
 def add_turns(groups: Sequence[Group], metrics: Accumulator, tools: Sequence[str]) -> None:
@@ -22,8 +20,8 @@ def add_turns(groups: Sequence[Group], metrics: Accumulator, tools: Sequence[str
         return
     metrics.add("tools/call_frequency", len(calls), count)
     metrics.add("tools/failure_frequency", sum(call.failed for call in calls), len(calls))
-    for name in [*tools, OTHER]:
-        own = [call for call in calls if (call.name if call.name in tools else OTHER) == name]
+    for name in tools:
+        own = [call for call in calls if call.name == name]
         metrics.total(f"tools/{name}/calls", len(own))
         metrics.total(f"tools/{name}/errors", sum(call.failed for call in own))
         metrics.add(f"tools/{name}/seconds", sum(call.seconds for call in own), len(own))

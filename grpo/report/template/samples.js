@@ -150,7 +150,8 @@ function tokenView(sample, state) {
     const logprob = sample.logprobs[i], after = sample.updated_logprobs ? sample.updated_logprobs[i] : null;
     const d = sample.ref_logprobs ? sample.ref_logprobs[i] - logprob : null;
     return {
-      text, logprob, after, advantage: sample.advantage,
+      text, logprob, after, isMasked: sample.sampled ? !sample.sampled[i] : false,
+      advantage: sample.sampled && !sample.sampled[i] ? null : sample.advantage,
       ratio: isNumber(after) && isNumber(logprob) ? Math.exp(after - logprob) : null,
       kl: isNumber(d) ? Math.exp(d) - d - 1 : null,
     };
@@ -159,7 +160,7 @@ function tokenView(sample, state) {
   const reading = el("output", { class: "reading" });
   const nodes = facts.map((token, i) => {
     const shown = token.text === "\n" ? "\u23ce\n" : token.text === "" ? "\u2205" : token.text;
-    const node = appendText(el("span", { class: "token", tabindex: i ? "-1" : "0" }), shown);
+    const node = appendText(el("span", { class: token.isMasked ? "token masked" : "token", tabindex: i ? "-1" : "0" }), shown);
     node.addEventListener("focus", () => describe(i));
     node.addEventListener("pointerenter", () => describe(i));
     node.addEventListener("click", () => node.focus());
@@ -168,6 +169,7 @@ function tokenView(sample, state) {
   function describe(i) {
     const t = facts[i];
     reading.replaceChildren();
+    if (t.isMasked) return appendText(reading, `token ${i + 1} of ${facts.length} \u201c${t.text}\u201d: written by a tool or the environment, and not trained on`);
     appendText(reading, `token ${i + 1} of ${facts.length} \u201c${t.text}\u201d: log-prob ${formatNumber(t.logprob)}`
       + (isNumber(t.logprob) ? ` (probability ${formatPercent(Math.exp(t.logprob))})` : "")
       + `, after the step ${formatNumber(t.after)}, ratio ${formatNumber(t.ratio)}, advantage ${formatSigned(t.advantage)}`
