@@ -1,0 +1,137 @@
+"""The tokens of an answer for each family of chat templates, and templates that cannot go on. The templates are written
+here, in the form of each family."""
+
+import pytest
+from tokenizers import AddedToken
+
+from grpo.data.tiny import build_tokenizer
+from grpo.turns.format import TurnFormat
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}{{ '\n<tool_response>\n' + m.content }}"
+    "{{ '\n</tool_response>' }}{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Turns before the last question of the user lose their thinking.
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{# <think> #}{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | tojson if m.role == 'tool' else m.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no role ' + m.role) }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+NO_TOOLS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+
+FAMILIES = {  # template, end of a turn; what stands behind it after the results 7 and 8, and after the user's text "go"
+    "chatml": (
+        CHATML, "<|im_end|>",
+        "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n",
+        "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "qwen": (
+        QWEN, "<|im_end|>",
+        "\n<|im_start|>user\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "qwen3": (
+        QWEN3, "<|im_end|>", "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>user\n8<|im_end|>\n<|im_start|>assistant\n", None,
+    ),
+    "llama": (
+        LLAMA, "<|eot_id|>",
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"7"<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"8"'
+        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|start_header_id|>user<|end_header_id|>\n\ngo<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "mistral": (
+        MISTRAL, "</s>", "[TOOL_RESULTS] 7[/TOOL_RESULTS][TOOL_RESULTS] 8[/TOOL_RESULTS]", "[INST] go[/INST]",
+    ),
+    "gemma": (GEMMA, "<end_of_turn>", None, "\n<start_of_turn>user\ngo<end_of_turn>\n<start_of_turn>model\n"),
+    "no tools": (NO_TOOLS, "<|im_end|>", None, "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"),
+}  # fmt: skip
+
+
+def form_of(template, end):
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken(end, special=True)], special_tokens=True)
+    tokenizer.chat_template = template
+    return TurnFormat(tokenizer, [tokenizer.convert_tokens_to_ids(end)], "tags")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_answer_of_each_family_of_templates(family):
+    template, end, after_tools, after_user = FAMILIES[family]
+    form, last_id = form_of(template, end), None
+    (last_id,) = form.eos_ids
+    results = [{"role": "tool", "name": "f", "content": text} for text in "78"]
+    for expected, messages in ((after_tools, results), (after_user, [{"role": "user", "content": "go"}])):
+        uses_tools = messages is results
+        if expected is None:
+            with pytest.raises(ValueError, match=r"set model\.chat_template=FILE"):
+                form.check(uses_tools=uses_tools, schemas=[])
+            continue
+        form.check(uses_tools=uses_tools, schemas=[])
+        ids = form.answer(messages, last_id, room=1000)
+        assert form.tokenizer.decode(ids) == expected
+        assert form.answer(messages, 9, room=1000) == [last_id, *ids]  # a turn that a stop string ended gets its EOS
+        assert form.answer(messages, last_id, room=len(ids)) is None
+
+
+def test_a_template_that_ends_no_turn_or_is_missing_is_refused():
+    form = form_of(CHATML, "</s>")
+    with pytest.raises(ValueError, match="it ends no turn with an EOS token"):
+        form.check(uses_tools=True, schemas=[])
+    form.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="turns need a chat template"):
+        form.check(uses_tools=True, schemas=[])
+
+
+def test_calls_are_read_by_the_response_template_where_there_is_one():
+    """With the prompt, which has opened the reasoning: what looks like a call in it is none."""
+    form = form_of(QWEN, "<|im_end|>")
+    form.tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+            "tool_calls": {
+                "open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }  # fmt: skip
+    form.uses_template = True
+    schema = {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    encode = form.tokenizer.encode
+    prompt = encode("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>")
+    message, calls = form.read(encode(f"hm {call} hm</think>yes{call}<|im_end|>"), prompt, [schema])
+    assert calls == [("f", {"a": 1})] and message["content"] == "yes" and "hm" in message["reasoning_content"]
+    message, calls = form.read(encode('a<tool_call>{"name": </tool_call><|im_end|>'), prompt[:-1], [schema])
+    assert calls == [] and message["role"] == "assistant"
