@@ -168,3 +168,18 @@ def rollout(prompts, generate):
         "env_mask": [[1] * len(a["completion_ids"]) + [0] * 2 + [1] * len(b["completion_ids"]) for a, b in pairs],
         "note": [f"row {n}" for n in range(len(prompts))],
     }
+
+
+class Slow:
+    """A game for an untrained model: it says something of a length that depends on the turn, sooner or later."""
+
+    def reset(self, seed=0):
+        self.turns, self.last = 0, seed % 3
+        return "" if self.last else " Go on."
+
+    def step(self, action):
+        time.sleep(random.SystemRandom().random() * 0.02)
+        self.turns += 1
+        digits = sum(character.isdigit() for character in action)
+        draw = random.random()  # seeded by the trainer
+        return "ok" * (1 + int(3 * draw)), digits + draw, self.turns == 2 + self.last, False, {}
