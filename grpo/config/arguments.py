@@ -145,7 +145,7 @@ def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(values, dict | None):
         raise ConfigError(f"{name}: expected a mapping of sections, got {type(values).__name__}")
     # `model:` with nothing under it means the section's defaults.
-    return {key: {} if value is None else value for key, value in (values or {}).items()}
+    return {key: value for key, value in (values or {}).items() if value is not None}
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -78,7 +78,7 @@ class Config(schema.Section):
             raise ValueError(f"{mistake}: use prompts_per_step={works}")
         _check_lora(self)
         if not (self.reward.functions or self.environment):
-            raise ValueError("reward.functions is empty, and there is no environment that gives a reward")
+            raise ValueError("reward.functions=[]: give at least 1, or an environment that gives a reward")
         if self.rollout.function and (self.tools or self.environment):
             raise ValueError("rollout.function makes whole completions: leave out tools and environment")
         runtime, reduces = self.runtime, self.optim.reduce_each_microbatch
@@ -133,7 +133,7 @@ def _sections(values: dict[str, Any], *names: str) -> list[dict[str, Any]]:
 
 def _add_environment(values: dict[str, Any]) -> dict[str, Any]:
     """An environment brings the prompts, if there is no dataset, and the reward, if no functions are set."""
-    if not values.get("environment"):
+    if values.get("environment") in (None, "none"):
         return values
     data, reward = _sections(values, "data", "reward")
     return values | {"data": {"dataset": ENVIRONMENT_ROWS} | data, "reward": {"functions": []} | reward}

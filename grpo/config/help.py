@@ -43,8 +43,8 @@ def help_text(model: type[BaseModel], words: Iterable[str] = ()) -> str:
         index = ""
         for section, field in model.model_fields.items():
             names = ", ".join(key.partition(".")[2] for key in keys if key.startswith(f"{section}."))
-            index += f"\n{section:<12}{textwrap.shorten(names or field.description, 107, placeholder=' ...')}"
-        return f"{USAGE}\n\nSections, and the two keys outside of them:\n{index}"
+            index += f"\n{section:<13}{textwrap.shorten(names or field.description, 106, placeholder=' ...')}"
+        return f"{USAGE}\n\nSections, and the keys outside of them:\n{index}"
     if "all" in words:
         return _describe(keys)
     found: set[str] = set()

@@ -162,7 +162,7 @@ class WorkerPool:
         return process.request(seconds, "run", calls, timeout_s)
 
     def request(self, keys: Collection[int], seconds: float, *request: Any) -> Any:
-        """The answer of the worker of this thread, which has loaded ``keys``; ``WorkerLost`` if there is none in time."""
+        """The answer of this thread's worker, which has loaded ``keys``; ``WorkerLost`` if there is none in time."""
         return self._ready(keys).request(seconds, *request)
 
     def _ready(self, keys: Collection[int]) -> WorkerProcess:

@@ -23,6 +23,8 @@ _COLUMNS = dict(
     logprobs=_LOGPROBS, updated_logprobs=_LOGPROBS, ref_logprobs=_LOGPROBS,
     sampled=pyarrow.list_(pyarrow.bool_()), messages=_TEXT, stop_reason=_TEXT,
 )  # fmt: skip
+_OF_TURNS = ("sampled", "messages", "stop_reason")
+"""Columns of runs with turns alone."""
 REWARD_PREFIX = "rewards/"
 """Before the name of a reward function. Columns that rewards logged have their own names."""
 
@@ -82,6 +84,7 @@ def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
     columns = {
         name: pyarrow.array([_storable(record.get(name)) for record in records], type=kind)
         for name, kind in _COLUMNS.items()
+        if name not in _OF_TURNS or any(record.get(name) for record in records)
     }
     for name in records[0]["rewards"]:
         columns[REWARD_PREFIX + name] = pyarrow.array([record["rewards"][name] for record in records], type=_FLOAT)

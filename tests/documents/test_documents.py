@@ -17,6 +17,8 @@ from grpo.algorithm.loss import loss_denominator, policy_loss
 from grpo.config import Config, load_config
 from grpo.config.aliases import OTHER_NAMES
 from grpo.config.help import keys_of, unknown_key
+from grpo.telemetry.accumulator import Accumulator
+from grpo.turns.metrics import add_turns
 
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 
@@ -34,6 +36,9 @@ def test_every_metric_that_a_run_logs_is_documented(tmp_path, random_model):
     logged = {name for line in lines for name in line} - {"step"}
     logged = {re.sub(r"^eval/rewards/.+", "eval/rewards/<name>", name) for name in logged}
     general = {re.sub(r"@\d+$", "@<k>", re.sub(r"^rewards/[^/]+/", "rewards/<name>/", name)) for name in logged}
+    turns = Accumulator()
+    add_turns([], turns, ["<name>"])
+    general |= {re.sub(r"^stop_reason/.+", "stop_reason/<kind>", name) for name in turns._pairs}
     documented = documented_metrics()
     assert general - documented == set()
     assert {name for name in documented if "/" not in name or "<" in name} - general == set(), (

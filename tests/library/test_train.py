@@ -20,9 +20,9 @@ from grpo.commands.chat import main as chat
 from grpo.commands.evaluation import main as evaluate
 from grpo.config import ConfigError, load_config
 from grpo.distributed import World
-from grpo.run.library import TrainingResult, train
 from grpo.report.__main__ import main as report
 from grpo.rewards import RewardRunner, RewardSpec
+from grpo.run.library import TrainingResult, train
 from grpo.run.signals import Signals
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
