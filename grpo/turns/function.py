@@ -1,4 +1,4 @@
-"""A rollout function of the user's own (``rollout.function``): it calls ``generate`` as it likes, and returns tokens."""
+"""A rollout function of the user (``rollout.function``): it calls ``generate`` as it likes, and returns tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sample_by_function(
 
     It is called with the prompts, each ``num_generations`` times, as rewards get them, and with ``generate``. It
     returns lists with one entry per prompt: ``prompt_ids``, ``completion_ids``, ``logprobs`` (of each token of the
-    completion), if it wants ``env_mask`` (1 at tokens that the model sampled, 0 at others), and columns for the rewards.
+    completion), if it wants ``env_mask`` (1 at tokens that the model sampled, 0 at others), and columns for rewards.
 
     UserError if it returns something else. Its own exceptions end the run.
     """

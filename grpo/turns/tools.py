@@ -100,8 +100,8 @@ class Tools:
                 raise ValueError("several environments need data.dataset, whose column `environment` chooses one")
             if not info.takes_seed:
                 raise ValueError(
-                    f"without data.dataset, reset() of {info.class_name} makes the prompt, and needs an argument `seed`: "
-                    "the completions of a group must get the same prompt"
+                    f"without data.dataset, reset() of {info.class_name} makes the prompt, and needs an argument "
+                    "`seed`: the completions of a group must get the same prompt"
                 )
         return self
 

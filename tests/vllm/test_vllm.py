@@ -1,19 +1,22 @@
 """The vLLM engine against real servers (vLLM on the CPU): greedy completions, log-probs, stops, seeds, weights."""
 
+import contextlib
 import json
 import shutil
 
 import pytest
 import torch
-from conftest import load
+from conftest import ROOT, load
 from vllm_server import VLLMServer
 
 from grpo.algorithm.batch import Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
-from grpo.config import RuntimeConfig
+from grpo.config import RuntimeConfig, load_config
 from grpo.distributed import start_world
 from grpo.model.lora import add_adapter
 from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.turns.engine import TurnsEngine
+from grpo.turns.tools import Tools
 from grpo.vllm.client import Server, ServerError, session
 from grpo.vllm.engine import VLLMEngine
 
@@ -143,6 +146,27 @@ def test_stops_end_completions_where_the_builtin_engine_ends_them(build, model, 
         sampling = SamplingParams(1, 60, temperature=0.0, stop=stop)
         found = rollout(engine, problems[:12], sampling)
         assert found == BuiltinEngine(policy).generate(problems[:12], sampling, seed_key=SEED_KEY), stop
+
+
+def test_turns_are_those_of_the_builtin_engine_and_of_the_scorer(build, model, problems):
+    """An environment of several turns, greedy and sampled; its answers come late."""
+    policy, user = load(model), ROOT / "tests" / "turns" / "user_tools.py"
+    config = load_config([f"environment={user}:Slow", "reward.functions=[]"])
+    with contextlib.closing(Tools(config).load()) as tools:
+        engine = TurnsEngine(build("fp32", policy), tools, config)
+        engine.check()
+        greedy = SamplingParams(1, 400, temperature=0.0)
+        builtin = TurnsEngine(BuiltinEngine(policy), tools, config)
+        found, expected = (e.generate(problems[:8], greedy, seed_key=SEED_KEY) for e in (engine, builtin))
+        equal = [a.completions[0].ids == b.completions[0].ids for a, b in zip(found, expected, strict=True)]
+        assert sum(equal) >= 7 and found[0].completions[0].num_turns > 1  # two tokens may be equally likely
+        groups = engine.generate(problems[:8], SamplingParams(3, 400), seed_key=SEED_KEY)
+    completions = [c for group in groups for c in group.completions]
+    assert max(c.num_turns for c in completions) >= 3
+    batch = collate(groups, torch.zeros(8, 3), pad_id=policy.pad_id)
+    with torch.no_grad():
+        scored_BT, _ = CompletionScorer(policy.model)(*batch.scorer_inputs)
+    assert (scored_BT - batch.sampling_logprobs_BT).abs().max() < 1e-4
 
 
 def test_the_same_seeds_give_the_same_completions(build, model, problems):
