@@ -135,7 +135,8 @@ class WorkerPool:
 
     def __init__(self, num_workers: int, worker: str = "grpo.rewards.worker:Worker"):
         self._num_workers, self._directory, self._worker = num_workers, os.getcwd(), worker
-        self._functions: dict[int, tuple[Any, ...]] = {}
+        self.functions: dict[int, tuple[Any, ...]] = {}
+        """What workers load, by key: the arguments of ``load``."""
         self._processes: list[WorkerProcess] = []
         self._threads: ThreadPoolExecutor | None = None
         self._own = threading.local()
@@ -148,7 +149,7 @@ class WorkerPool:
 
     def load(self, key: int, *function: Any) -> FunctionInfo | ValueError:
         """``Worker.load``, which has the arguments, in one worker. The others load it when they need it."""
-        self._functions[key] = function
+        self.functions[key] = function
         try:
             return self.submit(lambda: self._load(self._process(), key)).result()
         except WorkerLost as lost:
@@ -197,7 +198,7 @@ class WorkerPool:
         return process
 
     def _load(self, process: WorkerProcess, key: int) -> FunctionInfo | ValueError:
-        found = process.request(LOAD_SECONDS, "load", key, *self._functions[key])
+        found = process.request(LOAD_SECONDS, "load", key, *self.functions[key])
         if not isinstance(found, ValueError):
             process.loaded[key] = found
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from grpo.algorithm.batch import Completion, Group, Problem, ToolCall, Turns
@@ -16,38 +16,41 @@ from grpo.rollout import Engine, SamplingParams
 from grpo.system import UserError
 from grpo.turns.format import TurnFormat
 from grpo.turns.function import sample_by_function
-from grpo.turns.tools import Tools
+from grpo.turns.tools import COLUMN, Tools
 from grpo.turns.worker import Reply
 
 
+@dataclass
 class Conversation:
     """One completion of a problem: its environment, and its turns so far. A thread of the row's worker runs it."""
 
-    def __init__(self, tools: Tools, form: TurnFormat, problem: Problem, row: int, max_length: int, seeds: tuple):
-        """
-        Args:
-            row: its number in the rollout, which chooses the worker.
-            max_length: most tokens of all turns and answers.
-            seeds: of the group, which the reset of its environments shares, and of this completion.
-        """
-        self.tools, self.form, self.problem, self.row, self.room = tools, form, problem, row, max_length
-        self.group_seed, self.seed = seeds
-        self.schemas = tools.schemas_of(problem.columns)
-        self.name, self.info = tools.environment_of(problem.columns)
-        self.environment: bytes | int | None = None
-        self.ids: list[int] = []
-        self.messages: list[dict[str, Any]] = []
-        self.rewards: list[float | None] = []
-        self.calls: list[ToolCall] = []
-        self.stop_reason: str | None = None
-        self.failure = ""
-        self.reward: float | None = None
-        self.num_requests = 0
+    tools: Tools
+    form: TurnFormat
+    problem: Problem
+    row: int
+    """Its number in the rollout, which chooses the worker."""
+    max_length: int
+    """Most tokens of all turns and answers."""
+    group_seed: int
+    """The resets of a group's environments share it."""
+    seed: int
+    environment: bytes | int | None = None
+    ids: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    num_requests: int = 0
+    stop_reason: str | None = None
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        self.schemas = self.tools.schemas_of(self.problem.columns)
+        self.name, self.info = self.tools.environment_of(self.problem.columns)
 
     def begin(self) -> str | list[dict[str, str]] | None:
         """Reset the environment; what it adds to the prompt."""
-        row = {name: value for name, value in self.problem.columns.items() if name != "environment"}
-        row = row if self.problem.prompt is None else {"prompt": self.problem.prompt} | row
+        columns = {name: value for name, value in self.problem.columns.items() if name != COLUMN}
+        row = {"prompt": self.problem.prompt} | columns
         reply = self.tools.request(self.row, "begin", self.name, row, self.group_seed)
         self.environment = reply.environment
         if reply.failed:
@@ -74,7 +77,7 @@ class Conversation:
             return None
         if (most := self.tools.max_tool_tokens) is not None:
             answers = [message | {"content": self.form.cut(message["content"], most)} for message in answers]
-        found = self.form.answer(answers, ids[-1], self.room - len(self.ids))
+        found = self.form.answer(answers, ids[-1], self.max_length - len(self.ids))
         if found is None:
             self.stop_reason = "length"
             return None
@@ -129,7 +132,7 @@ class Conversation:
                 reward = reply.reward
                 if reply.failed:
                     self._fail(f"get_reward: {reply.text}")
-            source = self.tools.pickled_from(self.name)
+            source = self.tools.sources[self.name]
             if isinstance(self.environment, bytes):
                 environment = Pickled(source.name, self.environment, source.own is not None)
         last = next((m for m in reversed(self.messages) if m["role"] == "assistant"), {"content": ""})
@@ -157,21 +160,16 @@ class TurnsEngine:
             for note in self.form.check(uses_tools=not self.tools.steps, schemas=self.tools.all_schemas):
                 self.warn(note)
 
-    @property
-    def may_capture(self) -> bool:
-        """False: rows leave the batch and come back, which CUDA graphs cannot record."""
-        return False
-
-    def weights(self):
-        """See :meth:`grpo.rollout.interface.Engine.weights`."""
-        return self.engine.weights()
-
     def close(self) -> None:
         self.tools.close()
         self.engine.close()
 
     def __getattr__(self, name: str) -> Any:
+        """What an engine has besides: its weights, its dry run."""
         return getattr(self.engine, name)
+
+    def __str__(self) -> str:
+        return str(self.engine)
 
     def generate(
         self,
@@ -189,13 +187,15 @@ class TurnsEngine:
             return sample_by_function(self.engine, self.tools, problems, sampling, seed_key, on_tokens)
         self.tools.begin_rollout()
         G, T = sampling.num_generations, sampling.max_completion_length
-        rows = [(problem, g) for problem in problems for g in range(G)]
         conversations = []
-        for number, (problem, g) in enumerate(rows):
-            seeds = derive_seed(*seed_key, problem.index, -1), derive_seed(*seed_key, problem.index, g)
-            if "seed" in problem.columns:  # without a dataset, the row is its seed
-                seeds = problem.columns["seed"], seeds[1]
-            conversations.append(Conversation(self.tools, self.form, problem, number, T, seeds))
+        for problem in problems:
+            # Without a dataset, a row is its seed.
+            own = self.tools.owns_prompts
+            group_seed = problem.columns["seed"] if own else derive_seed(*seed_key, problem.index, -1)
+            for g in range(G):
+                seeds = group_seed, derive_seed(*seed_key, problem.index, g)
+                row = len(conversations)
+                conversations.append(Conversation(self.tools, self.form, problem, row, T, *seeds))
         problems = self._begin(problems, conversations, G)
 
         def reply(row: int, ids: Sequence[int]) -> Future:

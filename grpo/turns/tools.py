@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -46,15 +45,12 @@ class Tools:
         """True if a column of the rows names the environment."""
         environments = named if isinstance(named, dict) else {None: named} if named else {}
         self._tools = [_source(tool.name, tool.args, objects) for tool in config.tools]
-        self._environments = {key: _source(name, {}, objects) for key, name in environments.items()}
+        self.sources = {key: _source(name, {}, objects) for key, name in environments.items()}
+        """Where the classes of the environments are found, by their names."""
         self._pools = [
             WorkerPool(1, "grpo.turns.worker:ToolWorker") for _ in range(config.reward.num_workers or MAX_WORKERS)
         ]
         self.description = Description([], {}, {})
-
-    @property
-    def is_used(self) -> bool:
-        return bool(self._tools or self._environments or self.function)
 
     @property
     def steps(self) -> bool:
@@ -78,19 +74,17 @@ class Tools:
 
     def load(self) -> Tools:
         """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
-        if not (self._tools or self._environments):
+        if not (self._tools or self.sources):
             return self
-        for pool in self._pools:
-            pool._functions[0] = (self._tools, self._environments)
-        try:
-            found = self._pools[0].load(0, self._tools, self._environments)
-            if not isinstance(found, ValueError):
-                found = self._pools[0].submit(self._pools[0].request, {0}, LOAD_SECONDS, "describe").result()
-        except WorkerLost as lost:
-            found = ValueError(f"tools cannot be loaded: their worker process {lost}")
+        first, *others = self._pools
+        found = first.load(0, self._tools, self.sources)
+        if not isinstance(found, ValueError):
+            found = first.submit(first.request, {0}, LOAD_SECONDS, "describe").result()
         if isinstance(found, ValueError):
             raise found
-        self._pools[0].close()  # it has imported transformers, which no call needs
+        first.close()  # it has imported transformers, which no call needs
+        for pool in others:
+            pool.functions = first.functions
         self.description = found
         kinds = {info.steps for info in found.environments.values()}
         if len(kinds) > 1 or (True in kinds and self._tools):
@@ -129,10 +123,6 @@ class Tools:
         _, info = self.environment_of(columns)
         return self.description.schemas + (info.schemas if info else [])
 
-    def pickled_from(self, name: str | None) -> Source:
-        """Where the class of an environment is found."""
-        return self._environments[name]
-
     def submit(self, row: int, job: Callable[..., Any], *arguments: Any) -> Future:
         """Run a job in the thread of a row's worker. Jobs call :meth:`request`."""
         return self._pools[row % len(self._pools)].submit(job, *arguments)
@@ -158,13 +148,8 @@ class Tools:
 
 def _source(name: str, args: dict[str, Any], objects: Mapping[str, Any]) -> Source:
     if name not in objects:
-        return Source(name if ":" not in name else _absolute(name), args)
+        return Source(name, args)
     try:
         return Source(name, args, dill.dumps(objects[name], recurse=True))
     except Exception as error:  # of any type: each object may raise its own
         raise ValueError(f"{name} cannot be sent to a worker process: {first_line(error)}") from error
-
-
-def _absolute(name: str) -> str:
-    location, _, attribute = name.rpartition(":")
-    return f"{os.path.abspath(os.path.expanduser(location))}:{attribute}" if location.endswith(".py") else name
