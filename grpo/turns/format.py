@@ -18,7 +18,7 @@ from grpo.rewards.answers import after_thinking
 
 CALL_TAG = "tool_call"
 """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls."""
-THOUGHT = "<think>\nx\n</think>\n\n"
+THOUGHT, SAID = "<think>\nx\n</think>\n\n", "said."
 MAX_CHARACTERS_PER_TOKEN = 1000
 """No token is longer, so that a text of more characters per token does not fit, and is not encoded."""
 
@@ -43,8 +43,7 @@ class TurnFormat:
         if not self.tokenizer.chat_template:
             raise ValueError("turns need a chat template, and the model has none: set model.chat_template=FILE")
         role = "tool" if uses_tools else "user"
-        thought = THOUGHT if "<think>" in str(self.tokenizer.chat_template) else ""
-        turn, answer = self._turn("f", thought + "x"), {"role": role, "name": "f", "content": "x"}
+        turn, answer = self._turn("f"), {"role": role, "name": "f", "content": "x"}
         question = {"role": "user", "content": "x"}
         try:
             for before in ([question, turn], [question, turn, answer, turn]):
@@ -113,7 +112,7 @@ class TurnFormat:
                     if token in message["content"]:
                         marks.append(token)
                         message["content"] = message["content"].replace(token, f"\ue000{len(marks) - 1}\ue001")
-            before = [{"role": "user", "content": "x"}, self._turn(messages[0].get("name", "f"), "x")]
+            before = [{"role": "user", "content": "x"}, self._turn(messages[0].get("name", "f"))]
             if messages[0]["role"] != "tool":
                 before[1].pop("tool_calls", None)
             ids: list[int] = []
@@ -124,7 +123,9 @@ class TurnFormat:
         ids = ids if last_id in self.eos_ids else [self.eos_ids[0], *ids]
         return ids if len(ids) < room else None
 
-    def _turn(self, name: str, content: str) -> dict[str, Any]:
+    def _turn(self, name: str) -> dict[str, Any]:
+        """A turn of the model before an answer: with thinking, if the template knows of it, and a call."""
+        content = THOUGHT * ("<think>" in str(self.tokenizer.chat_template)) + SAID
         call = {"type": "function", "function": {"name": name, "arguments": {}}}
         return {"role": "assistant", "content": content} | ({"tool_calls": [call]} if self.uses_template else {})
 
@@ -133,8 +134,8 @@ class TurnFormat:
         render = self.tokenizer.apply_chat_template
         start = render(before, tokenize=False)
         whole = render([*before, *messages], tokenize=False, add_generation_prompt=True)
-        ends = [start.rfind(end) + len(end) for end in self._ends if end in start]
-        if not ends:
+        ends = [start.rfind(end) + len(end) for end in self._ends if end in start[start.rfind(SAID) :]]
+        if not ends:  # GLM's is the beginning of the next message
             raise ValueError("it ends no turn with an EOS token")
         if whole[: max(ends)] != start[: max(ends)]:
             raise ValueError("it changes earlier turns, as Qwen3's drops their thinking")

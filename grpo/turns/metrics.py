@@ -9,7 +9,7 @@ STOP_REASONS = ("stop", "length", "environment", "max_turns", "failed")
 
 
 def add_turns(groups: Sequence[Group], metrics: Accumulator, tools: Sequence[str]) -> None:
-    """Add the calls, turns and endings of this rank's completions. ``tools``: all of the run, the same on every rank."""
+    """Add the calls, turns and endings of this rank's completions. ``tools``: those of the run, on every rank."""
     completions = [c for group in groups for c in group.completions if isinstance(c, Turns)]
     calls, count = [call for c in completions for call in c.calls], len(completions)
     metrics.add("completions/total_length", sum(len(c.ids) for c in completions), count)
