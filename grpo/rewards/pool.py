@@ -109,7 +109,7 @@ class WorkerProcess:
                 num_allowed = max(0, MAX_OUTPUT_BYTES - self.num_printed_bytes)
                 text = chunk[:num_allowed].decode(errors="replace")
                 if len(chunk) > num_allowed > 0:
-                    text += f"\n[a reward or tool printed over {MAX_OUTPUT_BYTES} bytes in one step; the rest is dropped]\n"
+                    text += f"\n[over {MAX_OUTPUT_BYTES} bytes were printed in one step; the rest is dropped]\n"
                 self.num_printed_bytes += len(chunk)
                 with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
                     print(text, end="", file=sys.stderr, flush=True)
