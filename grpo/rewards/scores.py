@@ -20,7 +20,7 @@ def score_groups(
     prompts = [problem.prompt if problem.reward_prompt is None else problem.reward_prompt for problem, _ in rows]
     columns = [problem.columns | (c.fields if isinstance(c, Turns) else {}) for problem, c in rows]
     values = {name: [row.get(name) for row in columns] for name in dict.fromkeys(n for row in columns for n in row)}
-    if any(isinstance(completion, Turns) for _, completion in rows):
+    if any(isinstance(completion, Turns) and completion.environment_name for _, completion in rows):
         for argument in ("environment", "environment_name", "environment_reward"):
             values[f"{argument}s"] = [getattr(completion, argument) for _, completion in rows]
     result = rewards.score(

@@ -47,7 +47,10 @@ def sample_by_function(
         key = (seed_key[0], f"{seed_key[1]}/call {num_calls}", seed_key[2])
         one = replace(sampling, num_generations=1, max_completion_length=max_tokens or sampling.max_completion_length)
         found = [group.completions[0] for group in engine.generate(asked, one, seed_key=key, on_tokens=on_tokens)]
-        return [{"completion_ids": list(c.ids), "logprobs": list(c.sampling_logprobs)} for c in found]
+        # Greedy completions have no log-probs.
+        return [
+            {"completion_ids": list(c.ids), "logprobs": list(c.sampling_logprobs or [0.0] * len(c.ids))} for c in found
+        ]
 
     function = tools.function_object or _load(tools.function)
     prompts = [problem.prompt if problem.reward_prompt is None else problem.reward_prompt for problem, _ in rows]

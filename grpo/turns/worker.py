@@ -152,10 +152,11 @@ class ToolWorker:
         """A new environment, reset for a row of the dataset. ``text``: what it adds to the prompt, or None."""
         _seed(seed)
         environment = self.environments[name]()
-        columns = {"seed": seed % 2**31} | row
         if _steps(environment) and callable(getattr(environment, "init", None)):  # SkyRL-gym
             found = self._wait(environment.init(row["prompt"]))
         else:
+            named = "seed" in inspect.signature(environment.reset).parameters
+            columns = {"seed": seed % 2**31} | row if named else row
             found = self._wait(environment.reset(**_accepted(environment.reset, columns)))
         if _steps(environment):
             found = found[0] if isinstance(found, tuple) else getattr(found, "observation", found)
