@@ -32,9 +32,9 @@ ALONE = {
 
 MAX_ROOMS = 20
 BUDGETS = {
-    "system": 115, "attention": 630, "algorithm": 1110, "config": 1270, "distributed": 590, "data": 975,
-    "telemetry": 830, "rewards": 2075, "model": 690, "rollout": 1410, "vllm": 630, "evaluation": 355,
-    "checkpoint": 610, "run": 1765, "library": 255, "report": 355, "commands": 1000,
+    "system": 115, "attention": 730, "algorithm": 1185, "config": 1330, "distributed": 585, "data": 1100,
+    "telemetry": 845, "rewards": 2170, "model": 695, "rollout": 1535, "vllm": 645, "turns": 1065, "evaluation": 355,
+    "checkpoint": 615, "run": 2085, "report": 350, "commands": 1025,
 }  # fmt: skip
 """Lines of each room. A room that outgrows its budget asks first what can leave it."""
 MAX_WIDTH = 120
