@@ -76,8 +76,13 @@ class TurnFormat:
                 try:
                     message = self.tokenizer.parse_response(list(ids), prefix=list(prefix), tools=list(schemas))
                     found = [call["function"] for call in message.get("tool_calls") or []]
-                    calls = [(str(f["name"]), f["arguments"]) for f in found]
-                    return {"role": "assistant", "content": "", **message}, [(n, _arguments(a)) for n, a in calls]
+                    for function in found:
+                        if not isinstance(function["name"], str):
+                            raise ValueError("the name of a tool is a text")
+                        if function.get("arguments") is None:  # as some templates write a call without any
+                            function["arguments"] = {}
+                    calls = [(function["name"], _mapping(function["arguments"])) for function in found]
+                    return {"role": "assistant", "content": "", **message}, calls
                 except Exception:  # what the model wrote may be anything: then it is text without a call
                     return {"role": "assistant", "content": text}, []
         calls = _calls_in_tags(after_thinking(text), schemas)
@@ -142,12 +147,15 @@ class TurnFormat:
         return whole[max(ends) :]
 
 
-def _arguments(found: Any) -> dict[str, Any] | str:
+def _mapping(found: Any) -> dict[str, Any] | str:
+    return found if isinstance(found, dict) else "the arguments are not a JSON object"
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
     try:
-        found = json.loads(found) if isinstance(found, str) else found
+        return _mapping(json.loads(text))
     except ValueError as error:
         return f"the arguments are not JSON: {error}"
-    return dict(found) if isinstance(found, dict) else "the arguments are not a JSON object"
 
 
 def _calls_in_tags(text: str, schemas: Sequence[dict[str, Any]]) -> list[Call]:
@@ -166,7 +174,7 @@ def _calls_in_tags(text: str, schemas: Sequence[dict[str, Any]]) -> list[Call]:
         if isinstance(found, str):
             calls.append((CALL_TAG, found))
         else:
-            calls.append((str(found.get("name")), _arguments(found.get("arguments", {}))))
+            calls.append((str(found.get("name")), _mapping(found.get("arguments") or {})))
     return calls
 
 

@@ -1,0 +1,93 @@
+"""The conversations of TRL 1.16's ``environment_factory``, recorded by ``dump_trl_environment.py``: the same tokens make
+the same ids, masks, messages and rewards here, with the same class unchanged."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from conftest import load
+from dump_trl_environment import build_tokenizer
+
+from grpo.algorithm.batch import Completion, Group
+from grpo.config import load_config
+from grpo.data.problems import Rows, make_problems
+from grpo.rollout import SamplingParams
+from grpo.turns.engine import TurnsEngine
+from grpo.turns.tools import Tools
+
+HERE = Path(__file__).parent
+
+
+class Recorded:
+    """An engine (``grpo.rollout.interface.Engine``) that samples the tokens that TRL's model sampled."""
+
+    communicates = False
+
+    def __init__(self, policy, rows):
+        self.policy, self.rows = policy, rows
+
+    def generate(self, problems, sampling, *, seed_key, on_tokens=None, replies=None):
+        T, G, completions = sampling.max_completion_length, sampling.num_generations, []
+        for row, record in enumerate(self.rows):
+            pairs = zip(record["completion_ids"], record["mask"], strict=True)
+            turns = [[i for i, _ in run] for is_own, run in groupby(pairs, key=lambda pair: pair[1]) if is_own]
+            ids, mask = [], []
+            for turn in turns:
+                ids, mask = ids + turn, mask + [True] * len(turn)
+                answer = replies(row, turn).result() if turn[-1] in self.policy.eos_ids and len(ids) < T else None
+                if answer is None:
+                    break
+                ids, mask = ids + answer, mask + [False] * len(answer)
+            assert answer is None, "TRL ended this conversation"
+            completions.append(Completion(tuple(ids), "", True, (-1.0,) * len(ids), loss_mask=tuple(mask)))
+        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
+
+    def close(self):
+        pass
+
+
+DIFFERENT = {
+    # TRL keeps an answer that leaves no room for a token of the model; here the completion ends before it.
+    "answer fits exactly": ("completion_ids", "mask", "messages"),
+    # The error names the module of the class in TRL.
+    "arguments in a string": ("completion_ids", "mask", "messages"),
+}
+"""Case -> what differs from TRL."""
+
+
+def test_the_same_tokens_make_the_same_conversation(random_model):
+    recorded = json.loads((HERE / "trl_conversations.json").read_text())
+    policy, records = load(random_model), recorded["completions"]
+    policy.tokenizer = build_tokenizer()
+    config = load_config([
+        f"environment={HERE}/trl_environment.py:Pantry", f"rollout.max_turns={recorded['max_tool_calling_iterations'] + 1}",
+        "data.dataset=rows.jsonl", "data.max_prompt_length=2000",
+    ])  # fmt: skip
+    tools = Tools(config).load()
+    G, T = len(records) // 2, recorded["max_completion_length"]
+    of_problem = [record["row"] for record in records[::G]]
+    columns = [{name: value for name, value in row.items() if name != "prompt"} for row in of_problem]
+    rows = Rows("rows", [row["prompt"] for row in of_problem], columns)
+    problems = make_problems(rows, config.data, policy.tokenizer, schemas_of=tools.schemas_of).problems
+    engine = TurnsEngine(Recorded(policy, records), tools, config)
+    engine.check()
+    try:
+        groups = engine.generate(problems, SamplingParams(G, T), seed_key=(0, "rollout", 0))
+    finally:
+        engine.close()
+    found = [(group.problem, completion) for group in groups for completion in group.completions]
+    for (problem, completion), record in zip(found, records, strict=True):
+        assert list(problem.prompt_ids) == record["prompt_ids"]
+        assert completion.environment_reward == pytest.approx(record["reward"]), record["case"]
+        ours = {
+            "completion_ids": list(completion.ids),
+            "mask": [*map(int, completion.loss_mask)],
+            "messages": [dict(message) for message in completion.messages],
+        }
+        differing = tuple(name for name in ours if ours[name] != record[name])
+        assert differing == DIFFERENT.get(record["case"], ()), record["case"]
+    calls = [call for _, completion in found for call in completion.calls]
+    assert len(calls) / len(found) == pytest.approx(recorded["metrics"]["tools/call_frequency"])
+    failed = sum(call.failed for call in calls) / len(calls)
+    assert failed == pytest.approx(recorded["metrics"]["tools/failure_frequency"])
