@@ -100,8 +100,12 @@ class ToolCall:
 
     name: str
     seconds: float
-    failed: bool
-    """True if the model saw an error: of the tool, of its arguments, or because there is no tool of that name."""
+    error: str = ""
+    """What the model saw, if the tool raised, its arguments were wrong, or there is no tool of that name."""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,9 @@ def _add_environment(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("environment") in (None, "none"):
         return values
     data, reward = _sections(values, "data", "reward")
-    return values | {"data": {"dataset": ENVIRONMENT_ROWS} | data, "reward": {"functions": []} | reward}
+    if data.get("dataset") in (None, "none"):
+        data = data | {"dataset": ENVIRONMENT_ROWS}
+    return values | {"data": data, "reward": {"functions": []} | reward}
 
 
 def add_implied_rewards(values: dict[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class LoraConfig(Section):
 class DataConfig(Section):
     dataset: str = "builtin:arithmetic"
     """Hub id, .jsonl/.json/.csv/.parquet file, folder saved by datasets, builtin:arithmetic, builtin:countdown,
-    builtin:calculator, builtin:guess_number, or reasoning_gym:<task>."""
+    builtin:calculator, builtin:guess_number, or reasoning_gym:<task>. none, with `environment`: its own prompts."""
     config_name: str | None = None
     """Configuration of a Hub dataset (gsm8k has main and socratic)."""
     train_split: str = "train"

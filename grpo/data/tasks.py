@@ -271,8 +271,8 @@ class GuessNumber(Task):
     """``Guess 7..18.``: find the hidden number with at most four calls of the tool (``<guess>12</guess>``).
 
     The tool says ``higher`` (the hidden number is), ``lower`` or ``right``. A right demonstration halves what is left
-    with every guess. A noisy one guesses any number that is left, or any at all, and may give up. Both end with
-    ``done``. GRPO then teaches it to use the hints.
+    with every guess. Of noisy ones a share guesses anything without looking at the hints. All end with ``done``. GRPO
+    then teaches it to use the hints.
     """
 
     name = "guess_number"
@@ -282,8 +282,7 @@ class GuessNumber(Task):
     )
     num_rows = {"train": 1536, "eval": 200}
     max_guesses = 4
-    forgetful_share = 0.45  # of guesses
-    gives_up_share = 0.06  # of guesses but the first
+    careless_share = 0.8
 
     def draw(self, rng: random.Random) -> dict:
         """Columns: ``prompt`` (``"Guess 7..18."``), ``secret`` (``14``), ``answer`` (``"14"``)."""
@@ -298,11 +297,9 @@ class GuessNumber(Task):
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> list[dict]:
         first, last = low, high = [int(number) for number in re.findall("[0-9]+", row["prompt"])]
         turns: list[str] = []
+        is_careless = noisy and rng.random() < self.careless_share
         while len(turns) < 2 * self.max_guesses and "right" not in turns:
-            if noisy and turns and rng.random() < self.gives_up_share:
-                break
-            possible = (first, last) if noisy and rng.random() < self.forgetful_share else (low, high)
-            guess = rng.randint(*possible) if noisy else (low + high) // 2
+            guess = rng.randint(first, last) if is_careless else (low + high) // 2
             hint = "right" if guess == row["secret"] else "higher" if guess < row["secret"] else "lower"
             turns += [f"<guess>{guess}</guess>", hint]
             if hint == "higher":

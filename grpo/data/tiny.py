@@ -64,7 +64,7 @@ RECIPES = {
     "arithmetic": Recipe(),
     "countdown": Recipe(clean_steps=1000),
     "calculator": Recipe(hidden_size=96, intermediate_size=256, clean_steps=600, noisy_steps=200, batch_size=16),
-    "guess_number": Recipe(hidden_size=64, intermediate_size=192, clean_steps=700, noisy_steps=150, batch_size=8),
+    "guess_number": Recipe(hidden_size=96, intermediate_size=256, clean_steps=800, noisy_steps=150, batch_size=12),
 }
 
 

@@ -48,6 +48,8 @@ class RewardResult:
         """``[B][F]``; ``None`` where the function gave no score."""
         self.failures = [0] * len(names)
         """``[F]`` rows in which the function raised, hung, killed its worker, or was skipped after too many of them."""
+        self.num_failed_environments = 0
+        """Rows that no function got, because their environment has failed."""
         self.num_lost_workers = [0] * len(names)
         self.slow: list[int] = []
         """The functions that did not return within the time limit when they were called with all rows."""

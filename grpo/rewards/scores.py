@@ -30,7 +30,9 @@ def score_groups(
         completion_ids=[list(completion.sampled_ids) for _, completion in rows],
         trainer_state=trainer_state,
     )
-    return result if all(is_scored) else result.spread(is_scored)
+    result = result if all(is_scored) else result.spread(is_scored)
+    result.num_failed_environments = len(all_rows) - len(rows)
+    return result
 
 
 def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
@@ -44,7 +46,7 @@ def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:
     """A note if ``data.conversational=auto`` made messages of text rows, and rewards of the user's own get them."""
     own = [function.name for function in config.reward.functions if ":" in function.name]
     is_changed = any(isinstance(p.prompt, str) and isinstance(p.reward_prompt, list) for p in problems)
-    if config.data.conversational != "auto" or not is_changed or not own:
+    if config.data.conversational != "auto" or not is_changed or not own or config.uses_turns:
         return None
     why = "since data.system_prompt or data.few_shot is set: data.conversational=false gives them as text"
     return f"note: for {', '.join(own)} completions are lists of messages, {why}, true ends this note"

@@ -111,7 +111,11 @@ def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, 
     for name, count in zip(names, failures, strict=True):
         step.metrics.total(f"rewards/{name}/errors", count)
     logged = result.metrics if result else {}
-    *failed, rows, num_logged = run.world.sum(torch.tensor([*failures, rows, len(logged)])).tolist()
+    num_failed = result.num_failed_environments if result else 0
+    counts = torch.tensor([*failures, rows, len(logged), num_failed])
+    *failed, rows, num_logged, num_failed = run.world.sum(counts).tolist()
+    if is_whole_step and rows and num_failed == rows:
+        raise UserError(f"the environment failed on all {rows} completions of this step: see the warning above")
     if num_logged:  # a function may log a metric on some ranks only, and all ranks must add the same names
         for name in sorted({name for of_rank in run.world.gather_objects(list(logged)) for name in of_rank}):
             step.metrics.add(name, *logged.get(name, (0.0, 0.0)))

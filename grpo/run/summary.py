@@ -15,6 +15,7 @@ from grpo.evaluation.grading import correctness_note
 from grpo.model import num_parameters
 from grpo.rewards.scores import messages_warning
 from grpo.run.state import Run
+from grpo.turns.engine import TurnsEngine
 
 LIKE_FULL_TRAINING = 3e-6
 """A learning rate at most this is usual for training all weights; adapters take about ten times that."""
@@ -59,6 +60,8 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
     yield f"step      {rows}, {run.world.size} rank(s), {a.updates_per_step} update(s); {steps}"
     if r.engine == "vllm":
         yield f"sampling  {run.engine}"
+    if isinstance(run.engine, TurnsEngine):
+        yield f"turns     {run.engine.tools.summary}"
     yield f"algorithm {a.name}: {a.objective}, baseline {a.baseline}, scale {a.scale}, {a.aggregation}, beta {a.beta:g}"
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
     yield f"output    {config.output_dir}; the same command or call {restart}"
@@ -101,7 +104,7 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
     named = set(re.findall(r"\{([A-Za-z_]\w*)\}", config.data.question_template or ""))
     if unknown := sorted(named - {"prompt"}.union(*(problem.columns for problem in train[:1]))):
         yield f"warning: data.question_template: {', '.join(unknown)} in braces is no column, and stays as it is"
-    if shared := count_shared(train, evaluation):
+    if not config.environment and (shared := count_shared(train, evaluation)):  # which may hide what differs
         yield f"warning: {shared} of the evaluation problems are also in the training data"
     compares = any(f.name in COMPARING and f.args.get("column", "answer") == "answer" for f in config.reward.functions)
     uncut = sum("####" in str(problem.columns.get("answer")) for problem in train)

@@ -12,7 +12,8 @@ def console_line(metrics: dict[str, Any], max_steps: int, left: str | None = Non
     parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
     means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     parts += [f"{name.split('/')[1]} {metrics[name]:.3f}" for name in means]
-    columns = (("completions/mean_length", "length", ".1f"), ("step_time", "seconds", ".2f"), ("kl", "kl", ".4f"),
+    columns = (("completions/mean_length", "length", ".1f"), ("turns/mean", "turns", ".2f"),
+               ("tools/failure_frequency", "failed calls", ".0%"), ("step_time", "seconds", ".2f"), ("kl", "kl", ".4f"),
                ("entropy", "entropy", ".3f"), ("frac_reward_zero_std", "equal-reward groups", ".0%"),
                ("grad_norm", "grad norm", ".3f"), ("learning_rate", "lr", ".1e"),
                ("tokens_per_second", "tokens/s", ".0f"))  # fmt: skip

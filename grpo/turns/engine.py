@@ -11,6 +11,7 @@ from grpo.algorithm.batch import Completion, Group, Problem, ToolCall, Turns
 from grpo.algorithm.seeding import derive_seed
 from grpo.config import Config, DataConfig
 from grpo.data import Rows, make_problems
+from grpo.data.tiny import is_tiny_tokenizer
 from grpo.rewards.worker import Pickled
 from grpo.rollout import Engine, SamplingParams
 from grpo.system import UserError
@@ -90,7 +91,7 @@ class Conversation:
             reply = Reply(self.environment, arguments, failed=True)
         else:
             reply = self.tools.request(self.row, "call", self.environment, name, arguments, self._next_seed())
-        self.calls.append(ToolCall(name, reply.seconds, reply.failed))
+        self.calls.append(ToolCall(name, reply.seconds, str(reply.text) if reply.failed else ""))
         if reply.environment is not None:
             self.environment = reply.environment
         elif isinstance(self.environment, int):  # a pickled one is as it was before the call that killed its worker
@@ -152,12 +153,15 @@ class TurnsEngine:
         """``warn`` gets a line about the first environment that fails in a rollout. ValueError: see :meth:`check`."""
         self.engine, self.tools, self.data, self.warn = engine, tools, config.data, warn
         self.policy, self.communicates = engine.policy, engine.communicates
+        self.reported: set[str] = set()
+        """The tools that a warning has been printed about."""
         self.form = TurnFormat(engine.policy.tokenizer, engine.policy.eos_ids, tools.format)
 
     def check(self) -> None:
         """ValueError unless the chat template and the environments are fit for the run."""
         if not self.tools.function:
-            for note in self.form.check(uses_tools=not self.tools.steps, schemas=self.tools.all_schemas):
+            notes = self.form.check(uses_tools=not self.tools.steps, schemas=self.tools.all_schemas)
+            for note in [] if is_tiny_tokenizer(self.policy.tokenizer) else notes:
                 self.warn(note)
 
     def close(self) -> None:
@@ -208,6 +212,11 @@ class TurnsEngine:
         completions = [future.result() for future in futures]
         if failures := [c.failure for c in conversations if c.failure]:
             self.warn(f"warning: the environments of {len(failures)} completions have failed, first with {failures[0]}")
+        for name in [name for name in self.tools.names if name not in self.reported]:
+            calls = [call for c in conversations for call in c.calls if call.name == name]
+            if calls and all(call.failed for call in calls):
+                self.reported.add(name)
+                self.warn(f"warning: all {len(calls)} calls of {name} failed, first with {calls[0].error[:200]}")
         return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
 
     def _begin(self, problems: Sequence[Problem], conversations: list[Conversation], G: int) -> list[Problem]:

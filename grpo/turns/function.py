@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from grpo.algorithm.batch import Group, Problem, Turns
 from grpo.algorithm.seeding import derive_seed
-from grpo.rewards.functions import load_object
 from grpo.rollout import Engine, SamplingParams
 from grpo.system import UserError
 
@@ -52,7 +50,7 @@ def sample_by_function(
             {"completion_ids": list(c.ids), "logprobs": list(c.sampling_logprobs or [0.0] * len(c.ids))} for c in found
         ]
 
-    function = tools.function_object or _load(tools.function)
+    function = tools.function_object
     prompts = [problem.prompt if problem.reward_prompt is None else problem.reward_prompt for problem, _ in rows]
     returned = function(prompts, generate)
     if not isinstance(returned, Mapping) or any(name not in returned for name in NEEDED):
@@ -69,14 +67,6 @@ def sample_by_function(
         completions = tuple(_completion(record, engine, sampling, tools.function) for record in records)
         groups.append(Group(replace(problem, prompt_ids=prompt_ids.pop()), completions))
     return groups
-
-
-@functools.cache
-def _load(name: str) -> Callable[..., Any]:
-    function = load_object(name, "rollout.function", "")
-    if not callable(function):
-        raise UserError(f"rollout.function={name}: there is no such function")
-    return function
 
 
 def _completion(record: dict[str, Any], engine: Engine, sampling: SamplingParams, name: str) -> Turns:

@@ -68,12 +68,23 @@ class Tools:
         return list(dict.fromkeys(schema["function"]["name"] for schema in self.all_schemas))
 
     @property
+    def summary(self) -> str:
+        """One line about the tools and environments."""
+        environments = ", ".join(info.class_name for info in self.description.environments.values())
+        parts = ["tools " + ", ".join(self.names)] * bool(self.names) + [f"environment {environments}"] * bool(
+            environments
+        )
+        return "; ".join(parts) or f"rollout.function {self.function}"
+
+    @property
     def source_files(self) -> dict[str, str]:
         """Name for messages -> path of the files that define tools and environments."""
-        return self.description.source_files | (source_files(self.function, None) if self.function else {})
+        return self.description.source_files | (source_files(self.function, self.function_object) if self.function else {})
 
     def load(self) -> Tools:
         """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
+        if self.function and not self.function_object:
+            self.function_object = Source(self.function).load("rollout.function")
         if not (self._tools or self.sources):
             return self
         first, *others = self._pools

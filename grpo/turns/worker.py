@@ -45,7 +45,13 @@ class Source:
     def load(self, kind: str) -> Any:
         if self.own is not None:
             return dill.loads(self.own)
-        return TOOLS[self.name] if self.name in TOOLS else functions.load_object(self.name, kind, ", ".join(TOOLS))
+        if kind == "tool" and self.name in TOOLS:
+            return TOOLS[self.name]
+        found = functions.load_object(self.name, kind, ", ".join(TOOLS) if kind == "tool" else "")
+        if not callable(found):
+            location, _, name = self.name.rpartition(":")
+            raise ValueError(f"{kind} {self.name!r}: {location} has no function or class {name!r}")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +121,9 @@ class ToolWorker:
         try:
             for source in tools:
                 function = source.load("tool")
-                if not callable(function):
-                    raise ValueError(f"tool {source.name!r} is not a function")
                 name = getattr(function, "__name__", type(function).__name__)
+                if name in self.tools:
+                    raise ValueError(f"two tools have the name {name!r}")
                 self.tools[name] = functools.partial(function, **source.args) if source.args else function
                 self._files |= functions.source_files(source.name, function)
             for name, source in environments.items():
@@ -136,7 +142,10 @@ class ToolWorker:
             return _mistake(error)
 
     def _info(self, name: str | None, factory: Callable[[], Any]) -> EnvironmentInfo:
-        environment = factory()
+        try:
+            environment = factory()
+        except TypeError as error:
+            raise ValueError(f"environment {factory.__name__!r} must be made without arguments: {error}") from error
         kind = type(environment).__name__
         begin = getattr(environment, "init", None) if _steps(environment) else None
         begin = begin or getattr(environment, "reset", None)
@@ -250,7 +259,11 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     given = function.keywords if isinstance(function, functools.partial) else {}
-    schema = get_json_schema(function.func if isinstance(function, functools.partial) else function)
+    try:
+        schema = get_json_schema(function.func if isinstance(function, functools.partial) else function)
+    except Exception as error:  # transformers has a class of its own for each mistake
+        needs = "a tool needs type hints and a Google docstring with `Args:`; a method is no tool if it begins with _"
+        raise ValueError(f"tool {name!r}: {first_line(error)} ({needs})") from error
     parameters = schema["function"]["parameters"]
     if unknown := given.keys() - parameters["properties"].keys():
         raise ValueError(f"tool {name!r} has no argument {sorted(unknown)[0]!r}")
