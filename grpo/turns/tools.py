@@ -79,7 +79,8 @@ class Tools:
     @property
     def source_files(self) -> dict[str, str]:
         """Name for messages -> path of the files that define tools and environments."""
-        return self.description.source_files | (source_files(self.function, self.function_object) if self.function else {})
+        own = source_files(self.function, self.function_object) if self.function else {}
+        return self.description.source_files | own
 
     def load(self) -> Tools:
         """Load everything in one worker, so that a mistake (``ValueError``) shows early."""

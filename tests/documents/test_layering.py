@@ -32,9 +32,9 @@ ALONE = {
 
 MAX_ROOMS = 20
 BUDGETS = {
-    "system": 115, "attention": 730, "algorithm": 1185, "config": 1330, "distributed": 585, "data": 1100,
-    "telemetry": 845, "rewards": 2170, "model": 695, "rollout": 1535, "vllm": 645, "turns": 1065, "evaluation": 355,
-    "checkpoint": 615, "run": 2085, "report": 350, "commands": 1025,
+    "system": 120, "attention": 735, "algorithm": 1195, "config": 1340, "distributed": 590, "data": 1105,
+    "telemetry": 850, "rewards": 2180, "model": 700, "rollout": 1540, "vllm": 650, "turns": 1105, "evaluation": 360,
+    "checkpoint": 620, "run": 2100, "report": 355, "commands": 1030,
 }  # fmt: skip
 """Lines of each room. A room that outgrows its budget asks first what can leave it."""
 MAX_WIDTH = 120
