@@ -129,13 +129,10 @@ class Turns(Completion):
     """The name of the environment's class; None without one."""
     environment_reward: float | None = None
     """What the environment says itself: its ``get_reward()``, or the sum of ``rewards``."""
+    num_turns: int = 1
+    """Turns of the model."""
     fields: dict[str, Any] = field(default_factory=dict)
     """What a rollout function returned about this completion besides its tokens: columns for the rewards."""
-
-    @property
-    def num_turns(self) -> int:
-        """Turns of the model."""
-        return sum(message["role"] == "assistant" for message in self.messages)
 
     @property
     def transcript(self) -> str:

@@ -129,7 +129,8 @@ class ForkedCache:
         source_RC = (torch.arange(end, device=new_R.device) - shift_R[:, None]).clamp(0, max(self.length - 1, 0))
         for buffer in (buffer for buffers in self.own.values() for buffer in buffers):
             index = source_RC[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-            buffer[:, :, :end] = buffer.gather(2, index)
+            # Without own tokens, these are memory that nothing has been written to, and masked NaN would stay NaN.
+            buffer[:, :, :end] = buffer.gather(2, index) if self.length else 0.0
         self.start_R, self.length, self.new_R = start_R + shift_R, end, new_R
 
     def begin_token(self) -> None:

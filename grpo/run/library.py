@@ -217,8 +217,11 @@ def _named_turns(tools: Any, environment_factory: Any, rollout_func: Any) -> tup
             return value
         if not callable(value):
             raise ValueError(f"{value!r:.80} is no function or class, which tools and environments must be")
-        name = importable_name(value) or OBJECT_PREFIX + _display_name(value)
-        if name.startswith(OBJECT_PREFIX):
+        if (name := importable_name(value)) is None:
+            name, number = OBJECT_PREFIX + _display_name(value), 1
+            while objects.get(name, value) is not value:  # another object of that name
+                number += 1
+                name = f"{OBJECT_PREFIX}{_display_name(value)}_{number}"
             objects[name] = value
         return name
 

@@ -25,7 +25,10 @@ def calculator(expression: str) -> str:
     Returns:
         The number.
     """
-    return f"{_value(ast.parse(expression.strip().replace(',', ''), mode='eval').body):.15g}"
+    value = _value(ast.parse(expression.strip().replace(",", ""), mode="eval").body)
+    if isinstance(value, complex):
+        raise ValueError("not a real number")
+    return f"{value:.15g}"
 
 
 def _value(node: ast.AST) -> int | float:

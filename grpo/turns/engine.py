@@ -41,6 +41,9 @@ class Conversation:
     rewards: list[float | None] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     num_requests: int = 0
+    num_turns: int = 0
+    last_text: str = ""
+    """Of the model's last turn."""
     stop_reason: str | None = None
     failure: str = ""
 
@@ -62,9 +65,8 @@ class Conversation:
         """The tokens that follow a turn (:data:`grpo.rollout.interface.Replies`)."""
         message, calls = self.form.read(ids, [*self.problem.prompt_ids, *self.ids], self.schemas)
         self.ids += ids
-        self.messages.append(message)
-        num_turns = sum(found["role"] == "assistant" for found in self.messages)
-        is_last_turn = self.tools.max_turns is not None and num_turns >= self.tools.max_turns
+        self._add_turn(message)
+        is_last_turn = self.tools.max_turns is not None and self.num_turns >= self.tools.max_turns
         if self.stop_reason is not None:  # the environment has failed
             return None
         if self.info is not None and self.info.steps:
@@ -85,6 +87,10 @@ class Conversation:
         self.messages += answers
         self.ids += found
         return found
+
+    def _add_turn(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self.num_turns, self.last_text = self.num_turns + 1, message["content"]
 
     def _call(self, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
         if isinstance(arguments, str):  # what is wrong with the call
@@ -122,23 +128,22 @@ class Conversation:
         """The record of a complete completion, with the environment's own reward."""
         if rest := completion.ids[len(self.ids) :]:  # a turn without an end has had no reply
             message, _ = self.form.read(rest, [*self.problem.prompt_ids, *self.ids], self.schemas)
-            self.messages.append(message)
+            self._add_turn(message)
             self.stop_reason = self.stop_reason or "length"
-        reward, environment = None, None
-        if self.info is not None and self.stop_reason != "failed":
+        reward, environment, has_failed = None, None, self.stop_reason == "failed"
+        if isinstance(self.environment, int) or (self.info and self.info.has_reward and not has_failed):
+            reply = self.tools.request(self.row, "end", self.environment)
+            reward = reply.reward
+            if reply.failed and not has_failed:
+                self._fail(f"get_reward: {reply.text}")
+        if self.info is not None and not has_failed:
             if self.info.steps:
                 reward = None if None in self.rewards else float(sum(self.rewards))
-            elif self.info.has_reward:
-                reply = self.tools.request(self.row, "end", self.environment)
-                reward = reply.reward
-                if reply.failed:
-                    self._fail(f"get_reward: {reply.text}")
             source = self.tools.sources[self.name]
             if isinstance(self.environment, bytes):
                 environment = Pickled(source.name, self.environment, source.own is not None)
-        last = next((m for m in reversed(self.messages) if m["role"] == "assistant"), {"content": ""})
         known = {field.name: getattr(completion, field.name) for field in fields(Completion)}
-        known |= {"text": last["content"], "finished": self.stop_reason != "length"}
+        known |= {"text": self.last_text, "finished": self.stop_reason != "length", "num_turns": self.num_turns}
         return Turns(
             **known, messages=tuple(self.messages), stop_reason=self.stop_reason or "length",
             rewards=tuple(self.rewards), calls=tuple(self.calls), environment=environment,
@@ -185,7 +190,7 @@ class TurnsEngine:
     ) -> list[Group]:
         """See :meth:`grpo.rollout.interface.Engine.generate`; the completions are :class:`Turns`.
 
-        UserError if the environments of a group begin with different prompts, or an environment's prompt is too long.
+        UserError if the environments of a group begin with different prompts.
         """
         if self.tools.function:
             return sample_by_function(self.engine, self.tools, problems, sampling, seed_key, on_tokens)
@@ -233,7 +238,12 @@ class TurnsEngine:
                     f"reset() of {of_group[0][0].info.class_name} gave the completions of one problem different "
                     "prompts: draw from `seed`, an argument that they share, or from the module random"
                 )
-            begun.append(problem if not found or found[0] is None else self._with_prompt(problem, found[0]))
+            try:
+                begun.append(problem if not found or found[0] is None else self._with_prompt(problem, found[0]))
+            except ValueError as error:  # the text of the user's environment makes a prompt that is too long, or none
+                begun.append(problem)
+                for c, _ in of_group:
+                    c._fail(str(error))
             for c, _ in of_group:
                 c.problem = begun[-1]
         return begun
@@ -253,10 +263,7 @@ class TurnsEngine:
 
 
 def one_problem(prompt: Any, columns: dict[str, Any], data: DataConfig, tokenizer: Any, tools: Tools) -> Problem:
-    """A prompt of an environment as a problem. UserError if it is too long."""
-    try:
-        rows = Rows(f"the prompt of a reset, {prompt!r:.80}", [prompt], [columns])
-        (problem,) = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of).problems
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    """A prompt of an environment as a problem. ValueError if it is too long."""
+    rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [columns])
+    (problem,) = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of).problems
     return problem

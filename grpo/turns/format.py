@@ -33,6 +33,8 @@ class TurnFormat:
         self.tokenizer, self.eos_ids = tokenizer, list(eos_ids)
         self.uses_template = tools_format == "auto" and getattr(tokenizer, "response_template", None) is not None
         self._ends = [tokenizer.convert_ids_to_tokens(id) for id in self.eos_ids]
+        controls = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        self._controls = sorted((token for token in controls if token[:1] in "<["), key=len, reverse=True)
         self._lock = threading.Lock()
 
     def check(self, *, uses_tools: bool, schemas: Sequence[dict[str, Any]]) -> list[str]:
@@ -113,7 +115,8 @@ class TurnFormat:
         with self._lock:
             marks: list[str] = []
             for message in messages:
-                for token in self.tokenizer.all_special_tokens:
+                message["content"] = re.sub("[\ue000\ue001]", "", message["content"])
+                for token in self._controls:
                     if token in message["content"]:
                         marks.append(token)
                         message["content"] = message["content"].replace(token, f"\ue000{len(marks) - 1}\ue001")
@@ -122,9 +125,9 @@ class TurnFormat:
                 before[1].pop("tool_calls", None)
             ids: list[int] = []
             for number, part in enumerate(re.split("\ue000(\\d+)\ue001", self._suffix(before, messages))):
-                # Control tokens inside a result are text.
-                text, is_mark = (marks[int(part)], True) if number % 2 else (part, False)
-                ids += self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=is_mark)
+                # Control tokens inside a result are text: encoded in two halves, they are no tokens.
+                halves = (marks[int(part)][:1], marks[int(part)][1:]) if number % 2 else (part,)
+                ids += [id for half in halves for id in self.tokenizer.encode(half, add_special_tokens=False)]
         ids = ids if last_id in self.eos_ids else [self.eos_ids[0], *ids]
         return ids if len(ids) < room else None
 
@@ -154,7 +157,7 @@ def _mapping(found: Any) -> dict[str, Any] | str:
 def _arguments(text: str) -> dict[str, Any] | str:
     try:
         return _mapping(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"the arguments are not JSON: {error}"
 
 
@@ -186,5 +189,5 @@ def _tagged_arguments(content: str, parameters: dict[str, Any]) -> dict[str, Any
         return {name: content}
     try:
         return {name: json.loads(content)}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {name: content}

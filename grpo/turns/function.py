@@ -38,8 +38,8 @@ def sample_by_function(
         nonlocal num_calls
         num_calls += 1
         # With one entry per row the seed is that of the row, whatever the number of ranks.
-        addresses = rows if len(prompt_ids) == len(rows) else [(None, n) for n in range(len(prompt_ids))]
-        indices = [g if p is None else derive_seed(0, "row", p.index, g) for p, g in addresses]
+        addresses = rows if len(prompt_ids) == len(rows) else [(problems[0], -1 - n) for n in range(len(prompt_ids))]
+        indices = [derive_seed(0, "row", problem.index, g) for problem, g in addresses]
         pairs = zip(indices, prompt_ids, strict=True)
         asked = [Problem(index, "", tuple(ids)) for index, ids in pairs]
         key = (seed_key[0], f"{seed_key[1]}/call {num_calls}", seed_key[2])

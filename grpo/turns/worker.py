@@ -121,7 +121,10 @@ class ToolWorker:
         try:
             for source in tools:
                 function = source.load("tool")
-                name = getattr(function, "__name__", type(function).__name__)
+                bare = function
+                while isinstance(bare, functools.partial):
+                    bare = bare.func
+                name = getattr(bare, "__name__", type(bare).__name__)
                 if name in self.tools:
                     raise ValueError(f"two tools have the name {name!r}")
                 self.tools[name] = functools.partial(function, **source.args) if source.args else function
@@ -199,15 +202,20 @@ class ToolWorker:
             observation, reward, done = found["observations"], found["reward"], found["done"]
         else:  # OpenEnv
             observation, reward, done = found.observation, found.reward, found.done
-        seconds = time.perf_counter() - started
-        return Reply(self._store(environment), _text(observation), False, seconds, _number(reward), bool(done))
+        seconds, is_empty = time.perf_counter() - started, observation is None or observation == []
+        text = "" if is_empty else _text(observation)
+        return Reply(self._store(environment), text, False, seconds, _number(reward), bool(done))
 
     @_never_raises
     def end(self, environment: bytes | int) -> Reply:
-        """The reward that an environment gives itself, if it has ``get_reward``."""
+        """The reward that an environment gives itself, if it has ``get_reward``. One that stayed here is closed."""
         found = self._restore(environment)
-        get_reward = getattr(found, "get_reward", None)
-        return Reply(reward=_number(self._wait(get_reward())) if callable(get_reward) else None)
+        get_reward, close = getattr(found, "get_reward", None), getattr(found, "close", None)
+        try:
+            return Reply(reward=_number(self._wait(get_reward())) if callable(get_reward) else None)
+        finally:
+            if isinstance(environment, int) and callable(close):
+                self._wait(close())
 
     def _wait(self, result: Any) -> Any:
         return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result

@@ -204,7 +204,7 @@ def test_the_form_in_which_rewards_get_prompts_and_completions(tokenizer, prompt
     problem = problem_of(prompt, tokenizer, **settings)
     assert problem.prompt == prompt, "for samples, reports and files: as in the row"
     passed = {}
-    runner = SimpleNamespace(score=lambda **arguments: passed.update(arguments))
+    runner = SimpleNamespace(score=lambda **arguments: passed.update(arguments) or SimpleNamespace())
     score_groups(runner, [Group(problem, (Completion((1,), "2", True),))])
     assert (passed["prompts"], passed["columns"]) == ([seen], {"row": [0]})
     assert passed["completions"] == ["2" if isinstance(seen, str) else [{"role": "assistant", "content": "2"}]]
