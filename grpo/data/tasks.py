@@ -295,8 +295,7 @@ class GuessNumber(Task):
         return f"{row['prompt']}{row['secret']}"
 
     def demonstration(self, row: dict, rng: random.Random, noisy: bool = True) -> list[dict]:
-        low, high = [int(number) for number in re.findall("[0-9]+", row["prompt"])]
-        guess = low + 6
+        first, last = low, high = [int(number) for number in re.findall("[0-9]+", row["prompt"])]
         turns: list[str] = []
         is_careless = noisy and rng.random() < self.careless_share
         while len(turns) < 2 * self.max_guesses and "right" not in turns:
