@@ -17,7 +17,9 @@ from grpo.telemetry.records import json_safe
 TIMEOUTS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 20}
 """Seconds that wandb waits for a key to be typed in, for the server at the start, and for the upload at the end:
 torchrun kills a process 30 seconds after it asked the process to stop."""
-NOT_SHOWN = ("token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprobs", "rewards", "logged")
+NOT_SHOWN = (
+    "token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprobs", "rewards", "logged", "sampled", "messages",
+)  # fmt: skip
 """Fields of a completion's record that are no column of wandb's table."""
 
 

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
-from grpo.algorithm.batch import Completion, Group
+from grpo.algorithm.batch import Completion, Group, Turns
 from grpo.system import write_atomically
 
 _INT, _FLOAT, _TEXT = pyarrow.int64(), pyarrow.float64(), pyarrow.string()
@@ -65,11 +65,11 @@ def sample_records(
             "logprobs": _of_sampled(logprobs_BT[b, :n], completion),
             "updated_logprobs": _of_sampled(updated_logprobs_BT[b, :n], completion),
             "ref_logprobs": None if ref_logprobs_BT is None else _of_sampled(ref_logprobs_BT[b, :n], completion),
-            "sampled": list(completion.loss_mask) or None,  # False: masked, since a tool or environment wrote it
-            "messages": list(getattr(completion, "messages", ())) or None,
-            "stop_reason": getattr(completion, "stop_reason", None),
             "logged": completion.logged,
         })  # fmt: skip
+        if isinstance(completion, Turns):  # sampled is False where a tool or environment wrote the token
+            records[-1] |= {"sampled": list(completion.loss_mask) or None, "messages": list(completion.messages)}
+            records[-1]["stop_reason"] = completion.stop_reason
     return records
 
 

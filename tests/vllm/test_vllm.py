@@ -151,7 +151,7 @@ def test_stops_end_completions_where_the_builtin_engine_ends_them(build, model, 
 def test_turns_are_those_of_the_builtin_engine_and_of_the_scorer(build, model, problems):
     """An environment of several turns, greedy and sampled; its answers come late."""
     policy, user = load(model), ROOT / "tests" / "turns" / "user_tools.py"
-    config = load_config([f"environment={user}:Slow", "reward.functions=[]"])
+    config = load_config([f"environment={user}:Slow", "reward.functions=[]", "data.dataset=builtin:arithmetic"])
     with contextlib.closing(Tools(config).load()) as tools:
         engine = TurnsEngine(build("fp32", policy), tools, config)
         engine.check()
