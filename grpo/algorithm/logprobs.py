@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo.algorithm.batch import IGNORE_INDEX, AllowedTokens, completion_lengths, completion_mask
-from grpo.attention import enable_packing, few_sizes, pack, packed_hidden
+from grpo.attention import enable_packing, fast_paths, few_sizes, pack, packed_hidden
 from grpo.attention.precision import ieee_fp32
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
@@ -222,6 +222,7 @@ class _ScoreHiddenInChunks(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
+@fast_paths.compiled(fast_paths.SCORES)
 def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-probs, entropies and log-normalizers, ``[N]`` each, in fp32 or wider."""
     scaled_NV = _divide_by_temperature(logits_NV, temperature)
@@ -239,10 +240,20 @@ def _score(logits_NV: Tensor, labels_N: Tensor, temperature: float) -> tuple[Ten
 
 def _logits_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> Tensor:
     """``[N, V]`` gradient of the logits, in their dtype: ``(one_hot(label) - softmax) / temperature * grad``."""
+    if fast_paths.is_on(fast_paths.SCORES):
+        return _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature)
     grad_N = grad_N / temperature
     grad_NV = (_divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]).exp_().mul_(-grad_N[:, None])
     grad_NV.scatter_add_(1, labels_N[:, None], grad_N[:, None])
     return grad_NV.to(logits_NV.dtype)
+
+
+@fast_paths.compiled(fast_paths.SCORES)
+def _compiled_gradient(logits_NV, labels_N, normalizers_N, grad_N, temperature: float) -> Tensor:
+    """:func:`_logits_gradient` in a form that compiles to one kernel: it reads and writes each logit once."""
+    probs_NV = (_divide_by_temperature(logits_NV, temperature) - normalizers_N[:, None]).exp()
+    is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
+    return ((is_label_NV.to(probs_NV.dtype) - probs_NV) * (grad_N / temperature)[:, None]).to(logits_NV.dtype)
 
 
 def _divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:

@@ -1,5 +1,6 @@
 """Attention that computes each prompt once per group: ``packed`` for scoring, ``forked`` for decoding."""
 
+from grpo.attention import fast_paths
 from grpo.attention.forked import ForkedCache
 from grpo.attention.layout import few_sizes, pack, pack_prompts
 from grpo.attention.packed import (
@@ -11,5 +12,5 @@ from grpo.attention.packed import (
     window_of,
 )
 
-__all__ = ["ForkedCache", "enable_packing", "few_sizes", "forked_hidden", "pack", "pack_prompts", "packed_hidden"]
+__all__ = ["ForkedCache", "enable_packing", "fast_paths", "few_sizes", "forked_hidden", "pack", "pack_prompts", "packed_hidden"]
 __all__ += ["extended_hidden", "packing_enabled", "window_of"]

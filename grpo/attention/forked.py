@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grpo.attention import fast_paths
+
 
 class ForkedCache:
     """Keys and values of prompts, and of one more token per row and decode step.
@@ -54,6 +56,8 @@ class ForkedCache:
         """Number of new tokens of each row, while several are computed at once; None: one each."""
         self.use_cascade = torch.device(device).type == "cpu"
         """True if attention to prompts and to own tokens is computed separately and merged; for the CPU's kernel."""
+        self.ranges: dict[str, tuple[Tensor, Tensor]] = {}
+        """Of prompts and own tokens the first key and the number of keys, as the CUDA kernel of this token reads them."""
         self._update_layout()
 
     def fork(self, prompt_R: Tensor) -> None:
@@ -137,6 +141,7 @@ class ForkedCache:
         """Advance to the next token of every row: once per decode step, before the first layer."""
         self.length += 1
         self._token_bias = self.new_R = None
+        self.ranges = {}
         if self.start_R is not None:
             index_C = torch.arange(self.length, device=self.start_R.device)
             self.own_bias = additive_mask(index_C < self.start_R[:, None], self.dtype)
@@ -151,20 +156,26 @@ class ForkedCache:
         R, H, _, D = q_RH1D.shape
         K = k_RK1D.shape[1]
         q_RH1D, k_RK1D, v_RK1D = (x.to(self.dtype) for x in (q_RH1D, k_RK1D, v_RK1D))
-        k_RKCD, v_RKCD = self._store_token(layer, k_RK1D, v_RK1D)
+        self._store_token(layer, k_RK1D, v_RK1D)
         q_RKgD = q_RH1D.reshape(R, K, H // K, D)
         scaling = D**-0.5 if scaling is None else scaling
-        attention = self._attend_cascade if self.use_cascade else self._attend_jointly
         with torch.autocast(q_RH1D.device.type, enabled=False):
-            return attention(q_RKgD, *self.prompts[layer], k_RKCD, v_RKCD, scaling).reshape(R, 1, H, D)
+            if self.uses_flash:
+                return self._attend_flash(q_RKgD, layer, scaling).reshape(R, 1, H, D)
+            attention = self._attend_cascade if self.use_cascade else self._attend_jointly
+            own = (buffer[:, :, : self.length] for buffer in self.own[layer])
+            return attention(q_RKgD, *self.prompts[layer], *own, scaling).reshape(R, 1, H, D)
 
-    def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one token's keys and values; returns those of all own tokens, ``[R, K, C, D]``."""
+    @property
+    def uses_flash(self) -> bool:
+        return fast_paths.is_on(fast_paths.FLASH) and self.dtype in (torch.bfloat16, torch.float16)
+
+    def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
+        """Store one token's keys and values in the buffers."""
         if layer not in self.own:
             self.own[layer] = tuple(x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k_RK1D, v_RK1D))
-        k_RKCD, v_RKCD = (buffer[:, :, : self.length] for buffer in self.own[layer])
-        k_RKCD[:, :, -1], v_RKCD[:, :, -1] = k_RK1D[:, :, 0], v_RK1D[:, :, 0]
-        return k_RKCD, v_RKCD
+        for buffer, x_RK1D in zip(self.own[layer], (k_RK1D, v_RK1D), strict=True):
+            buffer[:, :, self.length - 1] = x_RK1D[:, :, 0]
 
     def _attend_several(self, layer: int, q_RHND: Tensor, k_RKND: Tensor, v_RKND: Tensor, scaling) -> Tensor:
         """Attention of the last N tokens of every row, of which ``new_R`` are not padding; ``[R, N, H, D]``."""
@@ -216,11 +227,25 @@ class ForkedCache:
         """
         q_UKjD = self._rows_to_prompts(q_RKgD)
         mask = None if self.prompt_bias is None else self.prompt_bias.expand(-1, -1, q_UKjD.shape[2], -1)
-        prompt_out, prompt_log_z = _flash_attention_cpu(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
+        of_prompt = _flash_attention_cpu(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
         own_mask = None if self.own_bias is None else self.own_bias.expand(-1, -1, q_RKgD.shape[2], -1)
-        own_out_RKgD, own_log_z = _flash_attention_cpu(q_RKgD, k_RKCD, v_RKCD, attn_mask=own_mask, scale=scaling)
-        prompt_share_RKg1 = torch.sigmoid(self._prompts_to_rows(prompt_log_z[..., None]) - own_log_z[..., None])
-        return torch.lerp(own_out_RKgD, self._prompts_to_rows(prompt_out), prompt_share_RKg1)
+        own = _flash_attention_cpu(q_RKgD, k_RKCD, v_RKCD, attn_mask=own_mask, scale=scaling)
+        return _merged(*own, *of_prompt, self.grid, self.cell_R)
+
+    def _attend_flash(self, q_RKgD: Tensor, layer: int, scaling: float) -> Tensor:
+        """Cascade attention by CUDA's kernel for uneven lengths, which reads used keys alone and writes no scores."""
+        if not self.ranges:
+            K, zero_U = q_RKgD.shape[1], torch.zeros_like(self.prompt_lengths_U)
+            used = dict(prompts=(zero_U, self.prompt_lengths_U), own=self._own_range())
+            self.ranges = {name: tuple(x.int().repeat_interleave(K) for x in pair) for name, pair in used.items()}
+        of_prompt = _flash_used(self._rows_to_prompts(q_RKgD), *self.prompts[layer], *self.ranges["prompts"], scaling)
+        own = _flash_used(q_RKgD, *self.own[layer], *self.ranges["own"], scaling)
+        return _merged(*own, *of_prompt, self.grid, self.cell_R)
+
+    def _own_range(self) -> tuple[Tensor, Tensor]:
+        """Index of each row's first own token, and their number, ``[R]`` each."""
+        start_R = torch.zeros_like(self.prompt_R) if self.start_R is None else self.start_R
+        return start_R, self.length - start_R
 
     def _update_layout(self) -> None:
         """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`, and mask the prompts' padding."""
@@ -253,10 +278,36 @@ class ForkedCache:
 
     def _prompts_to_rows(self, x_UKjN: Tensor) -> Tensor:
         """The inverse of :meth:`_rows_to_prompts`."""
-        U, J = self.grid
-        K, N = x_UKjN.shape[1], x_UKjN.shape[3]
-        x = x_UKjN.reshape(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
-        return x if self.cell_R is None else x[self.cell_R]
+        return _prompts_to_rows(x_UKjN, self.grid, self.cell_R)
+
+
+def _prompts_to_rows(x_UKjN: Tensor, grid: tuple[int, int], cell_R: Tensor | None) -> Tensor:
+    (U, J), K, N = grid, x_UKjN.shape[1], x_UKjN.shape[3]
+    x = x_UKjN.reshape(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
+    return x if cell_R is None else x[cell_R]
+
+
+@fast_paths.compiled(fast_paths.STEP)
+def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_UKjD, prompt_log_z_UKj, grid, cell_R) -> Tensor:
+    """Attention to all keys from that to two parts of them; ``log_z`` are the logarithms of the softmaxes' sums."""
+    prompt_log_z_RKg1 = _prompts_to_rows(prompt_log_z_UKj[..., None], grid, cell_R)
+    prompt_share_RKg1 = torch.sigmoid(prompt_log_z_RKg1 - own_log_z_RKg[..., None])
+    outs = own_out_RKgD, _prompts_to_rows(prompt_out_UKjD, grid, cell_R)
+    return torch.lerp(*(x.to(own_log_z_RKg.dtype) for x in outs), prompt_share_RKg1).to(own_out_RKgD.dtype)
+
+
+def _flash_used(q_BKND, k_BKSD, v_BKSD, start_b, used_b, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attention of N queries to a range of S keys, and ``log_z`` ``[B, K, N]``; ``b`` are the ``B * K`` sequences."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    B, K, N, D = q_BKND.shape
+    S, number_b = k_BKSD.shape[2], torch.arange(B * K + 1, device=q_BKND.device, dtype=torch.int32)
+    first_b = number_b * S
+    first_b[:-1] += start_b
+    q, k, v = (x.reshape(-1, 1, D) for x in (q_BKND, k_BKSD, v_BKSD))
+    options = dict(return_aux=AuxRequest(lse=True), scale=scaling, seqused_k=used_b)
+    out, log_z = varlen_attn(q, k, v, number_b * N, first_b, N, S, **options)
+    return out.view(B, K, N, D), log_z.view(B, K, N)
 
 
 def _scores(q_RKgD: Tensor, k_RKCD: Tensor) -> Tensor:

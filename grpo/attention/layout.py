@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +29,18 @@ class Tile:
     """Index of each token in the padded ``[rows * width]`` tensor; None if all rows are equally long."""
     prompt_R: Tensor | None = None
     """Index of the prompt that each completion continues; None for the tile of the prompts."""
-    visible_RCS: Tensor | None = None
-    """``[R, C, P + C]`` True where a completion's token may attend: to its prompt and its own tokens up to itself."""
+    prompt_lengths_R: Tensor | None = None
+    """Tokens of that prompt."""
+
+    def visible_RCS(self, P: int) -> Tensor:
+        """``[R, C, P + C]`` True where a completion's token may attend: to its prompt and its own tokens up to itself.
+
+        ``P``: tokens of the longest prompt of the row.
+        """
+        R, C, device = self.rows, self.width, self.prompt_R.device
+        sees_prompt_RP = torch.arange(P, device=device) < self.prompt_lengths_R[:, None]
+        causal_CC = torch.ones(C, C, dtype=torch.bool, device=device).tril()
+        return torch.cat([sees_prompt_RP[:, None, :].expand(R, C, P), causal_CC.expand(R, C, C)], dim=-1)
 
     def pad(self, x_nHD: Tensor) -> Tensor:
         """``[n, H, D]`` to ``[R, C, H, D]``, zeros at the padding."""
@@ -55,8 +66,13 @@ class PackedLayout:
     """The tile of the prompts first."""
     sizes: tuple[int, ...]
     """Tokens of each tile, and of the padding at the end of the row."""
-    masks: dict[tuple, Tensor] = field(default_factory=dict)
-    """Additive attention masks, built by the first layer and used by all."""
+    sequence_N: Tensor
+    """Number of the prompt or completion that each token belongs to, and one more for the padding."""
+    prompt_N: Tensor
+    """Number of each token's prompt."""
+    num_sequences: int
+    masks: dict[Any, Any] = field(default_factory=dict)
+    """Attention masks, built by the first layer and used by all."""
 
 
 def pack(
@@ -97,7 +113,9 @@ def pack(
     source_N = torch.cat([torch.arange(b * S + start, b * S + end) for b, start, end in spans])
     positions_N = torch.cat([torch.arange(start, end) for _, start, end in spans])
     ids_N = sequence_ids_BS.flatten()[source_N.to(device)]
-    return _padded(ids_N, positions_N.to(device), torch.cat(before).to(device), tiles, sizes)
+    prompts = [prompt_B[b] for b, *_ in spans]
+    lengths = [end - start for _, start, end in spans]
+    return _padded(ids_N, positions_N.to(device), torch.cat(before).to(device), tiles, sizes, lengths, prompts)
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> PackedLayout:
@@ -106,7 +124,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -
     ids_N = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     positions_N = torch.cat([torch.arange(n) for n in lengths]).to(device)
     last_U = torch.tensor(lengths).cumsum(0).sub(1).to(device)
-    return _padded(ids_N, positions_N, last_U, [_tile(lengths, device)], [sum(lengths)])
+    return _padded(ids_N, positions_N, last_U, [_tile(lengths, device)], [sum(lengths)], lengths, range(len(lengths)))
 
 
 def few_sizes(size: int) -> int:
@@ -115,11 +133,23 @@ def few_sizes(size: int) -> int:
     return -(-size // step) * step
 
 
-def _padded(ids_N, positions_N, before_M, tiles: list[Tile], sizes: list[int]) -> PackedLayout:
-    """The layout, with padding tokens at the end of the row so that rows have few different lengths."""
+def _padded(
+    ids_N, positions_N, before_M, tiles: list[Tile], sizes: list[int], lengths: list[int], prompts: Sequence[int]
+) -> PackedLayout:
+    """The layout, with padding tokens at the end of the row so that rows have few different lengths.
+
+    ``lengths`` and ``prompts``: tokens and prompt of each prompt and completion, in the packed order.
+    """
     padding = few_sizes(len(ids_N)) - len(ids_N)
     ids_1N, positions_1N = (F.pad(x, (0, padding))[None, :] for x in (ids_N, positions_N))
-    return PackedLayout(ids_1N, positions_1N, before_M, tuple(tiles), (*sizes, padding))
+    numbers, of_padding = range(len(lengths) + 1), len(lengths)
+    lengths_of_all = torch.tensor([*lengths, padding])
+    sequence_N, prompt_N = (
+        torch.tensor(values).repeat_interleave(lengths_of_all).to(ids_N.device)
+        for values in ([*numbers], [*prompts, of_padding])
+    )
+    sequences = sequence_N, prompt_N, len(numbers)
+    return PackedLayout(ids_1N, positions_1N, before_M, tuple(tiles), (*sizes, padding), *sequences)
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
@@ -140,11 +170,7 @@ def _tile(lengths_R: list[int], device: torch.device | str, prompt_R=None, promp
         slots_n = torch.cat([torch.arange(r * C, r * C + n) for r, n in enumerate(lengths_R)]).to(device)
     if prompt_R is None:
         return Tile(R, C, slots_n)
-    P = int(prompt_lengths_U.max())
-    sees_prompt_RP = torch.arange(P, device=device) < prompt_lengths_U[prompt_R].to(device)[:, None]
-    causal_CC = torch.ones(C, C, dtype=torch.bool, device=device).tril()
-    visible_RCS = torch.cat([sees_prompt_RP[:, None, :].expand(R, C, P), causal_CC.expand(R, C, C)], dim=-1)
-    return Tile(R, C, slots_n, prompt_R.to(device), visible_RCS)
+    return Tile(R, C, slots_n, prompt_R.to(device), prompt_lengths_U[prompt_R].to(device))
 
 
 class _ScatterRows(torch.autograd.Function):

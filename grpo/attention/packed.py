@@ -10,13 +10,17 @@ of the tile, ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads, `
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo.attention import fast_paths
 from grpo.attention.forked import ForkedCache, product_dtype
 from grpo.attention.layout import PackedLayout, pack, pack_prompts
 from grpo.attention.precision import ieee_fp32
@@ -25,6 +29,10 @@ ATTENTION = "sdpa_or_packed"
 """Name of our attention function in transformers: SDPA, unless a pass brings a packed layout or a forked cache."""
 ANY_MASK = (1, 1, 1, 1)
 """Shape of the mask of a packed pass, which is ignored: with a four-dimensional mask transformers builds none."""
+
+
+BLOCK = 128
+"""Tokens of a block of FlexAttention's mask."""
 
 
 class CannotPack(ValueError):
@@ -36,6 +44,11 @@ def packed_attention(
 ) -> Tensor:
     """Attention over a packed row; ``[1, N, H, D]``."""
     H, K, dtype = q_1HND.shape[1], k_1KND.shape[1], product_dtype(v_1KND)
+    if fast_paths.is_on(fast_paths.FLEX) and len(packed.tiles) > 1:
+        if "blocks" not in packed.masks:
+            packed.masks["blocks"] = block_mask(packed)
+        inputs = (x.to(dtype) for x in (q_1HND, k_1KND, v_1KND))
+        return _flex(*inputs, packed.masks["blocks"], scaling, H != K).transpose(1, 2)
     g, prompts = H // K, packed.tiles[0]
     with torch.autocast(v_1KND.device.type, enabled=False):
         q_s, k_s, v_s = (x[0].to(dtype).transpose(0, 1).split(packed.sizes) for x in (q_1HND, k_1KND, v_1KND))
@@ -63,16 +76,42 @@ def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype
 
     On CUDA its rows have a multiple of 8 elements, as the kernel requires: else every layer would copy it.
     """
-    visible_RCS = packed.tiles[number].visible_RCS
-    kind = visible_RCS.device.type
     key = (number, g, dtype)
     if key not in packed.masks:
-        R, C, S = visible_RCS.shape
+        visible_RCS = packed.tiles[number].visible_RCS(packed.tiles[0].width)
+        kind, (R, C, S) = visible_RCS.device.type, visible_RCS.shape
         width = -(-S // 8) * 8 if kind == "cuda" else S
         bias_RgCS = torch.zeros(R, g, C, width, dtype=dtype, device=visible_RCS.device)
         bias_RgCS[..., :S].masked_fill_(~visible_RCS[:, None], float("-inf"))
         packed.masks[key] = bias_RgCS.view(R, 1, g * C, width)[..., :S]
     return packed.masks[key]
+
+
+@fast_paths.compiled(fast_paths.FLEX)
+def _flex(q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, blocks: BlockMask, scaling: float | None, is_grouped: bool):
+    return flex_attention(q_1HND, k_1KND, v_1KND, block_mask=blocks, scale=scaling, enable_gqa=is_grouped)
+
+
+def block_mask(packed: PackedLayout) -> BlockMask:
+    """FlexAttention's mask of a packed row: a token sees earlier ones of its own sequence and of its prompt.
+
+    The pairs of blocks that any token needs are found from the sequences in each block, without an ``[N, N]`` mask.
+    """
+    sequence_N, prompt_N = packed.sequence_N, packed.prompt_N
+    N, device = len(sequence_N), sequence_N.device
+    num_blocks, num_sequences = -(-N // BLOCK), packed.num_sequences
+    block_N = torch.arange(N, device=device) // BLOCK
+    holds, sees = torch.zeros(2, num_blocks, num_sequences, device=device)
+    holds[block_N, sequence_N] = 1.0
+    sees[block_N, sequence_N] = sees[block_N, prompt_N] = 1.0
+    is_seen = (sees @ holds.T > 0).tril()
+    counts, indices = is_seen.sum(dim=-1), is_seen.int().argsort(dim=-1, descending=True, stable=True)
+
+    def visible(b, h, q, kv):
+        return (q >= kv) & ((sequence_N[kv] == sequence_N[q]) | (sequence_N[kv] == prompt_N[q]))
+
+    found = (x.int()[None, None] for x in (counts, indices))
+    return BlockMask.from_kv_blocks(*found, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(N, N))
 
 
 def _attention_forward(module, query, key, value, attention_mask, *, packed=None, forked=None, **options):
@@ -109,7 +148,8 @@ def _sdpa(module, query, key, value, attention_mask, **options):
 
 
 AttentionInterface.register("sdpa", _sdpa)
-AttentionInterface.register(ATTENTION, _attention_forward)
+# Compiled layers call it as it is: the shapes inside differ from micro-batch to micro-batch.
+AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention_forward))
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
@@ -135,7 +175,10 @@ def forked_hidden(backbone: nn.Module, ids_R: Tensor, positions_R, forked: Forke
 
 def _forward(backbone: nn.Module, ids: Tensor, positions: Tensor, **caches) -> Tensor:
     options = dict(attention_mask=torch.ones(ANY_MASK, dtype=torch.bool, device=ids.device), use_cache=False)
-    return backbone(input_ids=ids, position_ids=positions, **options, **caches).last_hidden_state
+    # In a rollout layers have other modules, copies of their weights, for which they would be compiled again.
+    samples = caches.get("forked") is not None
+    with fast_paths.without(fast_paths.LAYERS) if samples else contextlib.nullcontext():
+        return backbone(input_ids=ids, position_ids=positions, **options, **caches).last_hidden_state
 
 
 def window_of(config: PreTrainedConfig) -> tuple[str, int] | None:

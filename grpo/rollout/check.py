@@ -7,8 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from grpo.attention import window_of
+from grpo.attention import fast_paths, window_of
 from grpo.model import Policy
+from grpo.rollout.draw import SamplingParams, draw
+from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.prefill import prefill
 
 
@@ -30,13 +32,44 @@ def check_sampling(policy: Policy, reach: int = 0) -> None:
     )
 
 
+def prove_decoding(policy: Policy, llama_decoder: LlamaDecoder, sampling: SamplingParams) -> list[str]:
+    """Switch on those fast paths of decode steps that are right for this model; a line for each that is not.
+
+    Inside of the engine's weights, in inference mode.
+    """
+    if not fast_paths.may_use(policy.device, fast_paths.DECODING):
+        return []
+    V, rng = policy.model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)
+
+    def drawn() -> list[Tensor]:
+        inputs = [((2 * torch.randn(R, V, generator=rng.manual_seed(R))), torch.rand(R, generator=rng)) for R in (8, 6)]
+        pairs = [draw(logits.to(policy.device), u.to(policy.device), sampling) for logits, u in inputs]
+        return [values_R for pair in pairs for values_R in pair]
+
+    length = min(policy.context_length or 200, 200) - 10  # several blocks of a kernel
+    logits = lambda: [torch.stack([x for *_, x in _decoded(policy, length, llama_decoder)[1]])]  # noqa: E731
+    tolerance = 1e-3 if policy.precision == "fp32" else 0.03
+    notes = fast_paths.prove(fast_paths.STEP, logits, tolerance) + fast_paths.prove(fast_paths.FLASH, logits, tolerance)
+    return notes if sampling.is_greedy else notes + fast_paths.prove(fast_paths.DRAW, drawn, 1e-5)
+
+
 def _decoded_and_plain_logits(policy: Policy, length: int) -> tuple[Tensor, Tensor]:
     """``length``: of the longest prompt."""
+    sequences, found = _decoded(policy, length)
+    inputs = [torch.tensor([sequence], device=policy.device) for sequence in sequences]
+    alone = [policy.model(input_ids=ids_1S, use_cache=False).logits[0] for ids_1S in inputs]
+    return torch.stack([x for *_, x in found]), torch.stack([alone[row][position] for row, position, _ in found])
+
+
+def _decoded(
+    policy: Policy, length: int, llama_decoder: LlamaDecoder | None = None
+) -> tuple[list[list[int]], list[tuple[int, int, Tensor]]]:
+    """The tokens of four rows, and ``(row, position, logits [V] of the next token)`` for every token decoded."""
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (max(24, length),), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [tuple(ids[:length]), tuple(ids[7:11]), tuple(ids[7:11]), tuple(ids[11:12])]
     sequences, rows, found = [list(prompt) for prompt in prompts], [0, 1, 2, 3], []
-    decoder, logits_RV = prefill(policy, None, prompts, capacity=3)
+    decoder, logits_RV = prefill(policy, llama_decoder, prompts, capacity=3)
     for step in range(4):
         if step == 2:
             rows = [2, 3]
@@ -46,6 +79,4 @@ def _decoded_and_plain_logits(policy: Policy, length: int) -> tuple[Tensor, Tens
                 sequences[row].append(ids[8 + 4 * step + row])
             logits_RV = decoder.step(torch.tensor([sequences[row][-1] for row in rows], device=policy.device))
         found += [(row, len(sequences[row]) - 1, logits_V) for row, logits_V in zip(rows, logits_RV, strict=True)]
-    inputs = [torch.tensor([sequence], device=policy.device) for sequence in sequences]
-    alone = [policy.model(input_ids=ids_1S, use_cache=False).logits[0] for ids_1S in inputs]
-    return torch.stack([x for *_, x in found]), torch.stack([alone[row][position] for row, position, _ in found])
+    return sequences, found

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from grpo.attention import ForkedCache, forked_hidden
+from grpo.attention import ForkedCache, fast_paths, forked_hidden
 from grpo.attention.forked import additive_mask
 from grpo.model import Policy
 from grpo.rollout.decode_loop import Decoded
@@ -78,11 +78,12 @@ class CUDAGraphRunner:
                     replay = step = None  # frees the KV cache of all rows before it is copied
                     batch.keep(live, t - 1)
                 count = left = min(SYNC_EVERY, T - t)
-                width = min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T)
+                # Flash attention reads used tokens alone, whatever the width.
+                width = T if decoder.cache.uses_flash else min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T)
                 if shape != (len(batch.rows), width):
                     # ``step`` is kept because its graph reads tensors that it alone holds.
                     shape, step = (len(batch.rows), width), batch.make_step(width, t - 1)
-                    replay, left = self._captured(step), left - 1
+                    replay, left = self._captured(step, batch), left - 1
                 if needs_check and left:
                     self._check(replay, batch, t + count - left - 1)
                     left -= 1
@@ -101,11 +102,13 @@ class CUDAGraphRunner:
             start, t = t, t + count
         return decoded
 
-    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
+    def _captured(self, step: Callable[[], None], batch: _Batch) -> Callable[[], None]:
         """Run the step once, which draws a token, then capture it in a graph, which does not; returns its replay."""
         if not self.capture:
             step()
             return step
+        if fast_paths.is_on(fast_paths.STEP) or fast_paths.is_on(fast_paths.DRAW):
+            batch.compile_ahead(step)  # a compiler may wait for the device
         # A host sync cannot be captured. Its error is easier to recover from here than in the capture.
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -122,7 +125,7 @@ class CUDAGraphRunner:
         return graph.replay
 
     def _check(self, replay: Callable[[], None], batch: _Batch, num_own: int) -> None:
-        """Replay one step, and compute it again as the decode loop does, from token ``num_own`` of each row.
+        """Replay one step, and compute it again without :mod:`fast_paths`, from token ``num_own`` of each row.
 
         RuntimeError if logits differ by more than rounding (measured: the loop's step against the model's own modules),
         or if other tokens or log-probs are recorded than these logits give.
@@ -132,10 +135,15 @@ class CUDAGraphRunner:
         recorded = batch.tokens_ST[:, num_own + 1], batch.logprobs_ST[:, num_own + 1]
         decoder, cache = batch.decoder, batch.decoder.cache
         token_S, positions_S = batch.tokens_ST[:, num_own], cache.prompt_lengths_U[cache.prompt_R] + num_own
+        buffers = [buffer[:, :, num_own] for pair in cache.own.values() for buffer in pair]
+        stored = [buffer.clone() for buffer in buffers]
         logits = []
         for hidden_of_token in (decoder.hidden_of_token, partial(forked_hidden, self.policy.backbone)):
             cache.length = num_own
-            logits.append(decoder.head(hidden_of_token(token_S, positions_S, cache)).float())
+            with fast_paths.only():
+                logits.append(decoder.head(hidden_of_token(token_S, positions_S, cache)).float())
+        for buffer, of_replay in zip(buffers, stored, strict=True):  # a run without this check has the same bits
+            buffer.copy_(of_replay)
         expected_SV, other_SV = logits
         error_S, noise_S = ((x_SV - expected_SV).std(dim=-1) for x_SV in (batch.logits_SV.float(), other_SV))
         limit = torch.maximum(4 * noise_S.mean(), LEAST_LIMIT[self.policy.precision] * expected_SV.std(dim=-1).mean())
@@ -175,6 +183,14 @@ class _Batch:
             self.draw(self.logits_SV)
 
         return step
+
+    def compile_ahead(self, step: Callable[[], None]) -> None:
+        """Run a step and forget the token that it has drawn. The next run stores the same keys and values again."""
+        token_S = self.token_S.clone()
+        step()
+        self.token_S.copy_(token_S)
+        for counter in (self.next_1, self.decoder.positions_R):
+            counter.sub_(1)
 
     def draw(self, logits_SV: Tensor) -> None:
         """Draw the next token of every row, without a host sync."""
@@ -223,12 +239,15 @@ class FixedWidthCache(ForkedCache):
                 cache.own[layer] = tuple(keys_UKPD.new_empty(shape) for _ in range(2))
             for buffer in cache.own[layer]:
                 buffer[:, :, cache.length : width] = 0.0  # masked, but 0 times uninitialised memory could be NaN
-        self.own = {layer: tuple(buffer[:, :, :width] for buffer in pair) for layer, pair in cache.own.items()}
+        self.own, self.length = cache.own, width
 
     def begin_token(self) -> None:
-        self.index_1, self._token_bias = self.next_1 - 1, None
-        self.own_bias = additive_mask((self.index_C >= self.next_1)[None], self.dtype)
+        self.index_1, self._token_bias, self.ranges = self.next_1 - 1, None, {}
+        self.own_bias = None if self.uses_flash else additive_mask((self.index_C >= self.next_1)[None], self.dtype)
 
-    def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.own[layer]
-        return keys.index_copy_(2, self.index_1, k_RK1D), values.index_copy_(2, self.index_1, v_RK1D)
+    def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
+        for buffer, x_RK1D in zip(self.own[layer], (k_RK1D, v_RK1D), strict=True):
+            buffer.index_copy_(2, self.index_1, x_RK1D)
+
+    def _own_range(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(self.prompt_R), self.next_1.expand_as(self.prompt_R)

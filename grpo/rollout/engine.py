@@ -19,6 +19,7 @@ from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.algorithm.seeding import generator
 from grpo.attention import packing_enabled
 from grpo.model import Policy
+from grpo.rollout.check import prove_decoding
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, Prefill, Prompts, decode
 from grpo.rollout.draw import SamplingParams, draw
@@ -59,6 +60,8 @@ class BuiltinEngine:
         """Created in the first rollout with CUDA graphs."""
         self._is_llama = is_llama
         """True if :class:`LlamaDecoder` computes what the model computes; None: not tested yet."""
+        self._is_proved = False
+        """True once it is known which fast paths are right."""
         self._has_weights = False
         """True inside :meth:`weights`."""
 
@@ -75,7 +78,7 @@ class BuiltinEngine:
         rows = [(problem, g) for problem in problems for g in range(sampling.num_generations)]
         prompts = [problem.prompt_ids for problem, _ in rows]
         completions: list[Completion] = []
-        with self._ready() as prefill_rows:
+        with self._ready(sampling) as prefill_rows:
             # CUDA graphs decode a fixed set of rows at a time. The decode loop starts waiting rows as others end.
             replays = self._replays(sampling) and replies is None
             for wave in split_into_waves(prompts, sampling) if replays else [slice(len(rows))]:
@@ -93,7 +96,7 @@ class BuiltinEngine:
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
         """Allocate the most memory that decoding takes: prefill, one of the last tokens, a copy of the KV cache."""
         T, device = sampling.max_completion_length, self.policy.device
-        with self._ready() as prefill_rows:
+        with self._ready(sampling) as prefill_rows:
             decoder, logits_RV = prefill_rows(prompts, T)
             half_R = torch.full((len(prompts),), 0.5, device=device)
             token_R, _ = draw(logits_RV, half_R, sampling)
@@ -137,13 +140,18 @@ class BuiltinEngine:
             self._has_weights = False
 
     @contextmanager
-    def _ready(self) -> Iterator[Prefill]:
+    def _ready(self, sampling: SamplingParams) -> Iterator[Prefill]:
         """The model in inference mode, computing from copied weights; yields the prefill."""
         policy = self.policy
         with self.weights(), policy.inference():
-            if self._is_llama and self.graphs is None and self.may_capture:
+            decoder = LlamaDecoder(policy.backbone) if self._is_llama else None
+            if decoder and not self._is_proved:
+                self._is_proved = True
+                for note in prove_decoding(policy, decoder, sampling):
+                    self.warn(note)
+            if decoder and self.graphs is None and self.may_capture:
                 self.graphs = CUDAGraphRunner(policy)
-            yield partial(prefill, policy, LlamaDecoder(policy.backbone) if self._is_llama else None)
+            yield partial(prefill, policy, decoder)
 
     def _replays(self, sampling: SamplingParams) -> bool:
         """True if graphs decode. They cannot record the allowed tokens, whose number differs from token to token."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo.attention import ForkedCache, forked_hidden, pack_prompts, packed_hidden, packing_enabled
+from grpo.attention import ForkedCache, fast_paths, forked_hidden, pack_prompts, packed_hidden, packing_enabled
 from grpo.attention.precision import ieee_fp32
 from grpo.model.policy import context_limit
 from grpo.rollout.weights import CopiedLinear
@@ -53,37 +53,63 @@ class LlamaDecoder:
             change = None  # what the last MLP adds to x: added together with the next norm
             for number, layer in enumerate(self.layers):
                 x, change = layer(x, change, cos_R1D, sin_R1D, number, cache)
-            return _rms_norm(x + change, self.backbone.norm)
+            return _add_and_norm(x, change, *_of_norm(self.backbone.norm))[1]
 
 
 class _Layer:
     def __init__(self, layer: nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
-        self.norms = layer.input_layernorm, layer.post_attention_layernorm
-        self.head_norms = tuple(getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        self.head_norms = [None if norm is None else _of_norm(norm) for norm in norms]
         self.qkv = _product([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o = _product([attention.o_proj])
         self.gate_up = _product([mlp.gate_proj, mlp.up_proj])
         self.down = _product([mlp.down_proj])
         # A copied product casts its input to its dtype.
-        self.qkv_dtype, self.gate_up_dtype = (getattr(product, "dtype", None) for product in (self.qkv, self.gate_up))
+        norms = (layer.input_layernorm, self.qkv), (layer.post_attention_layernorm, self.gate_up)
+        self.norms = [_of_norm(norm, getattr(product, "dtype", None)) for norm, product in norms]
         self.activation, self.scaling, self.D = mlp.act_fn, attention.scaling, attention.head_dim
         self.H, self.K = (proj.out_features // self.D for proj in (attention.q_proj, attention.k_proj))
 
     def __call__(self, x, change, cos_R1D, sin_R1D, number: int, cache: ForkedCache):
         """``x`` behind the attention, and what the MLP adds to it."""
         H, K, D = self.H, self.K, self.D
-        x = x if change is None else x + change
-        heads = self.qkv(_rms_norm(x, self.norms[0], self.qkv_dtype)).view(len(x), H + 2 * K, D)
-        q_and_k = heads[:, : H + K]
-        if self.head_norms[0] is not None:
-            q, k = q_and_k.split((H, K), dim=1)
-            q_and_k = torch.cat([_rms_norm(q, self.head_norms[0]), _rms_norm(k, self.head_norms[1])], dim=1)
-        q_and_k = torch.addcmul(q_and_k * cos_R1D, q_and_k.roll(D // 2, dims=-1), sin_R1D).to(cache.dtype)
+        x, normed = (x, _norm(x, *self.norms[0])) if change is None else _add_and_norm(x, change, *self.norms[0])
+        heads = self.qkv(normed).view(len(x), H + 2 * K, D)
+        q_and_k = _rotated(heads[:, : H + K], H, *self.head_norms, cos_R1D, sin_R1D, cache.dtype)
         q, k, v = q_and_k[:, :H, None], q_and_k[:, H:, None], heads[:, H + K :, None]
-        x = x + self.o(cache.attend(number, q, k, v, self.scaling).view(len(x), H * D))
-        gate, up = self.gate_up(_rms_norm(x, self.norms[1], self.gate_up_dtype)).chunk(2, dim=-1)
-        return x, self.down(self.activation(gate) * up)
+        attended = self.o(cache.attend(number, q, k, v, self.scaling).view(len(x), H * D))
+        x, normed = _add_and_norm(x, attended, *self.norms[1])
+        return x, self.down(_gated(self.gate_up(normed), self.activation))
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype | None) -> Tensor:
+    """The RMS norm of ``x`` in ``dtype``; None: as the norm computes it."""
+    normed = torch.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon)
+    return normed if dtype is None else normed.to(dtype)
+
+
+@fast_paths.compiled(fast_paths.STEP)
+def _add_and_norm(x: Tensor, change: Tensor, *norm) -> tuple[Tensor, Tensor]:
+    """``x + change`` and its RMS norm."""
+    x = x + change
+    return x, _norm(x, *norm)
+
+
+@fast_paths.compiled(fast_paths.STEP)
+def _rotated(q_and_k, H: int, q_norm, k_norm, cos_R1D, sin_R1D, dtype: torch.dtype) -> Tensor:
+    """Queries and keys ``[R, H + K, D]``, with the norms of heads that some models have, turned by their position."""
+    if q_norm is not None:
+        q, k = q_and_k.split((H, q_and_k.shape[1] - H), dim=1)
+        q_and_k = torch.cat([_norm(x, *norm) for x, norm in ((q, q_norm), (k, k_norm))], dim=1)
+    turned = q_and_k.roll(q_and_k.shape[-1] // 2, dims=-1)
+    return torch.addcmul(q_and_k * cos_R1D, turned, sin_R1D).to(dtype)
+
+
+@fast_paths.compiled(fast_paths.STEP)
+def _gated(gate_and_up: Tensor, activation: Callable) -> Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return activation(gate) * up
 
 
 def _product(layers: list[nn.Module]) -> Callable[[Tensor], Tensor]:
@@ -93,10 +119,9 @@ def _product(layers: list[nn.Module]) -> Callable[[Tensor], Tensor]:
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
-def _rms_norm(x: Tensor, norm: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
-    """In ``dtype``; None: as the norm computes it."""
-    normed = torch.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.variance_epsilon)
-    return normed if dtype is None else normed.to(dtype)
+def _of_norm(norm: nn.Module, dtype: torch.dtype | None = None) -> tuple[Tensor, float, torch.dtype | None]:
+    """What :func:`_norm` needs of a norm, whose output is cast to ``dtype``."""
+    return norm.weight, norm.variance_epsilon, dtype
 
 
 def has_llama_layers(backbone: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.algorithm.batch import Problem
+from grpo.algorithm.logprobs import CompletionScorer
 from grpo.checkpoint.format import Trained
 from grpo.checkpoint.resume import (
     Lock,
@@ -40,6 +41,7 @@ from grpo.rollout import split_stop
 from grpo.run.memory import try_largest_step
 from grpo.run.models import any_forward, build_models
 from grpo.run.objects import Objects
+from grpo.run.proofs import prove_update
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
 from grpo.run.summary import print_summary
@@ -163,6 +165,10 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         engine = TurnsEngine(engine, tools, config, warn=builtin["warn"])
         with world.fail_together():
             engine.check()
+    others = [models.ref_scorer] if isinstance(models.ref_scorer, CompletionScorer) else []
+    checkpointing = config.model.gradient_checkpointing
+    for note in prove_update(world, policy, models.scorer, others, checkpointing=checkpointing):
+        reporter.print(note)
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     compared = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}
     trained = Trained(policy, models.optimizer, models.moving_reference)

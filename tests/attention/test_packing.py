@@ -129,13 +129,13 @@ def test_layout_by_hand():
     assert (prompts.rows, prompts.width, completions.rows, completions.width) == (2, 2, 2, 4)
     assert completions.prompt_R.tolist() == [1, 0]
     # a prompt of one token in two places, then itself
-    assert completions.visible_RCS[0].int().tolist() == [
+    assert completions.visible_RCS(2)[0].int().tolist() == [
         [1, 0, 1, 0, 0, 0],
         [1, 0, 1, 1, 0, 0],
         [1, 0, 1, 1, 1, 0],
         [1, 0, 1, 1, 1, 1],
     ]
-    assert completions.visible_RCS[1, :2].int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    assert completions.visible_RCS(2)[1, :2].int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
 
 
 def test_completions_of_very_unlike_lengths_are_in_tiles_of_their_own():

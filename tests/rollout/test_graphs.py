@@ -63,7 +63,7 @@ def test_tokens_do_not_depend_on_when_the_host_reads_which_rows_ended(random_mod
     problems = problems_of(loop.policy, *TEXTS)
     expected = loop.generate(problems, SAMPLING, seed_key=SEED_KEY)
     shapes, captured = [], CUDAGraphRunner._captured
-    monkeypatch.setattr(CUDAGraphRunner, "_captured", lambda self, step: shapes.append(1) or captured(self, step))
+    monkeypatch.setattr(CUDAGraphRunner, "_captured", lambda self, *x: shapes.append(1) or captured(self, *x))
     assert ids(engine.generate(problems, SAMPLING, seed_key=SEED_KEY)) == ids(expected)
     assert len(shapes) >= (1 if every == 1000 else 2 if width == 1 else 3), "rows should have left"
 
@@ -102,7 +102,7 @@ def stores_no_keys(monkeypatch):
 
 
 def raises(monkeypatch):
-    def capture(self, step):
+    def capture(self, step, batch):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(CUDAGraphRunner, "_captured", capture)

@@ -1,0 +1,119 @@
+"""Faster ways to compute on CUDA, by ``torch.compile`` and fused kernels: off until a check has found them right.
+
+Each part below has plain code beside it, which computes the same on every device. A run's start compares both with the
+run's own model (:func:`prove`), and keeps to the plain code, with a line, where they differ or where the faster way
+raises an error: without a C compiler, or in a version of PyTorch that lacks it. With ``runtime.deterministic`` all
+parts stay off; with ``TORCHDYNAMO_DISABLE=1`` nothing is compiled.
+
+**No GPU has run this.** Tests compile the same functions for the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SCORES, LAYERS, FLEX = "compiled log-probs", "compiled decoder layers", "FlexAttention over packed rows"
+STEP, FLASH, DRAW = "compiled decode steps", "flash attention in decode steps", "compiled drawing of tokens"
+UPDATE, DECODING = (SCORES, FLEX, LAYERS), (STEP, FLASH, DRAW)
+
+_on: set[str] = set()
+
+
+def is_on(part: str) -> bool:
+    return part in _on
+
+
+@contextlib.contextmanager
+def only(*parts: str) -> Iterator[None]:
+    """Inside the block these parts are on and all others off."""
+    before = set(_on)
+    _on.clear()
+    _on.update(parts)
+    try:
+        yield
+    finally:
+        _on.clear()
+        _on.update(before)
+
+
+@contextlib.contextmanager
+def without(part: str) -> Iterator[None]:
+    with only(*_on - {part}):
+        yield
+
+
+def compiled(part: str) -> Callable[[Callable], Callable]:
+    """Decorates a function of tensors: ``torch.compile`` of it while the part is on, itself otherwise.
+
+    It must call no other decorated function: it would be compiled again whenever a part is switched on.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            return (_compile(function, part) if part in _on else function)(*args)
+
+        return call
+
+    return decorate
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Let these modules compute by compiled code while :data:`LAYERS` is on.
+
+    Their ``forward`` alone is compiled: hooks of FSDP and checkpointing stay outside. A copy of a module has its own.
+    """
+    for layer in layers:
+        layer.forward = types.MethodType(_layer_forward, layer)
+
+
+def _layer_forward(self, *args: Any, **kwargs: Any) -> Any:
+    forward = type(self).forward
+    return (_compile(forward, LAYERS) if LAYERS in _on else forward)(self, *args, **kwargs)
+
+
+@functools.cache
+def _compile(function: Callable, part: str) -> Callable:
+    """Compiled at its first call, for all sizes at once; FlexAttention needs the size of heads."""
+    return torch.compile(function, dynamic=None if part == FLEX else True)
+
+
+def may_use(device: torch.device, parts: tuple[str, ...]) -> bool:
+    """False where these parts are not to be tried. They are off now."""
+    _on.difference_update(parts)
+    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+
+
+def prove(
+    part: str, compute: Callable[[], Iterable[Tensor]], tolerance: float, agree: Callable[[bool], bool] = bool
+) -> list[str]:
+    """Switch a part on if ``compute()`` gives the same tensors with it; otherwise return a line that says why not.
+
+    Args:
+        tolerance: most root mean square of the differences, relative to the standard deviation of the plain values.
+        agree: from whether it is right on this rank to whether it is on all.
+    """
+    expected, reason = list(compute()), "it failed on another rank"
+    _on.add(part)
+    try:
+        if part == FLEX and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+            raise RuntimeError("TORCHDYNAMO_DISABLE=1, and without a compiler it keeps all scores in memory")
+        for plain, found in zip(expected, compute(), strict=True):
+            error = (found.double() - plain.double()).square().mean().sqrt() / plain.double().std().clamp(min=1e-30)
+            if not error <= tolerance:
+                raise ArithmeticError(f"its results differ by {float(error):.2g}")
+        is_right = True
+    except Exception as error:  # of a compiler or kernel that is not ours
+        is_right, reason = False, (str(error).strip() or type(error).__name__).splitlines()[0]
+    if agree(is_right):
+        return []
+    _on.discard(part)
+    return [f"note      without {part} ({reason})"]
