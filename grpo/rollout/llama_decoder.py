@@ -59,27 +59,28 @@ class LlamaDecoder:
 class _Layer:
     def __init__(self, layer: nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
-        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        self.head_norms = [None if norm is None else _of_norm(norm) for norm in norms]
+        self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.qkv = _product([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o = _product([attention.o_proj])
         self.gate_up = _product([mlp.gate_proj, mlp.up_proj])
         self.down = _product([mlp.down_proj])
         # A copied product casts its input to its dtype.
         norms = (layer.input_layernorm, self.qkv), (layer.post_attention_layernorm, self.gate_up)
-        self.norms = [_of_norm(norm, getattr(product, "dtype", None)) for norm, product in norms]
+        self.norms = [(norm, getattr(product, "dtype", None)) for norm, product in norms]
         self.activation, self.scaling, self.D = mlp.act_fn, attention.scaling, attention.head_dim
         self.H, self.K = (proj.out_features // self.D for proj in (attention.q_proj, attention.k_proj))
 
     def __call__(self, x, change, cos_R1D, sin_R1D, number: int, cache: ForkedCache):
         """``x`` behind the attention, and what the MLP adds to it."""
         H, K, D = self.H, self.K, self.D
-        x, normed = (x, _norm(x, *self.norms[0])) if change is None else _add_and_norm(x, change, *self.norms[0])
+        norms = [_of_norm(*norm) for norm in self.norms]
+        head_norms = [None if norm is None else _of_norm(norm) for norm in self.head_norms]
+        x, normed = (x, _norm(x, *norms[0])) if change is None else _add_and_norm(x, change, *norms[0])
         heads = self.qkv(normed).view(len(x), H + 2 * K, D)
-        q_and_k = _rotated(heads[:, : H + K], H, *self.head_norms, cos_R1D, sin_R1D, cache.dtype)
+        q_and_k = _rotated(heads[:, : H + K], H, *head_norms, cos_R1D, sin_R1D, cache.dtype)
         q, k, v = q_and_k[:, :H, None], q_and_k[:, H:, None], heads[:, H + K :, None]
         attended = self.o(cache.attend(number, q, k, v, self.scaling).view(len(x), H * D))
-        x, normed = _add_and_norm(x, attended, *self.norms[1])
+        x, normed = _add_and_norm(x, attended, *norms[1])
         return x, self.down(_gated(self.gate_up(normed), self.activation))
 
 
