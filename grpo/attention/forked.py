@@ -54,10 +54,9 @@ class ForkedCache:
         """Index of each row's first own token in the buffers; None while all rows began together."""
         self.new_R: Tensor | None = None
         """Number of new tokens of each row, while several are computed at once; None: one each."""
-        self.use_cascade = torch.device(device).type == "cpu"
-        """True if attention to prompts and to own tokens is computed separately and merged; for the CPU's kernel."""
-        self.ranges: dict[str, tuple[Tensor, Tensor]] = {}
-        """Of prompts and own tokens the first key and the number of keys, as the CUDA kernel of this token reads them."""
+        self.use_cpu_kernel = torch.device(device).type == "cpu"
+        self.sequences: list[tuple[Tensor, ...]] = []
+        """Prompts and own tokens as the CUDA kernel reads them; empty until the token's first layer."""
         self._update_layout()
 
     def fork(self, prompt_R: Tensor) -> None:
@@ -140,8 +139,7 @@ class ForkedCache:
     def begin_token(self) -> None:
         """Advance to the next token of every row: once per decode step, before the first layer."""
         self.length += 1
-        self._token_bias = self.new_R = None
-        self.ranges = {}
+        self.new_R, self.sequences = None, []
         if self.start_R is not None:
             index_C = torch.arange(self.length, device=self.start_R.device)
             self.own_bias = additive_mask(index_C < self.start_R[:, None], self.dtype)
@@ -160,11 +158,19 @@ class ForkedCache:
         q_RKgD = q_RH1D.reshape(R, K, H // K, D)
         scaling = D**-0.5 if scaling is None else scaling
         with torch.autocast(q_RH1D.device.type, enabled=False):
+            q_UKjD = self._rows_to_prompts(q_RKgD)
             if self.uses_flash:
-                return self._attend_flash(q_RKgD, layer, scaling).reshape(R, 1, H, D)
-            attention = self._attend_cascade if self.use_cascade else self._attend_jointly
-            own = (buffer[:, :, : self.length] for buffer in self.own[layer])
-            return attention(q_RKgD, *self.prompts[layer], *own, scaling).reshape(R, 1, H, D)
+                if not self.sequences:
+                    keys, sizes = (self.prompts[layer][0], self.own[layer][0]), (q_UKjD.shape[2], H // K)
+                    self.sequences = [_sequences(*x) for x in zip(self._used_keys(), keys, sizes, strict=True)]
+                of_prompt = _flash_attention(q_UKjD, *self.prompts[layer], *self.sequences[0], scaling)
+                of_own = _flash_attention(q_RKgD, *self.own[layer], *self.sequences[1], scaling)
+            else:
+                kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
+                own = (buffer[:, :, : self.length] for buffer in self.own[layer])
+                of_prompt = kernel(q_UKjD, *self.prompts[layer], self.prompt_bias, scaling)
+                of_own = kernel(q_RKgD, *own, self.own_bias, scaling)
+            return _merged(*of_own, *of_prompt, self.grid, self.cell_R).reshape(R, 1, H, D)
 
     @property
     def uses_flash(self) -> bool:
@@ -199,53 +205,10 @@ class ForkedCache:
             out = F.scaled_dot_product_attention(q_RHND.to(self.dtype), *keys_and_values, **options)
         return out.transpose(1, 2)
 
-    def _attend_jointly(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> Tensor:
-        """One softmax over the scores of prompt and own tokens; ``[R, K, g, D]``."""
-        P = k_UKPD.shape[2]
-        from_prompt = self._prompts_to_rows(_scores(self._rows_to_prompts(q_RKgD), k_UKPD))
-        scores = torch.cat([from_prompt, _scores(q_RKgD, k_RKCD)], dim=-1)
-        if self._token_bias is None:  # the same in every layer
-            self._token_bias = torch.zeros_like(scores[:, :1, :1])
-            if self.prompt_bias is not None:
-                self._token_bias[..., :P] = self.prompt_bias[self.prompt_R]
-            if self.own_bias is not None:
-                self._token_bias[..., P:] = self.own_bias
-        weights = torch.add(self._token_bias, scores, alpha=scaling).softmax(dim=-1).to(self.dtype)
-        from_own = torch.bmm(weights[..., P:].flatten(0, 1), v_RKCD.flatten(0, 1)).view(q_RKgD.shape)
-        from_prompt = self._rows_to_prompts(weights[..., :P]) @ v_UKPD
-        if self.cell_R is not None:
-            return from_own.add_(self._prompts_to_rows(from_prompt))
-        U, J = self.grid  # without a copy of the rows in their order
-        from_own.unflatten(0, (U, J)).add_(from_prompt.unflatten(2, (J, -1)).transpose(1, 2))
-        return from_own
-
-    def _attend_cascade(self, q_RKgD, k_UKPD, v_UKPD, k_RKCD, v_RKCD, scaling: float) -> Tensor:
-        """Cascade attention: the CPU's fused kernel on prompt and on own tokens, merged by their softmax normalizers.
-
-        With weights ``e^s / Z``, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``; the kernel
-        returns log Z with each part. It takes 15% off the whole attention with one thread.
-        """
-        q_UKjD = self._rows_to_prompts(q_RKgD)
-        mask = None if self.prompt_bias is None else self.prompt_bias.expand(-1, -1, q_UKjD.shape[2], -1)
-        of_prompt = _flash_attention_cpu(q_UKjD, k_UKPD, v_UKPD, attn_mask=mask, scale=scaling)
-        own_mask = None if self.own_bias is None else self.own_bias.expand(-1, -1, q_RKgD.shape[2], -1)
-        own = _flash_attention_cpu(q_RKgD, k_RKCD, v_RKCD, attn_mask=own_mask, scale=scaling)
-        return _merged(*own, *of_prompt, self.grid, self.cell_R)
-
-    def _attend_flash(self, q_RKgD: Tensor, layer: int, scaling: float) -> Tensor:
-        """Cascade attention by CUDA's kernel for uneven lengths, which reads used keys alone and writes no scores."""
-        if not self.ranges:
-            K, zero_U = q_RKgD.shape[1], torch.zeros_like(self.prompt_lengths_U)
-            used = dict(prompts=(zero_U, self.prompt_lengths_U), own=self._own_range())
-            self.ranges = {name: tuple(x.int().repeat_interleave(K) for x in pair) for name, pair in used.items()}
-        of_prompt = _flash_used(self._rows_to_prompts(q_RKgD), *self.prompts[layer], *self.ranges["prompts"], scaling)
-        own = _flash_used(q_RKgD, *self.own[layer], *self.ranges["own"], scaling)
-        return _merged(*own, *of_prompt, self.grid, self.cell_R)
-
-    def _own_range(self) -> tuple[Tensor, Tensor]:
-        """Index of each row's first own token, and their number, ``[R]`` each."""
+    def _used_keys(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Index of the first key, and number of keys, of each prompt, and of each row's own tokens."""
         start_R = torch.zeros_like(self.prompt_R) if self.start_R is None else self.start_R
-        return start_R, self.length - start_R
+        return (torch.zeros_like(self.prompt_lengths_U), self.prompt_lengths_U), (start_R, self.length - start_R)
 
     def _update_layout(self) -> None:
         """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`, and mask the prompts' padding."""
@@ -262,11 +225,10 @@ class ForkedCache:
         self.cell_R = None if is_grid else cell_R
         P = int(lengths_U.max()) if not self.prompts else next(iter(self.prompts.values()))[0].shape[2]
         padding_UP = torch.arange(P, device=lengths_U.device) >= lengths_U[:, None]
-        # Additive masks: [U, 1, 1, P] of the prompts' padding, [R, 1, 1, C] of the indices before a row's first token,
-        # and [R, 1, 1, P + C] of both. None if nothing is masked; the last if it is not computed yet.
+        # Additive masks: [U, 1, 1, P] of the prompts' padding, [R, 1, 1, C] of the indices before a row's first token.
+        # None if nothing is masked.
         self.prompt_bias = additive_mask(padding_UP, self.dtype) if bool(padding_UP.any()) else None
         self.own_bias: Tensor | None = None
-        self._token_bias: Tensor | None = None
 
     def _rows_to_prompts(self, x_RKgN: Tensor) -> Tensor:
         """``[R, K, g, N]`` to ``[U, K, J * g, N]``, zeros in the cells of prompts that have fewer than J rows."""
@@ -296,26 +258,48 @@ def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_UKjD, prompt_log_z_UKj, grid
     return torch.lerp(*(x.to(own_log_z_RKg.dtype) for x in outs), prompt_share_RKg1).to(own_out_RKgD.dtype)
 
 
-def _flash_used(q_BKND, k_BKSD, v_BKSD, start_b, used_b, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention of N queries to a range of S keys, and ``log_z`` ``[B, K, N]``; ``b`` are the ``B * K`` sequences."""
+def _sequences(used: tuple[Tensor, Tensor], k_BKSD: Tensor, N: int) -> tuple[Tensor, ...]:
+    """What :func:`_flash_attention` needs of ``B * K`` sequences: where their queries and keys begin, number of keys.
+
+    ``used``: index of the first key and number of keys, ``[B]`` each.
+    """
+    _, K, S, _ = k_BKSD.shape
+    start_b, used_b = (x_B.int().repeat_interleave(K) for x_B in used)
+    number_b = torch.arange(len(start_b) + 1, device=start_b.device, dtype=torch.int32)
+    first_key_b = number_b * S
+    first_key_b[:-1] += start_b
+    return number_b * N, first_key_b, used_b
+
+
+def _flash_attention(q_BKND, k_BKSD, v_BKSD, first_query_b, first_key_b, used_b, scaling: float) -> tuple[Tensor, ...]:
+    """Attention of N queries to the used ones of S keys ``[B, K, N, D]``, and ``log_z`` ``[B, K, N]``, on CUDA."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    B, K, N, D = q_BKND.shape
-    S, number_b = k_BKSD.shape[2], torch.arange(B * K + 1, device=q_BKND.device, dtype=torch.int32)
-    first_b = number_b * S
-    first_b[:-1] += start_b
-    q, k, v = (x.reshape(-1, 1, D) for x in (q_BKND, k_BKSD, v_BKSD))
+    inputs = (x.reshape(-1, 1, x.shape[-1]) for x in (q_BKND, k_BKSD, v_BKSD))  # of one head
     options = dict(return_aux=AuxRequest(lse=True), scale=scaling, seqused_k=used_b)
-    out, log_z = varlen_attn(q, k, v, number_b * N, first_b, N, S, **options)
-    return out.view(B, K, N, D), log_z.view(B, K, N)
+    out, log_z = varlen_attn(*inputs, first_query_b, first_key_b, q_BKND.shape[2], k_BKSD.shape[2], **options)
+    return out.view(q_BKND.shape), log_z.view(q_BKND.shape[:3])
 
 
-def _scores(q_RKgD: Tensor, k_RKCD: Tensor) -> Tensor:
-    """``[R, K, g, C]``, in fp32 for half precision, as in fused kernels: bf16 would round a score of 64 by 0.25."""
-    if q_RKgD.dtype in (torch.bfloat16, torch.float16):
-        q, k = q_RKgD.flatten(0, 1), k_RKCD.flatten(0, 1).transpose(1, 2)
-        return torch.bmm(q, k, out_dtype=torch.float32).unflatten(0, q_RKgD.shape[:2])
-    return q_RKgD @ k_RKCD.transpose(-1, -2)
+def _cpu_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same by the CPU's fused kernel, for all keys but those that an additive mask leaves out."""
+    mask = None if mask is None else mask.expand(-1, -1, q_BKND.shape[2], -1)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BKND, k_BKSD, v_BKSD, attn_mask=mask, scale=scaling
+    )
+
+
+def _plain_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """The same on CUDA in fp32, or without the other kernel.
+
+    Scores are in fp32 for half precision, as in fused kernels: bf16 would round a score of 64 by 0.25.
+    """
+    q, k = q_BKND.flatten(0, 1), k_BKSD.flatten(0, 1).transpose(1, 2)
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    scores = (torch.bmm(q, k, out_dtype=torch.float32) if half else q @ k).unflatten(0, q_BKND.shape[:2])
+    scores = scores * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
+    log_z_BKN = scores.logsumexp(dim=-1)
+    return (scores - log_z_BKN[..., None]).exp_().to(v_BKSD.dtype) @ v_BKSD, log_z_BKN
 
 
 def additive_mask(padding_RN: Tensor, dtype: torch.dtype) -> Tensor:
@@ -348,9 +332,6 @@ def _joined(parts: list[tuple[Tensor | None, int, int]], length: int) -> Tensor:
 def _resize(x_UKPD: Tensor, P: int) -> Tensor:
     """Cut or padded on the right to P tokens."""
     return F.pad(x_UKPD[:, :, :P], (0, 0, 0, P - min(x_UKPD.shape[2], P)))
-
-
-_flash_attention_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

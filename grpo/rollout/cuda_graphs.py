@@ -231,7 +231,7 @@ class FixedWidthCache(ForkedCache):
     def __init__(self, cache: ForkedCache, next_1: Tensor, width: int):
         """Shares what ``cache`` holds. ``next_1``: index of the token to be drawn; keys go to the index before."""
         vars(self).update(vars(cache))
-        self.use_cascade, self.next_1 = False, next_1
+        self.use_cpu_kernel, self.next_1 = False, next_1
         self.index_C = torch.arange(width, device=next_1.device)
         for layer, (keys_UKPD, _) in cache.prompts.items():
             if layer not in cache.own:
@@ -242,12 +242,13 @@ class FixedWidthCache(ForkedCache):
         self.own, self.length = cache.own, width
 
     def begin_token(self) -> None:
-        self.index_1, self._token_bias, self.ranges = self.next_1 - 1, None, {}
+        self.index_1, self.sequences = self.next_1 - 1, []
         self.own_bias = None if self.uses_flash else additive_mask((self.index_C >= self.next_1)[None], self.dtype)
 
     def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
         for buffer, x_RK1D in zip(self.own[layer], (k_RK1D, v_RK1D), strict=True):
             buffer.index_copy_(2, self.index_1, x_RK1D)
 
-    def _own_range(self) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(self.prompt_R), self.next_1.expand_as(self.prompt_R)
+    def _used_keys(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        of_prompts, (start_R, _) = super()._used_keys()
+        return of_prompts, (start_R, self.next_1.expand_as(start_R))

@@ -53,7 +53,7 @@ class LlamaDecoder:
             change = None  # what the last MLP adds to x: added together with the next norm
             for number, layer in enumerate(self.layers):
                 x, change = layer(x, change, cos_R1D, sin_R1D, number, cache)
-            return _add_and_norm(x, change, *_of_norm(self.backbone.norm))[1]
+            return _add_and_norm(x, change, self.backbone.norm)[1]
 
 
 class _Layer:
@@ -73,28 +73,26 @@ class _Layer:
     def __call__(self, x, change, cos_R1D, sin_R1D, number: int, cache: ForkedCache):
         """``x`` behind the attention, and what the MLP adds to it."""
         H, K, D = self.H, self.K, self.D
-        norms = [_of_norm(*norm) for norm in self.norms]
-        head_norms = [None if norm is None else _of_norm(norm) for norm in self.head_norms]
-        x, normed = (x, _norm(x, *norms[0])) if change is None else _add_and_norm(x, change, *norms[0])
+        x, normed = (x, _norm(x, *self.norms[0])) if change is None else _add_and_norm(x, change, *self.norms[0])
         heads = self.qkv(normed).view(len(x), H + 2 * K, D)
-        q_and_k = _rotated(heads[:, : H + K], H, *head_norms, cos_R1D, sin_R1D, cache.dtype)
+        q_and_k = _rotated(heads[:, : H + K], H, *self.head_norms, cos_R1D, sin_R1D, cache.dtype)
         q, k, v = q_and_k[:, :H, None], q_and_k[:, H:, None], heads[:, H + K :, None]
         attended = self.o(cache.attend(number, q, k, v, self.scaling).view(len(x), H * D))
-        x, normed = _add_and_norm(x, attended, *norms[1])
+        x, normed = _add_and_norm(x, attended, *self.norms[1])
         return x, self.down(_gated(self.gate_up(normed), self.activation))
 
 
-def _norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype | None) -> Tensor:
+def _norm(x: Tensor, norm: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
     """The RMS norm of ``x`` in ``dtype``; None: as the norm computes it."""
-    normed = torch.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon)
+    normed = torch.rms_norm(x.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.variance_epsilon)
     return normed if dtype is None else normed.to(dtype)
 
 
 @fast_paths.compiled(fast_paths.STEP)
-def _add_and_norm(x: Tensor, change: Tensor, *norm) -> tuple[Tensor, Tensor]:
+def _add_and_norm(x: Tensor, change: Tensor, norm: nn.Module, dtype=None) -> tuple[Tensor, Tensor]:
     """``x + change`` and its RMS norm."""
     x = x + change
-    return x, _norm(x, *norm)
+    return x, _norm(x, norm, dtype)
 
 
 @fast_paths.compiled(fast_paths.STEP)
@@ -102,7 +100,7 @@ def _rotated(q_and_k, H: int, q_norm, k_norm, cos_R1D, sin_R1D, dtype: torch.dty
     """Queries and keys ``[R, H + K, D]``, with the norms of heads that some models have, turned by their position."""
     if q_norm is not None:
         q, k = q_and_k.split((H, q_and_k.shape[1] - H), dim=1)
-        q_and_k = torch.cat([_norm(x, *norm) for x, norm in ((q, q_norm), (k, k_norm))], dim=1)
+        q_and_k = torch.cat([_norm(x, norm) for x, norm in ((q, q_norm), (k, k_norm))], dim=1)
     turned = q_and_k.roll(q_and_k.shape[-1] // 2, dims=-1)
     return torch.addcmul(q_and_k * cos_R1D, turned, sin_R1D).to(dtype)
 
@@ -118,11 +116,6 @@ def _product(layers: list[nn.Module]) -> Callable[[Tensor], Tensor]:
     if isinstance(layers[0], CopiedLinear) and len(layers[0].fused.layers) == len(layers):
         return layers[0].fused
     return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
-
-
-def _of_norm(norm: nn.Module, dtype: torch.dtype | None = None) -> tuple[Tensor, float, torch.dtype | None]:
-    """What :func:`_norm` needs of a norm, whose output is cast to ``dtype``."""
-    return norm.weight, norm.variance_epsilon, dtype
 
 
 def has_llama_layers(backbone: nn.Module) -> bool:

@@ -253,8 +253,8 @@ def one_more_token(cache, history, random, H: int) -> list:
     return history
 
 
-@pytest.mark.parametrize("use_cascade", [True, False])
-def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
+@pytest.mark.parametrize("use_cpu_kernel", [True, False])
+def test_rows_that_join_attend_to_their_own_tokens_only(use_cpu_kernel):
     """Against attention over each row's own tokens, in float64; rows leave and join; buffer space is reused."""
     rng = torch.Generator().manual_seed(0)
     H, K, D, capacity = 4, 2, 8, 6
@@ -264,7 +264,7 @@ def test_rows_that_join_attend_to_their_own_tokens_only(use_cascade):
 
     def begin(lengths, rows):
         cache = ForkedCache(lengths, capacity=capacity)
-        cache.use_cascade = use_cascade
+        cache.use_cpu_kernel = use_cpu_kernel
         k_UPKD, v_UPKD = random(len(lengths), max(lengths), K, D), random(len(lengths), max(lengths), K, D)
         cache.store_prompts(0, k_UPKD, v_UPKD)
         cache.fork(torch.tensor(rows))

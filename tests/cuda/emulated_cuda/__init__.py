@@ -69,7 +69,13 @@ class Emulator:
     def __init__(self):
         path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE.parent)))
         # No compiler knows this device.
-        env = dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", TOKENIZERS_PARALLELISM="false", PYTHONPATH=path, LD_PRELOAD=compiled_guard())
+        env = dict(
+            OMP_NUM_THREADS="1",
+            TORCHDYNAMO_DISABLE="1",
+            TOKENIZERS_PARALLELISM="false",
+            PYTHONPATH=path,
+            LD_PRELOAD=compiled_guard(),
+        )
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         command = [sys.executable, "-m", "emulated_cuda"]
         self._server = subprocess.Popen(command, env=os.environ | env, cwd=ROOT, **pipes)
