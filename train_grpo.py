@@ -25,6 +25,7 @@ from grpo.config import load_config
 from grpo.distributed import Interrupted, OtherRankFailed, gradient_sync, start_world
 from grpo.rollout import engine_with_weights
 from grpo.run import debug
+from grpo.run.balance import balance
 from grpo.run.ending import print_result, run_to_completion
 from grpo.run.metrics import add_microbatch
 from grpo.run.optimizer import apply_update
@@ -55,7 +56,7 @@ def train(run: Run) -> None:
     options = dict(device=world.device, mask_truncated=algorithm.mask_truncated_completions)
     for number in range(progress.step, run.max_steps):
         with run_step(run, number) as step:  # measures the block and, at its end, reduces and reports its metrics
-            groups, values_PGF = sample_and_score(run, step)
+            groups, values_PGF = balance(run, *sample_and_score(run, step))  # whole groups move between ranks
             scores = run.scores(world.gather_rows(values_PGF))  # of all ranks; the other tensors are this rank's
             advantages_PG = world.own_rows(scores.advantages(**algorithm.advantage_options))
             batch = collate(groups, advantages_PG, pad_id=run.policy.pad_id, **options)
