@@ -41,7 +41,15 @@ from grpo.system import write_atomically
 
 FIGURES = [runs.update, *checks.FIGURES]
 GROUPS = {
-    "first": [checks.versions, checks.model_checks, checks.tf32_checks, checks.sdpa, checks.scoring, *FIGURES],
+    "first": [
+        checks.versions,
+        checks.model_checks,
+        checks.tf32_checks,
+        checks.sdpa,
+        checks.scoring,
+        checks.fast_paths,
+        *FIGURES,
+    ],
     "runs": [runs.kill_and_resume, runs.dry_run_peak, runs.too_large_microbatch, runs.nccl_alone, runs.gloo_two_ranks],
     "rest": [*checks.GRAPHS, checks.failed_capture],
 }

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import SkipTest
 from unittest.mock import patch
 
@@ -24,10 +25,12 @@ from torch.nn.attention import SDPBackend
 from grpo.algorithm.batch import Completion, Group, Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer, head_is_plain
 from grpo.attention import enable_packing
+from grpo.attention import fast_paths as parts
 from grpo.model import Policy, load_policy, load_tokenizer
 from grpo.rollout import BuiltinEngine, SamplingParams, check_sampling, split_into_waves
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.llama_decoder import matches_model
+from grpo.run.proofs import prove_update
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 # With tied embeddings, rows of a model of this width repeat one token.
@@ -224,6 +227,44 @@ def scoring(bench: Bench) -> dict:
     return found
 
 
+def fast_paths(bench: Bench) -> dict:
+    """every fast path is right and stays on; the time without each part, divided by the time with all"""
+    bench.need("cuda", "emulated")
+    policy = bench.policy("bf16")
+    scorer, world = CompletionScorer(policy.model), SimpleNamespace(device=bench.device, all_true=bool)
+    scorer.packed = True
+    said = prove_update(world, policy, scorer, [], checkpointing=False)
+    engine, sampling = BuiltinEngine(policy, warn=said.append), SamplingParams(8, 64)
+    groups = engine.generate(bench.problems(), sampling, seed_key=(0, "gpu", 0))
+    batch = collate(groups, torch.zeros(len(groups), 8), pad_id=0, device=bench.device)
+
+    def seconds(pass_: Callable, without: str) -> float:
+        with parts.without(without):
+            pass_()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            pass_()
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def update() -> None:
+        with policy.autocast():
+            scorer(*batch.scorer_inputs)[0].sum().backward()
+        policy.model.zero_grad()
+
+    def rollout() -> None:
+        engine.generate(bench.problems(), sampling, seed_key=(0, "gpu", 1))
+
+    found = {}
+    for pass_, names in ((update, parts.UPDATE), (rollout, parts.DECODING)):
+        for name in filter(parts.is_on, names):
+            pairs = [(seconds(pass_, name), seconds(pass_, "none")) for _ in range(5)]
+            found[name] = statistics.median(plain / fast for plain, fast in pairs)
+    off = [line for line in said if bench.kind == "cuda" or parts.FLEX not in line]  # which no compiler knows there
+    assert not off, " ".join(off)
+    return found
+
+
 NOISE = {"fp32": 5e-3, "bf16": 1.0}  # in bf16 it was 0.55 on a CPU for random tokens, one percent of their log-probs
 """Most that the loop's log-probs may differ from exact ones on average, in nats; those of graphs: twice the loop's."""
 
@@ -249,9 +290,9 @@ class Sides:
         """Completions that graphs decoded alone; the numbers of waves and captures."""
         captures, capture = [], CUDAGraphRunner._captured
 
-        def counted(runner, captured_step):
+        def counted(runner, *step):
             captures.append(None)
-            return capture(runner, captured_step)
+            return capture(runner, *step)
 
         with patch.object(CUDAGraphRunner, "_captured", counted):
             rows = self.generate(self.graphs, step)
@@ -361,9 +402,9 @@ def sampling(bench: Bench, side: str, rows: int) -> dict:
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def timed(runner, step):
+    def timed(runner, *step):
         started = time.perf_counter()
-        replay = capture(runner, step)
+        replay = capture(runner, *step)
         captures.append(time.perf_counter() - started)
         return replay
 

@@ -15,7 +15,10 @@ from grpo.attention import enable_packing, fast_paths, few_sizes, pack, packed_h
 from grpo.attention.precision import ieee_fp32
 
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
-"""Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products."""
+"""Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products.
+
+Compiled log-probs keep them in bf16 alone, and take twice as many: each chunk adds to the head's whole gradient.
+"""
 
 
 def logprobs_from_logits(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0) -> Tensor:
@@ -121,7 +124,8 @@ class CompletionScorer(nn.Module):
         labels_N, hidden_NH = F.pad(labels_N, padding), hidden_MH[F.pad(before_N, padding)]
         if allowed is not None:
             allowed = AllowedTokens(allowed.ids_K, F.pad(allowed.counts, padding))
-        n = -(-(LOGITS_PER_CHUNK_ON_CUDA if kind == "cuda" else LOGITS_PER_CHUNK) // head.weight.shape[0])
+        logits = LOGITS_PER_CHUNK_ON_CUDA << fast_paths.is_on(fast_paths.SCORES) if kind == "cuda" else LOGITS_PER_CHUNK
+        n = -(-logits // head.weight.shape[0])
         if len(hidden_NH) <= n:
             logits_NV = keep_only_(head(hidden_NH), allowed, self.temperature)
             scored = _ScoreLogits.apply(logits_NV, labels_N, self.temperature)

@@ -44,7 +44,7 @@ def test_it_starts_without_pydantic():
 
 
 def test_every_check_of_one_process_passes_on_the_emulated_device(gpu, tmp_path):
-    names = ["versions", "model_checks", "tf32_checks", "sdpa", "scoring", "failed_capture"]
+    names = ["versions", "model_checks", "tf32_checks", "sdpa", "scoring", "fast_paths", "failed_capture"]
     found = run(gpu, tmp_path, *names, *GRAPHS).returned
     assert found["code"] == 0, {name: row for name, row in found["rows"].items() if row["result"] != "passed"}
 

@@ -3,7 +3,7 @@
     python sharded_facts.py FILE ARGUMENTS OF train_grpo.py
 
 FILE gets ``bytes``, for each rank its bytes of weights, gradients and Adam's averages after an update; ``weights`` and
-``states``, whole tensors by name as they were restored; and ``num_parameters``.
+``states``, whole tensors by name as they were restored; ``num_parameters``; and ``is_llama``, of the engine.
 """
 
 import sys
@@ -33,6 +33,7 @@ def main(file: str, arguments: list[str]) -> None:
     storages = [share(tensor).untyped_storage() for tensor in held]  # of which several may be views of one
     own = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     facts = dict(bytes=world.gather_objects(own), weights=weights, states=states, num_parameters=num_parameters(model))
+    facts["is_llama"] = run.engine._is_llama
     if world.is_main:
         torch.save(facts, file)
     run.close()

@@ -116,6 +116,7 @@ def test_other_numbers_of_ranks_continue_it(folder, sharded_run):
         facts = torch.load(file, weights_only=True)
         assert_equal(facts["weights"], weights(start))
         assert_equal(facts["states"], states(start))
+        assert facts["is_llama"], "decode steps should be the written-out ones"
     # weight, gradient and two averages in fp32, in three parts
     assert max(facts["bytes"]) <= 1.1 * 16 * facts["num_parameters"] / 3
 
