@@ -297,9 +297,16 @@ def _plain_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float
     q, k = q_BKND.flatten(0, 1), k_BKSD.flatten(0, 1).transpose(1, 2)
     half = q.dtype in (torch.bfloat16, torch.float16)
     scores = (torch.bmm(q, k, out_dtype=torch.float32) if half else q @ k).unflatten(0, q_BKND.shape[:2])
+    weights_BKNS, log_z_BKN = _softmax(scores, mask, scaling, v_BKSD.dtype)
+    return weights_BKNS @ v_BKSD, log_z_BKN
+
+
+@fast_paths.compiled(fast_paths.STEP)
+def _softmax(scores: Tensor, mask: Tensor | None, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Over the last dimension, in ``dtype``; and the logarithms of the sums."""
     scores = scores * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
-    log_z_BKN = scores.logsumexp(dim=-1)
-    return (scores - log_z_BKN[..., None]).exp_().to(v_BKSD.dtype) @ v_BKSD, log_z_BKN
+    weights = scores.softmax(dim=-1)
+    return weights.to(dtype), scores.amax(dim=-1) - weights.amax(dim=-1).log()
 
 
 def additive_mask(padding_RN: Tensor, dtype: torch.dtype) -> Tensor:
