@@ -347,9 +347,7 @@ def patched(count: Count) -> ExitStack:
     if fast_paths:
         changes += [(fast_paths, "_compile", compiled), (packed, "_flex", flex)]
         changes += [(packed, "block_mask", with_flag("computes", True, packed.block_mask))]
-        changes += [(draw, "_draw", lambda *args, records=False: draw.draw_in_blocks(*args, records))]
-    else:
-        changes += [(draw, "first_exceeding", draw.first_exceeding_in_blocks)]
+    changes += [(draw, "first_exceeding", draw.first_exceeding_in_blocks)]
     stack = ExitStack()
     for place, name, value in changes:
         stack.enter_context(patch.object(place, name, value))

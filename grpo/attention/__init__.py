@@ -12,14 +12,5 @@ from grpo.attention.packed import (
     window_of,
 )
 
-__all__ = [
-    "ForkedCache",
-    "enable_packing",
-    "fast_paths",
-    "few_sizes",
-    "forked_hidden",
-    "pack",
-    "pack_prompts",
-    "packed_hidden",
-]
-__all__ += ["extended_hidden", "packing_enabled", "window_of"]
+__all__ = ["ForkedCache", "enable_packing", "extended_hidden", "fast_paths", "few_sizes", "forked_hidden", "pack"]
+__all__ += ["pack_prompts", "packed_hidden", "packing_enabled", "window_of"]

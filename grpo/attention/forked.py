@@ -238,12 +238,9 @@ class ForkedCache:
             x_RKgN = x_RKgN.new_zeros(U * J, K, g, N).index_copy_(0, self.cell_R, x_RKgN)
         return x_RKgN.reshape(U, J, K, g, N).transpose(1, 2).reshape(U, K, J * g, N)
 
-    def _prompts_to_rows(self, x_UKjN: Tensor) -> Tensor:
-        """The inverse of :meth:`_rows_to_prompts`."""
-        return _prompts_to_rows(x_UKjN, self.grid, self.cell_R)
-
 
 def _prompts_to_rows(x_UKjN: Tensor, grid: tuple[int, int], cell_R: Tensor | None) -> Tensor:
+    """The inverse of :meth:`ForkedCache._rows_to_prompts`."""
     (U, J), K, N = grid, x_UKjN.shape[1], x_UKjN.shape[3]
     x = x_UKjN.reshape(U, K, J, -1, N).transpose(1, 2).reshape(U * J, K, -1, N)
     return x if cell_R is None else x[cell_R]
@@ -251,7 +248,10 @@ def _prompts_to_rows(x_UKjN: Tensor, grid: tuple[int, int], cell_R: Tensor | Non
 
 @fast_paths.compiled(fast_paths.STEP)
 def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_UKjD, prompt_log_z_UKj, grid, cell_R) -> Tensor:
-    """Attention to all keys from that to two parts of them; ``log_z`` are the logarithms of the softmaxes' sums."""
+    """Attention to all keys from that to two parts of them; ``log_z`` are the logarithms of the softmaxes' sums.
+
+    With weights ``e^s / Z``, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``.
+    """
     prompt_log_z_RKg1 = _prompts_to_rows(prompt_log_z_UKj[..., None], grid, cell_R)
     prompt_share_RKg1 = torch.sigmoid(prompt_log_z_RKg1 - own_log_z_RKg[..., None])
     outs = own_out_RKgD, _prompts_to_rows(prompt_out_UKjD, grid, cell_R)

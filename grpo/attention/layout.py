@@ -45,7 +45,8 @@ class Tile:
     def pad(self, x_nHD: Tensor) -> Tensor:
         """``[n, H, D]`` to ``[R, C, H, D]``, zeros at the padding."""
         if self.slots_n is not None:
-            x_nHD = _ScatterRows.apply(x_nHD, self.slots_n, self.rows * self.width)
+            zeros = x_nHD.new_zeros(self.rows * self.width, *x_nHD.shape[1:])
+            x_nHD = zeros.index_copy_(0, self.slots_n, x_nHD)
         return x_nHD.unflatten(0, (self.rows, self.width))
 
     def unpad(self, x_RCHD: Tensor) -> Tensor:
@@ -66,11 +67,10 @@ class PackedLayout:
     """The tile of the prompts first."""
     sizes: tuple[int, ...]
     """Tokens of each tile, and of the padding at the end of the row."""
-    sequence_N: Tensor
-    """Number of the prompt or completion that each token belongs to, and one more for the padding."""
-    prompt_N: Tensor
-    """Number of each token's prompt."""
-    num_sequences: int
+    lengths: tuple[int, ...]
+    """Tokens of each prompt and of each completion, in the order of the row."""
+    prompts: tuple[int, ...]
+    """Number of the prompt of each."""
     masks: dict[Any, Any] = field(default_factory=dict)
     """Attention masks, built by the first layer and used by all."""
 
@@ -136,20 +136,11 @@ def few_sizes(size: int) -> int:
 def _padded(
     ids_N, positions_N, before_M, tiles: list[Tile], sizes: list[int], lengths: list[int], prompts: Sequence[int]
 ) -> PackedLayout:
-    """The layout, with padding tokens at the end of the row so that rows have few different lengths.
-
-    ``lengths`` and ``prompts``: tokens and prompt of each prompt and completion, in the packed order.
-    """
+    """The layout, with padding tokens at the end of the row so that rows have few different lengths."""
     padding = few_sizes(len(ids_N)) - len(ids_N)
     ids_1N, positions_1N = (F.pad(x, (0, padding))[None, :] for x in (ids_N, positions_N))
-    numbers, of_padding = range(len(lengths) + 1), len(lengths)
-    lengths_of_all = torch.tensor([*lengths, padding])
-    sequence_N, prompt_N = (
-        torch.tensor(values).repeat_interleave(lengths_of_all).to(ids_N.device)
-        for values in ([*numbers], [*prompts, of_padding])
-    )
-    sequences = sequence_N, prompt_N, len(numbers)
-    return PackedLayout(ids_1N, positions_1N, before_M, tuple(tiles), (*sizes, padding), *sequences)
+    all_sizes = (*sizes, padding)
+    return PackedLayout(ids_1N, positions_1N, before_M, tuple(tiles), all_sizes, tuple(lengths), tuple(prompts))
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
@@ -173,21 +164,8 @@ def _tile(lengths_R: list[int], device: torch.device | str, prompt_R=None, promp
     return Tile(R, C, slots_n, prompt_R.to(device), prompt_lengths_U[prompt_R].to(device))
 
 
-class _ScatterRows(torch.autograd.Function):
-    """Copy rows to distinct indices of a tensor of zeros. The gradient is a gather, because indices are distinct."""
-
-    @staticmethod
-    def forward(ctx, x, index, size):
-        ctx.save_for_backward(index)
-        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, index, x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
 class _GatherRows(torch.autograd.Function):
-    """Take the rows at distinct indices: the inverse of :class:`_ScatterRows`."""
+    """Take the rows at distinct indices. The gradient is a copy, where PyTorch's would add up rows one by one."""
 
     @staticmethod
     def forward(ctx, x, index):

@@ -97,9 +97,11 @@ def block_mask(packed: PackedLayout) -> BlockMask:
 
     The pairs of blocks that any token needs are found from the sequences in each block, without an ``[N, N]`` mask.
     """
-    sequence_N, prompt_N = packed.sequence_N, packed.prompt_N
-    N, device = len(sequence_N), sequence_N.device
-    num_blocks, num_sequences = -(-N // BLOCK), packed.num_sequences
+    N, device = packed.ids_1N.shape[1], packed.ids_1N.device
+    padding, num_sequences, num_blocks = packed.sizes[-1], len(packed.lengths) + 1, -(-N // BLOCK)
+    lengths = torch.tensor([*packed.lengths, padding])  # the padding is a sequence of its own
+    numbers = range(num_sequences), (*packed.prompts, num_sequences - 1)
+    sequence_N, prompt_N = (torch.tensor(values).repeat_interleave(lengths).to(device) for values in numbers)
     block_N = torch.arange(N, device=device) // BLOCK
     holds, sees = torch.zeros(2, num_blocks, num_sequences, device=device)
     holds[block_N, sequence_N] = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -35,10 +36,11 @@ def check_sampling(policy: Policy, reach: int = 0) -> None:
 def prove_decoding(policy: Policy, llama_decoder: LlamaDecoder, sampling: SamplingParams) -> list[str]:
     """Switch on those fast paths of decode steps that are right for this model; a line for each that is not.
 
-    Inside of the engine's weights, in inference mode.
+    Inside of the engine's weights, in inference mode. Tokens are drawn with the filters of ``sampling``.
     """
     if not fast_paths.may_use(policy.device, fast_paths.DECODING):
         return []
+    sampling = replace(sampling, temperature=sampling.temperature or 1.0)  # greedy decoding draws nothing
     V, rng = policy.model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)
 
     def drawn() -> list[Tensor]:
@@ -47,10 +49,17 @@ def prove_decoding(policy: Policy, llama_decoder: LlamaDecoder, sampling: Sampli
         return [values_R for pair in pairs for values_R in pair]
 
     length = min(policy.context_length or 200, 200) - 10  # several blocks of a kernel
-    logits = lambda: [torch.stack([x for *_, x in _decoded(policy, length, llama_decoder)[1]])]  # noqa: E731
+
+    def logits() -> list[Tensor]:
+        return [torch.stack([logits_V for *_, logits_V in _decoded(policy, length, llama_decoder)[1]])]
+
     tolerance = 1e-3 if policy.precision == "fp32" else 0.03
-    notes = fast_paths.prove(fast_paths.STEP, logits, tolerance) + fast_paths.prove(fast_paths.FLASH, logits, tolerance)
-    return notes if sampling.is_greedy else notes + fast_paths.prove(fast_paths.DRAW, drawn, 1e-5)
+    cases = (
+        (fast_paths.STEP, logits, tolerance),
+        (fast_paths.FLASH, logits, tolerance),
+        (fast_paths.DRAW, drawn, 1e-5),
+    )
+    return [line for case in cases for line in fast_paths.prove(*case)]
 
 
 def _decoded_and_plain_logits(policy: Policy, length: int) -> tuple[Tensor, Tensor]:

@@ -58,54 +58,48 @@ def draw(logits_RV: Tensor, u_R: Tensor | None, sampling) -> tuple[Tensor, Tenso
     if u_R is None:
         token_R = logits_RV.argmax(dim=-1)  # of a NaN, if there is one
         return token_R, 0.0 * logits_RV.float().gather(1, token_R[:, None]).squeeze(1)
-    token_R, logprob_R, _ = _draw(logits_RV, u_R, sampling)
+    token_R, logprob_R, _ = _draw(logits_RV, u_R, sampling, False)
     return token_R, logprob_R
 
 
 def draw_and_record(logits_RV: Tensor, u_R: Tensor, sampling) -> tuple[Tensor, ...]:
     """The tokens of :func:`draw`, their log-probs after the filters, and ``[R, V]`` True at the allowed tokens."""
-    token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling, records=True)
+    token_R, logprob_R, probs_RV = _draw(logits_RV, u_R, sampling, True)
     return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
 
 
-def _draw(logits_RV: Tensor, u_R: Tensor, sampling, *, records=False) -> tuple[Tensor, ...]:
-    """Tokens ``[R]``, their log-probs ``[R]`` before the filters, and, if it ``records``, probabilities ``[R, V]`` after
-    them, not renormalised."""
-    if logits_RV.is_cuda:
-        return draw_in_blocks(logits_RV, u_R, sampling, records)
-    logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
-    logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    probs_RV = filter_probs(logprobs_RV.exp(), sampling)
-    token_R = first_exceeding(probs_RV, u_R)
-    return token_R, logprobs_RV.gather(1, token_R[:, None]).squeeze(1), probs_RV
-
-
 @fast_paths.compiled(fast_paths.DRAW)
-def draw_in_blocks(logits_RV: Tensor, u_R: Tensor, sampling, records: bool) -> tuple[Tensor, ...]:
-    """:func:`_draw` for CUDA: compiled and without filters, it reads the logits twice and writes nothing of their size."""
+def _draw(logits_RV: Tensor, u_R: Tensor, sampling, records: bool) -> tuple[Tensor, ...]:
+    """Tokens ``[R]``, their log-probs ``[R]`` before the filters, and if it ``records`` probabilities ``[R, V]`` after.
+
+    These are not renormalised. Compiled and without filters, it writes nothing of the size of the logits.
+    """
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
     weights_RV = logits_RV.exp()
     kept_RV = filter_probs(weights_RV, sampling)
-    token_R, total_R = first_exceeding_in_blocks(kept_RV, u_R)
+    token_R, total_R = (first_exceeding_in_blocks if logits_RV.is_cuda else first_exceeding)(kept_RV, u_R)
     if sampling.is_filtered:
         total_R = weights_RV.sum(dim=-1, dtype=torch.float64)
-    logprob_R = logits_RV.gather(1, token_R[:, None]).squeeze(1) - total_R.log()
-    return token_R, logprob_R.float(), (kept_RV / total_R[:, None]).float() if records else None
+    logprob_R = (logits_RV.gather(1, token_R[:, None]).squeeze(1) - total_R.log()).float()
+    return token_R, logprob_R, (kept_RV / total_R[:, None]).float() if records else None
 
 
-def first_exceeding(probs_RV: Tensor, u_R: Tensor) -> Tensor:
-    """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total; never an impossible one."""
+def first_exceeding(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
+    """``[R]`` the first index whose cumulative probability exceeds ``u_R`` times the total, and the total ``[R]``.
+
+    It is never the index of an impossible token.
+    """
     cdf_RV = deterministic_cumsum(probs_RV)
     total_R1 = cdf_RV[:, -1:]
     # u * total can round up to the total, which would select an index behind the last possible token: stay below.
     target_R1 = torch.minimum(u_R[:, None] * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
-    return token_R.clamp(max=probs_RV.shape[1] - 1)  # NaN gives the index behind the last token
+    return token_R.clamp(max=probs_RV.shape[1] - 1), total_R1[:, 0]  # NaN gives the index behind the last token
 
 
 def first_exceeding_in_blocks(probs_RV: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`first_exceeding`, and the total, for CUDA, whose ``cumsum`` computes each row in one thread block.
+    """:func:`first_exceeding` for CUDA, whose ``cumsum`` computes each row in one thread block.
 
     First the block of ``BLOCK`` tokens is found by the sums of all blocks, then the token in it. Sums are in fp64, as
     inside of the CPU's ``cumsum``; tokens differ from the CPU's only where its rounding of the results decides.

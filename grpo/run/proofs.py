@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from grpo.algorithm.batch import Batch, Completion, Group, Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.attention import fast_paths
 from grpo.distributed import World, abandon_pass, is_sharded, share
@@ -31,45 +32,39 @@ def prove_update(
         for model in (policy.model, *(other.model for other in others)):
             fast_paths.compile_layers(decoder_layers(model))
         parts.append(fast_paths.LAYERS)
-    notes = []
-    for part in parts:
-        tolerance = TOLERANCE[policy.precision]
-        notes += fast_paths.prove(part, lambda: _scores_and_gradients(policy, scorer), tolerance, world.all_true)
-    return notes
 
-
-def _scores_and_gradients(policy: Policy, scorer: CompletionScorer) -> list[Tensor]:
-    """Of two batches of different sizes: log-probs, entropies and the gradients of small weights, this rank's share."""
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
-    watched = [p for p in trained if p.ndim == 1] or trained
-    found = []
-    try:
-        for U, G, T in ((2, 3, 40), (3, 4, 60)):
-            inputs = [x.to(policy.device) for x in _random_batch(policy, U, G, T)]
-            with policy.autocast():
-                logprobs_BT, entropies_BT = scorer(*inputs)
-            (logprobs_BT * torch.arange(1.0, T + 1, device=policy.device)).sum().backward()
-            mask_BT = inputs[2]
-            found += [logprobs_BT[mask_BT].detach(), entropies_BT[mask_BT]]
-            found.append(torch.cat([share(p.grad).flatten() for p in watched if p.grad is not None]))
+    def scores_and_gradients() -> list[Tensor]:
+        """Of two batches of different sizes; the gradients of small weights, of which this rank may have a share."""
+        trained, found = [p for p in policy.model.parameters() if p.requires_grad], []
+        try:
+            for batch in (_random_batch(policy, 2, (7, 40, 1)), _random_batch(policy, 3, (33, 5, 60, 18))):
+                with policy.autocast():
+                    logprobs_BT, entropies_BT = scorer(*batch.scorer_inputs)
+                (logprobs_BT * torch.arange(1.0, logprobs_BT.shape[1] + 1, device=policy.device)).sum().backward()
+                found += [logprobs_BT[batch.completion_mask_BT].detach(), entropies_BT[batch.completion_mask_BT]]
+                small = [p for p in trained if p.ndim == 1] or trained
+                found.append(torch.cat([share(p.grad).flatten() for p in small if p.grad is not None]))
+                policy.model.zero_grad()
+        except Exception:
+            if is_sharded(scorer):
+                abandon_pass(scorer)
+            raise
+        finally:
             policy.model.zero_grad()
-    except Exception:
-        if is_sharded(scorer):
-            abandon_pass(scorer)
-        raise
-    finally:
-        policy.model.zero_grad()
-    return found
+        return found
+
+    tolerance = TOLERANCE[policy.precision]
+    return [line for part in parts for line in fast_paths.prove(part, scores_and_gradients, tolerance, world.all_true)]
 
 
-def _random_batch(policy: Policy, U: int, G: int, T: int) -> tuple[Tensor, ...]:
-    """Inputs of the scorer: U prompts of up to 150 tokens, G completions each, of up to T tokens."""
-    rng, vocabulary = torch.Generator().manual_seed(U), policy.model.get_input_embeddings().weight.shape[0]
-    longest, B = min((policy.context_length or 300) - T, 150), U * G
-    prompt_lengths_B = torch.randint(longest // 2, longest + 1, (U,), generator=rng).repeat_interleave(G)
-    lengths_B = torch.randint(1, T + 1, (B,), generator=rng)
-    ids_BS = torch.randint(vocabulary, (B, longest + T), generator=rng)
-    group_B = torch.arange(U).repeat_interleave(G)
-    prompts_BS = ids_BS[::G].repeat_interleave(G, dim=0)
-    ids_BS = torch.where(torch.arange(longest + T) < prompt_lengths_B[:, None], prompts_BS, ids_BS)
-    return ids_BS, prompt_lengths_B, torch.arange(T) < lengths_B[:, None], group_B
+def _random_batch(policy: Policy, num_prompts: int, lengths: tuple[int, ...]) -> Batch:
+    """Prompts of random tokens, each with completions of these lengths."""
+    V, rng = policy.model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(num_prompts)
+    longest = min((policy.context_length or 300) - max(lengths), 150)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(V, (n,), generator=rng).tolist())
+
+    completions = [tuple(Completion(ids(n), "", finished=True) for n in lengths) for _ in range(num_prompts)]
+    groups = [Group(Problem(u, "", ids(max(longest - 20 * u, 2))), rows) for u, rows in enumerate(completions)]
+    return collate(groups, torch.zeros(num_prompts, len(lengths)), pad_id=policy.pad_id, device=policy.device)

@@ -1,7 +1,6 @@
 """Collects the numbers of one step, and reduces them over ranks once at its end."""
 
 import math
-from itertools import groupby
 
 import torch
 
@@ -16,8 +15,8 @@ class Accumulator:
     """
 
     def __init__(self) -> None:
-        self._pairs: dict[str, list[tuple[torch.Tensor | float, torch.Tensor | float]]] = {}
-        """Name -> what was added, as (sum, count); tensors stay on their device until the step's end."""
+        self._pairs: dict[str, torch.Tensor] = {}
+        """Name -> ``[sum, count]``."""
         self._totals: set[str] = set()
         """Names in ``_pairs`` that are reported as the sum, not as sum / count."""
         self._minima: dict[str, float] = {}
@@ -25,7 +24,10 @@ class Accumulator:
 
     def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float = 1.0) -> None:
         """Add a sum and the number of values in the sum."""
-        self._pairs.setdefault(name, []).append((total, count))
+        total = torch.as_tensor(total, dtype=torch.float64)
+        pair = torch.stack([total, torch.as_tensor(count, dtype=torch.float64, device=total.device)])
+        known = self._pairs.get(name)
+        self._pairs[name] = pair if known is None else known + pair.to(known.device)
 
     def total(self, name: str, value: torch.Tensor | float) -> None:
         """Add to a metric that is reported as a sum, not as a mean."""
@@ -50,28 +52,18 @@ class Accumulator:
 
     def mean(self, name: str) -> float:
         """The mean so far on this rank; NaN if nothing was counted."""
-        total, count = self._sums([name])[0].tolist()
+        total, count = self._pairs[name].tolist()
         return total / count if count else math.nan
-
-    def _sums(self, names: list[str]) -> torch.Tensor:
-        """``[names, 2]`` sums and counts in float64 on the host, which waits for the device once."""
-        values = [value for name in names for pair in self._pairs[name] for value in pair]
-        on_device = [value for value in values if isinstance(value, torch.Tensor) and not value.is_cpu]
-        on_device.sort(key=lambda value: str(value.dtype))
-        parts = [torch.stack(list(part)).double() for _, part in groupby(on_device, key=lambda value: value.dtype)]
-        on_host = dict(zip(map(id, on_device), torch.cat(parts).tolist() if parts else (), strict=True))
-
-        def number(x: torch.Tensor | float) -> float:
-            return on_host[id(x)] if id(x) in on_host else float(x)
-
-        sums = [[sum(map(number, column)) for column in zip(*self._pairs[name], strict=True)] for name in names]
-        return torch.tensor(sums, dtype=torch.float64)
 
     def reduce(self, world: World) -> dict[str, float]:
         """The metrics over all ranks, by one sum and one maximum. All ranks must have added the same names."""
         metrics: dict[str, float] = {}
         if names := sorted(self._pairs):
-            sums = world.sum(self._sums(names)).tolist()
+            on_device = [name for name in names if not self._pairs[name].is_cpu]
+            on_host = dict(self._pairs)
+            if on_device:  # one copy of all
+                on_host |= zip(on_device, torch.stack([self._pairs[name] for name in on_device]).cpu(), strict=True)
+            sums = world.sum(torch.stack([on_host[name] for name in names])).tolist()
             for name, (total, count) in zip(names, sums, strict=True):
                 metrics[name] = total if name in self._totals else total / count if count else 0.0
         # The minimum over ranks is minus the maximum of the negatives, so that one collective serves both.

@@ -14,7 +14,7 @@ from grpo.config import load_config
 from grpo.distributed import start_world
 from grpo.model import Policy
 from grpo.rollout.check import prove_decoding
-from grpo.rollout.draw import SamplingParams, draw, draw_in_blocks
+from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.run.proofs import prove_update
 
@@ -135,13 +135,11 @@ def test_decode_steps_are_proved(as_on_cuda, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}], ids=str)
 def test_tokens_are_drawn_alike(filters):
-    """By CUDA's code, plain and compiled, as by the CPU's."""
     sampling = SamplingParams(1, 1, **filters)
     for R in (64, 17):
         logits_RV, u_R = (2 * torch.randn(R, 1003)).bfloat16(), torch.rand(R)
         expected = draw(logits_RV, u_R, sampling)
-        for parts in ((), (fast_paths.DRAW,)):
-            with fast_paths.only(*parts):
-                token_R, logprob_R, _ = draw_in_blocks(logits_RV, u_R, sampling, False)
-            assert torch.equal(token_R, expected[0])
-            torch.testing.assert_close(logprob_R, expected[1], rtol=0, atol=2e-6)
+        with fast_paths.only(fast_paths.DRAW):
+            token_R, logprob_R = draw(logits_RV, u_R, sampling)
+        assert torch.equal(token_R, expected[0])
+        torch.testing.assert_close(logprob_R, expected[1], rtol=0, atol=2e-6)
