@@ -34,6 +34,16 @@ def test_same_completions(runs, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_groups_have_moved(runs, ranks):
+    """With the same metrics and weights, below: the main rank has updated with others than its share of the problems."""
+
+    def problems(output, step):
+        return list(dict.fromkeys(row["problem"] for row in read_samples(output / f"completions/step_{step:06d}.parquet")))
+
+    assert any(problems(runs[ranks], step) != problems(runs[1], step)[::ranks] for step in range(1, 6))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_same_metrics(runs, ranks):
     looser = dict.fromkeys(["loss", "grad_norm"], 1e-3)
     for one, many in zip(lines(runs[1]), lines(runs[ranks]), strict=True):
