@@ -342,7 +342,8 @@ def patched(count: Count) -> ExitStack:
     changes = [(torch.nn.functional, "scaled_dot_product_attention", sdpa), (torch, "rms_norm", rms_norm)]
     changes += [(forked, "product_dtype", product_dtype), (packed, "product_dtype", product_dtype)]
     changes += [(weights, "_can_reorder", lambda weight: False), (varlen, "varlen_attn", varlen_attn)]
-    changes += [(logprobs, "LOGITS_PER_CHUNK", logprobs.LOGITS_PER_CHUNK_ON_CUDA)]
+    doubles = bool(fast_paths) and fast_paths.is_on(fast_paths.SCORES)
+    changes += [(logprobs, "LOGITS_PER_CHUNK", logprobs.LOGITS_PER_CHUNK_ON_CUDA << doubles)]
     changes += [(logprobs, "pack", with_flag("counts", False, logprobs.pack))]
     if fast_paths:
         changes += [(fast_paths, "_compile", compiled), (packed, "_flex", flex)]
