@@ -349,6 +349,8 @@ def patched(count: Count) -> ExitStack:
         changes += [(fast_paths, "_compile", compiled), (packed, "_flex", flex)]
         changes += [(packed, "block_mask", with_flag("computes", True, packed.block_mask))]
     changes += [(draw, "first_exceeding", draw.first_exceeding_in_blocks)]
+    if hasattr(draw, "_least_by_bits"):
+        changes += [(draw, "_least_of_top_p", draw._least_by_bits)]
     stack = ExitStack()
     for place, name, value in changes:
         stack.enter_context(patch.object(place, name, value))

@@ -17,7 +17,7 @@ from grpo.attention.precision import ieee_fp32
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
 """Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products.
 
-Compiled log-probs keep them in bf16 alone, and take twice as many: each chunk adds to the head's whole gradient.
+Compiled log-probs in bf16 keep them in bf16 alone, and take twice as many: each chunk adds to the head's whole gradient.
 """
 
 
@@ -124,13 +124,14 @@ class CompletionScorer(nn.Module):
         labels_N, hidden_NH = F.pad(labels_N, padding), hidden_MH[F.pad(before_N, padding)]
         if allowed is not None:
             allowed = AllowedTokens(allowed.ids_K, F.pad(allowed.counts, padding))
-        logits = LOGITS_PER_CHUNK_ON_CUDA << fast_paths.is_on(fast_paths.SCORES) if kind == "cuda" else LOGITS_PER_CHUNK
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+        doubles = fast_paths.is_on(fast_paths.SCORES) and autocast.itemsize == 2
+        logits = LOGITS_PER_CHUNK_ON_CUDA << doubles if kind == "cuda" else LOGITS_PER_CHUNK
         n = -(-logits // head.weight.shape[0])
         if len(hidden_NH) <= n:
             logits_NV = keep_only_(head(hidden_NH), allowed, self.temperature)
             scored = _ScoreLogits.apply(logits_NV, labels_N, self.temperature)
         else:
-            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
             inputs = hidden_NH, head.weight, head.bias, labels_N, self.temperature, n
             scored = _ScoreHiddenInChunks.apply(*inputs, autocast, allowed)
         return scored[0][:N], scored[1][:N]

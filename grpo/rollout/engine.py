@@ -145,7 +145,7 @@ class BuiltinEngine:
         policy = self.policy
         with self.weights(), policy.inference():
             decoder = LlamaDecoder(policy.backbone) if self._is_llama else None
-            if decoder and not self._is_proved:
+            if not self._is_proved:
                 self._is_proved = True
                 for note in prove_decoding(policy, decoder, sampling):
                     self.warn(note)

@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
+from grpo.attention import fast_paths
 from grpo.checkpoint.format import Trained
 from grpo.checkpoint.resume import (
     Lock,
@@ -75,6 +76,8 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
 
 
 def _prepare(config: Config, world: World, objects: Objects | None, on_failure: contextlib.ExitStack) -> Run | None:
+    for parts in (fast_paths.UPDATE, fast_paths.DECODING):  # off until this run has proved them
+        fast_paths.may_use(world.device, parts)
     ends_process = objects is None or not world.is_alone
     objects = objects or Objects()
     ignore_save_signal()

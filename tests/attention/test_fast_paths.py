@@ -1,6 +1,7 @@
 """Fast paths of CUDA, compiled for the CPU: the numbers of the plain code, and the plain code where they are not."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -72,10 +73,11 @@ def test_the_mask_of_flex_attention_is_that_of_the_tiles(monkeypatch, random_mod
     assert blocks.kv_num_blocks.sum() < blocks.kv_num_blocks.numel() * (blocks.kv_num_blocks.numel() + 1) / 2
 
 
-def test_a_copy_of_a_model_computes_with_its_own_layers(random_model):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_computes_with_its_own_layers(random_model, copied):
     model = load(random_model).model
     fast_paths.compile_layers(model.model.layers)
-    ids, other = torch.arange(6)[None], copy.deepcopy(model)
+    ids, other = torch.arange(6)[None], copied(model)
     with torch.no_grad():
         expected = model(input_ids=ids).logits
         for parameter in other.parameters():

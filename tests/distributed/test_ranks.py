@@ -38,7 +38,9 @@ def test_groups_have_moved(runs, ranks):
     """With the same metrics and weights, below: the main rank has updated with others than its share of the problems."""
 
     def problems(output, step):
-        return list(dict.fromkeys(row["problem"] for row in read_samples(output / f"completions/step_{step:06d}.parquet")))
+        return list(
+            dict.fromkeys(row["problem"] for row in read_samples(output / f"completions/step_{step:06d}.parquet"))
+        )
 
     assert any(problems(runs[ranks], step) != problems(runs[1], step)[::ranks] for step in range(1, 6))
 
