@@ -17,7 +17,7 @@ from grpo.attention.precision import ieee_fp32
 LOGITS_PER_CHUNK, LOGITS_PER_CHUNK_ON_CUDA = 2**24, 2**27
 """Most logits in memory at once: 64 MiB in fp32, on a GPU 512 MiB, because it needs larger matrix products.
 
-Compiled log-probs in bf16 keep them in bf16 alone, and take twice as many: each chunk adds to the head's whole gradient.
+In bf16 compiled log-probs have no fp32 copy, and take twice as many: each chunk adds to the head's whole gradient.
 """
 
 

@@ -15,7 +15,7 @@ from grpo.model import Policy, decoder_layers
 from grpo.rollout.llama_decoder import has_llama_layers
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.15}
-"""In bf16 packed and padded rows differ by up to 0.06, in random models of 24 layers on a CPU; a wrong mask by about 1."""
+"""In bf16 packed and padded rows differ by up to 0.06 in random models of 24 layers, on a CPU."""
 
 
 def prove_update(
