@@ -1,9 +1,9 @@
 """Faster ways to compute on CUDA, by ``torch.compile`` and fused kernels: off until a check has found them right.
 
-Each part below has plain code beside it, which computes the same on every device. A run's start compares both with the
-run's own model (:func:`prove`), and keeps to the plain code, with a line, where they differ or where the faster way
-raises an error: without a C compiler, or in a version of PyTorch that lacks it. With ``runtime.deterministic`` all
-parts stay off; with ``TORCHDYNAMO_DISABLE=1`` nothing is compiled.
+Each part named below has plain code beside it, which computes the same on every device. A run's start compares both
+with the run's own model (:func:`prove`), and keeps to the plain code, with a line, where they differ or where the
+faster way raises an error: without a C compiler, or in a version of PyTorch that lacks it. With
+``runtime.deterministic`` all parts stay off; with ``TORCHDYNAMO_DISABLE=1`` nothing is compiled.
 
 **No GPU has run this.** Tests compile the same functions for the CPU.
 """
@@ -52,7 +52,7 @@ def without(part: str) -> Iterator[None]:
 def compiled(part: str) -> Callable[[Callable], Callable]:
     """Decorates a function of tensors: ``torch.compile`` of it while the part is on, itself otherwise.
 
-    It must call no other decorated function: it would be compiled again whenever a part is switched on.
+    The function must call no other decorated one, or it would be compiled again whenever that one's part is switched.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -81,32 +81,38 @@ def _layer_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _compile(function: Callable, part: str) -> Callable:
-    """Compiled at its first call, for all sizes at once; FlexAttention needs the size of heads."""
+    """Compiled at its first call, with dynamic shapes; FlexAttention needs a static head size."""
     return torch.compile(function, dynamic=None if part == FLEX else True)
 
 
-def may_use(device: torch.device, parts: tuple[str, ...]) -> bool:
-    """False where these parts are not to be tried. They are off now, whatever another run of this process has found."""
+def switch_off(*parts: str) -> None:
+    """An earlier run of this process may have left them on."""
     _on.difference_update(parts)
+
+
+def may_use(device: torch.device) -> bool:
+    """False where no part is to be tried."""
     return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
 
 
 def prove(
     part: str, compute: Callable[[], Iterable[Tensor]], tolerance: float, agree: Callable[[bool], bool] = bool
 ) -> list[str]:
-    """Switch a part on if ``compute()`` gives the same tensors with it; otherwise return a line that says why not.
+    """Switch a part on if ``compute()`` gives the tensors of the plain code; else return a line that says why not.
 
     Args:
+        compute: the tensors, with the parts that are on.
         tolerance: most root mean square of the differences, relative to the standard deviation of the plain values.
-        agree: from whether it is right on this rank to whether it is on all.
+        agree: turns this rank's verdict into that of all ranks.
     """
-    expected, reason = list(compute()), "it failed on another rank"
+    with only():
+        expected, reason = list(compute()), "it failed on another rank"
     _on.add(part)
     try:
-        if part == FLEX and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-            raise RuntimeError("TORCHDYNAMO_DISABLE=1, and without a compiler it keeps all scores in memory")
+        if part in (FLEX, SCORES) and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+            raise RuntimeError("TORCHDYNAMO_DISABLE=1, and without a compiler it takes more memory")
         for plain, found in zip(expected, compute(), strict=True):
-            if plain.numel() < 2:  # of a rank's share
+            if plain.numel() < 2:  # a rank's share may be empty, and one number has no standard deviation
                 continue
             error = (found.double() - plain.double()).square().mean().sqrt() / plain.double().std().clamp(min=1e-30)
             if not error <= tolerance:

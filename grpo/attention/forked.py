@@ -5,7 +5,8 @@ its completions are multiplied with them in one product. The keys and values of 
 second buffer. All have the dtype of the attention products, so that autocast does not cast them at every token.
 
 Shapes: ``U`` prompts, ``P`` longest prompt, ``R`` rows (completions) being decoded, ``J`` most rows of one prompt,
-``C`` own tokens so far, ``H`` query heads, ``K`` key heads, ``D`` head size, ``g = H/K``.
+``C`` own tokens so far, ``H`` query heads, ``K`` key heads, ``D`` head size, ``g = H/K``, ``j = J * g``; ``N`` queries
+and ``S`` keys of each of ``b = B * K`` sequences, where ``B`` are prompts or rows.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ForkedCache:
         """Number of new tokens of each row, while several are computed at once; None: one each."""
         self.use_cpu_kernel = torch.device(device).type == "cpu"
         self.sequences: list[tuple[Tensor, ...]] = []
-        """Prompts and own tokens as the CUDA kernel reads them; empty until the token's first layer."""
+        """Of prompts and own tokens what :func:`_sequences` returns; empty until the token's first layer."""
         self._update_layout()
 
     def fork(self, prompt_R: Tensor) -> None:
@@ -125,9 +126,8 @@ class ForkedCache:
     def begin_tokens(self, new_R: Tensor) -> None:
         """Advance by ``new_R[r]`` tokens of row r, which :meth:`attend` gets together, padded on the left."""
         start_R = torch.zeros_like(new_R) if self.start_R is None else self.start_R
-        end = int(
-            (self.length - start_R + new_R).max()
-        )  # all rows end at the same index, whatever their number of tokens
+        # All rows end at the same index, whatever their number of tokens.
+        end = int((self.length - start_R + new_R).max())
         shift_R = end - new_R - self.length
         source_RC = (torch.arange(end, device=new_R.device) - shift_R[:, None]).clamp(0, max(self.length - 1, 0))
         for buffer in (buffer for buffers in self.own.values() for buffer in buffers):
@@ -248,7 +248,7 @@ def _prompts_to_rows(x_UKjN: Tensor, grid: tuple[int, int], cell_R: Tensor | Non
 
 @fast_paths.compiled(fast_paths.STEP)
 def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_UKjD, prompt_log_z_UKj, grid, cell_R) -> Tensor:
-    """Attention to all keys from that to two parts of them; ``log_z`` are the logarithms of the softmaxes' sums.
+    """Attention to own tokens and to the prompt joined, ``[R, K, g, D]``; ``log_z``: log of the sum of ``e^score``.
 
     With weights ``e^s / Z``, ``out = (Z_prompt out_prompt + Z_own out_own) / (Z_prompt + Z_own)``.
     """
@@ -259,7 +259,7 @@ def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_UKjD, prompt_log_z_UKj, grid
 
 
 def _sequences(used: tuple[Tensor, Tensor], k_BKSD: Tensor, N: int) -> tuple[Tensor, ...]:
-    """What :func:`_flash_attention` needs of ``B * K`` sequences: where their queries and keys begin, number of keys.
+    """Arguments of :func:`_flash_attention`: first query ``[b + 1]``, first key ``[b + 1]``, number of keys ``[b]``.
 
     ``used``: index of the first key and number of keys, ``[B]`` each.
     """
@@ -272,7 +272,7 @@ def _sequences(used: tuple[Tensor, Tensor], k_BKSD: Tensor, N: int) -> tuple[Ten
 
 
 def _flash_attention(q_BKND, k_BKSD, v_BKSD, first_query_b, first_key_b, used_b, scaling: float) -> tuple[Tensor, ...]:
-    """Attention of N queries to the used ones of S keys ``[B, K, N, D]``, and ``log_z`` ``[B, K, N]``, on CUDA."""
+    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over the used ones of S keys; on CUDA."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     inputs = (x.reshape(-1, 1, x.shape[-1]) for x in (q_BKND, k_BKSD, v_BKSD))  # of one head
@@ -290,7 +290,7 @@ def _cpu_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) 
 
 
 def _plain_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same on CUDA in fp32, or without the other kernel.
+    """The same by matrix products: on CUDA where flash attention is off.
 
     Scores are in fp32 for half precision, as in fused kernels: bf16 would round a score of 64 by 0.25.
     """
@@ -303,7 +303,7 @@ def _plain_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float
 
 @fast_paths.compiled(fast_paths.STEP)
 def _softmax(scores: Tensor, mask: Tensor | None, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Over the last dimension, in ``dtype``; and the logarithms of the sums."""
+    """Over the last dimension, in ``dtype``; and ``log_z`` without it: the largest weight is ``e^(max - log_z)``."""
     scores = scores * scaling if mask is None else torch.add(mask, scores, alpha=scaling)
     weights = scores.softmax(dim=-1)
     return weights.to(dtype), scores.amax(dim=-1) - weights.amax(dim=-1).log()

@@ -2,7 +2,8 @@
 
 Only attention mixes the tokens of a row; every other layer works on single tokens and needs no change. Attention over
 the packed row is one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and
-own tokens. With one dense mask for the whole row, most work would be on pairs of tokens that do not see each other.
+own tokens; on CUDA, where it has been proved, FlexAttention computes the whole row in one call. With one dense mask for
+the whole row, most work would be on pairs of tokens that do not see each other.
 
 Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a tile, ``C`` longest
 of the tile, ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads, ``g = H/K``, ``D`` head size.

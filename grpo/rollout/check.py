@@ -36,10 +36,11 @@ def check_sampling(policy: Policy, reach: int = 0) -> None:
 def prove_decoding(policy: Policy, llama_decoder: LlamaDecoder | None, sampling: SamplingParams) -> list[str]:
     """Switch on those fast paths of decode steps that are right for this model; a line for each that is not.
 
-    Inside of the engine's weights, in inference mode. Tokens are drawn with the filters of ``sampling``. Without
-    ``llama_decoder`` all are off.
+    Call it inside of the engine's ``weights()``, in inference mode. Tokens are drawn with the filters of ``sampling``.
+    Without ``llama_decoder`` all are off.
     """
-    if not fast_paths.may_use(policy.device, fast_paths.DECODING) or llama_decoder is None:
+    fast_paths.switch_off(*fast_paths.DECODING)
+    if llama_decoder is None or not fast_paths.may_use(policy.device):
         return []
     sampling = replace(sampling, temperature=sampling.temperature or 1.0)  # greedy decoding draws nothing
     V, rng = policy.model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)

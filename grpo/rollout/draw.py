@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo.attention import fast_paths
 
 BLOCK = 128
-"""Tokens whose probabilities are added first on CUDA. Most vocabularies are a multiple of it, and need no padding."""
+"""Tokens of a block; CUDA adds the probabilities of each block first. Most vocabularies are a multiple of it."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from grpo.run.state import Run
 def balance(run: Run, groups: Sequence[Group], values_PGF: Tensor) -> tuple[list[Group], Tensor]:
     """This rank's groups after the exchange, whole, and the values of the reward functions for them, ``[P, G, F]``.
 
-    A group stays in its minibatch, and every rank keeps the number of its groups: the gradient is the same up to the
+    A group stays in its minibatch, and every rank has as many groups as before: the gradient is the same up to the
     order of additions. Groups whose rows will be skipped, for want of an advantage, count as one token.
     """
     algorithm, costs = run.config.algorithm, [_num_tokens(group) for group in groups]
@@ -35,13 +35,13 @@ def exchange(
     if world.is_alone or n == 1:
         return list(groups), values_PGF
     all_costs = world.gather_objects(costs)
-    places = []  # (rank, position) where each of this rank's groups is now
+    places = []  # (rank, position) before the exchange of each group that this rank will have
     leaving: dict[tuple[int, int], tuple[Group, Tensor]] = {}
     for first in range(0, len(groups), n):
         shares = evened([of_rank[first : first + n] for of_rank in all_costs])
         places += [(r, first + p) for r, p in shares[rank]]
-        here = {(rank, first + p) for p in range(n)} - set(places)
-        leaving |= {place: (groups[place[1]], values_PGF[place[1]]) for place in here}
+        sent = {(rank, first + p) for p in range(n)} - set(places)
+        leaving |= {place: (groups[place[1]], values_PGF[place[1]]) for place in sent}
     arrived = {place: moved for of_rank in world.gather_objects(leaving) for place, moved in of_rank.items()}
     kept = {(rank, p): (group, values_PGF[p]) for p, group in enumerate(groups)}
     chosen = [(kept | arrived)[place] for place in places]
@@ -51,7 +51,8 @@ def exchange(
 def evened(costs_Wn: list[list[int]]) -> list[list[tuple[int, int]]]:
     """For each of W ranks the ``(rank, position)`` of the n groups that it takes, sorted.
 
-    The costliest group goes to the rank with the least so far, and so on. Nothing moves unless the largest sum falls.
+    The costliest group goes to the rank with the smallest sum that has fewer than n, and so on. Nothing moves unless
+    the largest sum falls.
     """
     W, n = len(costs_Wn), len(costs_Wn[0])
     taken: list[list[tuple[int, int]]] = [[] for _ in range(W)]

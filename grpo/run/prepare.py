@@ -76,8 +76,7 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
 
 
 def _prepare(config: Config, world: World, objects: Objects | None, on_failure: contextlib.ExitStack) -> Run | None:
-    for parts in (fast_paths.UPDATE, fast_paths.DECODING):  # off until this run has proved them
-        fast_paths.may_use(world.device, parts)
+    fast_paths.switch_off(*fast_paths.UPDATE, *fast_paths.DECODING)  # until this run has proved them
     ends_process = objects is None or not world.is_alone
     objects = objects or Objects()
     ignore_save_signal()

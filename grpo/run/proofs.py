@@ -15,18 +15,20 @@ from grpo.model import Policy, decoder_layers
 from grpo.rollout.llama_decoder import has_llama_layers
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.15}
-"""In bf16 packed and padded rows differ by up to 0.06 in random models of 24 layers, on a CPU."""
+"""Of :func:`fast_paths.prove`. In bf16 packed and padded rows differ by up to 0.06 (24 layers, random, on a CPU)."""
 
 
 def prove_update(
     world: World, policy: Policy, scorer: CompletionScorer, others: Iterable[CompletionScorer], *, checkpointing: bool
 ) -> list[str]:
-    """Switch on those that give the log-probs, entropies and gradients of the plain code; a line for each other one.
+    """Switch on those whose log-probs, entropies and gradients of norms and biases are the plain code's.
 
-    All ranks call it together. Layers are compiled if they are Llama's and not checkpointed; those of ``others``, the
-    reference, too, so that its log-probs are rounded alike.
+    Returns a line for each other one; under FSDP without a compiler a single one. All ranks call it together. Layers
+    are compiled if they are Llama's, packed and not checkpointed; those of ``others``, the reference, too, so that its
+    log-probs are rounded alike.
     """
-    if not fast_paths.may_use(world.device, fast_paths.UPDATE):
+    fast_paths.switch_off(*fast_paths.UPDATE)
+    if not fast_paths.may_use(world.device):
         return []
     if is_sharded(scorer):  # first without collectives, in which a rank whose compiler fails would leave the others
         logits = torch.randn(64, 99, generator=torch.Generator().manual_seed(0)).to(world.device)
@@ -39,7 +41,7 @@ def prove_update(
         parts.append(fast_paths.LAYERS)
 
     def scores_and_gradients() -> list[Tensor]:
-        """Of two batches of different sizes; the gradients of small weights, of which this rank may have a share."""
+        """Of two batches; gradients are those of weights of one dimension, under FSDP of this rank's share."""
         trained, found = [p for p in policy.model.parameters() if p.requires_grad], []
         try:
             for batch in (_random_batch(policy, 2, (7, 40, 1)), _random_batch(policy, 3, (33, 5, 60, 18))):

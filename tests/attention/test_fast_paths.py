@@ -30,7 +30,7 @@ def nothing_stays_on():
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    monkeypatch.setattr(fast_paths, "may_use", lambda device, parts: True)
+    monkeypatch.setattr(fast_paths, "may_use", lambda device: True)
 
 
 @pytest.mark.parametrize(
