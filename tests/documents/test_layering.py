@@ -32,7 +32,7 @@ ALONE = {
 
 MAX_ROOMS = 20
 BUDGETS = {
-    "system": 120, "attention": 940, "algorithm": 1205, "config": 1340, "distributed": 590, "data": 1105,
+    "system": 120, "attention": 950, "algorithm": 1205, "config": 1340, "distributed": 590, "data": 1105,
     "telemetry": 855, "rewards": 2180, "model": 700, "rollout": 1660, "vllm": 650, "turns": 1125, "evaluation": 360,
     "checkpoint": 620, "run": 2255, "report": 355, "commands": 1030,
 }  # fmt: skip
