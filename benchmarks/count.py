@@ -232,7 +232,7 @@ def _line() -> str:
 
 
 def _logsumexp(x, dim, keepdim=False):
-    """What CUDA launches for it."""
+    """The operations that CUDA launches for ``logsumexp``."""
     most = x.amax(dim, keepdim=True)
     most.masked_fill_(most.abs() == math.inf, 0)
     total = (x - most).exp_().sum(dim, keepdim=keepdim)

@@ -35,7 +35,7 @@ def test_same_completions(runs, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_groups_have_moved(runs, ranks):
-    """With the same metrics and weights, below: the main rank has updated with others than its share of the problems."""
+    """The main rank has updated with other problems than its share, and metrics and weights, below, are the same."""
 
     def problems(output, step):
         return list(

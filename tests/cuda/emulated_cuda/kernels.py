@@ -27,7 +27,7 @@ def compute(func, args: tuple, kwargs: dict):
 
 
 def varlen_attention(q, k, v, ends_q, ends_k, max_q, max_k, is_causal, scale, window, gqa, used_k, *_):
-    """``torch.nn.attention.varlen`` without a window: output ``[T, H, D]``, log of the sums ``[H, T]``, random state."""
+    """``torch.nn.attention.varlen`` without a window: output ``[T, H, D]``, log-sum-exp ``[H, T]``, random state."""
     assert q.dtype in (torch.bfloat16, torch.float16) and q.shape[1] == k.shape[1] and not is_causal
     out, log_z = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for first_q, end_q, first_k, used in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], used_k, strict=True):
