@@ -138,11 +138,10 @@ def with_old_and_ref_logprobs(run: Run, batch: Batch) -> Batch:
 
 def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> None:
     """One optimizer update from this rank's share of a minibatch."""
-    config, world, algorithm, metrics = run.config, run.world, run.config.algorithm, step.metrics
-    averaging = dict(aggregation=algorithm.aggregation, max_length=config.rollout.max_completion_length)
+    config, world, metrics = run.config, run.world, step.metrics
     # Counted over all ranks before the first backward. An average per rank or per micro-batch would give the tokens of
     # a rank with fewer of them more weight, and the gradient would depend on how the batch is cut.
-    own_denominator = loss_denominator(minibatch.loss_mask_BT, **averaging)
+    own_denominator = loss_denominator(minibatch.loss_mask_BT, **run.averaging)
     denominator = world.sum(own_denominator).clamp(min=1)
     for micro, is_last in update_microbatches(run, minibatch):
         with gradient_sync(run.scorer, enabled=is_last or config.optim.reduce_each_microbatch):
@@ -150,7 +149,7 @@ def update(run: Run, step: Step, minibatch: Batch, *, is_first_pass: bool) -> No
                 new_BT, entropy_BT = run.scorer(*micro.scorer_inputs)
             old_BT = new_BT.detach() if micro.old_logprobs_BT is None else micro.old_logprobs_BT
             inputs = new_BT, old_BT, micro.advantages_B, micro.loss_mask_BT
-            loss_sum, stats = policy_loss(*inputs, **micro.loss_inputs, **algorithm.loss_options | averaging)
+            loss_sum, stats = policy_loss(*inputs, **micro.loss_inputs, **run.loss_options)
             (loss_sum * world.size / denominator).backward()  # DDP and FSDP divide by world.size
         metrics.add_all(stats)
         metrics.add("loss", loss_sum.detach(), own_denominator * is_last)  # the denominator counts once

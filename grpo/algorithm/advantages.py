@@ -1,6 +1,6 @@
 """Advantages from rewards. Pure functions. Shapes: ``P`` problems, ``G`` completions each, ``F`` reward functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +9,10 @@ from torch import Tensor
 
 from grpo.algorithm.choices import Baseline, MultiObjectiveAggregation, Scale, check_choice, equal_rewards_have_gradient
 
+OwnAdvantages = Callable[[Tensor, Tensor], Tensor]
+"""Advantages of a user's: ``fn(rewards_PG, values_PGF) -> advantages_PG``, the same result on all ranks.
+
+``rewards_PG`` and the values of each reward function are those of all ranks, fp32, and NaN where there is no score."""
 CANCELLED = 1e-5
 """In ``normalize_then_sum`` a sum below this share of its terms' absolute values is a rounding error, counted as 0."""
 
@@ -22,6 +26,7 @@ class Scores:
     weights: Sequence[float]
     """``[F]`` of the functions."""
     multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
+    own_advantages: OwnAdvantages | None = None
 
     @cached_property
     def rewards_PG(self) -> Tensor:
@@ -37,7 +42,9 @@ class Scores:
         return self.rewards_PG
 
     def advantages(self, *, baseline: Baseline = "mean", scale: Scale = "group", eps: float = 1e-4) -> Tensor:
-        """``[P, G]`` :func:`group_advantages` of the rewards, or :func:`normalize_then_sum`, with its own scale."""
+        """``[P, G]`` :func:`group_advantages` of the rewards, :func:`normalize_then_sum`, or those of a user's."""
+        if self.own_advantages is not None:
+            return call_own_advantages(self.own_advantages, self.rewards_PG, self.values_PGF)
         if self.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(self.values_PGF, self.weights, eps=eps)
         return group_advantages(self.rewards_PG, baseline=baseline, scale=scale, eps=eps)
@@ -124,6 +131,19 @@ def normalize_then_sum(values_PGF: Tensor, weights: Sequence[float], *, eps: flo
     advantages_PG = group_advantages(sums_PG.view(1, -1), eps=eps).view(sums_PG.shape)  # the whole batch as one group
     is_equal_P = (weighted_PGF == 0).flatten(1).all(dim=1)
     return advantages_PG.masked_fill(is_equal_P[:, None], 0.0).to(torch.promote_types(values_PGF.dtype, torch.float32))
+
+
+def call_own_advantages(function: OwnAdvantages, rewards_PG: Tensor, values_PGF: Tensor) -> Tensor:
+    """``[P, G]`` fp32, 0 where a completion has no reward; ValueError on another shape or infinite values."""
+    advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
+    if not isinstance(advantages_PG, Tensor) or advantages_PG.shape != rewards_PG.shape:
+        got = tuple(getattr(advantages_PG, "shape", ())) or type(advantages_PG).__name__
+        raise ValueError(f"algorithm.advantages must return shape [P, G] = {tuple(rewards_PG.shape)}, got {got}")
+    advantages_PG = advantages_PG.detach().float().masked_fill(rewards_PG.isnan(), 0.0)
+    if not advantages_PG.isfinite().all():
+        wrong = rewards_PG[~advantages_PG.isfinite().all(dim=1)][0].tolist()
+        raise ValueError(f"algorithm.advantages must return finite numbers, and does not for the rewards {wrong}")
+    return advantages_PG
 
 
 def has_equal_rewards(rewards_PG: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 Aggregation = Literal["response_mean", "token_mean", "constant"]
 ImportanceLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
-SamplerCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+SamplerCorrection = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+]
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

@@ -7,6 +7,8 @@ weigh more. The caller adds up the denominator over the whole optimizer step and
 micro-batch's sum by that number.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,11 @@ from grpo.algorithm.choices import Aggregation, ImportanceLevel, KLEstimator, Ob
 
 Bounds = tuple[float, float]
 """Least and greatest value that is not clipped: of the importance ratio; ``dppo_tv``: of the change of probability."""
+OwnObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Bounds], Tensor]
+"""A loss of a user's: ``fn(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds) -> loss_BT``, the loss of each token.
+
+Log-probs have a gradient, and so has the importance ratio; outside of the mask they are 0 and 1, and the loss counts as
+0 there. ``bounds``: ``(1 - epsilon, 1 + epsilon_high)``."""
 MOST_DPPO_RATIO = 20.0
 """Upper bound of the importance ratio as a weight of ``dppo_tv``, as in the authors' code."""
 
@@ -25,7 +32,7 @@ def policy_loss(
     mask_BT: Tensor,
     *,
     ref_logprobs_BT: Tensor | None = None,
-    objective: Objective = "clip",
+    objective: Objective | OwnObjective = "clip",
     importance_level: ImportanceLevel = "token",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
@@ -36,7 +43,7 @@ def policy_loss(
     kl_estimator: KLEstimator = "k3",
     unbiased_kl: bool = False,
     aggregation: Aggregation = "response_mean",
-    max_length: int | None = None,
+    max_length: float | None = None,
     policy_mask_BT: Tensor | None = None,
     sampling_logprobs_BT: Tensor | None = None,
     sampler_correction: SamplerCorrection = "none",
@@ -53,7 +60,7 @@ def policy_loss(
         advantages_B: ``[B]`` one advantage per completion.
         mask_BT: ``[B, T]`` True (or 1) at the tokens to train on. Values elsewhere have no influence, even if NaN.
         ref_logprobs_BT: ``[B, T]`` the same under the frozen reference; needed when ``beta > 0``.
-        objective: the loss of a token, see :func:`surrogate_loss`.
+        objective: the loss of a token, see :func:`surrogate_loss`; or a function, :data:`OwnObjective`.
         importance_level: one ratio per ``token``, or one per ``sequence``; see :func:`importance_ratio`.
         epsilon: ratios below ``1 - epsilon`` are clipped (``clip``); probabilities that fell by more (``dppo_tv``).
         epsilon_high: ratios above ``1 + epsilon_high`` are clipped (DAPO's clip-higher); ``None``: ``epsilon``.
@@ -63,7 +70,7 @@ def policy_loss(
         kl_estimator: ``k1``, ``k2`` or ``k3``; see :func:`kl_estimate`.
         unbiased_kl: multiply each token's KL by its ratio, with gradient through both (DeepSeek-V3.2).
         aggregation: with ``response_mean`` each row's loss is its mean over tokens, otherwise its sum.
-        max_length: bound on the tokens of a completion; needed by ``constant``, for the denominator.
+        max_length: tokens that ``constant`` counts for each completion in the denominator, and needed by it alone.
         policy_mask_BT: ``[B, T]`` False at tokens without a policy term, whose KL and count remain. None: all have one.
         sampling_logprobs_BT: ``[B, T]`` log-probs as computed while sampling; needed by the two options below.
         sampler_correction, sampler_correction_min, sampler_correction_max: see :func:`sampler_weights`.
@@ -75,7 +82,8 @@ def policy_loss(
         reference ``kl``. Each is (sum, count) over the tokens to train on, without gradient.
 
     Raises:
-        ValueError: on an unknown name, other shapes, ``beta`` without a reference, ``constant`` without ``max_length``.
+        ValueError: on an unknown name, other shapes (also of a user's loss), ``beta`` without a reference, ``constant``
+            without ``max_length``.
     """
     others = dict(old_logprobs=old_logprobs_BT, mask=mask_BT, ref_logprobs=ref_logprobs_BT)
     others |= dict(policy_mask=policy_mask_BT, sampling_logprobs=sampling_logprobs_BT)
@@ -96,8 +104,14 @@ def policy_loss(
     if objective == "dppo_tv":
         moved_BT, bounds = logprobs_BT.detach().exp() - old_logprobs_BT.exp(), (-epsilon, epsilon_high)
     is_low_BT, is_high_BT = clipped_tokens(objective, moved_BT, A_B1, bounds)
-    temperatures = sapo_temperature_pos, sapo_temperature_neg
-    loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta, temperatures)
+    if callable(objective):
+        loss_BT = objective(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds)
+        if not isinstance(loss_BT, Tensor) or loss_BT.shape != mask_BT.shape:
+            got = tuple(getattr(loss_BT, "shape", ())) or type(loss_BT).__name__
+            raise ValueError(f"the objective must return a loss of shape [B, T] = {tuple(mask_BT.shape)}, got {got}")
+    else:
+        temperatures = sapo_temperature_pos, sapo_temperature_neg
+        loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta, temperatures)
     if objective == "dppo_tv":
         loss_BT = loss_BT.masked_fill(is_low_BT | is_high_BT, 0.0)
     if policy_mask_BT is not None:
@@ -132,7 +146,7 @@ def policy_loss(
 
 
 def loss_denominator(
-    mask_BT: Tensor, *, aggregation: Aggregation = "response_mean", max_length: int | None = None
+    mask_BT: Tensor, *, aggregation: Aggregation = "response_mean", max_length: float | None = None
 ) -> Tensor:
     """The divisor of :func:`policy_loss`'s sum, for these rows; the caller adds it up over micro-batches and ranks.
 
@@ -200,7 +214,9 @@ def surrogate_loss(
     return -ratio_BT.detach().clamp(max=most) * A_B1 * logprobs_BT
 
 
-def clipped_tokens(objective: Objective, moved_BT: Tensor, A_B1: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def clipped_tokens(
+    objective: Objective | OwnObjective, moved_BT: Tensor, A_B1: Tensor, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
     """Two boolean ``[B, T]``: tokens clipped at the lower bound, and tokens clipped at the upper bound.
 
     ``clip`` and ``dppo_tv``: where the policy gradient is 0, because the policy has moved far enough in the direction
@@ -238,14 +254,19 @@ def sampler_weights(
     A weight is the probability under the policy as scored before the update, over that with which the sampler drew.
     ``token_...``: ``[B, T]``, of each token. ``sequence_...``: ``[B, 1]``, of the completion, the product over tokens.
     Outside of the bounds (``None``: no bound) it is the nearest bound with ``..._truncate`` (truncated importance
-    sampling, TIS), and 0 with ``..._mask`` (masked importance sampling, MIS). Outside of the mask it means nothing.
+    sampling, TIS), and 0 with ``..._mask`` (masked importance sampling, MIS). ``geometric_mask``: ``[B, 1]``, 1 if the
+    geometric mean over the completion's tokens is within the bounds, else 0. Outside of the mask it means nothing.
     """
     log_ratio = torch.where(mask_BT, old_logprobs_BT.detach() - sampling_logprobs_BT.detach(), 0.0)
-    if correction.startswith("sequence"):
+    if not correction.startswith("token"):
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
+    if correction == "geometric_mask":
+        log_ratio = log_ratio / mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
     ratio = log_ratio.clamp(max=80.0).exp()  # exp() overflows fp32 at 88
     bounded = ratio.clamp(-torch.inf if lowest is None else lowest, highest)
     is_cut = ratio != bounded
+    if correction == "geometric_mask":
+        return (~is_cut).to(ratio.dtype), is_cut
     return ratio.masked_fill(is_cut, 0.0) if correction.endswith("mask") else bounded, is_cut
 
 
@@ -289,7 +310,7 @@ def _check_shapes(logprobs_BT: Tensor, advantages_B: Tensor, others: dict[str, T
         )
 
 
-def _check_aggregation(aggregation: Aggregation, max_length: int | None) -> None:
+def _check_aggregation(aggregation: Aggregation, max_length: float | None) -> None:
     check_choice("aggregation", aggregation, Aggregation)
     if aggregation == "constant" and not max_length:
         raise ValueError("aggregation='constant' divides by responses x max_length: give max_length in tokens")

@@ -113,7 +113,7 @@ def content_digests(
     model_path: str,
     rewards: RewardRunner,
     reference_path: str | None = None,
-    tool_files: dict[str, str] | None = None,
+    own_files: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """Digests of what a continued run reads again: files of models and rewards; commits of models of the Hub.
 
@@ -121,7 +121,7 @@ def content_digests(
         model_path: the folder or Hub id that ``model.name_or_path`` stands for.
         rewards: its functions are loaded; Python objects have no digest.
         reference_path: what ``model.reference`` stands for; None if the reference is the model of the start.
-        tool_files: source files of tools and environments, by their names in messages.
+        own_files: source files of tools, environments, loss and advantages, by their names in messages.
     """
     # The policy's weights come from the checkpoint; those of the start are read again for a reference or an adapter.
     is_reference = config.algorithm.beta > 0 and reference_path is None
@@ -131,7 +131,7 @@ def content_digests(
         others[config.model.reference] = reference_path
     for name, path in others.items():
         found |= model_digests(name, path, with_weights=True) if name is not None else {}
-    return found | {name: digest(path) for name, path in {**rewards.source_files, **(tool_files or {})}.items()}
+    return found | {name: digest(path) for name, path in {**rewards.source_files, **(own_files or {})}.items()}
 
 
 def read_start_point(

@@ -1,8 +1,8 @@
 """The section ``algorithm`` and its presets. Formulas and sources: docs/algorithm.md."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from grpo.algorithm.choices import (
     Aggregation,
@@ -35,13 +35,26 @@ PRESETS: dict[str, dict[str, Any]] = {
 """``algorithm.name`` -> the keys that it sets; the other keys keep the defaults below."""
 
 
+def is_own(name: str) -> bool:
+    """True for the name of a user's function, ``path/to/file.py:function`` or ``package.module:function``."""
+    return ":" in name
+
+
+def _objective(name: str) -> str:
+    if not is_own(name) and name not in get_args(Objective):
+        raise ValueError(f"use {', '.join(get_args(Objective))} or path/to/file.py:function")
+    return name
+
+
 class AlgorithmConfig(Section):
     name: Literal[tuple(PRESETS)] = "grpo"  # type: ignore[valid-type]
     """Preset that sets other keys of this section; keys that you set yourself win. gdpo: with several rewards, the
     advantages of each are summed with the weights, and the sum is normalized over the batch."""
-    objective: Objective = "clip"
-    """Loss of each token: PPO's clipped surrogate, CISPO's weighted log-prob, SAPO's soft gate, DPPO's bound on the
-    change of a probability, or REINFORCE."""
+    objective: Annotated[str, AfterValidator(_objective)] = "clip"
+    """Loss of each token: clip (PPO's clipped surrogate), cispo (CISPO's weighted log-prob), sapo (SAPO's soft gate),
+    dppo_tv (DPPO's bound on the change of a probability), reinforce, or your function: path/to/file.py:function."""
+    advantages: str | None = None
+    """Your function from rewards to advantages, path/to/file.py:function; none: as baseline and scale say."""
     baseline: Baseline = "mean"
     """Subtracted from each reward: mean of the group, mean of the other completions of the group, or 0."""
     scale: Scale = "group"
@@ -49,7 +62,9 @@ class AlgorithmConfig(Section):
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to the scale that divides, so that almost equal rewards do not give huge advantages."""
     aggregation: Aggregation = "response_mean"
-    """Average over tokens, then responses; over all tokens; or the sum / (responses x max_completion_length)."""
+    """Average over tokens, then responses; over all tokens; or the sum / (responses x normalize_constant)."""
+    normalize_constant: float | None = Field(None, ge=1)
+    """Tokens that aggregation=constant counts for each response; none: rollout.max_completion_length."""
     importance_level: ImportanceLevel = "token"
     """One importance ratio per token, or one per response (GSPO)."""
     epsilon: float = Field(0.2, ge=0)
@@ -63,7 +78,8 @@ class AlgorithmConfig(Section):
     costs one more forward pass."""
     sampler_correction: SamplerCorrection = "none"
     """Multiply the loss of each token, or of each completion (sequence), by its probability as scored before the update
-    / as sampled. Outside the two bounds the weight is the bound (truncate: TIS) or 0 (mask: MIS)."""
+    / as sampled. Outside the two bounds the weight is the bound (truncate: TIS) or 0 (mask: MIS). geometric_mask: 0 or
+    1 by the mean ratio of a completion's tokens (geometric), with bounds such as 0.99 and 1.01."""
     sampler_correction_min: float | None = Field(None, ge=0)
     """Lower bound of that weight; none: no bound."""
     sampler_correction_max: float | None = Field(3.0, gt=0)
@@ -109,6 +125,12 @@ class AlgorithmConfig(Section):
             raise ValueError(f"algorithm.delta={self.delta} must be above 1 + epsilon_high = {1 + self.clip_high:g}")
         if self.name == "gdpo" and (self.baseline, self.scale) != ("mean", "group"):
             raise ValueError("algorithm.name=gdpo normalizes the advantages: use baseline=mean and scale=group")
+        bounds = {"sampler_correction_min", "sampler_correction_max"}
+        if self.sampler_correction == "geometric_mask" and not bounds <= self.model_fields_set:
+            raise ValueError(
+                "algorithm.sampler_correction=geometric_mask needs both bounds: set sampler_correction_min=0.99 and "
+                "sampler_correction_max=1.01 for example"
+            )
         if self.objective == "dppo_tv" and (self.importance_level != "token" or self.sampler_correction != "none"):
             raise ValueError("algorithm.objective=dppo_tv needs importance_level=token and sampler_correction=none")
         return self
@@ -122,12 +144,15 @@ class AlgorithmConfig(Section):
     def without_effect(self) -> list[tuple[str, str]]:
         """``(key, other key)`` of each changed key that has no effect with the value of the other key."""
         unclipped = self.objective in ("sapo", "reinforce")
+        own_advantages = self.advantages is not None
         ignored = [
             ("epsilon", "objective", unclipped or (self.objective == "cispo" and self.epsilon_high is not None)),
             ("epsilon_high", "objective", unclipped),
             ("delta", "objective", self.objective != "clip"),
             ("importance_level", "objective", self.objective == "reinforce"),
-            ("advantage_eps", "scale", self.scale == "none"),
+            *((key, "advantages", own_advantages) for key in ("baseline", "scale", "advantage_eps")),
+            ("advantage_eps", "scale", self.scale == "none" and not own_advantages),
+            ("normalize_constant", "aggregation", self.aggregation != "constant"),
             ("sampler_correction_min", "sampler_correction", self.sampler_correction == "none"),
             ("sampler_correction_max", "sampler_correction", self.sampler_correction == "none"),
             ("unbiased_kl", "beta", self.beta == 0),
@@ -142,8 +167,8 @@ class AlgorithmConfig(Section):
 
     @property
     def skips_zero_advantage(self) -> bool:
-        """True if completions with advantage 0 are not computed: with a KL term they have a gradient too."""
-        return self.beta == 0
+        """True if completions with advantage 0 are not computed: a KL term, or a user's loss, may have a gradient."""
+        return self.beta == 0 and not is_own(self.objective)
 
     @property
     def clip_high(self) -> float:

@@ -73,7 +73,7 @@ OTHER_NAMES = {
     "gradient_accumulation_steps": "it follows from optim.tokens_per_microbatch, a limit on the tokens of one pass",
     "per_device_eval_batch_size": "rollout.tokens_in_flight limits the tokens that are sampled at once",
     "reward_weights": "each entry of reward.functions has a weight: {name: accuracy, weight: 0.5}",
-    "report_to": "logging.wandb=online or logging.wandb=offline for wandb, logging.tensorboard=true for TensorBoard",
+    "report_to": "logging.wandb=online or offline, logging.trackio=true, logging.tensorboard=true",
     "loss_type": "algorithm.name=grpo, cispo or sapo; TRL's dapo is algorithm.aggregation=token_mean",
     "vllm_mode": "rollout.engine=vllm samples with servers: rollout.server=start starts them, or names their addresses",
     "vllm_gpu_memory_utilization": "rollout.vllm_command has vLLM's options: vllm serve {model} --OPTION VALUE",

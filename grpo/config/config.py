@@ -69,7 +69,8 @@ class Config(schema.Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         a, prompts, minibatches = self.algorithm, self.rollout.prompts_per_step, self.algorithm.num_minibatches
-        if self.rollout.num_generations == 1 and (a.baseline != "none" or a.scale in ("group", "mean")):
+        compares = a.advantages is None and (a.baseline != "none" or a.scale in ("group", "mean"))
+        if self.rollout.num_generations == 1 and compares:
             remedy = "use num_generations >= 2, or algorithm.baseline=none with algorithm.scale=none"
             raise ValueError(f"rollout.num_generations=1 leaves nothing to compare with: {remedy}")
         if prompts % minibatches:
@@ -192,7 +193,7 @@ def debug_variant(config: Config) -> Config:
     if config.eval.max_completion_length is None:  # that of the rollout, whose bound counts
         values["eval"]["max_completion_length"] = None
     values["checkpoint"] |= {"resume": "never", "save_steps": None, "keep_best": None}
-    values["logging"] |= {"wandb": "disabled", "tensorboard": False}
+    values["logging"] |= {"wandb": "disabled", "trackio": False, "tensorboard": False}
     minibatches = config.algorithm.num_minibatches
     values["rollout"]["prompts_per_step"] = max(values["rollout"]["prompts_per_step"] // minibatches, 1) * minibatches
     debug = Config.model_validate(values | {"output_dir": f"{config.output_dir.rstrip('/')}-debug"})

@@ -382,20 +382,22 @@ class LoggingConfig(Section):
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode; metrics.jsonl is always written."""
     project: str = "grpo"
-    """wandb project."""
+    """Project in wandb and trackio."""
     run_name: str | None = None
-    """wandb run name; none: the name of output_dir."""
+    """Name of the run in wandb and trackio; none: the name of output_dir."""
+    trackio: bool = False
+    """Show the run in trackio, a dashboard on this machine (trackio show); needs the extra "trackio"."""
     tensorboard: bool = False
     """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
     log_completions: int = Field(4, ge=0)
     """Completions to write to completions/ (Parquet) every `every` steps, two of each problem; 0: none."""
     every: Positive = 1
-    """Console line, point in wandb and TensorBoard, and completions every N steps (metrics.jsonl has every step)."""
+    """Console line, point on dashboards, and completions every N steps (metrics.jsonl has every step)."""
 
     @property
     def has_dashboards(self) -> bool:
-        """True if the run is shown in wandb or TensorBoard."""
-        return self.wandb != "disabled" or self.tensorboard
+        """True if the run is shown in wandb, trackio or TensorBoard."""
+        return self.wandb != "disabled" or self.trackio or self.tensorboard
 
 
 class RuntimeConfig(Section):

@@ -57,7 +57,7 @@ def add_corrections(
     if algorithm.sampler_correction != "none":
         bounds = algorithm.sampler_correction_min, algorithm.sampler_correction_max
         weights, is_cut = sampler_weights(old_BT, sampled_BT, mask_BT, algorithm.sampler_correction, *bounds)
-        counted = has_tokens_B1 if algorithm.sampler_correction.startswith("sequence") else mask_BT
+        counted = mask_BT if algorithm.sampler_correction.startswith("token") else has_tokens_B1
         name, found = "sampling/importance_sampling_ratio", weights[counted]
         metrics.add(f"{name}/mean", found.sum(), counted.sum())
         metrics.add(f"{name}/cut", is_cut[counted].sum(), counted.sum())

@@ -42,6 +42,7 @@ from grpo.rollout import split_stop
 from grpo.run.memory import try_largest_step
 from grpo.run.models import any_forward, build_models
 from grpo.run.objects import Objects
+from grpo.run.own import load_own_functions
 from grpo.run.proofs import prove_update
 from grpo.run.signals import Signals, ignore_save_signal
 from grpo.run.state import Run
@@ -91,6 +92,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
             read_adapter_config(config.model.adapter)
         if world.is_main:  # in a folder that changes, two ranks could find different checkpoints
             found = find_checkpoint(config, lock)
+        own = load_own_functions(config)
         specs = [RewardSpec(f.name, f.weight, f.args, objects.rewards.get(f.name)) for f in config.reward.functions]
         tools = None
         if config.uses_turns:
@@ -108,12 +110,13 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
 
     path, reference = _resolved_models(config, world)
     with world.fail_together():
-        content = content_digests(config, path, rewards, reference, tools and tools.source_files)
+        own_files = {**(tools.source_files if tools else {}), **own.source_files}
+        content = content_digests(config, path, rewards, reference, own_files)
         content |= {"the evaluation rows": fingerprint(eval_rows)} if eval_rows else {}
         model = model_digests("", path, with_weights=not world.is_alone)
     read = {f"the content of model.name_or_path{name}": value[:12] for name, value in model.items()}
     read["the rows of data.dataset"] = data_fingerprint[:12]
-    read["the content of reward.functions, reference model, adapter or evaluation rows"] = _joint_digest(content)
+    read["the content of your functions, reference model, adapter or evaluation rows"] = _joint_digest(content)
     world.check_same(read)
     with world.fail_together():
         start = read_start_point(config, checkpoint, origin, data_fingerprint, content)
@@ -183,7 +186,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     optimization = dict(optimizer=models.optimizer, lr_schedule=models.lr_schedule, max_steps=max_steps)
     data = dict(problems=problems, eval_problems=eval_problems, rewards=rewards)
     service = dict(reporter=reporter, saver=saver, signals=signals, lock=lock, progress=progress)
-    run = Run(config, world, policy, engine, **scorers, **optimization, **data, **service)
+    run = Run(config, world, policy, engine, **scorers, **optimization, **data, **service, own=own)
     print_summary(run, train, evaluation, models.why_padded, checkpoint)
     wanted = config.runtime.try_largest_step
     if not config.debug and (world.device.type == "cuda" if wanted is None else wanted):
@@ -192,8 +195,10 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
 
 
 def _shared_settings(config: Config) -> dict[str, Any]:
-    """The settings that all ranks need to share, by key; of a reward's name without the folder of its file."""
+    """The settings that all ranks need to share, by key; the names of functions without the folder of their file."""
     values = dict(flat(config.for_writing()))
+    for key in ("algorithm.objective", "algorithm.advantages"):
+        values[key] = Path(values[key] or "").name
     values["reward.functions"] = [entry | {"name": Path(entry["name"]).name} for entry in values["reward.functions"]]
     return {key: value for key, value in values.items() if key not in OWN_TO_A_MACHINE}
 

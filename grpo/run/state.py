@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardRunner
 from grpo.rewards.worker import TrainerState
 from grpo.rollout import BuiltinEngine, Engine, SamplingParams, engine_with_weights
+from grpo.run.own import OwnFunctions
 from grpo.run.signals import Signals
 from grpo.telemetry.reporter import Reporter
 
@@ -53,6 +55,7 @@ class Run:
     lock: Lock
     max_steps: int
     progress: Progress
+    own: OwnFunctions
 
     @property
     def may_capture(self) -> bool:
@@ -83,7 +86,20 @@ class Run:
 
     def scores(self, values_PGF: torch.Tensor) -> Scores:
         """The values of all reward functions, with the weights of the configuration."""
-        return Scores(values_PGF, self.rewards.weights, self.config.algorithm.multi_objective_aggregation)
+        how = self.config.algorithm.multi_objective_aggregation
+        return Scores(values_PGF, self.rewards.weights, how, self.own.advantages)
+
+    @property
+    def averaging(self) -> dict[str, Any]:
+        """The keyword arguments of :func:`grpo.algorithm.loss.loss_denominator`."""
+        algorithm, longest = self.config.algorithm, self.config.rollout.max_completion_length
+        return {"aggregation": algorithm.aggregation, "max_length": algorithm.normalize_constant or longest}
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The keyword arguments of :func:`grpo.algorithm.loss.policy_loss` that the configuration decides."""
+        own = {"objective": self.own.objective} if self.own.objective else {}
+        return self.config.algorithm.loss_options | self.averaging | own
 
     def sync_reference(self) -> None:
         """Move the reference towards the policy, by the share ``algorithm.ref_sync_alpha``."""

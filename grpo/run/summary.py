@@ -62,7 +62,8 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
         yield f"sampling  {run.engine}"
     if isinstance(run.engine, TurnsEngine):
         yield f"turns     {run.engine.tools.summary}"
-    yield f"algorithm {a.name}: {a.objective}, baseline {a.baseline}, scale {a.scale}, {a.aggregation}, beta {a.beta:g}"
+    advantages = f"advantages {a.advantages}" if a.advantages else f"baseline {a.baseline}, scale {a.scale}"
+    yield f"algorithm {a.name}: {a.objective}, {advantages}, {a.aggregation}, beta {a.beta:g}"
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
     yield f"output    {config.output_dir}; the same command or call {restart}"
     if config.checkpoint.save_steps is None:

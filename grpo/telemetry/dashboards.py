@@ -1,4 +1,4 @@
-"""wandb and TensorBoard: metrics, histograms and some completions of a run. Imported only if they are switched on."""
+"""wandb, trackio and TensorBoard: metrics, histograms and some completions of a run. Imported only if switched on."""
 
 import os
 import shlex
@@ -67,28 +67,53 @@ class Wandb:
             print_line(f"wandb     {self._run.url}")
 
     def log(self, step: int, metrics: dict[str, Any], histograms: dict[str, Tensor], completions: list[dict]) -> None:
-        shown = (
-            {"step": step}
-            | metrics
-            | {name: self._wandb.Histogram(values.tolist()) for name, values in histograms.items()}
-        )
-        if completions:
-            rows = [self._row(record) for record in json_safe(completions)]
-            columns = list(dict.fromkeys(name for row in rows for name in row))
-            data = [[row.get(name) for name in columns] for row in rows]
-            shown["completions"] = self._wandb.Table(columns=columns, data=data)
+        shown = {"step": step} | metrics | _rich_values(self._wandb, histograms, completions)
         # wandb's own counter is the step too: the server then ignores the steps that a resumed run sends again.
         self._run.log(shown, step=step)
 
-    @staticmethod
-    def _row(record: dict[str, Any]) -> dict[str, Any]:
-        rewards = {f"rewards/{name}": value for name, value in record["rewards"].items()}
-        logged = {name: str(value) for name, value in record.get("logged", {}).items()}  # a column has one type
-        row = {name: value for name, value in record.items() if name not in NOT_SHOWN}
-        return row | {"prompt": str(record["prompt"])} | rewards | logged
-
     def finish(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+class Trackio:
+    """A run in trackio's folder on this machine, or where its environment variables say (a Space, a server).
+
+    A resumed run goes on where the newest run of its name ended: steps after its checkpoint are there twice.
+    """
+
+    def __init__(self, config: Config, is_resumed: bool, environment: dict[str, Any]):
+        import trackio
+
+        self._trackio, logging = trackio, config.logging
+        self._run = trackio.init(
+            project=logging.project, name=logging.run_name or Path(config.output_dir).name, embed=False,
+            resume="allow" if is_resumed else "never", config=config.for_writing() | {"environment": environment},
+        )  # fmt: skip
+
+    def log(self, step: int, metrics: dict[str, Any], histograms: dict[str, Tensor], completions: list[dict]) -> None:
+        self._run.log(metrics | _rich_values(self._trackio, histograms, completions), step=step)
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish()
+
+
+def _rich_values(package: Any, histograms: dict[str, Tensor], completions: list[dict]) -> dict[str, Any]:
+    """Histograms and the table of completions, in the classes of wandb or trackio."""
+    shown: dict[str, Any] = {name: package.Histogram(values.tolist()) for name, values in histograms.items()}
+    if completions:
+        rows = [_row(record) for record in json_safe(completions)]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        data = [[row.get(name) for name in columns] for row in rows]
+        shown["completions"] = package.Table(columns=columns, data=data)
+    return shown
+
+
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    """A completion as a row of the table."""
+    rewards = {f"rewards/{name}": value for name, value in record["rewards"].items()}
+    logged = {name: str(value) for name, value in record.get("logged", {}).items()}  # a column has one type
+    row = {name: value for name, value in record.items() if name not in NOT_SHOWN}
+    return row | {"prompt": str(record["prompt"])} | rewards | logged
 
 
 class TensorBoard:

@@ -14,7 +14,7 @@ from grpo.algorithm.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.system import first_line, printable, sync
 from grpo.telemetry.console import console_line, evaluation_line
-from grpo.telemetry.dashboards import TensorBoard, Wandb
+from grpo.telemetry.dashboards import TensorBoard, Trackio, Wandb
 from grpo.telemetry.hints import Hints
 from grpo.telemetry.records import append_step, remove_steps_after
 from grpo.telemetry.samples import write_samples
@@ -41,7 +41,7 @@ class Reporter:
         self._every = config.logging.every
         self._first_report: tuple[int, float] | None = None
         """The first step that was reported, and when."""
-        self._dashboards: dict[str, Wandb | TensorBoard] = {}
+        self._dashboards: dict[str, Wandb | Trackio | TensorBoard] = {}
         self._histograms: dict[str, torch.Tensor] = {}
         self._completions: list[dict[str, Any]] = []
         self._bar_stream = sys.stderr if is_main and sys.stderr.isatty() else None
@@ -59,6 +59,8 @@ class Reporter:
         if config.logging.wandb != "disabled":
             self._start("wandb", lambda: Wandb(config, wandb_run_id, environment or {}, self.print))
             self.wandb_run_id = getattr(self._dashboards.get("wandb"), "run_id", wandb_run_id)
+        if config.logging.trackio:
+            self._start("trackio", lambda: Trackio(config, last_step >= 0, environment or {}))
         if config.logging.tensorboard:
             self._start("TensorBoard", lambda: TensorBoard(config, last_step + 1, self.print))
 
@@ -149,7 +151,7 @@ class Reporter:
             self._guard(name, lambda dashboard=dashboard: dashboard.log(step, named, self._histograms, completions))
         self._histograms, self._completions = {}, []
 
-    def _start(self, name: str, dashboard: Callable[[], Wandb | TensorBoard]) -> None:
+    def _start(self, name: str, dashboard: Callable[[], Wandb | Trackio | TensorBoard]) -> None:
         self._guard(name, lambda: self._dashboards.update({name: dashboard()}))
 
     def _guard(self, name: str, call: Callable[[], None]) -> None:

@@ -178,6 +178,10 @@ class VLLMEngine:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
+            # A server takes what a request leaves out from the checkpoint's generation_config.json.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "stop": stops.strings,
             "stop_token_ids": stops.ids,
             "include_stop_str_in_output": True,

@@ -6,7 +6,13 @@ import math
 import pytest
 import torch
 
-from grpo.algorithm.advantages import group_advantages, has_equal_rewards, has_no_advantage, normalize_then_sum
+from grpo.algorithm.advantages import (
+    Scores,
+    group_advantages,
+    has_equal_rewards,
+    has_no_advantage,
+    normalize_then_sum,
+)
 
 NAN = math.nan
 BASELINES = ("mean", "leave_one_out", "none")
@@ -217,3 +223,15 @@ def test_half_precision_rewards_are_computed_in_fp32(dtype):
 def test_what_has_no_advantage_is_refused(rewards, options, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(torch.tensor(rewards), **options)
+
+
+def test_advantages_of_the_user():
+    """They see rewards and the values of each function; a completion without a reward gets 0, whatever they give it."""
+    values_PGF = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[NAN, NAN], [1.0, 1.0]]])
+    scores = Scores(values_PGF, [1.0, 0.5], own_advantages=lambda rewards, values: rewards * 2 + values[..., 1])
+    assert scores.advantages(scale="none").tolist() == [[2.0, 4.0], [0.0, 4.0]]
+    for wrong, got in ((lambda r, v: r[:1], r"\(1, 2\)"), (lambda r, v: 1.0, "float"), (lambda r, v: r / 0, "finite")):
+        with pytest.raises(ValueError, match=f"algorithm.advantages must return .*{got}"):
+            Scores(values_PGF, [1.0, 0.5], own_advantages=wrong).advantages()
+    scores = Scores(values_PGF, [1.0, 0.5], own_advantages=lambda rewards, values: rewards.mul_(0))
+    assert scores.advantages().abs().sum() == 0 and scores.rewards_PG[0].tolist() == [1.0, 1.0], "works on a copy"

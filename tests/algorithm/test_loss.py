@@ -198,6 +198,9 @@ SAMPLED = OLD - double([[2, 0.5, 1], [4, 1, NAN], [0.25, NAN, NAN], [1, 1, 5]]).
         ("token_mask", (0.5, None), [[2, 0.5, 1], [4, 1, 0], [0, 0, 0], [1, 1, 5]], (1, 9)),
         ("sequence_truncate", (0.5, 3.0), [[1, 1, 1], [3, 3, 0], [0.5, 0, 0], [3, 3, 3]], (3, 4)),
         ("sequence_mask", (None, 3.0), [[1, 1, 1], [0, 0, 0], [0.25, 0, 0], [0, 0, 0]], (2, 4)),
+        # Geometric means 1, 2, 0.25 and 1.71.
+        ("geometric_mask", (0.5, 1.9), [[1, 1, 1], [0, 0, 0], [0, 0, 0], [1, 1, 1]], (2, 4)),
+        ("geometric_mask", (0.99, 1.01), [[1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]], (3, 4)),
     ],
 )
 def test_sampler_correction_by_hand(correction, bounds, weights, cut):
@@ -206,7 +209,7 @@ def test_sampler_correction_by_hand(correction, bounds, weights, cut):
     plain_BT = example(aggregation="token_mean")[1]
     _, gradient_BT, _ = example(aggregation="token_mean", sampling_logprobs_BT=SAMPLED, **options)
     torch.testing.assert_close(gradient_BT, plain_BT * double(weights), rtol=1e-9, atol=1e-12)
-    counted_N = double(weights)[:, 0] if correction.startswith("sequence") else double(weights)[MASK]
+    counted_N = double(weights)[MASK] if correction.startswith("token") else double(weights)[:, 0]
     found = [counted_N.mean().item(), cut[0] / cut[1], counted_N.min().item(), counted_N.max().item()]
     names = [f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "cut", "min", "max")]
     assert correction_metrics(SAMPLED, **options) == close(dict(zip(names, found, strict=True)))
@@ -273,6 +276,44 @@ def test_ratio_1_gives_minus_the_advantage(level):
     expected = double([[-1, -1, -1], [2, 2, 0], [-1, 0, 0]])  # ... while the gradient, -A / |o|, does not
     torch.testing.assert_close(gradient_BT, expected, rtol=1e-12, atol=0)
     assert stats["ratio"][0].item() == 6 and stats["clip_ratio/region_mean"][0].item() == 0
+
+
+def test_geometric_mask_agrees_with_plain_loops():
+    new_BT, old_BT, advantages_B, mask_BT, _ = random_rows(3)
+    sampled_BT = old_BT + 0.1 * new_BT.sin()
+    options = dict(sampler_correction="geometric_mask", sampler_correction_min=0.95, sampler_correction_max=1.03)
+    found, _ = policy_loss(new_BT, old_BT, advantages_B, mask_BT, sampling_logprobs_BT=sampled_BT, **options)
+    total, kept = 0.0, 0
+    for new, old, sampled, A, mask in zip(new_BT, old_BT, sampled_BT, advantages_B.tolist(), mask_BT, strict=True):
+        live = mask.nonzero().flatten().tolist()
+        product = math.prod(math.exp(old[t] - sampled[t]) for t in live)
+        if live and 0.95 <= product ** (1 / len(live)) <= 1.03:
+            kept += 1
+            ratios = [math.exp(new[t] - old[t]) for t in live]
+            total -= sum(min(r * A, min(max(r, 0.8), 1.2) * A) for r in ratios) / len(live)
+    assert 0 < kept < 6 and found.item() == close(total)
+
+
+def own_clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    """PPO's clipped loss as a user would write it."""
+    return torch.max(-ratio_BT * A_B1, -ratio_BT.clamp(*bounds) * A_B1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_of_the_user_gets_the_tensors_of_the_built_in_ones(level):
+    """The built-in loss written again gives its value and gradient, also with KL, corrections and averages."""
+    options = dict(importance_level=level, beta=0.1, sampler_correction="sequence_mask", aggregation="token_mean")
+    found, expected = (example(objective=o, sampling_logprobs_BT=SAMPLED, **options) for o in (own_clip, "clip"))
+    assert torch.equal(found[1], expected[1]) and found[0] == expected[0]
+    assert found[2]["kl"] == expected[2]["kl"] and found[2]["clip_ratio/region_mean"][0] == 0
+    seen = []
+    example(objective=lambda *tensors: seen.append(tensors) or own_clip(*tensors), epsilon=0.1, epsilon_high=0.3)
+    logprobs_BT, ratio_BT, A_B1, mask_BT, bounds = seen[0]
+    assert torch.equal(mask_BT, MASK) and torch.equal(A_B1[:, 0], A) and bounds == (0.9, 1.3)
+    assert (logprobs_BT[~MASK] == 0).all() and (ratio_BT[~MASK] == 1).all(), "not the NaN of the padding"
+    for wrong in (lambda *tensors: own_clip(*tensors).sum(dim=1), lambda *tensors: 1.0):
+        with pytest.raises(ValueError, match=r"a loss of shape \[B, T\] = \(4, 3\), got (\(4,\)|float)"):
+            example(objective=wrong)
 
 
 # --- against plain loops

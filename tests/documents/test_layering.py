@@ -32,9 +32,9 @@ ALONE = {
 
 MAX_ROOMS = 20
 BUDGETS = {
-    "system": 120, "attention": 950, "algorithm": 1205, "config": 1340, "distributed": 590, "data": 1105,
-    "telemetry": 855, "rewards": 2180, "model": 700, "rollout": 1660, "vllm": 650, "turns": 1125, "evaluation": 360,
-    "checkpoint": 620, "run": 2255, "report": 355, "commands": 1030,
+    "system": 120, "attention": 950, "algorithm": 1250, "config": 1365, "distributed": 590, "data": 1105,
+    "telemetry": 880, "rewards": 2180, "model": 700, "rollout": 1660, "vllm": 650, "turns": 1125, "evaluation": 360,
+    "checkpoint": 620, "run": 2345, "report": 355, "commands": 1030,
 }  # fmt: skip
 """Lines of each room. A room that outgrows its budget asks first what can leave it."""
 MAX_WIDTH = 120
@@ -128,6 +128,7 @@ def test_only_one_file_knows_of_other_ranks():
     ("package", "file"),
     [
         ("wandb", "grpo/telemetry/dashboards.py"),
+        ("trackio", "grpo/telemetry/dashboards.py"),
         ("torch.utils.tensorboard", "grpo/telemetry/dashboards.py"),
         ("datasets", "grpo/data/rows.py"),
     ],

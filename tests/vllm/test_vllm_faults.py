@@ -83,6 +83,7 @@ def test_requests_say_everything_and_two_servers_share_them(server, build, rando
     assert (len(server.bodies), len(other.bodies)) == (6, 6)
     given = {"max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "ignore_eos": True}
     given |= {"stop": [], "stop_token_ids": list(engine.policy.eos_ids)}
+    given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     bodies = [*server.bodies, *other.bodies]
     seeds = {body["sampling_params"]["seed"] for body in bodies}
     assert seeds == {derive_seed(*SEED_KEY, index, g) for index in (3, 4, 9) for g in range(4)}

@@ -1,0 +1,71 @@
+"""A user's own loss and advantages: ``algorithm.objective`` and ``algorithm.advantages`` that name a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from grpo.algorithm.advantages import OwnAdvantages, call_own_advantages
+from grpo.algorithm.loss import OwnObjective, policy_loss
+from grpo.config import Config
+from grpo.config.algorithm import is_own
+from grpo.rewards.functions import load_object, source_files
+from grpo.system import first_line
+
+
+@dataclass(frozen=True)
+class OwnFunctions:
+    """The functions; None where a built-in one is configured."""
+
+    objective: OwnObjective | None = None
+    advantages: OwnAdvantages | None = None
+    source_files: dict[str, str] = field(default_factory=dict)
+    """Name for messages -> path of the files that define them."""
+
+
+def load_own_functions(config: Config) -> OwnFunctions:
+    """Load the functions, and call each once on a small example; ValueError in one line on a mistake."""
+    algorithm, files = config.algorithm, {}
+    objective = algorithm.objective if is_own(algorithm.objective) else None
+    return OwnFunctions(
+        _load("algorithm.objective", objective, _try_objective, files),
+        _load("algorithm.advantages", algorithm.advantages, partial(_try_advantages, config), files),
+        files,
+    )
+
+
+def _load(key: str, name: str | None, trial: Callable[[Any], None], files: dict[str, str]) -> Any:
+    if name is None:
+        return None
+    function = load_object(name, key, "")
+    if not callable(function):
+        location, _, last = name.rpartition(":")
+        raise ValueError(f"{key}={name}: {location} has no function {last!r}")
+    try:
+        trial(function)
+    except Exception as error:  # the user's function may raise anything
+        raise ValueError(f"{key}={name}: {type(error).__name__}: {first_line(error)}") from error
+    files |= source_files(name, function)
+    return function
+
+
+def _try_objective(function: OwnObjective) -> None:
+    """The loss of three rows of 2, 1 and 0 tokens."""
+    logprobs_BT = torch.tensor([[-1.0, -2.0], [-0.5, 0.0], [0.0, 0.0]], requires_grad=True)
+    mask_BT = torch.tensor([[True, True], [True, False], [False, False]])
+    old_BT, A_B = logprobs_BT.detach() - 0.1, torch.tensor([1.0, -1.0, 0.0])
+    loss, _ = policy_loss(logprobs_BT, old_BT, A_B, mask_BT, objective=function)
+    if not loss.requires_grad:
+        raise ValueError("the loss has no gradient: it must be computed from logprobs_BT or ratio_BT")
+
+
+def _try_advantages(config: Config, function: OwnAdvantages) -> None:
+    """Advantages of two problems, with different rewards and with one that is not scored."""
+    G, F = config.rollout.num_generations, max(len(config.reward.functions), 1)
+    rewards_PG = torch.arange(2.0 * G).view(2, G)
+    rewards_PG[1, 0] = torch.nan
+    call_own_advantages(function, rewards_PG, rewards_PG[..., None].expand(2, G, F))

@@ -1,0 +1,96 @@
+"""A user's own loss and advantages by file: the built-in ones written again, mistakes, a changed file, the example."""
+
+import math
+
+import pytest
+import torch
+from conftest import ROOT, run_trainer, small_run
+from safetensors.torch import load_file
+
+from grpo.algorithm.loss import loss_denominator, policy_loss
+from grpo.config import make_config
+from grpo.rewards.functions import load_object
+from grpo.run.own import load_own_functions
+
+FILE = """
+import torch
+from grpo.algorithm.advantages import group_advantages
+
+def clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return torch.max(-ratio_BT * A_B1, -ratio_BT.clamp(*bounds) * A_B1)
+
+def advantages(rewards_PG, values_PGF):
+    return group_advantages(rewards_PG)
+
+def per_row(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds).sum(dim=1)
+
+def no_gradient(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return logprobs_BT.detach() * A_B1
+
+def one_argument(rewards_PG):
+    return rewards_PG
+
+def per_problem(rewards_PG, values_PGF):
+    return rewards_PG.nanmean(dim=1)
+
+constant = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("objective", "per_row", r"must return a loss of shape \[B, T\] = \(3, 2\), got \(3,\)"),
+        ("objective", "no_gradient", "the loss has no gradient: it must be computed from logprobs_BT or ratio_BT"),
+        ("objective", "missing", "has no function 'missing'"),
+        ("objective", "constant", "has no function 'constant'"),
+        ("advantages", "one_argument", "TypeError: one_argument.. takes 1 positional argument but 2 were given"),
+        ("advantages", "per_problem", r"must return shape \[P, G\] = \(2, 8\), got \(2,\)"),
+    ],
+)
+def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, message):
+    file = tmp_path / "my_loss.py"
+    file.write_text(FILE)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_own_functions(make_config({f"algorithm.{key}": f"{file}:{name}"}))
+    assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}: ") and "\n" not in str(caught.value)
+
+
+def test_the_example_by_hand():
+    """Ratios 2, 1, 0.5 and bounds 0.7, 1.5: the mean of 1.5, 1, 0.5 where A > 0, and of 2, 1, 0.7 where A < 0."""
+    geometric_mean = load_object(f"{ROOT}/examples/own_loss.py:geometric_mean", "objective", "")
+    new_BT = torch.tensor([[2.0, 1.0, 0.5]] * 2, dtype=torch.float64).log().requires_grad_()
+    mask_BT, A_B = torch.ones(2, 3), torch.tensor([2.0, -1.0])
+    options = dict(objective=geometric_mean, epsilon=0.3, epsilon_high=0.5)
+    loss_sum, _ = policy_loss(new_BT, torch.zeros(2, 3), A_B, mask_BT, **options)
+    up, down = 0.75 ** (1 / 3), 1.4 ** (1 / 3)
+    assert (loss_sum / loss_denominator(mask_BT)).item() == pytest.approx((-2 * up + down) / 2)
+    loss_sum.backward()
+    torch.testing.assert_close(
+        new_BT.grad, torch.tensor([[0, -2 * up / 3, -2 * up / 3], [down / 3, down / 3, 0]]).double()
+    )
+    above_median = load_object(f"{ROOT}/examples/own_loss.py:above_median", "advantages", "")
+    rewards_PG = torch.tensor([[0.0, 0.0, 3.0], [math.nan, 1.0, 2.0]])
+    assert above_median(rewards_PG, rewards_PG[..., None]).nan_to_num(9).tolist() == [[0, 0, 3], [9, 0, 1]]
+
+
+@pytest.mark.slow
+def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random_model):
+    """On two ranks, with two updates a rollout, and continued; a changed file is refused."""
+    file, own = tmp_path / "my_loss.py", []
+    file.write_text(FILE)
+
+    def run(folder, *changes, **options):
+        settings = "algorithm.num_minibatches=3", "algorithm.beta=0.1", "eval.before_training=false"
+        return run_trainer(*small_run(random_model, tmp_path / folder), *settings, *changes, **options)
+
+    own = f"algorithm.objective={file}:clip", f"algorithm.advantages={file}:advantages"
+    run("built_in")
+    run("own", *own, ranks=2)
+    weights = [load_file(tmp_path / f"{name}/checkpoint-5/model.safetensors") for name in ("built_in", "own")]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
+    file.write_text(FILE.replace("torch.max", "torch.maximum"))
+    done = run("own", *own, ranks=2, check=False)
+    assert done.returncode and f"was started with other settings (content of {file}: checkpoint '" in done.stderr
