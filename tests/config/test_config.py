@@ -358,7 +358,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(capsys):
     for line in (
         "rollout.temperature  (float; default 1.0)", "algorithm.epsilon_high  (float | none; default none)",
         "model.adapter  (str | none; default none)", "data.conversational  (auto | true | false; default auto)",
-        "algorithm.objective  (clip | cispo | sapo | dppo_tv | reinforce; default clip)",
+        "algorithm.kl_estimator  (k1 | k2 | k3; default k3)", "algorithm.objective  (str; default clip)",
         "optim.betas  (list[float, float]; default [0.9, 0.999])", "lora.alpha  (int | none; default none)",
         "reward.functions  (list[mapping]; default [{name: accuracy}])",
     ):  # fmt: skip

@@ -1,11 +1,16 @@
 """The published runs of ``configs/``: the prompt they build, the rewards they give, and two steps of each file."""
 
+import hashlib
+import itertools
 import json
 import math
+import re
+import shlex
 
 import pytest
 from conftest import ROOT, run_trainer
 
+from grpo.commands.sweep import make_plan, read_varied
 from grpo.config import Config, load_config
 from grpo.data import load_rows, make_problems
 from grpo.model import load_tokenizer
@@ -65,32 +70,28 @@ def chat(*turns: tuple[str, str]) -> str:
 def test_llama_ddp_prompt_and_rewards(tmp_path, assets):
     c = config_of("gsm8k_llama3.2_1b_ddp")
     text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
-    example = "<reasoning>\nTwo and two more make four: 2 + 2 = 4.\n</reasoning>\n<answer>\n4\n</answer>"
+    example = "<reasoning>Two and two more make four: 2 + 2 = 4.</reasoning>\n<answer>4</answer>"
     assert text == chat(
         ("system", c.data.system_prompt), ("user", "What is 2+2?"), ("assistant", example), ("user", QUESTION)
     )
     assert columns["answer"] == "1,010"
-    assert "<reasoning>\nyour work\n</reasoning>\n<answer>\nthe number\n</answer>" in c.data.system_prompt
     assert rewards_of(c, [example], answer="4") == [3.0], "the worked example earns everything"
-    right = "<reasoning>\na\n</reasoning>\n<answer>\n1,010\n</answer>"
-    texts = [right, right.replace("1,010", "7"), "so <answer>1,010</answer>", f"Well: {right}", "1,010"]
-    assert rewards_of(c, texts, answer="1,010") == [3.0, 1.0, 2.0, 2.0, 0.0]
-    twice = right.replace("\na\n", "\na</reasoning>b\n")
-    two_answers = right.replace("1,010", "7") + "<answer>1,010</answer>"
-    assert rewards_of(c, [twice, right + "</answer>", two_answers], answer="1,010") == [2.0, 2.0, 2.0], (
-        "a second closing tag forfeits the format; the last answer counts"
-    )
+    right = "<reasoning>a</reasoning>\n<answer>1,010</answer>"
+    texts = [right, f"{right}\n", right.replace("1,010", "7"), right.replace(">a<", ">\na\n<"), f"Well: {right}"]
+    assert rewards_of(c, texts, answer="1,010") == [3.0, 3.0, 1.0, 2.0, 2.0], "one line a tag"
+    texts = ["1,010", "so <answer> 1,010", "<answer>7</answer><answer>1,010</answer>", "<answer>1010</answer>"]
+    assert rewards_of(c, texts, answer="1,010") == [2.0, 2.0, 2.0, 0.0], "the last tag, closed or not, or all"
 
 
-def test_smollm2_rewards(tmp_path, assets):
+def test_smollm2_prompt_is_the_sources_and_its_rewards(tmp_path, assets):
     c = config_of("gsm8k_smollm2_1.7b")
     text, columns = prompt_of(c, tmp_path, assets, GSM8K_ROW)
-    (example,) = c.data.few_shot
-    assert text == chat(
-        ("system", c.data.system_prompt), ("user", f"Question: {example['prompt']}"),
-        ("assistant", example["completion"]), ("user", f"Question: {QUESTION}"),
-    )  # fmt: skip
-    assert rewards_of(c, [example["completion"]], answer="18") == [1.5], "the worked example earns everything"
+    digest = "2140670d2d5bcd9bafb8d6fd1a54e9ad1728c10a10c22867f1cd52abe301259b"  # of the text in the source's code
+    assert hashlib.sha256(c.data.system_prompt.encode()).hexdigest() == digest
+    # The chat template of the tests' model has the same turns as SmolLM2's.
+    assert text == chat(("system", c.data.system_prompt), ("user", f"Question: {QUESTION}"))
+    example = c.data.system_prompt.partition("does Joel have left?")[2].partition("## Task")[0].strip()
+    assert rewards_of(c, [example], answer="12") == [1.5], "the worked example earns everything"
     assert columns["answer"] == "1,010"
     whole = "<think>3*4-2</think> <answer>10</answer>"
     texts = [whole, whole.replace("10", "11"), whole.replace("<answer>10", "<answer> It is 10 pears ")]
@@ -134,6 +135,37 @@ def test_r1_zero_prompt_and_rewards(tmp_path, assets):
     assert rewards_of(c, texts, **columns) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("row", [0, 1])
+def test_one_token_prompts_and_reward(tmp_path, assets, row):
+    c = config_of("didactic_one_token")
+    rows = [json.loads(line) for line in (ROOT / c.data.dataset).read_text().splitlines()]
+    text, columns = prompt_of(c, tmp_path, assets, rows[row])
+    assert text == f"Solve y = 2x + 1 for x = {2 + 2 * row}, y = ", "with its last blank, without a chat template"
+    assert rewards_of(c, ["5", "9", " 9", "the"], **columns) == [[1, 0, 0, 0], [0, 1, 1, 0]][row]
+
+
+def test_the_ablations_of_the_course_notes_are_one_sweep(tmp_path):
+    """The command in docs/recipes.md."""
+    document = (ROOT / "docs/recipes.md").read_text()
+    (command,) = re.findall(
+        r"^python -m grpo.sweep --config (configs/math_r1_zero.yaml .*?[^\\])\n", document, re.M | re.S
+    )
+    words = shlex.split(command.replace("\\\n", " "))
+    vary = [word for before, word in itertools.pairwise(words) if before == "--vary"]
+    overrides = [word for word in words if word.startswith("algorithm.") and word not in vary]
+    base = ["--config", str(ROOT / words[0]), *overrides]
+    runs = make_plan(base, read_varied(vary), [0], tmp_path, one_at_a_time="--one-at-a-time" in words)
+    plan = [run.config.algorithm for run in runs]
+    assert [(a.objective, a.baseline, a.scale, a.aggregation) for a in plan] == [
+        ("reinforce", "mean", "group", "response_mean"),
+        ("reinforce", "none", "none", "response_mean"),
+        ("clip", "mean", "group", "response_mean"),
+        ("reinforce", "mean", "none", "response_mean"),
+        ("reinforce", "mean", "group", "constant"),
+    ]
+    assert {(a.beta, a.advantage_eps, a.normalize_constant) for a in plan} == {(0.0, 1e-6, None)}
+
+
 def test_code_prompt_and_reward(tmp_path, assets):
     c = config_of("code_mbpp")
     assert (c.data.dataset, c.data.config_name, c.data.eval_split) == ("google-research-datasets/mbpp", "full", "test")
@@ -158,10 +190,11 @@ def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
         "rollout.max_completion_length=16", "data.max_prompt_length=512",
         "optim.max_steps=2", "eval.max_samples=3", *changes,
     )  # fmt: skip
-    assert "before" in done.stdout and "after" in done.stdout
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert all(math.isfinite(line.get(name, 0)) for line in lines[1:] for name in ("loss", "grad_norm", "reward", "kl"))
+    evaluates = config_of(name).data.eval_split is not None
+    assert evaluates == ("before" in done.stdout and "after" in done.stdout)
+    assert [line["step"] for line in lines] == [0, 1, 2][not evaluates :]
+    assert all(math.isfinite(line.get(name, 0)) for line in lines for name in ("loss", "grad_norm", "reward", "kl"))
     adapter = "adapter_" * config_of(name).uses_lora
     assert (tmp_path / "run" / "checkpoint-2" / f"{adapter}model.safetensors").exists()
     return lines
@@ -169,13 +202,15 @@ def two_steps(name: str, tmp_path, assets, *changes: str) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GSM8K_RUNS)
-def test_two_steps_on_gsm8k(tmp_path, assets, name):
+def test_two_steps_on_gsm8k(tmp_path, assets, name, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     folder = assets / "data/gsm8k"
     lines = two_steps(
         name, tmp_path, assets, f"data.dataset={folder}/train.jsonl", f"data.eval_dataset={folder}/test.jsonl",
         "data.eval_split=train", "data.max_train_samples=20", "data.max_eval_samples=3",
     )  # fmt: skip
     config = config_of(name)
+    assert (config.logging.wandb == "online") == bool(list(tmp_path.glob("run/wandb/offline-run-*")))
     for function in config.reward.functions:
         assert f"rewards/{function.name}/mean" in lines[1]
     assert lines[1]["completions/max_length"] <= 16
@@ -193,6 +228,12 @@ def test_two_steps_of_r1_zero(tmp_path, assets, variant):
     paths = [f"data.dataset={tmp_path}/math.jsonl", "data.train_split=train[:20]", "data.eval_split=train[20:]"]
     lines = two_steps("math_r1_zero", tmp_path, assets, *paths, *variant, "rollout.num_generations=4")
     assert {"rewards/r1_zero/mean", "rewards/format/mean"} <= lines[1].keys()
+
+
+@pytest.mark.slow
+def test_two_steps_of_the_one_token_run(tmp_path, assets):
+    for line in two_steps("didactic_one_token", tmp_path, assets):
+        assert line["completions/max_length"] == line["completions/min_length"] == 1 and "kl" in line
 
 
 @pytest.mark.slow

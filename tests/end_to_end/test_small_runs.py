@@ -2,6 +2,10 @@
 exactly one thing."""
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -190,3 +194,21 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
         count = sum(c.isdigit() for c in record["completion"])
         assert record["logged"] == {"digits": count, "note": f"{{'digits': {count}}}"}
         assert record["rewards"]["digits"] == pytest.approx(count / 100)
+
+
+@pytest.mark.slow
+def test_the_bare_command_on_two_ranks(tmp_path):
+    """Word for word, without any other argument: the demo. It is stopped after two steps, and saves them."""
+    for name in ("train_grpo.py", "grpo", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2", "train_grpo.py"]
+    output = tmp_path / "runs" / "tiny_arithmetic"
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        while run.poll() is None and (not (output / "metrics.jsonl").exists() or len(lines(output)) < 3):
+            time.sleep(0.1)
+        run.terminate()
+        printed = run.stdout.read()
+    assert "config    configs/tiny_arithmetic.yaml, since there is no --config" in printed, printed
+    assert ", 2 rank(s), 1 update(s); 150 steps" in printed and "fp32 on cpu" in printed
+    steps = [line["step"] for line in lines(output)]
+    assert steps[:3] == [0, 1, 2] and (output / f"checkpoint-{steps[-1]}" / "model.safetensors").exists()
