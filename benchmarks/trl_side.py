@@ -31,9 +31,9 @@ LOSS_TYPES = {"response_mean": "grpo", "token_mean": "dapo", "constant": "dr_grp
 """``algorithm.aggregation`` -> TRL's name of the same average."""
 PASSED_ON = {
     "name", "scale", "aggregation", "importance_level", "epsilon", "epsilon_high", "delta", "beta",
-    "mask_truncated_completions", "ref_sync_alpha",
+    "mask_truncated_completions", "ref_sync_steps", "ref_sync_alpha", "advantage_eps",
 }  # fmt: skip
-"""Keys of the section ``algorithm`` that TRL gets below, or that change no result."""
+"""Keys of the section ``algorithm`` that TRL gets below, or that change no result. TRL's ``advantage_eps`` is 1e-4."""
 
 
 def check_settings(config) -> None:
@@ -127,6 +127,8 @@ def main() -> None:
             loss_type=LOSS_TYPES[a.aggregation], scale_rewards=a.scale, beta=a.beta, use_bias_correction_kl=False,
             epsilon=a.epsilon, epsilon_high=a.clip_high, delta=a.delta, importance_sampling_level=a.importance_level,
             mask_truncated_completions=a.mask_truncated_completions, disable_dropout=True,
+            sync_ref_model=a.ref_sync_steps > 0, ref_model_sync_steps=a.ref_sync_steps or 1,
+            ref_model_mixup_alpha=a.ref_sync_alpha,
             reward_weights=[f.weight for f in config.reward.functions], optim="adamw_torch",
             learning_rate=o.learning_rate, lr_scheduler_type=o.lr_scheduler_type, warmup_steps=warmup,
             weight_decay=o.weight_decay, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=1e-8,

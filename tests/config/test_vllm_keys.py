@@ -51,6 +51,9 @@ def test_notes():
     assert "rollout.engine=vllm without algorithm.sampler_correction" in line
     (line,) = notes(VLLM | {"rollout.top_k": 5})
     assert "the gradient estimate is biased" in line and "keep_sampling_mask" not in line
+    (line,) = notes({"rollout.top_p": 0.9})
+    assert "rollout.top_p=0.9" in line and line.endswith("biased: rollout.keep_sampling_mask=true removes the bias")
+    assert notes({"rollout.top_p": 0.9, "rollout.keep_sampling_mask": True}) == []
 
 
 def test_servers_may_change_between_runs_and_the_engine_may_not():

@@ -20,7 +20,7 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
     """A run whose ranks have different numbers of micro-batches and decode steps; all that can have a state has one."""
     return [
         *small_run(folder / "model", folder / name), "runtime.parallel=fsdp", "eval.before_training=false",
-        "rollout.prompts_per_step=12", "rollout.num_generations=3", "optim.learning_rate=1e-4",
+        "rollout.prompts_per_step=12", "rollout.num_generations=3", "rollout.temperature=0.8", "optim.learning_rate=1e-4",
         "optim.tokens_per_microbatch=150", f"optim.max_steps={STEPS}", "optim.weight_decay=0.1", "algorithm.beta=0.05",
         "algorithm.ref_sync_steps=3", "algorithm.ref_sync_alpha=0.5", "algorithm.num_iterations=2",
         "algorithm.dynamic_sampling=true", "data.max_eval_samples=3", "checkpoint.save_steps=2", "checkpoint.keep=99",
