@@ -219,6 +219,15 @@ def test_the_readme_is_short_and_documents_are_narrow():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
+def test_the_tests_of_what_cannot_happen_exist():
+    text = " ".join((ROOT / "docs/cannot_happen.md").read_text().split())
+    found = re.findall(r"`(tests/[\w/]+\.py)`: ((?:`test_\w+`(?:, )?)+|all)", text)
+    assert len(found) >= 12
+    for file, names in found:
+        source = (ROOT / file).read_text()
+        assert all(f"def {name}(" in source for name in re.findall(r"test_\w+", names)), file
+
+
 def test_the_worked_weights_of_tokens():
     """docs/algorithm.md: advantage 2, responses of 4 and 7 tokens; the gradient of a token."""
     text = (ROOT / "docs" / "algorithm.md").read_text()
