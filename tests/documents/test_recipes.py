@@ -232,7 +232,7 @@ def test_two_steps_of_r1_zero(tmp_path, assets, variant):
 
 @pytest.mark.slow
 def test_two_steps_of_the_one_token_run(tmp_path, assets):
-    for line in two_steps("didactic_one_token", tmp_path, assets)[1:]:
+    for line in two_steps("didactic_one_token", tmp_path, assets, "rollout.max_completion_length=1")[1:]:
         assert line["completions/max_length"] == line["completions/min_length"] == 1 and "kl" in line
 
 
