@@ -1,9 +1,11 @@
 """Your own loss and advantages: two functions, which configurations name by file.
 
-    python train_grpo.py algorithm.objective=examples/own_loss.py:geometric_mean output_dir=runs/geometric_mean
-    python train_grpo.py algorithm.advantages=examples/own_loss.py:above_median output_dir=runs/above_median
-    python -m grpo.sweep --config configs/tiny_countdown.yaml --vary algorithm.objective=clip,examples/own_loss.py:geometric_mean
+    python train_grpo.py algorithm.objective=examples/own_loss.py:geometric_mean algorithm.num_iterations=2
+    python train_grpo.py algorithm.advantages=examples/own_loss.py:above_median
+    python -m grpo.sweep --config configs/tiny_arithmetic.yaml algorithm.num_iterations=2 optim.max_steps=50 --seeds 0 \
+      --vary algorithm.objective=clip,examples/own_loss.py:geometric_mean
 
+With one update per rollout each ratio is 1, and another way to clip changes nothing: hence the two iterations.
 Shapes: P problems, G completions each; B rows, T completion tokens. What the functions get: docs/algorithm.md.
 """
 
@@ -24,5 +26,5 @@ def geometric_mean(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 
 
 def above_median(rewards_PG, values_PGF):
-    """The reward less the median of its group, which one very good completion does not move."""
+    """The reward less the (lower) median of its group, which one very good completion does not move."""
     return rewards_PG - rewards_PG.nanmedian(dim=1, keepdim=True).values

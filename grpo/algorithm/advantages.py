@@ -137,12 +137,14 @@ def call_own_advantages(function: OwnAdvantages, rewards_PG: Tensor, values_PGF:
     """``[P, G]`` fp32, 0 where a completion has no reward; ValueError on another shape or infinite values."""
     advantages_PG = function(rewards_PG.clone(), values_PGF.clone())
     if not isinstance(advantages_PG, Tensor) or advantages_PG.shape != rewards_PG.shape:
-        got = tuple(getattr(advantages_PG, "shape", ())) or type(advantages_PG).__name__
+        got = tuple(advantages_PG.shape) if isinstance(advantages_PG, Tensor) else type(advantages_PG).__name__
         raise ValueError(f"algorithm.advantages must return shape [P, G] = {tuple(rewards_PG.shape)}, got {got}")
     advantages_PG = advantages_PG.detach().float().masked_fill(rewards_PG.isnan(), 0.0)
     if not advantages_PG.isfinite().all():
         wrong = rewards_PG[~advantages_PG.isfinite().all(dim=1)][0].tolist()
-        raise ValueError(f"algorithm.advantages must return finite numbers, and does not for the rewards {wrong}")
+        raise ValueError(
+            f"algorithm.advantages must return finite numbers, and does not for rewards {wrong} (nan: none)"
+        )
     return advantages_PG
 
 

@@ -107,7 +107,7 @@ def policy_loss(
     if callable(objective):
         loss_BT = objective(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds)
         if not isinstance(loss_BT, Tensor) or loss_BT.shape != mask_BT.shape:
-            got = tuple(getattr(loss_BT, "shape", ())) or type(loss_BT).__name__
+            got = tuple(loss_BT.shape) if isinstance(loss_BT, Tensor) else type(loss_BT).__name__
             raise ValueError(f"the objective must return a loss of shape [B, T] = {tuple(mask_BT.shape)}, got {got}")
     else:
         temperatures = sapo_temperature_pos, sapo_temperature_neg
@@ -220,11 +220,11 @@ def clipped_tokens(
     """Two boolean ``[B, T]``: tokens clipped at the lower bound, and tokens clipped at the upper bound.
 
     ``clip`` and ``dppo_tv``: where the policy gradient is 0, because the policy has moved far enough in the direction
-    of the advantage. ``cispo``: where the weight is at its bound. The other objectives have no bound.
+    of the advantage; of a user's loss the same tokens, whatever it does there. ``cispo``: where the weight is at its bound. The other objectives have no bound.
     ``moved_BT`` is the importance ratio; in ``dppo_tv`` the token's probability less its probability when sampled.
     """
     lowest, highest = bounds
-    if objective in ("clip", "dppo_tv"):
+    if objective in ("clip", "dppo_tv") or callable(objective):
         return (moved_BT < lowest) & (A_B1 < 0), (moved_BT > highest) & (A_B1 > 0)
     nowhere_BT = torch.zeros_like(moved_BT, dtype=torch.bool)
     return nowhere_BT, (moved_BT > highest) & (A_B1 != 0) if objective == "cispo" else nowhere_BT

@@ -38,6 +38,7 @@ from grpo.commands.command import command, command_parser
 from grpo.commands.sweep_results import write_results
 from grpo.config import Config, ConfigError, check_world_size, flat, load_config, make_config, masked_argument
 from grpo.report.read import RunData, read_run
+from grpo.run.own import load_own_functions
 from grpo.system import end_with_parent, printable
 from grpo.telemetry.terminal import survive_lost_readers
 
@@ -148,7 +149,7 @@ def make_plan(
         base: the training script's arguments for all runs.
 
     Raises:
-        ConfigError: for the first run that cannot be.
+        ValueError: for the first run that cannot be.
     """
     if any(word.startswith(("seed=", "output_dir=")) for word in itertools.chain(base, *varied)):
         raise ConfigError("seed and output_dir cannot be set in a sweep: use --seeds and --output")
@@ -159,6 +160,7 @@ def make_plan(
     for changes in variants:
         config = load_config([*base, *changes])
         check_world_size(config, ranks)
+        load_own_functions(config)
         name = ",".join(map(masked_argument, changes)) or "base"
         if same := [other for other, (_, its) in different.items() if its.model_dump() == config.model_dump()]:
             print(f"note: {name} has the settings of {same[0]} and is left out")
@@ -168,7 +170,7 @@ def make_plan(
     for seed, (name, (changes, config)) in itertools.product(seeds, different.items()):
         folder = output / folder_name(name) / f"seed-{seed}"
         own: dict[str, Any] = {"seed": seed, "output_dir": str(folder)}
-        if config.logging.wandb != "disabled":
+        if config.logging.has_dashboards:
             own["logging.run_name"] = f"{name}, seed {seed}"
         arguments = [*base, *changes, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
         runs.append(SweptRun(name, seed, folder, tuple(arguments), load_config(arguments)))

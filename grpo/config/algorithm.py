@@ -51,10 +51,11 @@ class AlgorithmConfig(Section):
     """Preset that sets other keys of this section; keys that you set yourself win. gdpo: with several rewards, the
     advantages of each are summed with the weights, and the sum is normalized over the batch."""
     objective: Annotated[str, AfterValidator(_objective)] = "clip"
-    """Loss of each token: clip (PPO's clipped surrogate), cispo (CISPO's weighted log-prob), sapo (SAPO's soft gate),
-    dppo_tv (DPPO's bound on the change of a probability), reinforce, or your function: path/to/file.py:function."""
+    """Loss of each token: clip (PPO's surrogate), cispo (weighted log-prob), sapo (soft gate), dppo_tv (bound on the
+    change of a probability), reinforce, or a function of yours: path/to/file.py:function (docs/algorithm.md)."""
     advantages: str | None = None
-    """Your function from rewards to advantages, path/to/file.py:function; none: as baseline and scale say."""
+    """A function of yours from rewards to advantages: path/to/file.py:function (docs/algorithm.md); none: as baseline
+    and scale say."""
     baseline: Baseline = "mean"
     """Subtracted from each reward: mean of the group, mean of the other completions of the group, or 0."""
     scale: Scale = "group"
@@ -77,9 +78,9 @@ class AlgorithmConfig(Section):
     """Train only on this share of the tokens of a step, those with the highest entropy; the KL counts all. Below 1 it
     costs one more forward pass."""
     sampler_correction: SamplerCorrection = "none"
-    """Multiply the loss of each token, or of each completion (sequence), by its probability as scored before the update
-    / as sampled. Outside the two bounds the weight is the bound (truncate: TIS) or 0 (mask: MIS). geometric_mask: 0 or
-    1 by the mean ratio of a completion's tokens (geometric), with bounds such as 0.99 and 1.01."""
+    """Weight the loss by the probability as scored before the update / as sampled, per token or completion (sequence).
+    Outside of the two bounds the weight is the bound (truncate: TIS) or 0 (mask: MIS). geometric_mask: 1 within the
+    bounds, such as 0.99 and 1.01, of the geometric mean over the completion's tokens, else 0."""
     sampler_correction_min: float | None = Field(None, ge=0)
     """Lower bound of that weight; none: no bound."""
     sampler_correction_max: float | None = Field(3.0, gt=0)

@@ -386,7 +386,7 @@ class LoggingConfig(Section):
     run_name: str | None = None
     """Name of the run in wandb and trackio; none: the name of output_dir."""
     trackio: bool = False
-    """Show the run in trackio, a dashboard on this machine (trackio show); needs the extra "trackio"."""
+    """Show the run in trackio, a dashboard on this machine; needs the extra "trackio": pip install -e ".[trackio]"."""
     tensorboard: bool = False
     """Write TensorBoard's event files to output_dir/tensorboard; needs the extra "tensorboard"."""
     log_completions: int = Field(4, ge=0)

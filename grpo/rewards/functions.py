@@ -82,11 +82,15 @@ def load_object(spec: str, kind: str, builtin: str) -> Any:
         module = _import_file(location) if is_file else _import_module(location)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
         own_path = os.path.realpath(os.path.expanduser(location))
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own_path]
-        place = f" (line {lines[-1]})" if lines else ""
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{kind} {spec!r}: importing {location}{place} raised {cause}") from error
+        raise ValueError(f"{kind} {spec!r}: importing {location}{raised(error, own_path)}") from error
     return getattr(module, name, None)
+
+
+def raised(error: BaseException, path: str) -> str:
+    """An error, and the line of the user's file that it came from, if any: `` (line 3) raised KeyError: 'a'``."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    place = f" (line {lines[-1]})" if lines else ""
+    return f"{place} raised {type(error).__name__}: {first_line(error)}"
 
 
 def _import_file(path: str) -> ModuleType:

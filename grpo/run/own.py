@@ -13,8 +13,7 @@ from grpo.algorithm.advantages import OwnAdvantages, call_own_advantages
 from grpo.algorithm.loss import OwnObjective, policy_loss
 from grpo.config import Config
 from grpo.config.algorithm import is_own
-from grpo.rewards.functions import load_object, source_files
-from grpo.system import first_line
+from grpo.rewards.functions import load_object, raised, source_files
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,31 @@ def _load(key: str, name: str | None, trial: Callable[[Any], None], files: dict[
     try:
         trial(function)
     except Exception as error:  # the user's function may raise anything
-        raise ValueError(f"{key}={name}: {type(error).__name__}: {first_line(error)}") from error
+        path = getattr(getattr(function, "__code__", None), "co_filename", "")
+        raise ValueError(f"{key}={name}{raised(error, path)}") from error
     files |= source_files(name, function)
     return function
 
 
 def _try_objective(function: OwnObjective) -> None:
-    """The loss of three rows of 2, 1 and 0 tokens."""
+    """Loss and gradient of rows of 2, 1 and 0 tokens, one of them with a ratio of 1; together, and each row alone."""
     logprobs_BT = torch.tensor([[-1.0, -2.0], [-0.5, 0.0], [0.0, 0.0]], requires_grad=True)
     mask_BT = torch.tensor([[True, True], [True, False], [False, False]])
-    old_BT, A_B = logprobs_BT.detach() - 0.1, torch.tensor([1.0, -1.0, 0.0])
-    loss, _ = policy_loss(logprobs_BT, old_BT, A_B, mask_BT, objective=function)
+    inputs = (
+        logprobs_BT,
+        logprobs_BT.detach() - torch.tensor([[0.1], [0.0], [0.0]]),
+        torch.tensor([1.0, -1.0, 0.5]),
+        mask_BT,
+    )
+    loss, _ = policy_loss(*inputs, objective=function)
     if not loss.requires_grad:
         raise ValueError("the loss has no gradient: it must be computed from logprobs_BT or ratio_BT")
+    (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
+    if not (loss.isfinite() and gradient_BT.isfinite().all()):
+        raise ValueError(f"loss {loss.item()} or gradient {gradient_BT.tolist()} is not finite")
+    alone = [policy_loss(*(x[b : b + 1] for x in inputs), objective=function)[0] for b in range(3)]
+    if not torch.isclose(loss, sum(alone)):
+        raise ValueError("the loss of a row depends on the other rows, and so the update on how the batch is cut")
 
 
 def _try_advantages(config: Config, function: OwnAdvantages) -> None:

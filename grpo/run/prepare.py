@@ -126,7 +126,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         print_differences(start, bits_depend_on(world))
 
     if world.is_main and not config.data.dataset.startswith("builtin:"):
-        print(f"tokenizing {len(train_rows.prompts):,} prompts with the chat template of {path} ...", flush=True)
+        print(f"tokenizing {len(train_rows.prompts):,} prompts with the tokenizer of {path} ...", flush=True)
     with world.fail_together():
         tokenizer, train, evaluation = _tokenized(config, path, train_rows, eval_rows, tools)
         if reference is not None:

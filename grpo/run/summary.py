@@ -63,7 +63,8 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
     if isinstance(run.engine, TurnsEngine):
         yield f"turns     {run.engine.tools.summary}"
     advantages = f"advantages {a.advantages}" if a.advantages else f"baseline {a.baseline}, scale {a.scale}"
-    yield f"algorithm {a.name}: {a.objective}, {advantages}, {a.aggregation}, beta {a.beta:g}"
+    correction = f", {a.sampler_correction}" if a.sampler_correction != "none" else ""
+    yield f"algorithm {a.name}: {a.objective}, {advantages}, {a.aggregation}, beta {a.beta:g}{correction}"
     restart = "starts anew" if config.checkpoint.resume == "never" else "continues it from its newest checkpoint"
     yield f"output    {config.output_dir}; the same command or call {restart}"
     if config.checkpoint.save_steps is None:

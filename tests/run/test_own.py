@@ -28,6 +28,21 @@ def per_row(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 def no_gradient(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return logprobs_BT.detach() * A_B1
 
+def scalar(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return (logprobs_BT * A_B1).mean()
+
+def numpy_array(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return (logprobs_BT * A_B1).detach().numpy()
+
+def not_at_1(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return (ratio_BT - 1).abs() / (ratio_BT - 1) * A_B1
+
+def over_rows(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return -ratio_BT * (A_B1 - A_B1.mean())
+
+def fails(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return {}["a"]
+
 def one_argument(rewards_PG):
     return rewards_PG
 
@@ -43,6 +58,11 @@ constant = 3
     [
         ("objective", "per_row", r"must return a loss of shape \[B, T\] = \(3, 2\), got \(3,\)"),
         ("objective", "no_gradient", "the loss has no gradient: it must be computed from logprobs_BT or ratio_BT"),
+        ("objective", "scalar", r"got \(\)"),
+        ("objective", "numpy_array", "got ndarray"),
+        ("objective", "not_at_1", "loss nan or gradient .* is not finite"),
+        ("objective", "over_rows", "the loss of a row depends on the other rows, and so the update on how the batch"),
+        ("objective", "fails", r"\(line 30\) raised KeyError: 'a'"),
         ("objective", "missing", "has no function 'missing'"),
         ("objective", "constant", "has no function 'constant'"),
         ("advantages", "one_argument", "TypeError: one_argument.. takes 1 positional argument but 2 were given"),
@@ -54,7 +74,7 @@ def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, messag
     file.write_text(FILE)
     with pytest.raises(ValueError, match=message) as caught:
         load_own_functions(make_config({f"algorithm.{key}": f"{file}:{name}"}))
-    assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}") and "\n" not in str(caught.value)
 
 
 def test_the_example_by_hand():
