@@ -220,7 +220,8 @@ def clipped_tokens(
     """Two boolean ``[B, T]``: tokens clipped at the lower bound, and tokens clipped at the upper bound.
 
     ``clip`` and ``dppo_tv``: where the policy gradient is 0, because the policy has moved far enough in the direction
-    of the advantage; of a user's loss the same tokens, whatever it does there. ``cispo``: where the weight is at its bound. The other objectives have no bound.
+    of the advantage; of a user's loss the same tokens, whatever it does there. ``cispo``: where the weight is at its
+    bound. The other objectives have no bound.
     ``moved_BT`` is the importance ratio; in ``dppo_tv`` the token's probability less its probability when sampled.
     """
     lowest, highest = bounds
