@@ -105,10 +105,12 @@ def policy_loss(
         moved_BT, bounds = logprobs_BT.detach().exp() - old_logprobs_BT.exp(), (-epsilon, epsilon_high)
     is_low_BT, is_high_BT = clipped_tokens(objective, moved_BT, A_B1, bounds)
     if callable(objective):
-        loss_BT = objective(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds)
+        # Of copies, which it may change; plus 0, so that there is a gradient also where it uses none of them.
+        loss_BT = objective(*(x.clone() for x in (logprobs_BT, ratio_BT, A_B1, mask_BT)), bounds)
         if not isinstance(loss_BT, Tensor) or loss_BT.shape != mask_BT.shape:
             got = tuple(loss_BT.shape) if isinstance(loss_BT, Tensor) else type(loss_BT).__name__
             raise ValueError(f"the objective must return a loss of shape [B, T] = {tuple(mask_BT.shape)}, got {got}")
+        loss_BT = loss_BT + 0 * logprobs_BT
     else:
         temperatures = sapo_temperature_pos, sapo_temperature_neg
         loss_BT = surrogate_loss(objective, logprobs_BT, ratio_BT, A_B1, bounds, delta, temperatures)

@@ -126,12 +126,16 @@ class AlgorithmConfig(Section):
             raise ValueError(f"algorithm.delta={self.delta} must be above 1 + epsilon_high = {1 + self.clip_high:g}")
         if self.name == "gdpo" and (self.baseline, self.scale) != ("mean", "group"):
             raise ValueError("algorithm.name=gdpo normalizes the advantages: use baseline=mean and scale=group")
-        bounds = {"sampler_correction_min", "sampler_correction_max"}
-        if self.sampler_correction == "geometric_mask" and not bounds <= self.model_fields_set:
+        bounds = ("sampler_correction_min", "sampler_correction_max")
+        if self.sampler_correction == "geometric_mask" and not all(map(self.differs_from_default, bounds)):
             raise ValueError(
                 "algorithm.sampler_correction=geometric_mask needs both bounds: set sampler_correction_min=0.99 and "
                 "sampler_correction_max=1.01 for example"
             )
+        lowest, highest = self.sampler_correction_min or 0.0, self.sampler_correction_max
+        if self.sampler_correction != "none" and not lowest <= 1 <= (1 if highest is None else highest):
+            change = "1, the weight of an unchanged probability"
+            raise ValueError(f"algorithm.sampler_correction_min={lowest} and _max={highest} must lie around {change}")
         if self.objective == "dppo_tv" and (self.importance_level != "token" or self.sampler_correction != "none"):
             raise ValueError("algorithm.objective=dppo_tv needs importance_level=token and sampler_correction=none")
         return self

@@ -384,7 +384,7 @@ class LoggingConfig(Section):
     project: str = "grpo"
     """Project in wandb and trackio."""
     run_name: str | None = None
-    """Name of the run in wandb and trackio; none: the name of output_dir."""
+    """Name of the run in wandb and trackio; none: the name of output_dir (trackio: with its folders)."""
     trackio: bool = False
     """Show the run in trackio, a dashboard on this machine; needs the extra "trackio": pip install -e ".[trackio]"."""
     tensorboard: bool = False

@@ -38,6 +38,8 @@ TRAINER_ARGUMENTS = (
     *ONLY_IF_NAMED,
 )  # fmt: skip
 """The arguments that the trainer passes to a reward besides the columns. A column of such a name is not passed."""
+SOURCE = "__grpo_source__"
+"""Global of such a module: the bytes of its file when it was imported."""
 FILE_MODULE_PREFIX = "grpo_reward_file_"
 """Begins the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""
 
@@ -96,12 +98,15 @@ def raised(error: BaseException, path: str) -> str:
 def _import_file(path: str) -> ModuleType:
     path = os.path.realpath(os.path.expanduser(path))
     name = FILE_MODULE_PREFIX + path.encode().hex()  # two functions of one file share its globals
-    if name in sys.modules:
+    with open(path, "rb") as file:
+        source = file.read()
+    if name in sys.modules and sys.modules[name].__dict__.get(SOURCE) == source:  # in a notebook it may have changed
         return sys.modules[name]
     if os.path.dirname(path) not in sys.path:
         sys.path.append(os.path.dirname(path))  # a reward file can import modules of its own folder, as a script can
     loader = importlib.machinery.SourceFileLoader(name, path)
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path, loader=loader))
+    module.__dict__[SOURCE] = source
     sys.modules[name] = module  # before the module runs: pickle and dataclasses look a module up by name
     try:
         loader.exec_module(module)

@@ -64,9 +64,9 @@ def _try_objective(function: OwnObjective) -> None:
         mask_BT,
     )
     loss, _ = policy_loss(*inputs, objective=function)
-    if not loss.requires_grad:
-        raise ValueError("the loss has no gradient: it must be computed from logprobs_BT or ratio_BT")
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
+    if not gradient_BT.any():
+        raise ValueError("the loss has no gradient: it must be computed from logprobs_BT or ratio_BT")
     if not (loss.isfinite() and gradient_BT.isfinite().all()):
         raise ValueError(f"loss {loss.item()} or gradient {gradient_BT.tolist()} is not finite")
     alone = [policy_loss(*(x[b : b + 1] for x in inputs), objective=function)[0] for b in range(3)]

@@ -76,7 +76,7 @@ def score(run: Run, groups: Sequence[Group]) -> tuple[Tensor, RewardResult]:
         completion.logged.update({column: values[row] for column, values in result.extra.items()})
     values = torch.tensor([[math.nan if v is None else v for v in row] for row in result.values])
     values_PGF = values.view(len(groups), -1, len(run.rewards.names))
-    if run.config.algorithm.scale == "mean":
+    if run.config.algorithm.scale == "mean" and run.own.advantages is None:
         check_not_negative(run.scores(values_PGF), run.rewards.names, step=run.progress.step + 1)
     return values_PGF, result
 

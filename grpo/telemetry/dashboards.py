@@ -14,9 +14,9 @@ from grpo.config import Config
 from grpo.system import first_line
 from grpo.telemetry.records import json_safe
 
-TIMEOUTS = {"login_timeout": 30, "init_timeout": 20, "finish_timeout": 20}
-"""Seconds that wandb waits for a key to be typed in, for the server at the start, and for the upload at the end:
-torchrun kills a process 30 seconds after it asked the process to stop."""
+TIMEOUTS = {"init_timeout": 20, "finish_timeout": 20}
+"""Seconds that wandb waits for the server at the start, and for the upload at the end: torchrun kills a process 30
+seconds after it asked the process to stop."""
 NOT_SHOWN = (
     "token_ids", "tokens", "logprobs", "updated_logprobs", "ref_logprobs", "rewards", "logged", "sampled", "messages",
 )  # fmt: skip
@@ -36,6 +36,7 @@ class Wandb:
         self, config: Config, run_id: str | None, environment: dict[str, Any], print_line: Callable[[str], None]
     ):
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", "8")  # before each table, training waits for the server's answer
+        os.environ.setdefault("WANDB_SILENT", "true")  # else it asks for a key on a terminal, and the ranks wait
         import wandb
 
         self._wandb, logging = wandb, config.logging
@@ -86,7 +87,7 @@ class Trackio:
 
         self._trackio, logging = trackio, config.logging
         self._run = trackio.init(
-            project=logging.project, name=logging.run_name or Path(config.output_dir).name, embed=False,
+            project=logging.project, name=logging.run_name or config.output_dir, embed=False,
             resume="allow" if is_resumed else "never", config=config.for_writing() | {"environment": environment},
         )  # fmt: skip
 

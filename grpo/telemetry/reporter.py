@@ -51,7 +51,8 @@ class Reporter:
         (self._folder / "completions").mkdir(parents=True, exist_ok=True)
         last_step = first_step - 1 if first_step == 0 or rewrite_first_step else first_step
         remove_steps_after(self._folder / "intervals.jsonl", last_step)
-        no_hint = equal_rewards_have_gradient(config.algorithm.baseline, config.algorithm.scale)
+        algorithm = config.algorithm
+        no_hint = algorithm.advantages or equal_rewards_have_gradient(algorithm.baseline, algorithm.scale)
         self._hints = Hints(without=("equal rewards",) if no_hint else ())
         for metrics in remove_steps_after(self._folder / "metrics.jsonl", last_step):
             self._hints.update(metrics)  # the interrupted run has printed these

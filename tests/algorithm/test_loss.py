@@ -306,6 +306,17 @@ def test_a_loss_of_the_user_gets_the_tensors_of_the_built_in_ones(level):
     found, expected = (example(objective=o, sampling_logprobs_BT=SAMPLED, **options) for o in (own_clip, "clip"))
     assert torch.equal(found[1], expected[1]) and found[0] == expected[0]
     assert found[2] == expected[2], "the shares of tokens beyond the bounds too"
+
+    def in_place(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+        loss_BT = own_clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds)
+        for changed in (logprobs_BT, A_B1, mask_BT):
+            changed.zero_()
+        return loss_BT
+
+    of_copies = example(objective=in_place, sampling_logprobs_BT=SAMPLED, **options)
+    assert torch.equal(of_copies[1], expected[1]) and of_copies[2] == expected[2]
+    constant = example(objective=lambda *tensors: torch.ones(4, 3).bfloat16())
+    assert not constant[1].any() and constant[0] == 4, "a micro-batch without a gradient has one of 0"
     seen = []
     example(objective=lambda *tensors: seen.append(tensors) or own_clip(*tensors), epsilon=0.1, epsilon_high=0.3)
     logprobs_BT, ratio_BT, A_B1, mask_BT, bounds = seen[0]

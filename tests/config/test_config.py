@@ -254,6 +254,9 @@ def test_a_value_out_of_range_names_key_value_and_what_is_allowed(override, allo
     assert line.startswith(f"{key}={shown}: ") and allowed in line.replace("\\", "")
 
 
+SAMPLER_MIN = "algorithm.sampler_correction_min"
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
@@ -267,6 +270,8 @@ def test_a_value_out_of_range_names_key_value_and_what_is_allowed(override, allo
         (["algorithm.name=dppo_tv", "algorithm.importance_level=sequence"], ["dppo_tv", "importance_level=token"]),
         (["algorithm.name=rloo", "algorithm.num_iterations=2"], ["reinforce", "num_iterations=1", "clip"]),
         (["algorithm.name=dapo", "algorithm.delta=1.25"], ["delta=1.25", "1.28"]),
+        (["algorithm.sampler_correction=geometric_mask", f"{SAMPLER_MIN}=0.99"], ["needs both bounds", "max=1.01"]),
+        (["algorithm.sampler_correction=token_mask", f"{SAMPLER_MIN}=5"], ["min=5.0 and _max=3.0 must lie around 1"]),
         (["algorithm.num_minibatches=3"], ["prompts_per_step=8", "num_minibatches=3", "6 or 9"]),
         (["eval.num_samples=8"], ["num_samples=8", "temperature"]),
         (["optim.min_lr=1e-7"], ["min_lr", "cosine", "constant"]),

@@ -32,7 +32,7 @@ ALONE = {
 
 MAX_ROOMS = 20
 BUDGETS = {
-    "system": 120, "attention": 950, "algorithm": 1250, "config": 1365, "distributed": 590, "data": 1105,
+    "system": 120, "attention": 950, "algorithm": 1250, "config": 1370, "distributed": 590, "data": 1105,
     "telemetry": 880, "rewards": 2180, "model": 700, "rollout": 1660, "vllm": 650, "turns": 1125, "evaluation": 360,
     "checkpoint": 620, "run": 2365, "report": 355, "commands": 1030,
 }  # fmt: skip

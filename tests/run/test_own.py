@@ -77,6 +77,15 @@ def test_a_mistake_is_one_line_before_the_run_starts(tmp_path, key, name, messag
     assert str(caught.value).startswith(f"algorithm.{key}={file}:{name}") and "\n" not in str(caught.value)
 
 
+def test_a_file_that_changed_is_read_again_in_the_same_process(tmp_path):
+    file, found = tmp_path / "my_loss.py", []
+    config = make_config({"algorithm.advantages": f"{file}:two"})
+    for factor in (2, 3):
+        file.write_text(f"def two(rewards_PG, values_PGF):\n    return {factor} * rewards_PG\n")
+        found.append(load_own_functions(config).advantages(torch.ones(1, 1), None).item())
+    assert found == [2, 3] and load_own_functions(config).advantages is load_own_functions(config).advantages
+
+
 def test_the_example_by_hand():
     """Ratios 2, 1, 0.5 and bounds 0.7, 1.5: the mean of 1.5, 1, 0.5 where A > 0, and of 2, 1, 0.7 where A < 0."""
     geometric_mean = load_object(f"{ROOT}/examples/own_loss.py:geometric_mean", "objective", "")
