@@ -116,7 +116,8 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         model = model_digests("", path, with_weights=not world.is_alone)
     read = {f"the content of model.name_or_path{name}": value[:12] for name, value in model.items()}
     read["the rows of data.dataset"] = data_fingerprint[:12]
-    read["the content of your functions, reference model, adapter or evaluation rows"] = _joint_digest(content)
+    named = "reward.functions, own loss or advantages, reference model, adapter or evaluation rows"
+    read[f"the content of {named}"] = _joint_digest(content)
     world.check_same(read)
     with world.fail_together():
         start = read_start_point(config, checkpoint, origin, data_fingerprint, content)

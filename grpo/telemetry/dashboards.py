@@ -36,7 +36,6 @@ class Wandb:
         self, config: Config, run_id: str | None, environment: dict[str, Any], print_line: Callable[[str], None]
     ):
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", "8")  # before each table, training waits for the server's answer
-        os.environ.setdefault("WANDB_SILENT", "true")  # else it asks for a key on a terminal, and the ranks wait
         import wandb
 
         self._wandb, logging = wandb, config.logging
@@ -48,6 +47,8 @@ class Wandb:
         )  # fmt: skip
         mode = "offline" if os.environ.get("WANDB_MODE") == "offline" else logging.wandb
         try:
+            if mode == "online" and not wandb.login(prompt=False, verify=False):  # else init asks, and the ranks wait
+                raise wandb.errors.UsageError("no API key: run `wandb login`")
             self._run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, **options)
         except Exception as error:  # no server, or the server refuses the key
             if mode == "offline":
