@@ -101,7 +101,7 @@ class ToolCall:
     name: str
     seconds: float
     error: str = ""
-    """What the model saw, if the tool raised, its arguments were wrong, or there is no tool of that name."""
+    """The text that the model saw, if the tool raised, its arguments were wrong, or there is no tool of that name."""
 
     @property
     def failed(self) -> bool:
@@ -128,11 +128,11 @@ class Turns(Completion):
     environment_name: str | None = None
     """The name of the environment's class; None without one."""
     environment_reward: float | None = None
-    """What the environment says itself: its ``get_reward()``, or the sum of ``rewards``."""
+    """The reward of the environment itself: its ``get_reward()``, or the sum of ``rewards``."""
     num_turns: int = 1
     """Turns of the model."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """What a rollout function returned about this completion besides its tokens: columns for the rewards."""
+    """Columns for the rewards, which a rollout function returned with this completion."""
 
     @property
     def transcript(self) -> str:

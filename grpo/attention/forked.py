@@ -37,7 +37,7 @@ class ForkedCache:
         names: Sequence | None = None,
     ):
         self.names = [object() for _ in prompt_lengths] if names is None else list(names)
-        """What tells a prompt from others, by which :meth:`add_rows` finds those that both caches have."""
+        """A name for each prompt, by which :meth:`add_rows` finds those that both caches have."""
         self.capacity = capacity
         """Most own tokens of a row."""
         self.length = 0

@@ -208,7 +208,7 @@ def _value(node: Any) -> Fraction:
 
 
 class EnvironmentReward:
-    """What an environment of this class says itself: ``get_reward()``, or the sum of its turns' rewards."""
+    """The reward that an environment of this class gives itself: ``get_reward()``, or the sum of its turns' rewards."""
 
     def __init__(self, class_name: str):
         self.class_name = class_name

@@ -69,7 +69,7 @@ def load_reward(spec: str) -> Callable[..., Any]:
 
 
 def load_object(spec: str, kind: str, builtin: str) -> Any:
-    """What ``package.module:name`` or ``path/to/file.py:name`` names; None if its module has no such name.
+    """The object named ``package.module:name`` or ``path/to/file.py:name``; None if its module has no such name.
 
     ``kind``: what it is, and ``builtin``: what there is besides, for messages. ValueError if it cannot be imported.
     """

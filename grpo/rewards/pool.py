@@ -136,7 +136,7 @@ class WorkerPool:
     def __init__(self, num_workers: int, worker: str = "grpo.rewards.worker:Worker"):
         self._num_workers, self._directory, self._worker = num_workers, os.getcwd(), worker
         self.functions: dict[int, tuple[Any, ...]] = {}
-        """What workers load, by key: the arguments of ``load``."""
+        """Objects that the workers load, by key: the arguments of ``load``."""
         self._processes: list[WorkerProcess] = []
         self._threads: ThreadPoolExecutor | None = None
         self._own = threading.local()

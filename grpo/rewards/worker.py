@@ -247,7 +247,7 @@ class Pickled:
     """An environment, as a reward gets it in its worker."""
 
     name: str
-    """Where its class is found: a module or file that must be imported first."""
+    """The module or file of its class, which must be imported first."""
     data: bytes
     is_object: bool = False
     """True if the class is in ``data``."""

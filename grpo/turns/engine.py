@@ -174,7 +174,7 @@ class TurnsEngine:
         self.engine.close()
 
     def __getattr__(self, name: str) -> Any:
-        """What an engine has besides: its weights, its dry run."""
+        """Other attributes are those of the wrapped engine: its weights, its dry run."""
         return getattr(self.engine, name)
 
     def __str__(self) -> str:

@@ -138,7 +138,7 @@ class TurnFormat:
         return {"role": "assistant", "content": content} | ({"tool_calls": [call]} if self.uses_template else {})
 
     def _suffix(self, before: list[dict[str, Any]], messages: list[dict[str, Any]]) -> str:
-        """What the template writes behind the end of the last turn of ``before``, up to the next turn's beginning."""
+        """The template's text from the end of the last turn of ``before`` to the beginning of the next turn."""
         render = self.tokenizer.apply_chat_template
         start = render(before, tokenize=False)
         whole = render([*before, *messages], tokenize=False, add_generation_prompt=True)

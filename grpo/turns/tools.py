@@ -46,7 +46,7 @@ class Tools:
         environments = named if isinstance(named, dict) else {None: named} if named else {}
         self._tools = [_source(tool.name, tool.args, objects) for tool in config.tools]
         self.sources = {key: _source(name, {}, objects) for key, name in environments.items()}
-        """Where the classes of the environments are found, by their names."""
+        """Sources of the environments' classes, by their names."""
         self._pools = [
             WorkerPool(1, "grpo.turns.worker:ToolWorker") for _ in range(config.reward.num_workers or MAX_WORKERS)
         ]

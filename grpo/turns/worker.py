@@ -34,7 +34,7 @@ NOT_TOOLS = ("reset", "get_reward")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a worker finds a tool or an environment."""
+    """The source from which a worker loads a tool or an environment."""
 
     name: str
     """Built-in, ``package.module:name``, ``path/to/file.py:name``, or of an object that a program passed."""
@@ -56,7 +56,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentInfo:
-    """What the trainer knows of an environment, whose class it does not import."""
+    """Facts about an environment for the trainer, which does not import its class."""
 
     class_name: str
     steps: bool
@@ -81,7 +81,7 @@ class Reply:
     environment: bytes | int | None = None
     """Pickled; a number if it stays in the worker; None without one."""
     text: str | list[dict[str, str]] | None = None
-    """What the model reads: a result, an observation, or messages; of a failure what was wrong."""
+    """The text or messages that the model reads: a result, an observation, or messages; of a failure what was wrong."""
     failed: bool = False
     seconds: float = 0.0
     reward: float | None = None
@@ -290,7 +290,7 @@ def _accepted(function: Callable[..., Any], values: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str | list[dict[str, str]]:
-    """What the model reads of a result: messages as they are, anything else as text."""
+    """A result as the model reads it: messages as they are, anything else as text."""
     is_messages = isinstance(value, list) and value and all(isinstance(m, dict) and "content" in m for m in value)
     if is_messages:
         return [{"role": "user", **m, "content": _text(m["content"])} for m in value]
