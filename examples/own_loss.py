@@ -1,7 +1,7 @@
 """Your own loss and advantages: two functions, which configurations name by file.
 
-    python train_grpo.py algorithm.objective=examples/own_loss.py:geometric_mean algorithm.num_iterations=2
-    python train_grpo.py algorithm.advantages=examples/own_loss.py:above_median
+    python train_grpo.py algorithm.objective=examples/own_loss.py:geometric_mean algorithm.num_iterations=2 output_dir=runs/gmpo
+    python train_grpo.py algorithm.advantages=examples/own_loss.py:above_median output_dir=runs/above_median
     python -m grpo.sweep --config configs/tiny_arithmetic.yaml algorithm.num_iterations=2 optim.max_steps=50 --seeds 0 \
       --vary algorithm.objective=clip,examples/own_loss.py:geometric_mean
 
