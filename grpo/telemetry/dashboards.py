@@ -47,7 +47,8 @@ class Wandb:
         )  # fmt: skip
         mode = "offline" if os.environ.get("WANDB_MODE") == "offline" else logging.wandb
         try:
-            if mode == "online" and not wandb.login(prompt=False, verify=False):  # else init asks, and the ranks wait
+            # Without a key init asks on a terminal, and the ranks wait. A program's own run, if it has one, goes on.
+            if mode == "online" and wandb.run is None and not wandb.login(prompt=False, verify=False):
                 raise wandb.errors.UsageError("no API key: run `wandb login`")
             self._run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, **options)
         except Exception as error:  # no server, or the server refuses the key

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import ROOT, run_trainer, small_run
+from outputs import lines
 from safetensors.torch import load_file
 
 from grpo.algorithm.loss import loss_denominator, policy_loss
@@ -20,13 +21,16 @@ def clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return torch.max(-ratio_BT * A_B1, -ratio_BT.clamp(*bounds) * A_B1)
 
 def advantages(rewards_PG, values_PGF):
-    return group_advantages(rewards_PG)
+    return group_advantages(rewards_PG, scale="none")
 
 def per_row(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return clip(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds).sum(dim=1)
 
 def no_gradient(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return logprobs_BT.detach() * A_B1
+
+def likelihood(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return -logprobs_BT
 
 def scalar(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return (logprobs_BT * A_B1).mean()
@@ -62,7 +66,7 @@ constant = 3
         ("objective", "numpy_array", "got ndarray"),
         ("objective", "not_at_1", "loss nan or gradient .* is not finite"),
         ("objective", "over_rows", "the loss of a row depends on the other rows, and so the update on how the batch"),
-        ("objective", "fails", r"\(line 30\) raised KeyError: 'a'"),
+        ("objective", "fails", r"\(line 33\) raised KeyError: 'a'"),
         ("objective", "missing", "has no function 'missing'"),
         ("objective", "constant", "has no function 'constant'"),
         ("advantages", "one_argument", "TypeError: one_argument.. takes 1 positional argument but 2 were given"),
@@ -115,7 +119,7 @@ def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random
         return run_trainer(*small_run(random_model, tmp_path / folder), *settings, *changes, **options)
 
     own = f"algorithm.objective={file}:clip", f"algorithm.advantages={file}:advantages"
-    run("built_in")
+    run("built_in", "algorithm.scale=none")
     run("own", *own, ranks=2)
     weights = [load_file(tmp_path / f"{name}/checkpoint-5/model.safetensors") for name in ("built_in", "own")]
     for name, tensor in weights[0].items():
@@ -123,3 +127,19 @@ def test_runs_with_own_functions_are_those_of_the_built_in_ones(tmp_path, random
     file.write_text(FILE.replace("torch.max", "torch.maximum"))
     done = run("own", *own, ranks=2, check=False)
     assert done.returncode and f"was started with other settings (content of {file}: checkpoint '" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_loss_trains_where_all_advantages_are_0_and_the_constant_divides_it(tmp_path, random_model):
+    """Equal rewards, and a loss that does not look at them; twice the constant gives half the gradient."""
+    file, norms = tmp_path / "my_loss.py", {}
+    file.write_text(FILE)
+    for constant in ("null", 12, 24):  # of completions of at most 12 tokens
+        run_trainer(
+            *small_run(random_model, tmp_path / str(constant)), f"algorithm.objective={file}:likelihood",
+            f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.aggregation=constant",
+            f"algorithm.normalize_constant={constant}", "algorithm.beta=0", "optim.max_steps=1",
+            "eval.before_training=false",
+        )  # fmt: skip
+        norms[constant] = lines(tmp_path / str(constant))[-1]["grad_norm"]
+    assert norms["null"] == norms[12] == pytest.approx(2 * norms[24], rel=1e-5) and norms[12] > 0
