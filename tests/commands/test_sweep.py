@@ -44,7 +44,7 @@ def test_variants_are_all_combinations_or_each_value_alone(tmp_path, capsys):
     names = [run.variant for run in plan_of(tmp_path, vary=vary)]
     assert names == ["base", "algorithm.scale=none", "algorithm.beta=0.01", "algorithm.beta=0.1"]
     assert "note: algorithm.scale=group has the settings of base and is left out" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="nowhere.py raised FileNotFoundError"):
+    with pytest.raises(ValueError, match=r"nowhere\.py raised FileNotFoundError"):
         plan_of(tmp_path, vary=["algorithm.objective=clip,nowhere.py:mine"])
 
 
