@@ -107,7 +107,8 @@ def main() -> None:
     order = [problem for step in range(o.max_steps) for problem in schedule.at(step)]
     rows = [{"prompt": problem.reward_prompt, **problem.columns} for problem in order]
     for row, problem in zip(rows, order, strict=True):
-        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        template_kwargs = config.data.chat_template_kwargs
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, **template_kwargs)["input_ids"]
         assert tuple(ids) == problem.prompt_ids, "TRL's prompt is ours"
     held_out = make_problems(load_rows(config.data, train=False, seed=config.seed), config.data, tokenizer).problems
     device = torch.device("cpu" if use_cpu else "cuda")
@@ -132,7 +133,7 @@ def main() -> None:
             reward_weights=[f.weight for f in config.reward.functions], optim="adamw_torch",
             learning_rate=o.learning_rate, lr_scheduler_type=o.lr_scheduler_type, warmup_steps=warmup,
             weight_decay=o.weight_decay, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=1e-8,
-            max_grad_norm=o.max_grad_norm,
+            max_grad_norm=o.max_grad_norm, chat_template_kwargs=config.data.chat_template_kwargs,
         )  # fmt: skip
         started = time.perf_counter()
         trainer.train()

@@ -14,7 +14,7 @@ import yaml
 
 from grpo.checkpoint import format as checkpoint
 from grpo.checkpoint.saver import CHOSEN
-from grpo.config import SERVER_KEYS, Config, ConfigError, flat
+from grpo.config import SERVER_KEYS, Config, ConfigError, keys_of
 from grpo.config.secrets import masked
 from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
@@ -171,18 +171,32 @@ def _differences(
     config: Config, state: dict[str, Any], data_fingerprint: str, content: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
     """``(key, old, new)`` for each setting, the data, and each file, that must not change and does."""
-    saved, now = dict(flat(masked(state["config"]))), dict(flat(config.for_writing()))
+    saved = _values_by_key(masked(state["config"]))
+    now = _values_by_key(config.for_writing())
     for key, name in CHOSEN.items():  # setting what the run chose itself is no change
         if now[key] == state.get(name):
             saved[key] = now[key]
-    fixed = [key for key in now if key.startswith(MUST_NOT_CHANGE) and key not in MAY_CHANGE]
     triples = [("rows of data.dataset", state["data_fingerprint"][:12], data_fingerprint[:12])]
     for name in sorted(state["content"].keys() | content.keys()):
-        old, new = (digests.get(name, "missing")[:12] for digests in (state["content"], content))
-        triples.append((f"content of {name}", old, new))
-    defaults = dict(flat(Config().for_writing()))  # of keys that the checkpoint's version did not have
-    triples += [(key, saved.get(key, defaults[key]), now[key]) for key in fixed]
+        old = state["content"].get(name, "missing")
+        new = content.get(name, "missing")
+        triples.append((f"content of {name}", old[:12], new[:12]))
+    defaults = _values_by_key(Config().for_writing())  # of keys that the checkpoint's version did not have
+    for key, value in now.items():
+        if key.startswith(MUST_NOT_CHANGE) and key not in MAY_CHANGE:
+            triples.append((key, saved.get(key, defaults[key]), value))
     return [(key, old, new) for key, old, new in triples if old != new]
+
+
+def _values_by_key(values: dict[str, Any]) -> dict[str, Any]:
+    """Nested values by the keys of the configuration; the value of a key may be a mapping."""
+    found = {}
+    for key in keys_of(Config):
+        section, dot, name = key.rpartition(".")
+        inside = values.get(section, {}) if dot else values
+        if name in inside:
+            found[key] = inside[name]
+    return found
 
 
 def check_output_dir(output: Path) -> None:

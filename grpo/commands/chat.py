@@ -20,7 +20,8 @@ from grpo.algorithm.batch import Group
 from grpo.commands.command import command, command_parser
 from grpo.commands.models import add_model_options, load_engine
 from grpo.config import Config, config_of_models, engine_overrides
-from grpo.data.problems import Rows, instructions_of, make_problems
+from grpo.data import Rows, make_problems
+from grpo.data.table import instructions_of
 from grpo.distributed import start_world
 from grpo.model import load_tokenizer, resolve_model
 from grpo.rewards import RewardRunner

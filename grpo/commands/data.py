@@ -57,11 +57,14 @@ def preview(config: Config, tokenizer: Any, schemas_of: Callable[[dict[str, Any]
                 yield f"  {name} = {text[:MAX_VALUE_LENGTH]}{'...' * (len(text) > MAX_VALUE_LENGTH)}"
         lengths = sorted(len(problem.prompt_ids) for problem in found.problems)
         yield f"--- {split}"
+        yield from found.notes
         middle = f"shortest {lengths[0]}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
         yield f"{len(rows.prompts)} rows, {len(lengths)} used; prompt tokens: {middle}"
         limit = config.data.max_prompt_length
         yield f"left out: {found.num_too_long} longer than data.max_prompt_length={limit} tokens"
         yield f"left out: {found.num_empty} without text"
+        if found.num_repaired:
+            yield f"kept: {found.num_repaired} with half of a character, which is read as \ufffd"
         if config.data.answer_column is not None:
             yield f"kept: {found.num_without_answer} without an answer: empty, or data.answer_pattern finds none"
         yield f"duplicates: {len(lengths) - len({p.prompt_ids for p in found.problems})} prompts that came before"

@@ -118,6 +118,8 @@ def _evaluate(
         if num_left_out := found.num_too_long + found.num_empty:
             reason = f"their prompts are longer than {config.data.max_prompt_length} tokens, or empty"
             print(f"note: {num_left_out} problems are left out: {reason}", flush=True)
+        for note in found.notes:
+            print(note, flush=True)
         if warning := messages_warning(config, problems):
             print(warning, flush=True)
     longest = sampling.max_completion_length

@@ -112,15 +112,19 @@ class DataConfig(Section):
     eval_dataset: str | None = None
     """Dataset that has the evaluation split, if it is not `dataset` (a second file, for example)."""
     prompt_column: str = "prompt"
-    """Column with the question: text, or a list of chat messages."""
+    """Column with the question: text, or a list of chat messages. A field in a column: column.field."""
     answer_column: str | None = None
-    """Column with the reference answer; rewards get it as `answer`."""
+    """Column with the reference answer, or a field in one (reward_model.ground_truth); rewards get it as `answer`. Of a
+    list, each item is right."""
     answer_pattern: str | None = None
     """Regular expression (of the package regex) that finds the answer in its column: the first group, or the match."""
     system_prompt: str | None = None
     """System message before each prompt: the text, or a .txt or .md file. none: that of the row or built-in task."""
     prompt_template: str | None = Field(None, pattern=r"\{prompt\}")
-    """Text that the model gets instead of its chat template, with {prompt} for the question (for base models)."""
+    """Text that the model gets instead of its chat template, with {prompt} for the question: for base models, and, as
+    {prompt} alone, for prompts that are rendered already."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, for prompts and the answers of tools: {enable_thinking: false} for Qwen3."""
     question_template: str | None = Field(None, pattern=r"\{prompt\}")
     """Text of the user message, with {prompt} where the question goes ("Question: {prompt}"), inside the chat template.
     {NAME} stands for the column NAME of the row; a list has one item per line. Also for the questions of few_shot."""

@@ -1,29 +1,150 @@
-"""Special tokens of a tokenizer: those with which a chat template marks turns, and tags that a model writes."""
+"""From a prompt to the text and the tokens that the model reads: chat template, special tokens, BOS."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+Prompt = str | list[dict[str, Any]]
+"""A text, or chat messages with ``role``, ``content`` and what else the chat template reads."""
 
 MARKS = re.compile(r"<\|[^<>|\s]+\|>|\[/?[A-Z_]+\]|<\w+_of_\w+>")
 """Marks of turns that many chat templates write as plain text: ``<|user|>``, ``[INST]``, ``<start_of_turn>``."""
 
 
+def conversation(
+    prompt: Prompt,
+    system_prompt: str | None,
+    few_shot: Sequence[dict[str, str]],
+) -> list[dict[str, Any]]:
+    """A prompt as chat messages: system prompt, worked examples, question."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    lead = []
+    if messages[0]["role"] == "system":  # the system prompt of a row replaces the configured one
+        lead.append(messages.pop(0))
+    elif system_prompt:
+        lead.append({"role": "system", "content": system_prompt})
+    for example in few_shot:
+        lead.append({"role": "user", "content": example["prompt"]})
+        lead.append({"role": "assistant", "content": example["completion"]})
+    return lead + messages
+
+
+def render(
+    prompt: Prompt,
+    tokenizer: Any,
+    system_prompt: str | None,
+    few_shot: Sequence[dict[str, str]],
+    prompt_template: str | None = None,
+    schemas: Sequence[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text that the model reads: system prompt, worked examples and question in the chat template.
+
+    Without a chat template they are joined as plain text. A ``prompt_template`` replaces everything but the question.
+
+    Args:
+        schemas: of the tools that the chat template shows.
+        template_kwargs: variables of the chat template (``data.chat_template_kwargs``).
+
+    Raises:
+        ValueError: the chat template refuses the messages, or turns of a conversation would lose their roles.
+    """
+    if prompt_template is not None:
+        if not isinstance(prompt, str) and len(prompt) > 1:
+            raise ValueError(f"data.prompt_template takes one question, and a prompt has {len(prompt)} messages")
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        return prompt_template.replace("{prompt}", question)
+
+    messages = conversation(prompt, system_prompt, few_shot)
+    if tokenizer.chat_template:
+        try:
+            return apply_template(tokenizer, messages, schemas=schemas, template_kwargs=template_kwargs)
+        except Exception as error:  # a chat template is a program that comes with the model
+            raise ValueError(f"the model's chat template refuses {str(messages)[:200]}: {error}") from error
+    turns = [message for message in conversation(prompt, None, []) if message["role"] != "system"]
+    if len(turns) > 1:
+        raise ValueError(
+            f"a prompt is a conversation of {len(turns)} turns, and the model has no chat template that would say "
+            "who speaks: set model.chat_template=FILE"
+        )
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    *,
+    schemas: Sequence[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    begins_next_turn: bool = True,
+    name: str | None = None,
+) -> str:
+    """The text of messages in the chat template, by default up to where the model's next turn begins.
+
+    ``name``: of a tokenizer with several templates, the one to take; None: ``tool_use`` with schemas, else ``default``.
+    """
+    return tokenizer.apply_chat_template(
+        list(messages),
+        tools=list(schemas) if schemas else None,
+        chat_template=name,
+        tokenize=False,
+        add_generation_prompt=begins_next_turn,
+        **(template_kwargs or {}),
+    )
+
+
+def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts outside a chat template, each behind what the tokenizer puts before a text, such as BOS.
+
+    A text that begins with it already, as a rendered prompt does, gets no second one. An EOS that the tokenizer would
+    put behind is left out: a model cannot continue after it.
+    """
+    rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    before: list[int] = []
+    for text, ids in zip(texts, rows, strict=True):
+        if ids:  # any text shows what the tokenizer adds
+            with_special = tokenizer(text, verbose=False)["input_ids"]
+            before = _added_before(with_special, ids)
+            break
+    encoded = []
+    for ids in rows:
+        begins_with_it = ids[: len(before)] == before
+        encoded.append(ids if begins_with_it else before + ids)
+    return encoded
+
+
+def _added_before(with_special: list[int], ids: list[int]) -> list[int]:
+    """The tokens in front of ``ids`` in ``with_special``."""
+    for start in range(len(with_special)):
+        end = start + len(ids)
+        if with_special[start:end] == ids:
+            return with_special[:start]
+    return []
+
+
 def special_tokens(tokenizer: Any) -> set[str]:
     """Every token that ``decode(..., skip_special_tokens=True)`` leaves out of a text."""
-    added = tokenizer.added_tokens_decoder.values()
-    return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    special = set(tokenizer.all_special_tokens)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            special.add(str(token))
+    return special
 
 
 def marks_of_turns(tokenizer: Any) -> set[str]:
     """What the chat template writes around a user's message: special tokens, and marks in plain text."""
+    message = {"role": "user", "content": "x"}
     try:
-        message = {"role": "user", "content": "x"}
-        text = tokenizer.apply_chat_template([message], tokenize=False)
+        text = apply_template(tokenizer, [message], begins_next_turn=False)
     except Exception:  # a chat template is a program that comes with the model, and may ask for other messages
         return set()
-    found = {token for token in special_tokens(tokenizer) if token in text}
-    return found | set(MARKS.findall(text))
+    marks = set(MARKS.findall(text))
+    for token in special_tokens(tokenizer):
+        if token in text:
+            marks.add(token)
+    return marks
 
 
 def tag_tokens(tokenizer: Any) -> set[str]:
@@ -38,7 +159,12 @@ def tag_tokens(tokenizer: Any) -> set[str]:
         is_closing = closing.startswith(("</", "[/"))
         if is_closing and opening in special:
             tags |= {opening, closing}
-    ends = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+    ends = {
+        tokenizer.bos_token,  # <s> and </s> are a pair too
+        tokenizer.eos_token,
+        tokenizer.pad_token,
+        tokenizer.unk_token,
+    }
     return tags - ends - marks_of_turns(tokenizer)
 
 

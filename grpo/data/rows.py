@@ -185,17 +185,34 @@ def _number(text: str) -> bool | int | float | None:
     return None
 
 
-def rows_of(table: Any, name: str) -> list[dict[str, Any]]:
-    """The rows of a list of mappings, a ``datasets.Dataset`` or a pandas DataFrame; ``name`` is for the ValueError."""
-    if hasattr(table, "columns") and hasattr(table, "notna"):  # NaN is a missing value, and makes integers floats
+def rows_of(table: Any, name: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """The first ``limit`` rows (None: all) of a list of mappings, a dataset of ``datasets`` or a pandas DataFrame.
+
+    ``ValueError``, about the argument ``name``: it is something else, or may be endless and has no limit.
+    """
+    if hasattr(table, "columns") and hasattr(table, "notna"):
+        # pandas writes a missing value as NaN, and then the integers of that column as floats.
         table = table.convert_dtypes(convert_string=False).astype(object).where(table.notna(), None).to_dict("records")
+    if limit is None and not hasattr(table, "__len__"):
+        sample = "data.max_train_samples" if name == "dataset" else "data.max_eval_samples"
+        raise ValueError(f"{name} has no length and may be endless: set {sample}, or give a list")
     expected = f"{name} must be a list of mappings, a datasets.Dataset (one split) or a pandas DataFrame"
-    rows = with_all_columns(list(table), expected)
-    # In a DataFrame, the lists of a Parquet file are NumPy arrays, and numbers can be NumPy's.
-    return [
-        {name: value.tolist() if type(value).__module__ == "numpy" else value for name, value in row.items()}
-        for row in rows
-    ]
+    rows = with_all_columns(list(itertools.islice(table, limit)), expected)
+    for row in rows:
+        for column, value in row.items():
+            row[column] = _without_numpy(value)
+    return rows
+
+
+def _without_numpy(value: Any) -> Any:
+    """A value as Python's own types: in a DataFrame, the lists of a Parquet file are NumPy arrays, at any depth."""
+    if type(value).__module__ == "numpy":
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _without_numpy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_numpy(item) for item in value]
+    return value
 
 
 def with_all_columns(rows: list[Any], expected: str, places: Sequence[str] | None = None) -> list[FileRow]:

@@ -154,10 +154,14 @@ def _inputs(
         if isinstance(value, str | os.PathLike):
             names[f"data.{key}"] = os.fspath(value)
         elif value is not None:
-            names[f"data.{key}"], rows[key] = PYTHON_ROWS, rows_of(value, key)
-    if "eval_dataset" in rows:
+            names[f"data.{key}"] = PYTHON_ROWS
+    if names.get("data.eval_dataset") == PYTHON_ROWS:
         names["data.eval_split"] = "auto"
     checked = make_config(config, settings, names)
+    if names.get("data.dataset") == PYTHON_ROWS:
+        rows["dataset"] = rows_of(dataset, "dataset", checked.data.max_train_samples)
+    if names.get("data.eval_dataset") == PYTHON_ROWS:
+        rows["eval_dataset"] = rows_of(eval_dataset, "eval_dataset", checked.data.max_eval_samples)
     set_keys = settings if isinstance(config, str | os.PathLike) else checked.model_fields_set
     if (
         (functions or turn_objects)

@@ -32,7 +32,8 @@ def print_summary(
         why_padded: the reason why scoring computes prompts once per completion; None if it does not.
         checkpoint: the one that the run continues from.
     """
-    lines = [*_facts(run, train, evaluation), *warnings_of(run.config, train.problems, run.eval_problems)]
+    lines = [*_facts(run, train, evaluation), *train.notes]
+    lines += warnings_of(run.config, train.problems, run.eval_problems)
     if warning := messages_warning(run.config, train.problems):
         lines.append(warning)
     if run.eval_problems and (note := correctness_note(run.config.eval, run.rewards.names)):
@@ -88,6 +89,7 @@ def data_line(data: DataConfig, train: ProblemSet, evaluation: ProblemSet, num_e
     too_long = f"left out as longer than {data.max_prompt_length} tokens"
     counts = [(train.num_too_long, too_long), (train.num_empty, "left out as empty")]
     counts.append((train.num_without_answer, "without an answer"))
+    counts.append((train.num_repaired, "with half of a character, which is read as \ufffd"))
     left_out = "".join(f", {count} {what}" for count, what in counts if count)
     line = f"data      {data.dataset}: {len(train.problems)} problems to train on{left_out}"
     line += f"; {num_evaluated} to evaluate on"

@@ -160,7 +160,12 @@ class TurnsEngine:
         self.policy, self.communicates = engine.policy, engine.communicates
         self.reported: set[str] = set()
         """The tools that a warning has been printed about."""
-        self.form = TurnFormat(engine.policy.tokenizer, engine.policy.eos_ids, tools.format)
+        self.form = TurnFormat(
+            engine.policy.tokenizer,
+            engine.policy.eos_ids,
+            tools.format,
+            config.data.chat_template_kwargs,
+        )
 
     def check(self) -> None:
         """ValueError unless the chat template and the environments are fit for the run."""

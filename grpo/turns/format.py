@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo.data.chat import apply_template
 from grpo.rewards.answers import after_thinking
 
 CALL_TAG = "tool_call"
@@ -29,8 +30,17 @@ Call = tuple[str, dict[str, Any] | str]
 class TurnFormat:
     """Reads and writes turns for one tokenizer. Its methods may be called by several threads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int], tools_format: str):
-        self.tokenizer, self.eos_ids = tokenizer, list(eos_ids)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: Sequence[int],
+        tools_format: str,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        """``template_kwargs``: variables of the chat template, as the prompts have them."""
+        self.tokenizer = tokenizer
+        self.eos_ids = list(eos_ids)
+        self.template_kwargs = template_kwargs
         self.uses_template = tools_format == "auto" and getattr(tokenizer, "response_template", None) is not None
         self._ends = [tokenizer.convert_ids_to_tokens(id) for id in self.eos_ids]
         controls = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
@@ -58,11 +68,11 @@ class TurnFormat:
                 f"the model's chat template cannot go on after a message of the role {role} ({reason}): set "
                 "model.chat_template=FILE to one that keeps earlier turns as they are"
             ) from error
-        render = self.tokenizer.apply_chat_template
-        hidden = schemas and render([question], tokenize=False) == render([question], tokenize=False, tools=schemas)
-        return (
-            ["note: the chat template does not show the tools: describe them in data.system_prompt"] if hidden else []
-        )
+        with_tools = self._render([question], schemas=schemas)
+        shows_tools = not schemas or with_tools != self._render([question])
+        if shows_tools:
+            return []
+        return ["note: the chat template does not show the tools: describe them in data.system_prompt"]
 
     def read(self, ids: Sequence[int], prefix: Sequence[int], schemas: Sequence[dict[str, Any]]):
         """The message of a turn, and its calls.
@@ -139,15 +149,21 @@ class TurnFormat:
 
     def _suffix(self, before: list[dict[str, Any]], messages: list[dict[str, Any]]) -> str:
         """The template's text from the end of the last turn of ``before`` to the beginning of the next turn."""
-        render = self.tokenizer.apply_chat_template
-        start = render(before, tokenize=False)
-        whole = render([*before, *messages], tokenize=False, add_generation_prompt=True)
+        # Of several templates, prompts with tools are rendered in `tool_use`, so results of tools are too.
+        templates = self.tokenizer.chat_template
+        has_tool_template = isinstance(templates, dict) and "tool_use" in templates
+        name = "tool_use" if has_tool_template and messages[0]["role"] == "tool" else None
+        start = self._render(before, begins_next_turn=False, name=name)
+        whole = self._render([*before, *messages], name=name)
         ends = [start.rfind(end) + len(end) for end in self._ends if end in start[start.rfind(SAID) :]]
         if not ends:  # GLM's is the beginning of the next message
             raise ValueError("it ends no turn with an EOS token")
         if whole[: max(ends)] != start[: max(ends)]:
             raise ValueError("it changes earlier turns, as Qwen3's drops their thinking")
         return whole[max(ends) :]
+
+    def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        return apply_template(self.tokenizer, messages, template_kwargs=self.template_kwargs, **options)
 
 
 def _mapping(found: Any) -> dict[str, Any] | str:

@@ -16,3 +16,13 @@ def test_differences_are_settings_data_and_files():
         ("content of r.py", "b", "e"),
         ("optim.max_steps", 2, 4),
     ]
+
+
+def test_the_value_of_a_key_may_be_a_mapping():
+    rest = {"data_fingerprint": "a", "content": {}, "tokens_per_microbatch": None, "tokens_in_flight": None}
+    without = make_config({})
+    thinking = make_config({"data.chat_template_kwargs": {"enable_thinking": False}})
+    key = "data.chat_template_kwargs"
+    for before, now in ((without, thinking), (thinking, without)):
+        kwargs = [config.data.chat_template_kwargs for config in (before, now)]
+        assert _differences(now, {"config": before.for_writing(), **rest}, "a", {}) == [(key, *kwargs)]

@@ -1,9 +1,12 @@
 """Prompts are rendered exactly and never cut, and rewards get them in the form that is configured."""
 
+import json
+import re
 from types import SimpleNamespace
 
+import datasets
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
@@ -11,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.algorithm.batch import Completion, Group
 from grpo.config import DataConfig
-from grpo.data import PYTHON_ROWS, load_rows, make_problems, render
+from grpo.data import PYTHON_ROWS, load_rows, make_problems, render, rows_of
 from grpo.data.tiny import build_tokenizer
 from grpo.rewards.scores import score_groups
 
@@ -22,6 +25,8 @@ TURNS = [
 ]
 BRIEF = {"role": "system", "content": "Be brief."}
 SHOT = {"prompt": "2+2=", "completion": "4"}
+RENDERED = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>"
+"""The text of a chat template with the beginning of an answer, as many published datasets hold it."""
 EXAMPLE = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
 
 
@@ -35,7 +40,7 @@ def plain_tokenizer(template: str = "<s> $A") -> PreTrainedTokenizerFast:
     words = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", "one", "two", "three", "four"])}
     inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = Whitespace()
-    inner.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
+    inner.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1), ("<unk>", 2)])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
@@ -65,7 +70,7 @@ def test_system_prompt_worked_examples_and_question_are_turns_of_the_chat_templa
 
 
 def test_a_conversation_keeps_its_turns_and_its_own_system_prompt(tokenizer):
-    turns = [{"role": "system", "content": "Mine.", "name": "fields beside role and content have no effect"}, *TURNS]
+    turns = [{"role": "system", "content": "Mine."}, *TURNS]
     problem = problem_of(turns, tokenizer, system_prompt="Yours.", few_shot=[SHOT])
     assert tokenizer.decode(problem.prompt_ids) == (
         "<|im_start|>system\nMine.<|im_end|>\n"
@@ -168,6 +173,16 @@ REFUSED = {
     ),
     "all too long": ("1+" * 99, {"max_prompt_length": 3}, "all 1 prompts of .*max_prompt_length=3 .*the shortest has"),
     "chat template": ([BRIEF, *TURNS], {}, "chat template refuses .*Be brief.*: no system role"),
+    "rendered already": (
+        RENDERED,
+        {},
+        r"row 1 of the split: the prompt holds '<\|im_start\|>', .*: data.prompt_template='\{prompt\}' takes it as it is",
+    ),
+    "rendered by a question template": (
+        "1+1=",
+        {"question_template": "<|im_start|>user {prompt}"},
+        r"the prompt holds '<\|im_start\|>'",
+    ),
 }
 
 
@@ -208,3 +223,126 @@ def test_the_form_in_which_rewards_get_prompts_and_completions(tokenizer, prompt
     score_groups(runner, [Group(problem, (Completion((1,), "2", True),))])
     assert (passed["prompts"], passed["columns"]) == ([seen], {"row": [0]})
     assert passed["completions"] == ["2" if isinstance(seen, str) else [{"role": "assistant", "content": "2"}]]
+
+
+def test_a_rendered_prompt_is_taken_as_it_is_with_one_bos(tokenizer):
+    problem = problem_of(RENDERED, tokenizer, prompt_template="{prompt}")
+    assert list(problem.prompt_ids) == tokenizer.encode(RENDERED)
+    for added in ("<s> $A", "<s> $A </s>"):
+        with_bos = plain_tokenizer(added)
+        assert problem_of("one two", with_bos, prompt_template="{prompt}").prompt_ids == (0, 3, 4)
+        assert problem_of("<s> one two", with_bos, prompt_template="{prompt}").prompt_ids == (0, 3, 4)
+    two = plain_tokenizer("<s> <unk> $A")  # as ChatGLM, which begins with [gMASK]<sop>
+    prompts = ["one", "<s> <unk> two", ""]
+    found = problem_set(prompts, two, prompt_template="{prompt}").problems
+    assert [problem.prompt_ids for problem in found] == [(0, 2, 3), (0, 2, 4)]
+
+
+def with_tokens(template, *special):
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in special], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+ROLES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}<|assistant|>\n"
+INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "prompt", "found"),
+    [
+        (ROLES, (), "<|user|>\nHi", "<|user|>"),  # Zephyr's marks are plain text
+        (INST, (), "[INST] Hi [/INST]", "[INST]"),  # Llama 2
+        (INST, ("[INST]", "[/INST]"), "[INST] Hi [/INST]", "[INST]"),  # Mistral
+        (ROLES, ("<|eot|>",), "Hi<|eot|>", "<|eot|>"),
+        # Tags are no marks of turns, also where they are special tokens.
+        (ROLES, ("<think>", "</think>"), "Think in <think> and </think>.", None),
+        (ROLES, (), "a [B] <b> | list[int] <|> x<y and y>z", None),
+        ("{{ raise_exception('no') if messages | length == 1 else messages[-1].content }}", (), "[INST] Hi", None),
+    ],
+)
+def test_what_tells_a_rendered_prompt(template, special, prompt, found):
+    tokenizer = with_tokens(template, *special)
+    if found is None:
+        few_shot = [SHOT] if "raise_exception" in template else []
+        problem_of(prompt, tokenizer, few_shot=few_shot)
+        return
+    with pytest.raises(ValueError, match=re.escape(f"the prompt holds {found!r}")):
+        problem_of(prompt, tokenizer)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "unit": None}}}
+HISTORY = [
+    {"role": "user", "name": "alice", "content": "1+1?", "weight": None},
+    {"role": "assistant", "content": None, "reasoning_content": "plus", "tool_calls": [CALL]},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
+]
+EVERY_KEY = (
+    "{% for m in messages %}({{ m.content }}|{{ m.name }}|{{ m.reasoning_content }}|{{ m.tool_call_id }}"
+    "{% for c in m.tool_calls or [] %}|{{ c.function.arguments | tojson }}{% endfor %}){% endfor %}"
+)
+
+
+def test_every_key_of_a_message_reaches_the_template():
+    tokenizer = with_tokens(EVERY_KEY)
+    arrow = rows_of(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset")  # every message has every key
+    for rows in ([{"prompt": HISTORY}], arrow):
+        config = DataConfig(dataset=PYTHON_ROWS)
+        (problem,) = make_problems(load_rows(config, train=True, seed=0, table=rows), config, tokenizer).problems
+        text = tokenizer.decode(problem.prompt_ids)
+        assert text == '(1+1?|alice||)(||plus||{"a": 1})(||||{"a": 1})(2|add||c1)'
+        assert [message["content"] for message in problem.reward_prompt] == ["1+1?", "", "", "2"]
+        assert problem.reward_prompt[3]["tool_call_id"] == "c1" and "weight" not in problem.reward_prompt[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "mistake"),
+    [
+        ({"role": "user"}, "message 1 of the prompt: the content of the user's message must be text, and is missing"),
+        ({"role": "user", "content": 7}, "must be text, and is of type int"),
+        ({"from": "human", "value": "Hi"}, "is {'from': 'human', 'value': 'Hi'}, not a mapping with role and content"),
+    ],
+)
+def test_a_message_without_text_is_refused_with_its_place(message, mistake, tokenizer):
+    with pytest.raises(ValueError, match=re.escape(mistake)):
+        problem_of([message], tokenizer)
+
+
+def test_without_a_chat_template_one_turn_is_noted_and_several_are_refused():
+    tokenizer = plain_tokenizer()
+    assert problem_set(["one"], tokenizer).notes == ()
+    (note,) = problem_set([[BRIEF, TURNS[0]]], tokenizer).notes
+    assert "no chat template" in note
+    assert problem_set(["one"], tokenizer, few_shot=[SHOT]).notes == (note,)
+    with pytest.raises(
+        ValueError, match=r"conversation of 3 turns, .* no chat template .*: set model.chat_template=FILE"
+    ):
+        problem_set([TURNS], tokenizer)
+
+
+THINKS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if not enable_thinking | default(true) %}<think>{% endif %}"
+)
+
+
+def test_variables_of_the_chat_template(tokenizer):
+    thinks = with_tokens(THINKS)
+    assert thinks.decode(problem_of("a", thinks).prompt_ids) == "a"
+    found = problem_set(["a"], thinks, chat_template_kwargs={"enable_thinking": False})
+    assert thinks.decode(found.problems[0].prompt_ids) == "a<think>"
+    assert found.notes == ()
+    for other, settings in ((tokenizer, {}), (thinks, {"prompt_template": "{prompt}"})):
+        (note,) = problem_set(["a"], other, chat_template_kwargs={"enable_thinking": False}, **settings).notes
+        assert "has no variable enable_thinking" in note
+    with pytest.raises(ValueError, match="add_generation_prompt"):
+        problem_of("a", thinks, chat_template_kwargs={"add_generation_prompt": False})
+
+
+def test_half_a_character_is_read_as_the_replacement_character(tokenizer):
+    cut = json.loads('"1+1= \\ud83d"')
+    found = problem_set([cut, [{"role": "user", "content": cut}], "1+2= \U0001f600"], tokenizer)
+    texts = [tokenizer.decode(problem.prompt_ids) for problem in found.problems]
+    assert [text.count("\ufffd") for text in texts] == [1, 1, 0]
+    assert found.num_repaired == 2

@@ -113,6 +113,60 @@ def test_rows_as_python_objects():
             rows_of(given, "dataset")
 
 
+def test_lists_inside_of_cells_are_the_same_from_a_file_and_from_a_data_frame(tmp_path):
+    cell = {"ground_truth": {"numbers": [1, 2], "tests": [{"inputs": ["1"]}]}}
+    path = tmp_path / "d.parquet"
+    datasets.Dataset.from_list([{"prompt": "a", "reward_model": cell}]).to_parquet(path)
+    for table in (pandas.read_parquet(path), datasets.Dataset.from_parquet(str(path))):
+        assert rows_of(table, "dataset") == [{"prompt": "a", "reward_model": cell}]
+
+
+def test_endless_rows_are_read_up_to_the_limit_or_refused():
+    def endless():
+        while True:
+            yield {"prompt": "a"}
+
+    for table in (endless(), datasets.IterableDataset.from_generator(endless)):
+        assert rows_of(table, "dataset", 3) == [{"prompt": "a"}] * 3
+        with pytest.raises(ValueError, match=r"dataset has no length .*: set data.max_train_samples"):
+            rows_of(table, "dataset")
+        with pytest.raises(ValueError, match=r"eval_dataset has no length .*: set data.max_eval_samples"):
+            rows_of(table, "eval_dataset")
+
+
+VERL = [
+    {"prompt": "a", "reward_model": {"ground_truth": "1", "style": "rule"}, "extra": {"question": "q"}},
+    {"prompt": "b", "reward_model": None, "extra": {"question": "r"}},
+]
+NESTED = {"answer_column": "reward_model.ground_truth", "prompt_column": "extra.question"}
+
+
+def test_a_field_in_a_column_is_the_answer_or_the_prompt(tmp_path):
+    for kind in ("jsonl", "parquet"):
+        rows = rows_in(save(tmp_path, kind, VERL), **NESTED)
+        assert rows.prompts == ["q", "r"]
+        assert [row["answer"] for row in rows.columns] == ["1", None]
+        assert rows.columns[0]["reward_model"] == VERL[0]["reward_model"]
+        assert rows.num_without_answer == 1
+    dotted = [{"prompt": "a", "reward_model.ground_truth": "2"}]
+    rows = rows_in(save(tmp_path, "jsonl", dotted), answer_column="reward_model.ground_truth")
+    assert rows.columns[0]["answer"] == "2"
+
+
+def test_a_list_of_answers_stays_one_and_a_pattern_searches_each_of_them(tmp_path):
+    rows = [
+        {"prompt": "a", "answer": ["#### 70", "no"]},
+        {"prompt": "b", "answer": []},
+        {"prompt": "c", "answer": None},
+    ]
+    source = save(tmp_path, "jsonl", rows)
+    found = rows_in(source, answer_column="answer")
+    assert [row["answer"] for row in found.columns] == [["#### 70", "no"], [], None]
+    assert found.num_without_answer == 2
+    found = rows_in(source, answer_column="answer", answer_pattern="#### (.+)")
+    assert [row["answer"] for row in found.columns] == [["70"], None, None]
+
+
 def test_builtin_tasks_have_their_own_splits():
     assert rows_in("builtin:arithmetic", train=False, eval_split=None) is None
     for name in ("arithmetic", "countdown"):
@@ -180,13 +234,31 @@ REFUSED = [
     ("d.jsonl", P, {"answer_pattern": "(.+)"}, "needs data.answer_column"),
     (
         "d.jsonl",
+        P + '{"prompt": "b", "answer": {"value": "7"}}',
+        ANSWER | {"answer_pattern": "(.+)"},
+        "d.jsonl, line 2, column answer holds a dict: data.answer_pattern searches text",
+    ),
+    (
+        "d.jsonl",
+        '{"prompt": "a", "answer": {"value": "7", "style": "rule"}}',
+        {"answer_column": "answer.gold"},
+        "data.answer_column=answer.gold: column answer of data.dataset=",
+    ),
+    ("d.jsonl", P, {"answer_column": "answer.gold"}, "has no gold; it holds str"),
+    (
+        "d.jsonl",
         "\n" + P + '\n{"prompt": 7}\n',
         {"train_split": "train[1:]"},
         "d.jsonl, line 4: a prompt is text, or a",
     ),
     ("d.json", '[{"prompt": "a"}, {"prompt": 7}]', {"train_split": "train[1:]"}, "d.json, row 2: a prompt is text"),
     ("d.jsonl", '{"prompt": []}\n', {}, "line 1: a prompt is text"),
-    ("d.jsonl", '{"prompt": [{"role": "user", "content": ["an image"]}]}\n', {}, "line 1: a prompt is text"),
+    (
+        "d.jsonl",
+        '{"prompt": [{"role": "user", "content": ["an image"]}]}\n',
+        {},
+        "message 1 of the prompt: the content of the user's message must be text, and is of type list",
+    ),
     ("d.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', {}, "ends with the user's"),
     ("python:rows", "", {}, "stands for rows passed to grpo.train()"),
     ("builtin:chess", "", {}, "arithmetic, countdown"),
@@ -196,7 +268,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "text", "settings", "message"), REFUSED)
 def test_data_that_is_refused(tmp_path, monkeypatch, name, text, settings, message):
-    monkeypatch.setattr("grpo.data.problems.PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr("grpo.data.table.PATTERN_SECONDS", 0.2)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as if it were missing
     dataset = name
     if ":" not in name:
@@ -231,6 +303,10 @@ def test_gym_rows_are_seeded_different_and_never_in_both_splits():
     assert "<answer>" in train.instructions
     with pytest.raises(ValueError, match="chain_sun"):
         rows_in("reasoning_gym:chain_sun")
+    # A task with many right answers names none: its scorer reads the metadata.
+    many = rows_in("reasoning_gym:graph_color", max_train_samples=4)
+    assert [row["answer"] for row in many.columns] == [None] * 4
+    assert many.num_without_answer == 0
     gold = train.columns[0]["answer"]
     texts = [f"<answer>{gold}</answer>", gold, "<answer>banana</answer>", f"<answer>it is {gold}</answer>"]
     columns = {name: [value] * 4 for name, value in train.columns[0].items()}

@@ -8,7 +8,7 @@ from conftest import load
 
 from grpo.algorithm.batch import Completion, Group, collate
 from grpo.config import load_config
-from grpo.data.problems import Rows, make_problems
+from grpo.data import Rows, make_problems
 from grpo.rewards import RewardRunner
 from grpo.rewards.scores import score_groups
 from grpo.rollout import BuiltinEngine, SamplingParams

@@ -136,3 +136,22 @@ def test_calls_are_read_by_the_response_template_where_there_is_one():
     assert calls == [("f", {"a": 1})] and message["content"] == "yes" and "hm" in message["reasoning_content"]
     message, calls = form.read(encode('a<tool_call>{"name": </tool_call><|im_end|>'), prompt[:-1], [schema])
     assert calls == [] and message["role"] == "assistant"
+
+
+def test_results_of_tools_have_the_template_that_prompts_with_tools_have():
+    form = form_of({"default": CHATML, "tool_use": QWEN}, "<|im_end|>")
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+    assert form.check(uses_tools=True, schemas=[schema]) == []
+    tool_use, default = FAMILIES["qwen"][2], FAMILIES["chatml"][3]
+    results = [{"role": "tool", "name": "f", "content": content} for content in "78"]
+    assert form.tokenizer.decode(form.answer(results, form.eos_ids[-1], 99)) == tool_use
+    assert form.tokenizer.decode(form.answer([{"role": "user", "content": "go"}], form.eos_ids[-1], 99)) == default
+
+
+def test_answers_have_the_variables_of_the_prompts():
+    switch = "{% if add_generation_prompt %}{{ 'think' if enable_thinking | default(true) else 'answer' }}{% endif %}"
+    tokenizer = form_of(CHATML + switch, "<|im_end|>").tokenizer
+    for kwargs, end in (({}, "think"), ({"enable_thinking": False}, "answer")):
+        form = TurnFormat(tokenizer, [tokenizer.eos_token_id], "auto", kwargs)
+        ids = form.answer([{"role": "user", "content": "go"}], tokenizer.eos_token_id, 99)
+        assert tokenizer.decode(ids).endswith(f"<|im_start|>assistant\n{end}")

@@ -11,7 +11,7 @@ from dump_trl_environment import build_tokenizer
 
 from grpo.algorithm.batch import Completion, Group
 from grpo.config import load_config
-from grpo.data.problems import Rows, make_problems
+from grpo.data import Rows, make_problems
 from grpo.rollout import SamplingParams
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
