@@ -84,7 +84,6 @@ OTHER_NAMES = {
     "peft_config": "the section lora has its settings: lora.rank, lora.alpha, lora.dropout, lora.target_modules",
     "fsdp_config": "runtime.parallel=fsdp has the settings runtime.shard_size and runtime.offload",
     "deepspeed": "runtime.parallel=fsdp shards weights, gradients and optimizer states, as ZeRO 3 does",
-    "chat_template_kwargs": "data.chat_template_kwargs",
     "generation_kwargs": "what samples is in the section rollout; rollout.stop are the stop strings",
     "vllm_importance_sampling_clip_max": "algorithm.sampler_correction_max",
     "vllm_importance_sampling_clip_min": "algorithm.sampler_correction_min",
