@@ -177,7 +177,9 @@ def write_json(config: Config, models: list[str], evaluations: list[Evaluation],
             for model, evaluation in zip(models, evaluations, strict=True)
         ],
     }
-    write_atomically(output, json.dumps(json_safe(content), ensure_ascii=False, indent=1) + "\n")
+    # A column that only the user's own rewards read may hold what JSON does not have: bytes, dates.
+    text = json.dumps(json_safe(content), ensure_ascii=False, indent=1, default=str)
+    write_atomically(output, text + "\n")
 
 
 def _problem_json(result: ProblemResult) -> dict[str, Any]:

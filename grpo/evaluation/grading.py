@@ -6,14 +6,12 @@ from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig
 from grpo.evaluation.estimate import CompletionResult
 from grpo.rewards import RewardRunner
-from grpo.rewards.answers import answers_equal, extract_answer, has_format
+from grpo.rewards.answers import equals_reference, extract_answer, has_format
+from grpo.rewards.builtin import COMPARING
 from grpo.rewards.scores import score_groups
 from grpo.rewards.worker import OUTSIDE_TRAINING, TrainerState
 
-ANSWER_CHECKERS = (
-    "accuracy", "math_verify", "countdown", "r1_zero", "pattern_answer", "exact_or_stripped", "python_tests",
-    "reasoning_gym",
-)  # fmt: skip
+ANSWER_CHECKERS = (*COMPARING, "countdown", "python_tests", "reasoning_gym")
 """The built-in rewards that check an answer."""
 
 
@@ -25,26 +23,37 @@ class Grader:
     it has an answer where ``accuracy`` looks for one (modes ``boxed``, ``####``), else if it has think and answer tags.
     """
 
-    def __init__(self, config: EvalConfig, rewards: RewardRunner, trainer_state: TrainerState = OUTSIDE_TRAINING):
+    def __init__(
+        self,
+        config: EvalConfig,
+        rewards: RewardRunner,
+        trainer_state: TrainerState = OUTSIDE_TRAINING,
+    ):
         names = rewards.names
-        self.rewards, self.trainer_state, self.correct_above = rewards, trainer_state, config.correct_above
-        self.correctness = config.correctness or next(filter(ANSWER_CHECKERS.__contains__, names), names[0])
+        checkers = [name for name in names if name in ANSWER_CHECKERS]
+        self.rewards = rewards
+        self.trainer_state = trainer_state
+        self.correct_above = config.correct_above
+        self.correctness = config.correctness or (checkers or names)[0]
         self.format = config.format or ("format" if "format" in names else None)
         spec = rewards.specs[names.index(self.correctness)]
         self.mode = spec.args.get("mode") if spec.name == "accuracy" else None
 
     def __call__(self, groups: Sequence[Group]) -> list[list[CompletionResult]]:
         rows = iter(score_groups(self.rewards, groups, self.trainer_state).values)
-        return [[self._grade(group.problem, c, next(rows)) for c in group.completions] for group in groups]
+        results = []
+        for group in groups:
+            results.append([self._grade(group.problem, c, next(rows)) for c in group.completions])
+        return results
 
     def _grade(self, problem: Problem, completion: Completion, row: list[float | None]) -> CompletionResult:
         rewards = dict(zip(self.rewards.names, row, strict=True))
-        correctness, answer = rewards[self.correctness], problem.columns.get("answer")
+        correctness = rewards[self.correctness]
         last_number = extract_answer(completion.text, mode="lenient")
         return CompletionResult(
             correct=correctness is not None and correctness > self.correct_above,
-            formatted=(rewards[self.format] or 0.0) > 0 if self.format else self._is_well_formed(completion.text),
-            lenient=answer is not None and last_number is not None and answers_equal(last_number, str(answer)),
+            formatted=self._is_well_formed(completion.text, rewards),
+            lenient=equals_reference(last_number, problem.columns.get("answer")),
             length=len(completion.sampled_ids),
             truncated=not completion.finished,
             rewards=rewards,
@@ -52,8 +61,12 @@ class Grader:
             text=completion.transcript,
         )
 
-    def _is_well_formed(self, text: str) -> bool:
-        return extract_answer(text, self.mode) is not None if self.mode in ("boxed", "####") else has_format(text)
+    def _is_well_formed(self, text: str, rewards: dict[str, float | None]) -> bool:
+        if self.format:
+            return (rewards[self.format] or 0.0) > 0
+        if self.mode in ("boxed", "####"):
+            return extract_answer(text, self.mode) is not None
+        return has_format(text)
 
 
 def correctness_note(config: EvalConfig, names: Sequence[str]) -> str | None:

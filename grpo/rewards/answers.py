@@ -8,10 +8,13 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from numbers import Number
 from typing import Any
 
-LONGEST_NUMBER, LONGEST_EXPRESSION = 400, 1000
-"""Characters of the longest number, and of the longest answer that math-verify compares: longer ones take too long."""
+LONGEST_NUMBER = 400
+"""Characters of the longest text that is read as a number."""
+LONGEST_EXPRESSION = 1000
+"""Characters of the longest answer that math-verify compares: longer ones take too long."""
 MODES = ("strict", "lenient", "boxed", "####")
 """The places from which :func:`extract_answer` reads an answer."""
 DEFAULT_FORMAT = r"\s*<think>{0}</think>\s*<answer>{0}</answer>\s*".format(r"(?:(?!</?(?:think|answer)>).)*+")
@@ -22,10 +25,16 @@ MINUS_SIGNS = dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a backslash takes the next character with it: \{ is no brace
 
+# 1{,}000, 1,\!000, 1\,000, 1\ 000: LaTeX between the digits of thousands.
+_SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,:; ])(?=[0-9]{3}(?![0-9]))")
+# A dollar sign alone may be a delimiter of LaTeX and stays. So does a sign between two digits,
+# which parts two numbers.
+_CURRENCY = re.compile(r"(?:\\\$|[€£])(?![0-9])|(?<!\w)(?:\\\$|[€£])")
+
 # Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length of a run of spaces.
 _NUMBER = re.compile(
     r"""(?:=\s*+)?                                     # "= 5"
-    (?P<sign>[+-]?) \s*+ (?:\\?[$€£])? \s*+ (?P<inner>[+-]?)
+    (?P<sign>[+-]?) \s*+ \$? \s*+ (?P<inner>[+-]?)
     (?=\.?[0-9]) (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
     (?P<decimals>\.[0-9]*)?
     (?:[eE](?P<exponent>[+-]?[0-9]{1,3}))?
@@ -41,6 +50,45 @@ _LAST_NUMBER = re.compile(
     re.VERBOSE,
 )
 
+_TEXT_OF_LIST = re.compile(r"""\s*+\[(?:[\s,]*+(?:"(?:\\.|[^"\\])*+"|'(?:\\.|[^'\\])*+'))++[\s,]*+\]\s*+""", re.DOTALL)
+"""Matches ``['70', '71']`` and ``["70"]``, but no interval: the items are texts in quotes."""
+
+
+def reference_texts(answer: Any) -> list[str]:
+    """The texts of a row's reference answer, each of which is right.
+
+    Text and a number give one, a list gives those of its items; None, NaN and empty text give none.
+    ValueError for anything else, whose text would be equal to no answer: a mapping, bytes, a list
+    in a list, and text that was a list of texts (``"['70']"``).
+    """
+    items = answer if isinstance(answer, list | tuple) else [answer]
+    texts = []
+    for item in items:
+        if item is None:
+            continue
+        if not isinstance(item, str | Number):
+            kind = type(item).__name__
+            if item is not answer:
+                kind += " in a list"
+            raise ValueError(f"a reference answer is text, a number or a list of these, not a {kind}")
+        text = str(item)
+        if _TEXT_OF_LIST.fullmatch(text):
+            raise ValueError("the text of a list is no answer: data.answer_pattern takes one out of it")
+        if text.strip() and item == item:  # NaN is not equal to itself
+            texts.append(text)
+    return texts
+
+
+def equals_reference(answer: str | None, reference: Any) -> bool:
+    """True if an answer equals one of :func:`reference_texts`; False where these cannot be read."""
+    if answer is None:
+        return False
+    try:
+        references = reference_texts(reference)
+    except ValueError:  # a column that only the user's own rewards read may hold anything
+        return False
+    return any(answers_equal(answer, text) for text in references)
+
 
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """The text of a completion: a string, or messages (``[{"role": "assistant", "content": ...}]``) joined by newlines.
@@ -49,11 +97,13 @@ def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """
     if isinstance(completion, str):
         return completion
-    contents = [message["content"] for message in completion]
-    return "\n".join(
-        "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content or ""
-        for content in contents
-    )
+    texts = []
+    for message in completion:
+        content = message["content"] or ""
+        if isinstance(content, list):
+            content = "".join(part.get("text") or "" for part in content)
+        texts.append(content)
+    return "\n".join(texts)
 
 
 def after_thinking(text: str) -> str:
@@ -83,10 +133,15 @@ def last_tag_content(text: str, tag: str) -> str | None:
 
 def boxed_content(text: str) -> str | None:
     """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, or ``None`` if it is missing or not closed."""
-    start = max((box.end() for box in _BOX.finditer(text)), default=len(text))
+    start = len(text)
+    for box in _BOX.finditer(text):
+        start = box.end()
     depth = 1
     for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
         if depth == 0:
             return text[start : brace.start()]
     return None
@@ -105,7 +160,8 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
     if mode == "strict":
         content = tag_content(text, tag)
     elif mode == "lenient":
-        content = next(reversed(_LAST_NUMBER.findall(text.translate(MINUS_SIGNS))), None)
+        numbers = _LAST_NUMBER.findall(plain_numbers(text))
+        content = numbers[-1] if numbers else None
     elif mode == "boxed":
         content = boxed_content(after_thinking(text))
     elif mode == "####":
@@ -121,63 +177,94 @@ def has_format(text: str, pattern: str = DEFAULT_FORMAT) -> bool:
     return re.fullmatch(pattern, text, re.DOTALL) is not None
 
 
+def plain_numbers(text: str) -> str:
+    """``text`` with ASCII minus signs, and without the currency signs ``\\$``, ``€`` and ``£``.
+
+    LaTeX between the digits of thousands goes, too: ``-\\$1{,}000`` becomes ``-1000``.
+    """
+    text = text.translate(MINUS_SIGNS)
+    text = _SEPARATOR.sub("", text)
+    return _CURRENCY.sub("", text)
+
+
 def parse_number(text: str) -> Fraction | None:
     """``text`` as an exact number, or ``None`` if it is anything but a single number.
 
-    Accepts ``1,000``, signs (also a Unicode minus), decimals, exponents up to 999, ``a/b``, a currency sign, a percent
-    sign (ignored: ``50%`` is 50), a leading ``=`` and a trailing period.
+    Accepts ``1,000``, signs (also a Unicode minus), decimals, exponents up to 999, ``a/b``, a
+    currency sign, a percent sign (ignored: ``50%`` is 50), a leading ``=``, a trailing period, and
+    these in LaTeX (``\\$1{,}000``, ``1\\,000``, ``50\\%``).
     """
-    text = text.strip().translate(MINUS_SIGNS)
-    match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
+    text = text.strip()
+    if len(text) > LONGEST_NUMBER:
+        return None
+    text = plain_numbers(text).strip()
+    match = _NUMBER.fullmatch(text)
     if match is None or (match["sign"] and match["inner"]):
         return None
-    whole, decimals = match["whole"].replace(",", ""), (match["decimals"] or ".")[1:]
-    value = Fraction(int(whole + decimals), 10 ** len(decimals) * int(match["denominator"] or 1))
+
+    whole = match["whole"].replace(",", "")
+    decimals = (match["decimals"] or "").removeprefix(".")
+    denominator = int(match["denominator"] or 1)
+    value = Fraction(int(whole + decimals), 10 ** len(decimals) * denominator)
     if match["exponent"]:
         value *= Fraction(10) ** int(match["exponent"])
-    return -value if "-" in (match["sign"], match["inner"]) else value
+    is_negative = "-" in (match["sign"], match["inner"])
+    return -value if is_negative else value
 
 
 def normalize_text(text: str) -> str:
     """``text`` with case folded, each run of white space replaced by one space, and one trailing period removed."""
-    return " ".join(text.split()).casefold().removesuffix(".").rstrip()
+    text = " ".join(text.split()).casefold()
+    return text.removesuffix(".").rstrip()
 
 
 def answers_equal(a: Any, b: Any) -> bool:
     """True if two answers are the same number (``0.33`` is not ``1/3``) or, where neither is one, the same text."""
-    first, second = parse_number(str(a)), parse_number(str(b))
+    a = str(a)
+    b = str(b)
+    first = parse_number(a)
+    second = parse_number(b)
     if first is None and second is None:
-        return normalize_text(str(a)) == normalize_text(str(b))
+        return normalize_text(a) == normalize_text(b)
     return first == second
 
 
-def answers_equivalent(answer: str, reference: Any) -> bool:
+def answers_equivalent(answer: str, reference: str) -> bool:
     """True if two answers are equal (:func:`answers_equal`) or math-verify finds the same expression in them."""
     if answers_equal(answer, reference):
         return True
-    return len(answer) <= LONGEST_EXPRESSION and same_expression(parse_answer(str(reference)), parse_answer(answer))
+    if len(answer) > LONGEST_EXPRESSION:
+        return False
+    return same_expression(parse_answer(reference), parse_answer(answer))
 
 
 def parse_answer(text: str) -> list[Any]:
     """The expressions that math-verify reads in an answer, also LaTeX without delimiters (``\\frac{1}{2}``), if any."""
+    text = plain_numbers(text).strip()
     has_delimiters = any(delimiter in text for delimiter in ("$", "\\boxed", "\\(", "\\["))
-    return find_expression(text if has_delimiters else f"${text.strip()}$") or find_expression(text)
+    if has_delimiters:
+        return find_expression(text)
+    return find_expression(f"${text}$") or find_expression(text)
 
 
 def find_expression(text: str) -> list[Any]:
     """The last expression of a text that math-verify reads (LaTeX between delimiters, or a number); empty if none."""
     import math_verify
 
-    return math_verify.parse(text.strip().translate(MINUS_SIGNS), parsing_timeout=_math_verify_timeout())
+    text = plain_numbers(text).strip()
+    return math_verify.parse(text, parsing_timeout=_math_verify_timeout())
 
 
 def same_expression(expected: list[Any], found: list[Any]) -> bool:
     """True if math-verify finds the results of two of the functions above to be equal."""
     import math_verify
 
-    return bool(math_verify.verify(expected, found, timeout_seconds=_math_verify_timeout()))
+    seconds = _math_verify_timeout()
+    return bool(math_verify.verify(expected, found, timeout_seconds=seconds))
 
 
 def _math_verify_timeout() -> int | None:
-    # Seconds per expression. The limit uses SIGALRM, which only a main thread may do; reward workers run in theirs.
-    return 3 if threading.current_thread() is threading.main_thread() else None
+    # Seconds per expression. The limit uses SIGALRM, which only a main thread may do; reward workers
+    # run in theirs.
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    return 3 if is_main_thread else None

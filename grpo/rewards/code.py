@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo.rewards.answers import after_thinking, completion_text, tag_content
-from grpo.rewards.builtin import Rewards
+from grpo.rewards.answers import after_thinking, completion_text, reference_texts, tag_content
+from grpo.rewards.builtin import COMPARING, Rewards
 from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
@@ -97,15 +97,43 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
     return textwrap.dedent(code) if code.strip() and len(code) <= MAX_CODE_LENGTH else None
 
 
-def check_rows(specs: Iterable[Any], rows: Sequence[Mapping[str, Any]], source: str, places: Sequence[str]) -> None:
-    """Raise ``ValueError``, with the row's place, if a ``python_tests`` among the rewards cannot read its tests."""
-    for column in {spec.args.get("column", "tests") for spec in specs if spec.name == "python_tests"}:
+def check_rows(
+    specs: Iterable[Any],
+    rows: Sequence[Mapping[str, Any]],
+    source: str,
+    places: Sequence[str],
+) -> None:
+    """Raise ``ValueError``, with the row's place, if a reward cannot read the tests or reference answer of a row."""
+    for spec in specs:
+        if spec.name == "python_tests":
+            column = spec.args.get("column", "tests")
+            check = _check_tests
+        elif spec.name in COMPARING:
+            column = spec.args.get("column", "answer")
+            check = _check_reference
+        else:
+            continue
         for place, row in zip(places, rows, strict=True):
             try:
-                read_tests(row.get(column), row.get("entry_point"))
-            except Exception as error:  # of any type: the dataset may hold anything
-                mistake = f"{row.get(column)!r:.100} is no test that can be read ({error!r}); {FORMS}"
-                raise ValueError(f"{source}, {place}, column {column}: {mistake}") from None
+                check(row, column)
+            except ValueError as error:
+                raise ValueError(f"{source}, {place}, column {column}: {error}") from None
+
+
+def _check_tests(row: Mapping[str, Any], column: str) -> None:
+    try:
+        read_tests(row.get(column), row.get("entry_point"))
+    except Exception as error:  # of any type: the dataset may hold anything
+        mistake = f"{row.get(column)!r:.100} is no test that can be read ({error!r}); {FORMS}"
+        raise ValueError(mistake) from None
+
+
+def _check_reference(row: Mapping[str, Any], column: str) -> None:
+    value = row.get(column)
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(str, value))
+        raise ValueError(f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {keys}")
+    reference_texts(value)
 
 
 def read_tests(raw: Any, entry_point: str | None = None) -> list[dict[str, str]]:

@@ -13,14 +13,14 @@ from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
 from grpo.evaluation.grading import correctness_note
 from grpo.model import num_parameters
+from grpo.rewards.answers import parse_number, reference_texts
+from grpo.rewards.builtin import COMPARING
 from grpo.rewards.scores import messages_warning
 from grpo.run.state import Run
 from grpo.turns.engine import TurnsEngine
 
 LIKE_FULL_TRAINING = 3e-6
 """A learning rate at most this is usual for training all weights; adapters take about ten times that."""
-COMPARING = ("accuracy", "pattern_answer", "exact_or_stripped", "r1_zero", "math_verify")
-"""Built-in rewards that compare the response with the reference answer as it stands."""
 
 
 def print_summary(
@@ -97,6 +97,34 @@ def data_line(data: DataConfig, train: ProblemSet, evaluation: ProblemSet, num_e
     return f"{line}, {count} {too_long} or empty" if count else line
 
 
+def _notes_on_answers(config: Config, train: Sequence[Problem]) -> Iterator[str]:
+    """Notes on reference answers to which no good answer may be equal."""
+    comparing = set()
+    for function in config.reward.functions:
+        if function.name in COMPARING and function.args.get("column", "answer") == "answer":
+            comparing.add(function.name)
+    if not comparing:
+        return
+
+    num_uncut = 0
+    num_with_signs = 0
+    for problem in train:
+        for text in reference_texts(problem.columns.get("answer")):
+            num_uncut += "####" in text
+            is_number = parse_number(text) is not None
+            num_with_signs += is_number and ("," in text or "$" in text)
+    if num_uncut:
+        yield (
+            f"warning: {num_uncut} of {len(train)} answers contain ####, as worked solutions do, and a reward compares "
+            "with the whole text: data.answer_pattern='####\\s*(.+)' takes the answer from behind it"
+        )
+    if num_with_signs and "exact_or_stripped" in comparing:
+        yield (
+            f"note: {num_with_signs} of {len(train)} answers are numbers with , or $, and exact_or_stripped compares "
+            "characters: there 1000 is not 1,000; accuracy compares numbers"
+        )
+
+
 def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterator[str]:
     """Notes on settings and data that could surprise the user."""
     a, r = config.algorithm, config.rollout
@@ -110,13 +138,7 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         yield f"warning: data.question_template: {', '.join(unknown)} in braces is no column, and stays as it is"
     if not config.environment and (shared := count_shared(train, evaluation)):  # which may hide what differs
         yield f"warning: {shared} of the evaluation problems are also in the training data"
-    compares = any(f.name in COMPARING and f.args.get("column", "answer") == "answer" for f in config.reward.functions)
-    uncut = sum("####" in str(problem.columns.get("answer")) for problem in train)
-    if compares and uncut:
-        yield (
-            f"warning: {uncut} of {len(train)} answers contain ####, as worked solutions do, and a reward compares "
-            "with the whole text: data.answer_pattern='####\\s*(.+)' takes the answer from behind it"
-        )
+    yield from _notes_on_answers(config, train)
     if not evaluation:
         cause = "and data.eval_dataset are not set" if config.data.eval_split else "is none"
         yield f"note: no evaluation, since data.eval_split {cause}"

@@ -37,7 +37,8 @@ def sample_records(
     """``B`` completions of a step as records.
 
     Args:
-        groups: ``answer`` of a record is the problem's column of that name as text; None where it has none.
+        groups: ``answer`` of a record is the problem's column of that name as text, a list or mapping
+            as JSON; None where the problem has none.
         names: of the reward functions.
         rows: of each record the positions in ``P`` and ``G``.
         logprobs_BT: log-probs of each completion's tokens before the step: the old log-probs of the loss.
@@ -53,7 +54,7 @@ def sample_records(
             "step": step,
             "problem": groups[p].problem.index,
             "prompt": groups[p].problem.prompt,
-            "answer": None if answer is None else str(answer),
+            "answer": _answer_text(answer),
             "completion": completion.transcript,
             "rewards": dict(zip(names, values_PGF[p, g].tolist(), strict=True)),
             "reward": rewards_PG[p, g].item(),
@@ -71,6 +72,13 @@ def sample_records(
             records[-1] |= {"sampled": list(completion.loss_mask) or None, "messages": list(completion.messages)}
             records[-1]["stop_reason"] = completion.stop_reason
     return records
+
+
+def _answer_text(answer: Any) -> str | None:
+    """A reference answer as text: lists and mappings as JSON."""
+    if isinstance(answer, list | tuple | dict):
+        return json.dumps(answer, ensure_ascii=False, default=str)
+    return None if answer is None else str(answer)
 
 
 def _of_sampled(values_T: Tensor, completion: Completion) -> list[float | None]:

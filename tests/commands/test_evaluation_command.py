@@ -1,11 +1,18 @@
 """``python -m grpo.evaluation`` as a person starts it: on 1, 2 and 3 ranks, for two models, and its refusals."""
 
+import datetime
 import json
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT, environment_of_runs, run_trainer, small_run
+
+from grpo.algorithm.batch import Problem
+from grpo.commands.evaluation import write_json
+from grpo.config import Config
+from grpo.evaluation.collect import Evaluation, ProblemResult
+from grpo.evaluation.estimate import CompletionResult
 
 
 def run_evaluation(*arguments: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
@@ -17,6 +24,15 @@ def run_evaluation(*arguments: str, ranks: int = 1, check: bool = True) -> subpr
     if check and done.returncode:
         raise AssertionError(f"exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done
+
+
+def test_an_answer_that_json_does_not_have_is_written_as_text(tmp_path):
+    result = CompletionResult(correct=True, formatted=True, lenient=False, length=1, truncated=False)
+    problem = Problem(0, "q", (1,), {"answer": {"bytes": b"7", "day": datetime.date(2024, 5, 6)}})
+    evaluation = Evaluation([ProblemResult(problem, result, [])], {})
+    write_json(Config(), ["model"], [evaluation], tmp_path / "evaluation.json")
+    (model,) = json.loads((tmp_path / "evaluation.json").read_text())["models"]
+    assert model["problems"][0]["answer"] == {"bytes": "b'7'", "day": "2024-05-06"}
 
 
 SAMPLES = ["eval.num_samples=3", "eval.temperature=1.0", "eval.top_p=0.99", "eval.max_completion_length=10", "seed=5"]

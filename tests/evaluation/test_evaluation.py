@@ -141,6 +141,9 @@ def test_the_grader_reads_correctness_format_and_the_last_number():
     (results,) = grade([group("<think>a</think>\n<answer>7</answer>", "7")])
     assert [r.formatted for r in results] == [True, False]
     assert [r.lenient for r in results] == [False, False], "no answer to compare with"
+    for answer, is_right in ((["9", "7"], True), (["9"], False), ({"answer": "7"}, False), (b"7", False)):
+        (results,) = grade([group("7", answer=answer)])
+        assert [r.lenient for r in results] == [is_right], answer
     tags, box, line = "<think>a</think> <answer>7</answer>", "so \\boxed{7}", "so\n#### 7"
     for mode, right_form in ((None, tags), ("lenient", tags), ("boxed", box), ("####", line)):
         (results,) = Grader(EvalConfig(), Rewards(accuracy=0.0, mode=mode))([group(tags, box, line, answer="7")])

@@ -1,12 +1,18 @@
 """The modes of ``accuracy``, its comparison by math-verify, and the tables about both in docs/rewards.md."""
 
+import datetime
+import json
+import math
 import re
+from decimal import Decimal
 
 import pytest
 from conftest import ROOT
 
-from grpo.rewards import load_reward
-from grpo.rewards.answers import MODES, extract_answer
+from grpo.rewards import RewardSpec, load_reward
+from grpo.rewards.answers import MODES, equals_reference, extract_answer, reference_texts
+from grpo.rewards.builtin import COMPARING
+from grpo.rewards.code import check_rows
 
 
 @pytest.mark.parametrize(
@@ -56,6 +62,113 @@ def test_countdown_compares_numbers_exactly():
     countdown, text = load_reward("countdown"), "<answer>007 + 3</answer>"
     for numbers, score in (([3, 7], 1.0), (["7", 3.0], 1.0), ([3.5, 7], 0.0), ([3], 0.0)):
         assert countdown([""], [text], numbers=[numbers], target=[10]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("answer", "texts"),
+    [
+        ("70", ["70"]),
+        (" 70\n", [" 70\n"]),
+        (70, ["70"]),
+        (0.5, ["0.5"]),
+        (Decimal("12.50"), ["12.50"]),
+        (True, ["True"]),
+        (["70"], ["70"]),
+        (("70", 71, None, ""), ["70", "71"]),
+        *((nothing, []) for nothing in (None, math.nan, "", " ", [], [None])),
+        # Texts that begin as a list does.
+        *((text, [text]) for text in ("[0, 1]", "[-2,7)", "[]", "['a', 5]", "['a'] + ['b']", "[it's 5, isn't it]")),
+    ],
+)
+def test_the_texts_of_a_reference_answer(answer, texts):
+    assert reference_texts(answer) == texts
+
+
+OTHERS = {
+    "not a dict": {"ground_truth": "70"},
+    "not a bytes": b"70",
+    "not a date": datetime.date(2024, 5, 6),
+    "not a list in a list": [["70"]],
+    "not a dict in a list": [{"answer": "70"}],
+    "data.answer_pattern takes one out of it": "['70']",
+    "the text of a list": '["it\'s 70", "71"]',
+    "the text of a list is": str(["\\frac{1}{2}"]),
+    "the text of a list is no": "['70' '71']",  # of a NumPy array
+    "the text of a list is no answer": ["['70']"],
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_anything_else_is_no_reference_answer(message):
+    with pytest.raises(ValueError, match=message):
+        reference_texts(OTHERS[message])
+    assert not equals_reference("70", OTHERS[message])
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_any_item_of_a_list_is_right(name):
+    pytest.importorskip("math_verify")
+    args = {"pattern": ".*<answer>(?P<answer>.*)</answer>"} if name == "pattern_answer" else {}
+
+    def scores(*references):
+        response = "I think.</think> <answer>70</answer>"
+        reward = load_reward(name)
+        return reward([""] * len(references), [response] * len(references), answer=list(references), **args)
+
+    right = scores("70")[0]
+    assert right > 0
+    assert scores(["71", "70"], ["70"], [70, 71], ["", "70"], ("70",)) == [right] * 5
+    assert scores(["71", "72"], [], [None], None) == [0.0, None, None, None]
+    for other in OTHERS.values():
+        with pytest.raises(ValueError, match="answer"):
+            scores(other)
+
+
+def test_an_item_that_math_verify_cannot_parse_is_left_out():
+    pytest.importorskip("math_verify")
+    math_verify = load_reward("math_verify")
+    references = [["70", ""], ["$", "70"], ["$", "71"], ["$"]]
+    assert math_verify([""] * 4, ["<answer>70</answer>"] * 4, answer=references) == [1.0, 1.0, 0.0, None]
+
+
+def test_the_start_of_a_run_reads_every_reference_answer():
+    rows = [{"answer": ["70", "71"], "gold": None}, {"answer": {"style": "rule", "ground_truth": "70"}, "gold": b"70"}]
+
+    def check(*specs):
+        check_rows(specs, rows, "data.dataset=FILE", ["line 1", "line 2"])
+
+    taken = "^data.dataset=FILE, line 2, column answer: .* data.answer_column=COLUMN.KEY takes .* style, ground_truth$"
+    for name in COMPARING:
+        with pytest.raises(ValueError, match=taken):
+            check(RewardSpec("format"), RewardSpec(name))
+        with pytest.raises(ValueError, match=r"^data.dataset=FILE, line 2, column gold: .*, not a bytes$"):
+            check(RewardSpec(name, args={"column": "gold"}))
+    check(RewardSpec("mine.py:reads_anything"), RewardSpec("reasoning_gym"), RewardSpec("format"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "target"),
+    [([3, 7], [10]), ([3, 7], {"value": 10}), ([[3], 7], 10), ([{"n": 3}, 7], 10), ("[3, 7]", 10), ({"n": 3}, 10)],
+)
+def test_countdown_scores_no_row_without_numbers(numbers, target):
+    for text in ("<answer>3 + 7</answer>", "no tag"):
+        with pytest.raises(ValueError, match="Invalid literal for Fraction"):
+            load_reward("countdown")([""], [text], numbers=[numbers], target=[target])
+
+
+def test_accuracy_compares_every_answer_of_gsm8k_without_its_signs(assets):
+    """``data.answer_pattern`` cannot take signs out of an answer; ``accuracy`` reads numbers with and without them."""
+    lines = (assets / "data" / "gsm8k" / "train.jsonl").read_text().splitlines()
+    answers = [json.loads(line)["answer"].rpartition("####")[2].strip() for line in lines]
+    with_signs = [answer for answer in answers if "," in answer or "$" in answer]
+    assert (len(with_signs), len(answers)) == (79, 7473)
+    accuracy = load_reward("accuracy")
+    forms = {"strict": "<answer>{}</answer>", "lenient": "It is {}.", "boxed": "\\boxed{{{}}}", "####": "#### {}"}
+    for mode in MODES:
+        responses = [forms[mode].format(answer.replace(",", "").replace("$", "")) for answer in with_signs]
+        assert accuracy([""] * 79, responses, answer=with_signs, mode=mode) == [1.0] * 79
+    bare = [answer.replace(",", "").replace("$", "") for answer in with_signs]
+    assert accuracy([""] * 79, [f"<answer>{a}</answer>" for a in with_signs], answer=bare) == [1.0] * 79
 
 
 def tables() -> list[list[list[str]]]:

@@ -15,11 +15,50 @@ GOOD = "<think>2 + 2</think> <answer>4</answer>"
 
 def test_parse_number():
     numbers = {"1,234": 1234, "$1,000.00": 1000, "−5": -5, "= 5": 5, "50%": 50, "50 \\%": 50, "-$5": -5, "$-5": -5}
-    numbers |= {"$5$": 5, "5.": 5, ".5": Fraction(1, 2), "+0.10": Fraction(1, 10), "1/3": Fraction(1, 3), "1e3": 1000}
+    numbers |= {
+        "\\$5": 5,
+        "-\\$5": -5,
+        "\\$-5": -5,
+        "5\\$": 5,
+        "5 €": 5,
+        "-£5": -5,
+        "$\\$1{,}000$": 1000,
+        "1\\,000": 1000,
+    }
+    numbers |= {
+        "1,\\!000.5": 1000.5,
+        "1\\ 000\\;000": 10**6,
+        "$5$": 5,
+        "5.": 5,
+        ".5": Fraction(1, 2),
+        "+0.10": Fraction(1, 10),
+        "1/3": Fraction(1, 3),
+        "1e3": 1000,
+    }
     assert {text: parse_number(text) for text in numbers} == numbers
 
 
-@pytest.mark.parametrize("text", ["", "$", ".", "--5", "12,34", "5 dollars", "x", "1/0", "1e99999", "1 2", "٣"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "$",
+        ".",
+        "--5",
+        "12,34",
+        "12{,}34",
+        "1\\,00",
+        "5\\$6",
+        "5€6",
+        "US\\$5",
+        "5 dollars",
+        "x",
+        "1/0",
+        "1e99999",
+        "1 2",
+        "٣",
+    ],
+)
 def test_what_is_not_one_number(text):
     assert parse_number(text) is None
 
@@ -34,6 +73,7 @@ def test_equality_is_exact_and_falls_back_to_text():
 
 def test_lenient_takes_the_last_number():
     texts = {"The answer is 1,234.": "1,234", "10-5": "5", "it is -5": "-5", "a −7 b": "-7", "= -$5.50!": "-$5.50"}
+    texts |= {"now -\\$1{,}000": "-1000", "3€, then -5€": "-5", "1\\,000": "1000", "1{,}00": "00", "5\\$6": "$6"}
     texts |= {"1,2,3": "3", "costs $-3": "$-3", "x=.5": ".5", "1,000,000.25 in all": "1,000,000.25", "none": None}
     assert {text: extract_answer(text, "lenient") for text in texts} == texts
 
@@ -57,7 +97,8 @@ def test_the_default_format_needs_each_tag_once():
 
 
 @pytest.mark.parametrize(
-    "unit", ["1,", "111,", "1", "1 ", "-", ".", "<think></think>", " ", "1e", "$", "=\t", "</answer> "]
+    "unit",
+    ["1,", "111,", "1", "1 ", "-", ".", "<think></think>", " ", "1e", "$", "\\$", "€1", "1{,}000", "=\t", "</answer> "],
 )
 def test_long_texts_are_read_in_linear_time(unit):
     text = unit * (100_000 // len(unit))

@@ -35,6 +35,17 @@ def test_worked_solutions_as_gold_answers_are_noticed():
     assert not warned(name="accuracy", args={"column": "gold"}) and not warned(name="my.py:reads_solutions")
 
 
+def test_numbers_with_signs_are_noticed_where_characters_are_compared():
+    def noted(name):
+        config = Config.model_validate({"reward": {"functions": [{"name": name}]}})
+        answers = ["1,000", "$5", "5", "Paris, France", ["6", "2,000"], None]
+        train = [Problem(n, "1", (n,), {"answer": answer}) for n, answer in enumerate(answers)]
+        return [line for line in warnings_of(config, train, []) if "3 of 6 answers are numbers with , or $" in line]
+
+    assert "there 1000 is not 1,000; accuracy compares numbers" in noted("exact_or_stripped")[0]
+    assert not noted("accuracy")
+
+
 def test_evaluation_data_without_a_column_answer_is_noticed():
     answered = [Problem(0, "1", (0,), {"answer": "1"})]
     assert any("data.answer_column=NAME" in line for line in warnings_of(Config(), [], problems(0, 2)))

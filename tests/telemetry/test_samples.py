@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import load, run_trainer, small_run
 
-from grpo.algorithm.batch import right_pad
+from grpo.algorithm.batch import Completion, Group, Problem, right_pad
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.data import render
-from grpo.telemetry.samples import read_samples, write_samples
+from grpo.telemetry.samples import read_samples, sample_records, write_samples
 
 NASTY = "zwölf\u2028</script>\x00\x1b[31m\n\u202e\ud800"
 
@@ -42,6 +42,27 @@ def test_records_are_read_as_they_were_written(tmp_path):
     assert messages["completion"] == nasty
     assert messages["ref_logprobs"] == [-0.5, -2.0]
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"], "no temporary file is left"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("70", "70"),
+        (70, "70"),
+        (["70", "é"], '["70", "é"]'),
+        ({"ground_truth": 70, "bytes": b"7"}, '{"ground_truth": 70, "bytes": "b\'7\'"}'),
+        (None, None),
+    ],
+)
+def test_an_answer_that_is_no_text_is_written_as_json(answer, text):
+    problem = Problem(0, "q", (1,), {"answer": answer})
+    group = Group(problem, [Completion((2,), "a", True)])
+    one = torch.zeros(1, 1)
+    written = sample_records(
+        [group], one[None], one, one, names=["r"], rows=[(0, 0)], step=1, logprobs_BT=one, updated_logprobs_BT=one,
+        ref_logprobs_BT=None, decode=str,
+    )  # fmt: skip
+    assert written[0]["answer"] == text
 
 
 def test_a_step_that_changes_nothing_has_ratios_of_one_also_in_bf16(tmp_path, random_model):
