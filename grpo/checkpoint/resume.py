@@ -20,7 +20,17 @@ from grpo.model import digest, is_adapter, model_digests
 from grpo.rewards import RewardRunner
 from grpo.system import write_atomically
 
-RESOLVED_CONFIG, LOCK_FILE = "config.yaml", ".lock"
+RESOLVED_CONFIG = "config.yaml"
+LOCK_FILE = ".lock"
+OF_A_RUN = (
+    "metrics.jsonl",
+    "intervals.jsonl",
+    "completions",
+    "run.json",
+    "tensorboard",
+    RESOLVED_CONFIG,
+)
+"""What a run writes into its folder besides checkpoints, and what a later run there overwrites or moves aside."""
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout",
     "model.attn_implementation", "lora.", "data.", "reward.functions", "rollout.", "algorithm.", "optim.",
@@ -82,7 +92,7 @@ def find_checkpoint(config: Config, lock: Lock) -> tuple[Path | None, str | None
     A command that names a checkpoint folder starts from it once: the same command, started again after an interruption,
     continues its own run instead. The same holds for ``never`` when torchrun restarts its processes.
 
-    ConfigError if that folder is not a valid checkpoint, or ``output_dir`` is in use or not a run's.
+    ConfigError if that folder is not a valid checkpoint, or ``output_dir`` is in use or holds files of others.
     """
     output, resume = Path(config.output_dir), config.checkpoint.resume
     check_output_dir(output)
@@ -200,16 +210,26 @@ def _values_by_key(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_output_dir(output: Path) -> None:
-    """ConfigError if ``output_dir`` is a file, cannot be written, or holds something else than a run."""
+    """ConfigError if ``output_dir`` is a file, cannot be written, or holds files of others that a run would replace.
+
+    All other files may be there: the shell's log, ``evaluation.json`` of an evaluation before training.
+    """
     existing = next(path for path in (output, *output.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"output_dir={output}: {existing} is no folder, or cannot be written")
-    inside = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    # A run that was killed while it started leaves its lock and a half-written config.yaml; one whose folder was
-    # deleted while it ran leaves a checkpoint.
-    others = inside - {LOCK_FILE, f"{RESOLVED_CONFIG}.tmp"}
-    if others and RESOLVED_CONFIG not in inside and checkpoint.find_newest_valid(output)[0] is None:
-        raise ConfigError(f"output_dir={output} holds something that is not a run: {min(others)}")
+    if (output / RESOLVED_CONFIG).exists():
+        return
+    taken = [*output.glob("checkpoint-*"), *_existing(output)]
+    # A run whose folder was deleted while it ran leaves a checkpoint without its config.yaml.
+    if taken and checkpoint.find_newest_valid(output)[0] is None:
+        raise ConfigError(
+            f"output_dir={output} holds {taken[0].name}, which a run would replace, and no {RESOLVED_CONFIG} of a run: "
+            "take another folder"
+        )
+
+
+def _existing(output: Path) -> list[Path]:
+    return [output / name for name in OF_A_RUN if (output / name).exists()]
 
 
 def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> None:
@@ -222,9 +242,12 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
         start_step = checkpoint.read_state(start_checkpoint)["step"]
         later = [folder for step, folder in checkpoint.list_checkpoints(output) if step > start_step]
         _move_aside(output, later, "checkpoints which are not continued were")
-    elif results := [*output.glob("checkpoint-*"), *(p for p in output.glob("metrics.jsonl") if p.stat().st_size)]:
-        names = "completions", RESOLVED_CONFIG, "run.json", "intervals.jsonl", "tensorboard"
-        _move_aside(output, [*results, *(output / name for name in names)], f"an earlier run in {output} was")
+    else:
+        checkpoints = list(output.glob("checkpoint-*"))
+        metrics = output / "metrics.jsonl"
+        has_steps = metrics.exists() and metrics.stat().st_size > 0
+        if checkpoints or has_steps:
+            _move_aside(output, [*checkpoints, *_existing(output)], f"an earlier run in {output} was")
     resolved = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)
     write_atomically(output / RESOLVED_CONFIG, resolved)
 
@@ -240,11 +263,11 @@ def check_shared(output: Path, holder: str) -> None:
 
 
 def _move_aside(output: Path, paths: list[Path], what: str) -> None:
-    """Move what exists of ``paths`` into a new folder ``previous-<n>/``, and say so."""
+    """Move ``paths`` into a new folder ``previous-<n>/``, and say so."""
     if not paths:
         return
     aside = output / f"previous-{1 + len(list(output.glob('previous-*')))}"
     aside.mkdir()
-    for path in filter(Path.exists, paths):
+    for path in paths:
         shutil.move(path, aside / path.name)
     print(f"{what} moved to {aside}", flush=True)

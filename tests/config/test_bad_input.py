@@ -139,14 +139,30 @@ def test_a_tokenizer_without_pad_and_a_line_of_a_megabyte_are_fine(tmp_path, cap
     assert "1 problems to train on, 1 left out as longer than 512 tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["file", "folder"])
-def test_an_output_folder_that_is_something_else_stays_as_it_is(capsys, tmp_path, random_model, name):
-    output = tmp_path / name
-    mine = output if name == "file" else output / "thesis.tex"
+@pytest.mark.parametrize("name", ["", "checkpoint-5", "metrics.jsonl", "completions", "run.json", "tensorboard"])
+def test_files_of_others_that_a_run_would_replace_stay_as_they_are(capsys, tmp_path, random_model, name):
+    mine = tmp_path / "folder" / name
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
-    assert main([DEFAULTS, f"output_dir={output}", f"model.name_or_path={random_model}"]) == 2
-    assert str(output) in capsys.readouterr().err and mine.read_text() == "mine"
+    assert main([DEFAULTS, f"output_dir={tmp_path}/folder", f"model.name_or_path={random_model}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/folder" in error and (name or "is no folder") in error
+    assert mine.read_text() == "mine"
+
+
+def test_a_run_starts_beside_its_log_and_an_evaluation(tmp_path, random_model):
+    """``python -m grpo.evaluation --config X.yaml > runs/x/log.txt`` before training leaves these files."""
+    output = tmp_path / "run"
+    output.mkdir()
+    beside = ("log.txt", "evaluation.json", "vllm.log", "notes.md")
+    for name in beside:
+        (output / name).write_text(name)
+    for resume in ("auto", "never"):  # the second run moves the first aside
+        run = [*small_run(random_model, output), "optim.max_steps=1", f"checkpoint.resume={resume}"]
+        assert main(run) == 0
+        assert [(output / name).read_text() for name in beside] == list(beside)
+    kept = {path.name for path in (output / "previous-1").iterdir()}
+    assert kept == {"checkpoint-1", "metrics.jsonl", "intervals.jsonl", "completions", "run.json", "config.yaml"}
 
 
 @pytest.mark.slow
@@ -164,15 +180,15 @@ def test_a_hub_that_does_not_answer_is_one_line(tmp_path):
 def test_two_ranks_speak_once_also_when_one_alone_has_looked(tmp_path):
     """The main rank looks at the output folder for all: the others learn of its refusal, and keep quiet."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    (tmp_path / "run" / "run.json").write_text("mine")
     done = run_trainer(f"output_dir={tmp_path}/run", ranks=2, check=False, fresh=True)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
-    assert "thesis.tex" in done.stderr
+    assert "run.json" in done.stderr
     assert "[rank" not in done.stderr  # no traceback of a rank; torchrun's own has no such prefix
     assert "exitcode  : 2" in done.stderr
     assert "exitcode  : -6" not in done.stderr  # nor an abort on the way out
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize(
