@@ -1,4 +1,7 @@
-"""Names from elsewhere for keys of the configuration: short ones, and TRL's (docs/from_trl.md has all)."""
+"""Names from elsewhere for keys of the configuration: short ones, and TRL's (docs/from_trl.md has all).
+
+And what a user may mean who gives a section one value: ``model="Qwen/Qwen2.5-0.5B"``.
+"""
 
 OTHER_NAMES = {
     "args": "the settings of GRPOConfig are keys of the configuration: docs/from_trl.md names the key of each",
@@ -14,7 +17,7 @@ OTHER_NAMES = {
     "environment_factory": "environment",
     "rollout_func": "rollout.function",
     "chat_template_path": "model.chat_template",
-    "use_vllm": "rollout.engine",
+    "use_vllm": "rollout.engine=vllm samples with vLLM",
     "vllm_server_base_url": "rollout.server",
     "vllm_server_host": "rollout.server",
     "vllm_server_port": "rollout.server",
@@ -91,3 +94,18 @@ OTHER_NAMES = {
     "multi_objective_aggregation": "algorithm.name=gdpo normalizes each reward before their sum",
 }
 """Name without its section -> the key to use instead, or a sentence if there are several; not those without any."""
+
+SECTIONS = {
+    "model": "model.name_or_path names the model",
+    "lora": "lora.rank above 0 trains LoRA adapters",
+    "data": "data.dataset names the rows, and train() takes rows as dataset",
+    "reward": "reward.functions lists the rewards, and train() takes functions as reward_functions",
+    "rollout": "rollout.engine is builtin or vllm",
+    "algorithm": "algorithm.name is the preset",
+    "optim": "the optimizer is AdamW, of which optim.learning_rate is the learning rate",
+    "eval": "eval.every is the number of steps from one evaluation to the next",
+    "checkpoint": "checkpoint.resume names the checkpoint to continue from",
+    "logging": "logging.wandb=online logs to wandb",
+    "runtime": "runtime.device and runtime.precision say where and how to compute",
+}
+"""Section -> the key that a user may mean who gives a value in its place."""

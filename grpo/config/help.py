@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from grpo.config.aliases import OTHER_NAMES
+from grpo.config.aliases import OTHER_NAMES, SECTIONS
 from grpo.config.secrets import masked
 
 USAGE = """\
@@ -115,7 +115,8 @@ def explain(error: Mapping[str, Any], known: list[str]) -> str:
     if error["type"] == "extra_forbidden":
         return unknown_key(key, known)
     if error["type"] == "model_type" and is_section:
-        return f"{key} is a section: write {key}.KEY=VALUE, or in Python a mapping (--help {key}: its keys)"
+        how = f'write {key}.KEY=VALUE, or in Python {key}={{"KEY": VALUE}}'
+        return f"{key} is a section: {SECTIONS[key]}; {how} (--help {key}: its keys)"
     if not key or (error["type"] == "value_error" and is_section):
         return message  # it is about several keys, and names them
     if error["type"] == "missing" or "is a secret" in message:

@@ -141,10 +141,7 @@ def _inputs(
 
     if config is not None and not isinstance(config, str | os.PathLike | Mapping | Config):
         raise ConfigError(f"train() takes a file or a mapping, not a {type(config).__name__}: {OTHER_NAMES['args']}")
-    # Before the values are read: an argument of TRL may be an object that no configuration holds.
-    if unknown := [name for name in settings if name.split(".")[0] not in Config.model_fields]:
-        known, others = [*OBJECTS, *keys_of(Config)], OTHER_NAMES | TRL_ARGUMENTS
-        raise ConfigError("\n".join(f"train(): {unknown_key(name, known, others)}" for name in unknown))
+    _check_names(config, settings)
     names, functions, rows = {}, {}, {}
     if reward_functions is not None:
         names["reward.functions"], functions = _named(reward_functions)
@@ -174,6 +171,28 @@ def _inputs(
         split = f"data.eval_split={checked.data.eval_split} names a split of data.dataset"
         raise ConfigError(f"{split}, and `dataset` has none: give `eval_dataset`, or data.eval_split=None")
     return checked, Objects(functions, turn_objects, rows.get("dataset"), rows.get("eval_dataset"))
+
+
+def _check_names(config: Any, settings: dict[str, Any]) -> None:
+    """ConfigError if there are unknown settings, with the mistakes in all others.
+
+    The values of unknown settings are not read: an argument of TRL may be an object that no configuration holds.
+    """
+    known = [*OBJECTS, *keys_of(Config)]
+    others = OTHER_NAMES | TRL_ARGUMENTS
+    mistakes = []
+    rest = {}
+    for name, value in settings.items():
+        if name.split(".")[0] in Config.model_fields:
+            rest[name] = value
+        else:
+            mistakes.append(f"train(): {unknown_key(name, known, others)}")
+    if mistakes:
+        try:
+            make_config(config, rest)
+        except ConfigError as error:
+            mistakes.append(str(error))
+        raise ConfigError("\n".join(mistakes))
 
 
 def _named(functions: Any) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:

@@ -8,7 +8,7 @@ import yaml
 import train_grpo
 from grpo.algorithm.loss import policy_loss
 from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, keys_of, load_config, make_config
-from grpo.config.aliases import OTHER_NAMES
+from grpo.config.aliases import OTHER_NAMES, SECTIONS
 from grpo.config.config import add_implied_rewards
 
 
@@ -229,7 +229,8 @@ def test_an_unknown_key_names_the_nearest(typed, said):
 def test_the_names_from_elsewhere_are_no_keys_and_lead_to_keys():
     known = set(keys_of(Config))
     assert not OTHER_NAMES.keys() & ({key.rpartition(".")[2] for key in known} | set(Config.model_fields) - {"optim"})
-    for meant in OTHER_NAMES.values():
+    assert SECTIONS.keys() == {key.split(".")[0] for key in known if "." in key}
+    for meant in (*OTHER_NAMES.values(), *SECTIONS.values()):
         assert meant in known or " " in meant, meant
 
 
@@ -260,7 +261,9 @@ SAMPLER_MIN = "algorithm.sampler_correction_min"
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["optim=3"], ["optim is a section: write optim.KEY=VALUE"]),
+        (["optim=3"], ["optim is a section: the optimizer is AdamW", "; write optim.KEY=VALUE, or in Python optim={"]),
+        (["model=someone/model"], ["model is a section: model.name_or_path names the model; write model.KEY=VALUE"]),
+        (["data=rows.jsonl"], ["data is a section: data.dataset names the rows"]),
         (["reward.functions=[{name: accuracy, weight: heavy}]"], ["reward.functions.0.weight='heavy'", "number"]),
         (["reward.functions=[{name: accuracy, wieght: 2}]"], ["unknown key 'reward.functions.0.wieght'"]),
         (["optim.betas=[0.9, 1]"], ["optim.betas.1=1", "less than 1"]),

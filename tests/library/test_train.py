@@ -165,7 +165,9 @@ def test_the_run_is_that_of_the_command_and_other_commands_say_what_they_lack(ra
         (dict(reward_functions={"name": "format", "args": {"x": len}}), "config.yaml cannot hold its args"),
         (dict(num_generations=8, reward_funcs=len), "'reward_functions'?"),
         (dict(args=object(), num_generations=8), "args': the settings of GRPOConfig are keys"),
-        (dict(model="Qwen/Qwen2.5-0.5B"), "model is a section: write model.KEY=VALUE, or in Python a mapping"),
+        (dict(model="Qwen/Qwen2.5-0.5B"), 'model is a section: model.name_or_path names the model; write model.KEY='),
+        (dict(use_vllm=True), "unknown key 'use_vllm': rollout.engine=vllm samples with vLLM"),
+        (dict(lora=object()), "lora is a section: lora.rank above 0 trains LoRA adapters"),
         (dict(dataset=[]), "data.dataset=python:rows has no rows"),
     ],
 )  # fmt: skip
@@ -177,6 +179,24 @@ def test_mistakes_are_value_errors_and_leave_nothing(arguments, message, tmp_pat
     assert message in str(error.value)
     assert not (tmp_path / "run").exists()
     assert (process_state(), children()) == (before, processes)
+
+
+def test_all_mistakes_of_a_call_are_said_at_once(tmp_path):
+    with pytest.raises(ValueError) as error:
+        train(
+            {"output_dir": str(tmp_path / "run")},
+            model="Qwen/Qwen2.5-0.5B",
+            optim="adamw_8bit",
+            use_vllm=True,
+            args=object(),
+            eval={"evry": 5},
+            seed=-1,
+        )
+    lines = str(error.value).splitlines()
+    starts = ("train(): unknown key 'use_vllm'", "train(): unknown key 'args'", "seed=-1: ", "model is a section: ")
+    starts += ("optim is a section: the optimizer is AdamW", "unknown key 'eval.evry'; did you mean 'eval.every'?")
+    assert len(lines) == len(starts)
+    assert all(any(line.startswith(start) for line in lines) for start in starts)
 
 
 def test_a_failing_step_raises_and_the_same_call_continues(random_model, tmp_path):
