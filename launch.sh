@@ -7,16 +7,18 @@
 #   ./launch.sh test [pytest options]                    the quick tests, one pytest worker per core
 #
 # Several machines, restarts and other options of torchrun: torchrun's own command, see docs/multi_gpu.md. Training
-# installs requirements.txt, the versions that the project is tested with; `test` also the extra "dev". Environment:
-# PYTHON (default python3), GRPO_VENV (default .venv), GRPO_NO_SETUP=1: create and install nothing, run PYTHON as it is.
+# installs requirements.txt, the versions that the project is tested with, and this folder as the package grpo (editable);
+# `test` also the extra "dev". Environment: PYTHON (default python3), GRPO_VENV (default .venv), GRPO_NO_SETUP=1: create
+# and install nothing, run PYTHON as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 python="${PYTHON:-python3}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 
 if [[ -z "${GRPO_NO_SETUP:-}" ]]; then
-  venv="${GRPO_VENV:-.venv}" install=(-r requirements.txt) stamp=.installed
-  [[ "${1:-}" != test ]] || install+=(-e ".[dev]") stamp=.installed-dev
+  venv="${GRPO_VENV:-.venv}" package=. stamp=.installed
+  [[ "${1:-}" != test ]] || package=".[dev]" stamp=.installed-dev
+  install=(-r requirements.txt -e "$package")
   if [[ "${1:-}" =~ ^(--help|-h)$ && -z "$(compgen -G "$venv/.installed*")" ]]; then
     sed -n '2,/^set/s/^# \{0,1\}//p' launch.sh
     exit
@@ -26,12 +28,12 @@ if [[ -z "${GRPO_NO_SETUP:-}" ]]; then
     echo "creating the virtual environment $venv ..."
     "$python" -m venv "$venv"
   fi
-  # pip runs again only after one of the files that name the packages has changed.
-  if ! cat requirements.txt pyproject.toml | cmp -s - "$venv/$stamp"; then
+  # pip runs again only after one of the files that say what is installed has changed.
+  if ! cat requirements.txt pyproject.toml launch.sh | cmp -s - "$venv/$stamp"; then
     echo "installing ${install[*]}: PyTorch and others, about 3 GB to download with CUDA, 0.4 GB without ..."
     "$venv/bin/python" -m pip install --disable-pip-version-check "${install[@]}" |
       { grep --line-buffered -oE 'Downloading [^ ]+ \([0-9.]+ [MG]B\)|^Installing collected packages' || true; }
-    cat requirements.txt pyproject.toml > "$venv/$stamp"
+    cat requirements.txt pyproject.toml launch.sh > "$venv/$stamp"
   fi
   python="$venv/bin/python"
 fi

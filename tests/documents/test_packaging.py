@@ -1,10 +1,11 @@
 """pyproject.toml and requirements.txt."""
 
-import os
 import subprocess
+import sys
 import tomllib
 
-from conftest import ROOT
+import pytest
+from conftest import ROOT, environment_of_runs
 from packaging.requirements import Requirement
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -31,9 +32,33 @@ def test_files_that_are_no_modules_are_package_data():
         assert (module.parent / "__init__.py").exists(), f"{module} is in no package: setuptools would leave it out"
 
 
+def environment_of_a_fresh_clone(venv, python: str) -> dict[str, str]:
+    # Without PIP_NO_COMPILE pip compiles thousands of files that nothing here imports.
+    environment = environment_of_runs({"GRPO_VENV": str(venv), "PYTHON": python, "PIP_NO_COMPILE": "1"})
+    environment.pop("GRPO_NO_SETUP", None)
+    environment.pop("PYTHONPATH", None)
+    return environment
+
+
+@pytest.mark.slow
+def test_an_example_runs_in_another_folder_after_the_set_up_of_a_training(tmp_path):
+    """The environment has what ``./launch.sh`` installs for training, and nothing else."""
+    venv = tmp_path / "venv"
+    environment = environment_of_a_fresh_clone(venv, sys.executable)
+    command = [ROOT / "launch.sh", "no_such_key=1"]  # which ends after the set-up
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "unknown key 'no_such_key'" in done.stderr
+
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    example = [venv / "bin" / "python", ROOT / "examples" / "own_reward.py"]
+    subprocess.run(example, cwd=folder, env=environment, check=True)
+    assert (folder / "runs" / "own_reward" / "metrics.jsonl").exists()
+
+
 def test_help_of_a_fresh_clone_answers_without_installing(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "GRPO_NO_SETUP"}
-    environment |= {"GRPO_VENV": str(tmp_path / "venv"), "PYTHON": "false"}
+    environment = environment_of_a_fresh_clone(tmp_path / "venv", "false")
     done = subprocess.run([ROOT / "launch.sh", "--help"], env=environment, capture_output=True, text=True, check=True)
     assert "./launch.sh test" in done.stdout and not done.stderr
     assert not (tmp_path / "venv").exists()
