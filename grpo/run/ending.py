@@ -58,16 +58,24 @@ def _train_and_save(run: Run, train: Callable[[Run], None]) -> int:
 
 
 def print_result(run: Run) -> None:
-    """Print the folders of the last and of the best checkpoint."""
-    output, kind = run.config.output_dir, "a Hugging Face folder"
+    """Print the folders of the last and of the best checkpoint, and the hints that hold for the last steps."""
+    show = run.reporter.print
+    output = run.config.output_dir
+    kind = "a Hugging Face folder"
     if run.policy.adapter:
         kind = "a LoRA adapter (python -m grpo.merge makes it a whole model)"
-    run.reporter.print(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
-    if run.eval_problems and (note := correctness_note(run.config.eval, run.rewards.names)):
-        run.reporter.print(note)
-    if best := run.progress.best:
+    show(f"saved     {output}/checkpoint-{run.max_steps}, {kind}")
+    note = correctness_note(run.config.eval, run.rewards.names)
+    if run.eval_problems and note:
+        show(note)
+    best = run.progress.best
+    if best:
         name = run.config.checkpoint.keep_best
-        run.reporter.print(f"best      {output}/checkpoint-{best['step']}, {name} {best['value']:.4g}")
+        step = best["step"]
+        value = best["value"]
+        show(f"best      {output}/checkpoint-{step}, {name} {value:.4g}")
+    for hint in run.reporter.hints.verdict().values():
+        show(f"verdict   {hint}")
 
 
 def _rescue(run: Run) -> str | None:

@@ -99,14 +99,21 @@ def reward_metrics(names: list[str], values_PGF: Tensor, totals_PG: Tensor) -> d
 
 def add_completions(groups: list[Group], metrics: Accumulator) -> None:
     """Add lengths, truncation and token counts of this rank's groups."""
-    lengths = torch.tensor([len(c.sampled_ids) for group in groups for c in group.completions])
-    truncated = torch.tensor([not c.finished for group in groups for c in group.completions])
-    metrics.add_values("completions/mean_length", lengths.double())
-    metrics.add_values("completions/clipped_ratio", truncated.double())
-    metrics.maximum("completions/max_length", float(lengths.max()))
-    metrics.minimum("completions/min_length", float(lengths.min()))
-    metrics.total("completion_tokens", lengths.sum())
-    num_tokens = sum(len(group.problem.prompt_ids) + len(c.ids) for group in groups for c in group.completions)
+    lengths = []
+    num_truncated = 0
+    num_tokens = 0
+    for group in groups:
+        for completion in group.completions:
+            lengths.append(len(completion.sampled_ids))
+            num_truncated += not completion.finished
+            num_tokens += len(group.problem.prompt_ids)
+            num_tokens += len(completion.ids)
+    count = len(lengths)
+    metrics.add("completions/mean_length", sum(lengths), count)
+    metrics.add("completions/clipped_ratio", num_truncated, count)
+    metrics.maximum("completions/max_length", float(max(lengths)))
+    metrics.minimum("completions/min_length", float(min(lengths)))
+    metrics.total("completion_tokens", sum(lengths))
     metrics.total("num_tokens", num_tokens)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ class Run:
     max_steps: int
     progress: Progress
     own: OwnFunctions
+    debug_checks: list[str] = field(default_factory=list)
+    """Names of the checks of ``--debug`` that have passed so far, in order; a repeated check is there several times."""
 
     @property
     def may_capture(self) -> bool:

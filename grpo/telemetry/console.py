@@ -3,72 +3,153 @@
 from collections.abc import Iterable
 from typing import Any
 
+from grpo.telemetry.records import is_computed
 
-def console_line(metrics: dict[str, Any], max_steps: int, left: str | None = None, width: int | None = None) -> str:
-    """One step: the reward, its parts, length, seconds, metrics that show its health, and the time that is left.
+COLUMNS = (
+    ("completions/mean_length", "length", "{:.1f}"),
+    ("turns/mean", "turns", "{:.2f}"),
+    ("tools/failure_frequency", "failed calls", "{:.0%}"),
+    ("step_time", "seconds", "{:.2f}"),
+    ("kl", "kl", "{:.4f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("frac_reward_zero_std", "equal-reward groups", "{:.0%}"),
+    ("grad_norm", "grad norm", "{:.3f}"),
+    ("learning_rate", "lr", "{:.1e}"),
+    ("tokens_per_second", "tokens/s", "{:.0f}"),
+)
+"""Metric, its name on the console and its format, in the order of the line of a step."""
+PASS_AT = "eval/pass@"
+REWARDS = "eval/rewards/"
+
+
+def console_line(
+    metrics: dict[str, Any],
+    max_steps: int,
+    left: str | None = None,
+    width: int | None = None,
+) -> str:
+    """One step: the reward, its parts, length, seconds, health of the run, and the time that is left.
 
     On a terminal of ``width`` columns the metrics that do not fit are left out, the last ones first.
+
+    Args:
+        metrics: those that were computed.
     """
-    parts = [f"step {metrics['step']:>{len(str(max_steps))}}/{max_steps}", f"reward {metrics['reward']:.3f}"]
-    means = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
-    parts += [f"{name.split('/')[1]} {metrics[name]:.3f}" for name in means]
-    columns = (("completions/mean_length", "length", ".1f"), ("turns/mean", "turns", ".2f"),
-               ("tools/failure_frequency", "failed calls", ".0%"), ("step_time", "seconds", ".2f"), ("kl", "kl", ".4f"),
-               ("entropy", "entropy", ".3f"), ("frac_reward_zero_std", "equal-reward groups", ".0%"),
-               ("grad_norm", "grad norm", ".3f"), ("learning_rate", "lr", ".1e"),
-               ("tokens_per_second", "tokens/s", ".0f"))  # fmt: skip
-    parts += [f"{label} {metrics[name]:{form}}" for name, label, form in columns if name in metrics]
-    return _fitted(parts, [f"left {left}"] * (left is not None), width)
+    columns = [("reward", "reward", "{:.3f}")]
+    for name in metrics:
+        if name.startswith("rewards/") and name.endswith("/mean"):
+            function = name.split("/")[1]
+            columns.append((name, function, "{:.3f}"))
+    columns.extend(COLUMNS)
+
+    parts = [_number_of_step("step", metrics, max_steps)]
+    for name, label, form in columns:
+        if name in metrics:
+            number = form.format(metrics[name])
+            parts.append(f"{label} {number}")
+    end = [] if left is None else [f"left {left}"]
+    return _fitted(parts, end, width)
 
 
-def _fitted(parts: list[str], end: list[str], width: int | None) -> str:
-    while width is not None and len(parts) > 2 and len("  ".join(parts + end)) > width:
+def _number_of_step(
+    kind: str,
+    metrics: dict[str, Any],
+    max_steps: int,
+) -> str:
+    digits = len(str(max_steps))
+    return f"{kind} {metrics['step']:>{digits}}/{max_steps}"
+
+
+def _fitted(
+    parts: list[str],
+    end: list[str],
+    width: int | None,
+) -> str:
+    """The parts in one line; on a narrow terminal without the last ones, but with the first two."""
+    line = "  ".join(parts + end)
+    while width and len(line) > width and len(parts) > 2:
         parts.pop()
-    return "  ".join(parts + end)
+        line = "  ".join(parts + end)
+    return line
 
 
-def evaluation_line(metrics: dict[str, Any], max_steps: int, width: int | None = None) -> str:
+def evaluation_line(
+    metrics: dict[str, Any],
+    max_steps: int,
+    width: int | None = None,
+) -> str:
     """One evaluation: ``eval  50/150  greedy accuracy 98.5%  ...``, cut as the line of a step."""
-    parts = [f"eval {metrics['step']:>{len(str(max_steps))}}/{max_steps}"]
-    parts += [f"{_label(name)} {evaluation_form(name).format(metrics[name])}" for name in _console_names(metrics)]
+    parts = [_number_of_step("eval", metrics, max_steps)]
+    for name in _console_names(metrics):
+        value = _shown(name, metrics)
+        parts.append(f"{_label(name)} {value}")
     return _fitted(parts, [], width)
 
 
-def evaluation_table(before: dict[str, float] | None, after: dict[str, float]) -> str:
+def evaluation_table(
+    before: dict[str, float] | None,
+    after: dict[str, float],
+) -> str:
     """Two evaluations side by side, one metric per line."""
     rows = [f"{'':28}{'before':>10}{'after':>10}"]
     for name in _console_names(after):
-        form = evaluation_form(name)
-        old = form.format(before[name]) if before and name in before else "-"
-        rows.append(f"{_label(name):28}{old:>10}{form.format(after[name]):>10}")
+        label = _label(name)
+        first = _shown(name, before or {})
+        last = _shown(name, after)
+        rows.append(f"{label:28}{first:>10}{last:>10}")
     return "\n".join(rows)
 
 
+def _shown(name: str, metrics: dict[str, Any]) -> str:
+    """An evaluation metric as text; ``-`` if it was not computed."""
+    value = metrics.get(name)
+    if not is_computed(value):
+        return "-"
+    return evaluation_form(name).format(value)
+
+
 def evaluation_form(name: str) -> str:
-    """The format string of an evaluation metric: percentages for rates, plain numbers for rewards and lengths."""
+    """The format string of an evaluation metric: percentages for rates, else plain numbers."""
     if is_rate(name):
         return "{:.1%}"
-    return "{:.4f}" if name.startswith("eval/rewards/") else "{:.2f}"
+    if name.startswith(REWARDS):
+        return "{:.4f}"
+    return "{:.2f}"
 
 
 def is_rate(name: str) -> bool:
-    """True if an evaluation metric is a share of problems or completions, False for rewards and lengths."""
-    return not name.startswith("eval/rewards/") and not name.endswith("mean_length")
+    """True if an evaluation metric is a share of problems or completions, not a reward or length."""
+    is_length = name.endswith("mean_length")
+    return not is_length and not name.startswith(REWARDS)
 
 
-def without_most_pass_at_k(names: Iterable[str]) -> list[str]:
-    """Names of evaluation metrics, but of ``pass@k`` only those with k = 1, 2, 4, ... and the largest k."""
+def without_most_pass_at_k(
+    names: Iterable[str],
+) -> list[str]:
+    """Names of evaluation metrics, of ``pass@k`` only those with k = 1, 2, 4, ... and the largest k."""
     names = list(names)
-    ks = {name: int(k) for name in names if (k := name.removeprefix("eval/pass@")).isdecimal()}
-    return [name for name in names if name not in ks or ks[name] & (ks[name] - 1) == 0 or ks[name] == max(ks.values())]
+    at_k = [name for name in names if name.startswith(PASS_AT)]
+    ks = [int(name.removeprefix(PASS_AT)) for name in at_k]
+    shown = [f"{PASS_AT}{k}" for k in ks if k & (k - 1) == 0 or k == max(ks)]
+    return [name for name in names if name in shown or name not in at_k]
 
 
 def _console_names(metrics: dict[str, Any]) -> list[str]:
-    """The metrics that the console shows: of greedy decoding only the accuracy; not pass@1, which is mean@k."""
-    names = without_most_pass_at_k(name for name in metrics if name.startswith("eval/") and name != "eval/pass@1")
-    return [name for name in names if not name.startswith("eval/greedy_") or name == "eval/greedy_accuracy"]
+    """The metrics that the console shows.
+
+    Of greedy decoding only the accuracy; not pass@1, which is mean@k.
+    """
+    names = []
+    for name in without_most_pass_at_k(metrics):
+        is_greedy = name.startswith("eval/greedy_")
+        is_hidden = is_greedy and name != "eval/greedy_accuracy"
+        if name.startswith("eval/") and not is_hidden:
+            names.append(name)
+    return [name for name in names if name != "eval/pass@1"]
 
 
 def _label(name: str) -> str:
     label = name.removeprefix("eval/")
-    return label if label.startswith("rewards/") else label.replace("_", " ")  # a reward has the same name everywhere
+    if name.startswith(REWARDS):
+        return label  # a reward has the same name everywhere
+    return label.replace("_", " ")

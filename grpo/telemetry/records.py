@@ -42,6 +42,11 @@ def remove_steps_after(path: Path, last_step: int) -> list[dict[str, Any]]:
     return kept
 
 
+def is_computed(value: float | None) -> bool:
+    """True for a number. A metric that was not computed is NaN in a step, and null in ``metrics.jsonl``."""
+    return value is not None and math.isfinite(value)
+
+
 def json_safe(value: Any) -> Any:
     """A copy in which NaN and infinity, which JSON does not have, are None."""
     if isinstance(value, float):

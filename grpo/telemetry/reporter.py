@@ -16,7 +16,7 @@ from grpo.system import first_line, printable, sync
 from grpo.telemetry.console import console_line, evaluation_line
 from grpo.telemetry.dashboards import TensorBoard, Trackio, Wandb
 from grpo.telemetry.hints import Hints
-from grpo.telemetry.records import append_step, remove_steps_after
+from grpo.telemetry.records import append_step, is_computed, remove_steps_after
 from grpo.telemetry.samples import write_samples
 
 COMPLETIONS_PER_RUN = 50
@@ -34,36 +34,70 @@ class Reporter:
     """
 
     def __init__(
-        self, config: Config, *, is_main: bool, first_step: int, max_steps: int, rewrite_first_step: bool = False,
-        wandb_run_id: str | None = None, environment: dict[str, Any] | None = None,
-    ):  # fmt: skip
-        self.is_main, self.max_steps, self.wandb_run_id = is_main, max_steps, wandb_run_id
+        self,
+        config: Config,
+        *,
+        is_main: bool,
+        first_step: int,
+        max_steps: int,
+        rewrite_first_step: bool = False,
+        wandb_run_id: str | None = None,
+        environment: dict[str, Any] | None = None,
+    ):
+        self.is_main = is_main
+        self.max_steps = max_steps
+        self.wandb_run_id = wandb_run_id
         self._every = config.logging.every
         self._first_report: tuple[int, float] | None = None
         """The first step that was reported, and when."""
         self._dashboards: dict[str, Wandb | Trackio | TensorBoard] = {}
         self._histograms: dict[str, torch.Tensor] = {}
-        self._completions: list[dict[str, Any]] = []
-        self._bar_stream = sys.stderr if is_main and sys.stderr.isatty() else None
+        self._completions: list[dict] = []
+        algorithm = config.algorithm
+        equal_rewards_teach = algorithm.advantages or equal_rewards_have_gradient(
+            algorithm.baseline,
+            algorithm.scale,
+        )
+        self.hints = Hints(without=["equal rewards"] if equal_rewards_teach else [])
+        """Sees the steps on the main rank alone."""
         if not is_main:
             return
+
         self._folder = Path(config.output_dir)
-        (self._folder / "completions").mkdir(parents=True, exist_ok=True)
-        last_step = first_step - 1 if first_step == 0 or rewrite_first_step else first_step
+        completions = self._folder / "completions"
+        completions.mkdir(parents=True, exist_ok=True)
+        last_step = first_step
+        if first_step == 0 or rewrite_first_step:
+            last_step -= 1
         remove_steps_after(self._folder / "intervals.jsonl", last_step)
-        algorithm = config.algorithm
-        no_hint = algorithm.advantages or equal_rewards_have_gradient(algorithm.baseline, algorithm.scale)
-        self._hints = Hints(without=("equal rewards",) if no_hint else ())
         for metrics in remove_steps_after(self._folder / "metrics.jsonl", last_step):
-            self._hints.update(metrics)  # the interrupted run has printed these
-        self._steps_bar = self.bar("steps", max_steps, "step", initial=first_step, leave=True)
+            self.hints.update(metrics)  # the interrupted run has printed these
+        self._steps_bar = self.bar(
+            "steps",
+            max_steps,
+            "step",
+            initial=first_step,
+            leave=True,
+        )
+
+        facts = environment or {}
         if config.logging.wandb != "disabled":
-            self._start("wandb", lambda: Wandb(config, wandb_run_id, environment or {}, self.print))
-            self.wandb_run_id = getattr(self._dashboards.get("wandb"), "run_id", wandb_run_id)
+            self._start(
+                "wandb",
+                lambda: Wandb(config, wandb_run_id, facts, self.print),
+            )
+            started = self._dashboards.get("wandb")
+            self.wandb_run_id = getattr(started, "run_id", wandb_run_id)
         if config.logging.trackio:
-            self._start("trackio", lambda: Trackio(config, last_step >= 0, environment or {}))
+            self._start(
+                "trackio",
+                lambda: Trackio(config, last_step >= 0, facts),
+            )
         if config.logging.tensorboard:
-            self._start("TensorBoard", lambda: TensorBoard(config, last_step + 1, self.print))
+            self._start(
+                "TensorBoard",
+                lambda: TensorBoard(config, last_step + 1, self.print),
+            )
 
     def print(self, text: str) -> None:
         """Print a line on the console, above the bars."""
@@ -71,10 +105,25 @@ class Reporter:
             tqdm.write(printable(text))
             sys.stdout.flush()
 
-    def bar(self, description: str, total: int, unit: str = "tok", *, initial: int = 0, leave: bool = False) -> tqdm:
+    def bar(
+        self,
+        description: str,
+        total: int,
+        unit: str = "tok",
+        *,
+        initial: int = 0,
+        leave: bool = False,
+    ) -> tqdm:
         """A progress bar, shown on a terminal only. ``bar.update(n)`` adds n."""
-        where = dict(file=self._bar_stream, disable=self._bar_stream is None, dynamic_ncols=True)
-        return tqdm(total=total, desc=description, unit=unit, initial=initial, leave=leave, **where)
+        return tqdm(
+            total=total,
+            desc=description,
+            unit=unit,
+            initial=initial,
+            leave=leave,
+            disable=None if self.is_main else True,  # None: shown if stderr is a terminal
+            dynamic_ncols=True,
+        )
 
     def progress(self, description: str, items: Sequence[Any]) -> Iterator[Any]:
         """Iterate over items with a progress bar."""
@@ -87,22 +136,27 @@ class Reporter:
         """Report one step: ``metrics["step"]`` counts from 1, 0 is the evaluation before training.
 
         ``metrics.jsonl`` and the hints see each step; console and dashboards those of :meth:`is_logged`, and steps
-        with an evaluation.
+        with an evaluation. There a metric that was not computed is left out.
         """
         if not self.is_main:
             return
-        step, has_evaluation = metrics["step"], "eval/greedy_accuracy" in metrics
+        step = metrics["step"]
+        has_evaluation = "eval/greedy_accuracy" in metrics
         append_step(self._folder / "metrics.jsonl", metrics)
         left = self._time_left(step)
         self._steps_bar.update(step - self._steps_bar.n)
         if self.is_due(step) or has_evaluation:
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+            width = None
+            if sys.stdout.isatty():
+                width = shutil.get_terminal_size().columns
+            computed = {name: value for name, value in metrics.items() if is_computed(value)}
             if "reward" in metrics:
-                self.print(console_line(metrics, self.max_steps, left, width))
+                self.print(console_line(computed, self.max_steps, left, width))
             if has_evaluation:
-                self.print(evaluation_line(metrics, self.max_steps, width))
-            self._show(step, metrics)
-        for hint in self._hints.update(metrics):
+                self.print(evaluation_line(computed, self.max_steps, width))
+            del computed["step"]  # dashboards take it as an argument
+            self._show(step, computed)
+        for hint in self.hints.update(metrics):
             self.print(f"hint: {hint} (see docs/metrics.md)")
 
     def intervals(self, step: int, intervals: dict[str, tuple[float, float]]) -> None:
@@ -147,10 +201,10 @@ class Reporter:
         """Send a step to the dashboards, with the histograms and completions that belong to it."""
         interval = self._every * max(self.max_steps // self._every // COMPLETIONS_PER_RUN, 1)
         completions = self._completions if step == self.max_steps or step % interval == 0 else []
-        named = {name: value for name, value in metrics.items() if name != "step"}
         for name, dashboard in list(self._dashboards.items()):
-            self._guard(name, lambda dashboard=dashboard: dashboard.log(step, named, self._histograms, completions))
-        self._histograms, self._completions = {}, []
+            self._guard(name, lambda dashboard=dashboard: dashboard.log(step, metrics, self._histograms, completions))
+        self._histograms = {}
+        self._completions = []
 
     def _start(self, name: str, dashboard: Callable[[], Wandb | Trackio | TensorBoard]) -> None:
         self._guard(name, lambda: self._dashboards.update({name: dashboard()}))

@@ -95,7 +95,8 @@ def test_debug_shows_and_checks(tmp_path, random_model):
         "checked   importance ratio of the first update: 1.000000",
         "step 2/2",
         "\nreference answer: ",
-        "checked   all checks have passed: in each of 2 steps masks = lengths, EOS inside the mask, all finite; KL = 0",
+        "checked   all checks have passed: masks = lengths, EOS inside the mask, all finite, KL = 0 before the first "
+        "update, importance ratio of the first update: 1.000000\n",
         "\nnext      ",
     ):  # fmt: skip
         assert text in done.stdout

@@ -22,16 +22,24 @@ def inside(arguments) -> int:
 
 
 def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_path, random_model):
-    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay; it is printed
-    once."""
-    steps, lr, decay = 12, 1e-3, 0.1
+    """Adam's step is exactly 0; each matrix shrinks by the factor 1 - lr * decay a step, norms stay. The hint is given
+    at the third step and in the verdict; what no token has is in no line."""
+    steps, lr, decay = 6, 1e-3, 0.1
     options = [
         f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "algorithm.beta=0",
         f"optim.max_steps={steps}", f"optim.weight_decay={decay}", "eval.before_training=false",
         "data.max_eval_samples=1",
     ]  # fmt: skip
     assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
-    assert capsys.readouterr().out.count("hint: 100% of the groups have equal rewards") == 1
+    shown = capsys.readouterr().out
+    equal = "100% of the groups have equal rewards"
+    assert shown.count(f"hint: {equal}") == shown.count(f"\nverdict   {equal}") == 1
+    assert shown.index("\nstep 3/") < shown.index(f"hint: {equal}") < shown.index("\nstep 4/")
+    assert "entropy" not in shown and "  grad norm 0.000" in shown
+    for line in lines(tmp_path / "run"):
+        for name in ("entropy", "ratio", "clip_ratio/region_mean", "sampling/logprob_difference"):
+            assert line[name] is None, name
+        assert line["loss"] == 0.0 and line["grad_norm"] == 0.0
     after = weights(tmp_path / "run" / f"checkpoint-{steps}")
     for name, tensor in weights(random_model).items():
         expected = tensor.clone()
@@ -50,6 +58,7 @@ def test_all_completions_truncated_and_masked(tmp_path):
     assert inside([*small_run(model, tmp_path / "run"), *options]) == 0
     for line in lines(tmp_path / "run"):
         assert line["completions/clipped_ratio"] == 1.0 and line["grad_norm"] == 0.0 and line["skipped_updates"] == 0
+        assert line["loss"] is None, "a mean of nothing"
     assert_same_weights(model, tmp_path / "run" / "checkpoint-2")
 
 

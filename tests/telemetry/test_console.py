@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import run_trainer, small_run
 
-from grpo.telemetry.console import console_line
+from grpo.telemetry.console import console_line, evaluation_table
 
 
 @pytest.mark.slow
@@ -29,3 +29,16 @@ def test_the_line_of_a_step_fits_the_terminal():
     for width, last in ((119, "1.0e-03"), (118, "0.500"), (80, "20.0")):
         shown = console_line(metrics, 150, "04:54", width=width)
         assert shown == line[: line.index(last) + len(last)] + "  left 04:54" and len(shown) <= width
+
+
+def test_the_table_of_evaluations_shows_what_was_computed():
+    before = {"eval/greedy_accuracy": 0.25, "eval/rewards/a": None}  # as read from a file
+    after = {"eval/greedy_accuracy": 0.5, "eval/mean_length": 20.5, "eval/rewards/a": float("nan")}
+    rows = [line.split() for line in evaluation_table(before, after).splitlines()]
+    assert rows == [
+        ["before", "after"],
+        ["greedy", "accuracy", "25.0%", "50.0%"],
+        ["mean", "length", "-", "20.50"],
+        ["rewards/a", "-", "-"],
+    ]
+    assert evaluation_table(None, after).splitlines()[1].split() == ["greedy", "accuracy", "-", "50.0%"]

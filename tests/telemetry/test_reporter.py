@@ -71,11 +71,30 @@ def test_escape_sequences_do_not_reach_the_terminal(tmp_path, capsys):
 
 def test_a_hint_is_printed_once_also_over_an_interruption(tmp_path, capsys):
     first = reporter(tmp_path)
-    for step in range(1, 13):
+    for step in range(1, 6):
         first.step({"step": step, "reward": 0.5, "kl": 2.0})
+        assert ("hint: the KL to the reference is 2.00 nats" in capsys.readouterr().out) == (step == 3)
     first.close()
-    assert capsys.readouterr().out.count("hint: the KL to the reference is 2.00 nats") == 1
-    second = reporter(tmp_path, first_step=11)
-    second.step({"step": 12, "reward": 0.5, "kl": 2.0})
+    second = reporter(tmp_path, first_step=4)
+    second.step({"step": 5, "reward": 0.5, "kl": 2.0})
+    assert list(second.hints.verdict()) == ["KL"], "the verdict knows the steps before the interruption"
     second.close()
     assert "hint" not in capsys.readouterr().out
+    other_rank = reporter(tmp_path, is_main=False)
+    assert other_rank.hints.verdict() == {}
+
+
+def test_what_was_not_computed_is_no_part_of_the_lines(tmp_path, capsys):
+    writer = reporter(tmp_path, every=1)
+    nothing = float("nan")
+    line = {"step": 1, "reward": nothing, "rewards/a/mean": nothing, "rewards/b/mean": 0.5, "entropy": nothing}
+    writer.step(line | {"kl": None, "grad_norm": 0.0})  # None: the line was read from a file
+    writer.step({"step": 2, "reward": 1.0, "eval/greedy_accuracy": 0.5, "eval/rewards/a": nothing})
+    writer.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/9  b 0.500  grad norm 0.000",
+        "step 2/9  reward 1.000  left 00:00",
+        "eval 2/9  greedy accuracy 50.0%",
+    ]
+    written = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written[0]["entropy"] is None and written[0]["rewards/b/mean"] == 0.5

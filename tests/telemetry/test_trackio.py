@@ -45,5 +45,6 @@ def test_metrics_histograms_and_completions_are_in_trackios_database(tmp_path, m
         0.5,
     ]
     assert sum(metrics[1]["histograms/reward"]["values"]) == 4
+    assert "rewards/f/mean" not in metrics[1], "no point where there is no number"
     (completion,) = metrics[1]["completions"]["_value"]
     assert completion["completion"] == record(logged={})["completion"] and "rewards/a" in completion
