@@ -134,13 +134,29 @@ def _cell(spread: dict[str, Any], name: str) -> str:
     return "{} ± {} [{}, {}]".format(*shown) if len(shown) == 4 else shown[0]
 
 
-def curve(runs: Sequence[RunData], name: str) -> pandas.DataFrame:
-    """Mean and s.d. over the runs by step; in training, of a metric's moving means over a twentieth of the steps."""
-    series = [pandas.DataFrame(run.metrics).set_index("step").reindex(columns=[name]) for run in runs]
-    table = pandas.concat(series, axis=1, join="inner").astype(float).dropna()
+def curve(
+    runs: Sequence[RunData],
+    name: str,
+) -> pandas.DataFrame:
+    """Mean and s.d. over the runs by step; NaN, which leaves a gap, where a run did not compute it.
+
+    In training these are of a metric's moving means over a twentieth of the steps.
+    """
+    series = []
+    for run in runs:
+        lines = [line for line in run.metrics if name in line]
+        table = pandas.DataFrame(lines, columns=["step", name])
+        series.append(table.set_index("step"))
+    table = pandas.concat(series, axis=1, join="inner").astype(float)
     window = 1 if name.startswith("eval/") else max(len(table) // 20, 1)
-    table = table.rolling(window).mean().dropna()
-    return pandas.DataFrame({"mean": table.mean(axis=1), "sd": table.std(axis=1).fillna(0.0)})
+    means = table.rolling(window, min_periods=1).mean()
+    shown = means.where(table.notna())[window - 1 :]
+    return pandas.DataFrame(
+        {
+            "mean": shown.mean(axis=1, skipna=False),
+            "sd": shown.std(axis=1).fillna(0.0),
+        }
+    )
 
 
 def draw(found: dict[str, dict[int, RunData]], metric: str | None, path: Path) -> None:

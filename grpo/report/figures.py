@@ -18,7 +18,10 @@ CURVES = {
 }
 
 
-def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
+def write_figures(
+    runs: Sequence[RunData],
+    folder: str | Path,
+) -> list[Path]:
     """Write one PNG per curve, with all runs; returns the paths."""
     import_extra("matplotlib", "plots", needed_by="--figures").use("Agg")
     from matplotlib import pyplot
@@ -27,17 +30,31 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     names = dict.fromkeys(name for run in runs for line in run.metrics for name in line)
     parts = {name: name for name in names if name.startswith("rewards/") and name.endswith("/mean")}
+
     written = []
     for metric, label in (CURVES | parts).items():
-        lines = [[(x["step"], x[metric]) for x in run.metrics if x.get(metric) is not None] for run in runs]
-        if not any(lines):
+        curves = [curve(run, metric) for run in runs]
+        if not any(curves):
             continue
-        figure, axes = pyplot.subplots(figsize=(4.5, 3), layout="constrained")
-        marker = "o" if metric.startswith("eval/") else None
-        for i, (run, points) in enumerate(zip(runs, lines, strict=True)):
-            if points:  # a run has one colour in all figures
-                axes.plot(*zip(*points, strict=True), label=run.name, color=f"C{i}", marker=marker)
-        axes.set(xlabel="step", ylabel=label)
+        figure, axes = pyplot.subplots(
+            figsize=(4.5, 3),
+            layout="constrained",
+        )
+        for i, points in enumerate(curves):
+            if points:
+                axes.plot(
+                    points.keys(),
+                    points.values(),
+                    label=runs[i].name,
+                    color=f"C{i}",  # a run has one colour in all figures
+                    marker="o",
+                    # 1.5 is the width of the line, so that only a value between two gaps is a dot.
+                    markersize=6 if metric.startswith("eval/") else 1.5,
+                )
+        axes.set(
+            xlabel="step",
+            ylabel=label,
+        )
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         if len(runs) > 1:
@@ -46,3 +63,13 @@ def write_figures(runs: Sequence[RunData], folder: str | Path) -> list[Path]:
         figure.savefig(written[-1], dpi=200)
         pyplot.close(figure)
     return written
+
+
+def curve(
+    run: RunData,
+    metric: str,
+) -> dict[int, float | None]:
+    """Step -> value; None, which leaves a gap, where a step lacks it; empty if no step has it."""
+    values = {line["step"]: line[metric] for line in run.metrics if metric in line}
+    is_empty = set(values.values()) == {None}
+    return {} if is_empty else values

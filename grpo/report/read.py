@@ -67,7 +67,7 @@ def _by_step(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _finite_or_none(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = type(value) in (int, float)  # True and False are no numbers
     return value if is_number and abs(value) <= sys.float_info.max else None  # false for NaN too
 
 

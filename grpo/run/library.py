@@ -38,11 +38,12 @@ class TrainingResult:
     steps: int
     """Steps that are complete."""
     before: dict[str, float]
-    """The metrics ``eval/...`` before training; empty without such an evaluation."""
+    """The metrics ``eval/...`` before training that were computed; empty without such an evaluation."""
     after: dict[str, float]
-    """The metrics ``eval/...`` of the newest evaluation of the run."""
+    """The same of the newest evaluation of the run."""
     metrics: list[dict[str, Any]]
-    """The lines of ``metrics.jsonl``, one dictionary per step; ``pandas.DataFrame(result.metrics)`` is a table."""
+    """The lines of ``metrics.jsonl``, one dictionary per step, with None for a metric that was not computed;
+    ``pandas.DataFrame(result.metrics)`` is a table."""
 
     @classmethod
     def load(cls, output_dir: str | os.PathLike[str]) -> TrainingResult:
@@ -50,19 +51,30 @@ class TrainingResult:
         from grpo.checkpoint.format import list_checkpoints
 
         folder = Path(output_dir)
+        metrics = []
         with open(folder / "metrics.jsonl", encoding="utf-8") as file:
-            metrics = [json.loads(line) for line in file if line.endswith("\n")]  # the last may be half written
-        evaluations = [
-            (line["step"], found)
-            for line in metrics
-            if (found := {name: value for name, value in line.items() if name.startswith("eval/")})
-        ]
+            for text in file:
+                if text.endswith("\n"):  # the last may be half written
+                    metrics.append(json.loads(text))
+
+        before = {}
+        after = {}
+        for line in metrics:
+            found = {}
+            for name, value in line.items():
+                if name.startswith("eval/") and value is not None:
+                    found[name] = value
+            if line["step"] == 0:
+                before = found
+            elif found:
+                after = found
+        checkpoints = list_checkpoints(folder)
         return cls(
-            folder,
-            next((path for _, path in list_checkpoints(folder)), None),
+            output_dir=folder,
+            checkpoint=next((path for _, path in checkpoints), None),
             steps=max((line["step"] for line in metrics), default=0),
-            before=next((found for step, found in evaluations if step == 0), {}),
-            after=next((found for step, found in reversed(evaluations) if step > 0), {}),
+            before=before,
+            after=after,
             metrics=metrics,
         )
 

@@ -113,6 +113,14 @@ def test_the_numbers_of_a_run(tmp_path):
     # Rewards of 0.1 n and of 0.1 n + 1: mean 0.1 n + 0.5, s.d. 1/sqrt(2); a moving mean of two steps, the first 0.15.
     points = curve(list(map(finished, runs)), "reward")
     assert list(points.index) == list(range(2, 41)) and tuple(points.loc[2]) == pytest.approx((0.65, 0.5**0.5))
+    # Null in one run, in step 10, which the moving mean of step 11 leaves out: 1.1 and (2.0 + 2.1) / 2.
+    of_runs = list(map(finished, runs))
+    of_runs[0].metrics[10]["reward"] = None
+    points = curve(of_runs, "reward")
+    assert list(points.index[points["mean"].isna()]) == [10], "a gap"
+    assert points.loc[11]["mean"] == pytest.approx((1.1 + 2.05) / 2)
+    measured = curve(of_runs, "eval/greedy_accuracy")
+    assert list(measured.index) == [0, 40] and not measured.isna().any(axis=None), "no gap between evaluations"
 
 
 def test_the_table():

@@ -10,6 +10,7 @@ from report.runs_for_tests import NASTY, write_run
 import train_grpo
 from grpo.commands.evaluation import main as evaluation_main
 from grpo.report.__main__ import main
+from grpo.report.figures import curve
 from grpo.report.page import SCRIPTS, build_page, embed
 from grpo.report.read import before_and_after, read_run, reward_before_and_after
 from grpo.telemetry.records import record_start
@@ -133,6 +134,26 @@ def test_scripts_are_ascii_and_never_parse_text_as_html():
         text = (ROOT / "grpo" / "report" / "template" / name).read_text(encoding="ascii")
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "fetch(", "Function("):
             assert way not in text, f"{way} in {name}"
+
+
+def test_a_curve_has_a_gap_where_a_metric_was_not_computed(tmp_path):
+    run = read_run(write_run(tmp_path / "one", steps=6))
+    kl = curve(run, "kl")
+    assert list(kl) == [1, 2, 3, 4, 5, 6] and [step for step in kl if kl[step] is None] == [5]
+    assert curve(run, "entropy") == {}, "null in all steps"
+    assert curve(run, "eval/greedy_accuracy") == {0: 0.25, 3: 0.5, 6: 0.75}, "no gap between evaluations"
+
+
+def test_hints_of_steps_without_some_numbers(tmp_path):
+    """Null in all but the first steps is neither an error nor a reason to say nothing."""
+    folder = write_run(tmp_path / "one", steps=0)
+    lines = [{"step": step, "reward": None, "kl": 9.0 if step < 3 else None, "entropy": None} for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = build_page([read_run(folder)])
+    start = page.index('id="data">') + len('id="data">')
+    (found,) = json.loads(page[start : page.index("</script>", start)])["runs"]
+    assert [step for step, _ in found["hints"]] == [3] and "KL" in found["hints"][0][1]
+    assert found["series"]["kl"] == [9.0, 9.0, *[None] * 6]
 
 
 @pytest.mark.slow
