@@ -204,7 +204,7 @@ class RolloutConfig(Section):
     """Problems per step, over all ranks."""
     num_generations: Positive = 8
     """Completions per problem (G)."""
-    max_completion_length: Positive = 256
+    max_completion_length: Positive = 512
     """Longest completion in tokens; longer ones are truncated."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; log-probs are computed at the same temperature."""

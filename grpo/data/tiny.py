@@ -26,7 +26,9 @@ from grpo.algorithm.batch import IGNORE_INDEX, right_pad
 from grpo.algorithm.seeding import derive_seed
 from grpo.data.tasks import Task, load_task
 
-RECIPE_VERSION = 2
+CONTEXT = 1024
+"""Most tokens of a prompt and its completion: room for the default of ``rollout.max_completion_length``."""
+RECIPE_VERSION = 3
 """Part of the cache key. Increase it with any change to the demonstrations, the tokenizer or the training below."""
 
 PAD, EOS, TURN = "<|pad|>", "<|im_end|>", "<|im_start|>"
@@ -77,7 +79,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate((PAD, EOS, TURN, *alphabet))}
     special = dict(pad_token=PAD, eos_token=EOS, unk_token=None, additional_special_tokens=[TURN])
-    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], padding_side="left", model_max_length=512, **special)
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], padding_side="left", model_max_length=CONTEXT, **special)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in (*TAGS, *ROLES)])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -152,7 +154,7 @@ def _initial_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, seed: int) -> Qwen
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_layers, num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_heads,
-        max_position_embeddings=512, initializer_range=recipe.initializer_range, tie_word_embeddings=True,
+        max_position_embeddings=CONTEXT, initializer_range=recipe.initializer_range, tie_word_embeddings=True,
         dtype="float32",
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip

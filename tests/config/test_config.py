@@ -187,7 +187,7 @@ def test_dapo_adds_its_punishment_once():
         return [(f.name, f.weight, f.args) for f in load_config(["algorithm.name=dapo", *argv]).reward.functions]
 
     # The paper's proportion, 4,096 of 20,480 tokens, is a fifth.
-    assert rewards() == [("accuracy", 1.0, {}), ("soft_overlong", 1.0, {"max_length": 256, "cache_length": 51})]
+    assert rewards() == [("accuracy", 1.0, {}), ("soft_overlong", 1.0, {"max_length": 512, "cache_length": 102})]
     own = "reward.functions=[{name: format, weight: 0.5}]"
     punished = ("soft_overlong", 1.0, {"max_length": 100, "cache_length": 20})
     assert rewards("rollout.max_completion_length=100", own) == [("format", 0.5, {}), punished]
@@ -332,7 +332,7 @@ DEFAULTS_THAT_HOLD = {
     "seed": 0, "model.attn_implementation": "sdpa", "model.gradient_checkpointing": False,
     "model.disable_dropout": True, "model.trust_remote_code": False, "data.max_prompt_length": 512,
     "reward.timeout_s": 10, "rollout.prompts_per_step": 8, "rollout.num_generations": 8,
-    "rollout.max_completion_length": 256, "rollout.temperature": 1.0, "rollout.top_p": 1.0, "rollout.top_k": 0,
+    "rollout.max_completion_length": 512, "rollout.temperature": 1.0, "rollout.top_p": 1.0, "rollout.top_k": 0,
     "rollout.min_p": 0.0, "rollout.stop": [], "algorithm.name": "grpo", "algorithm.epsilon": 0.2,
     "algorithm.beta": 0.04, "algorithm.kl_estimator": "k3", "algorithm.num_iterations": 1,
     "algorithm.num_minibatches": 1, "algorithm.mask_truncated_completions": False,

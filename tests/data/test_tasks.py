@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from grpo.config import Config
 from grpo.data import tiny
 from grpo.data.tasks import TASKS, Arithmetic, Calculator, Task, load_task, written_columns
 from grpo.data.tiny import Recipe, build_tiny_model, build_tokenizer
@@ -208,3 +209,9 @@ def test_same_seed_same_weights_and_global_randomness_is_left_alone(tmp_path):
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     other = build_tiny_model(seed=1, cache_dir=tmp_path / "a", recipe=QUICK)
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+def test_the_tiny_model_has_room_for_the_defaults():
+    defaults = Config()
+    longest = defaults.data.max_prompt_length + defaults.rollout.max_completion_length
+    assert longest <= tiny.CONTEXT

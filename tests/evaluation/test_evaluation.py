@@ -109,7 +109,7 @@ def test_one_sample_with_the_settings_of_the_configuration(policy):
     config = make_config(config, {"eval": filters, "rollout": {"stop": ["\n"], "tokens_in_flight": 99}})
     assert eval_sampling(config) == SamplingParams(8, 5, 0.7, 0.9, 50, 0.1, ("\n",), 99)
     config = make_config({"eval": {"num_samples": 8, "temperature": 1}, "rollout": {"temperature": 0.5, "top_k": 3}})
-    assert eval_sampling(config) == SamplingParams(8, 256, temperature=1.0), "the rollout's filters are not used"
+    assert eval_sampling(config) == SamplingParams(8, 512, temperature=1.0), "the rollout's filters are not used"
 
 
 def test_texts_are_kept_beside_their_results(policy):
