@@ -16,7 +16,6 @@ with the last ("after").
 
 import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ from grpo.rewards.code import check_rows
 from grpo.rewards.scores import messages_warning
 from grpo.rollout import engine_with_weights, split_stop
 from grpo.system import write_atomically
-from grpo.telemetry.console import evaluation_form, evaluation_table
+from grpo.telemetry.console import evaluation_table, evaluation_text
 from grpo.telemetry.records import json_safe
 from grpo.telemetry.terminal import exit_with_user_error, survive_lost_readers
 from grpo.turns.tools import Tools
@@ -137,18 +136,26 @@ def _evaluate(
     return evaluation
 
 
-def report(config: Config, model: str, evaluation: Evaluation) -> Iterator[str]:
-    n, e = len(evaluation.problems), config.eval
-    samples = f" and {e.num_samples} sample(s) at temperature {e.temperature:g}" if e.temperature > 0 else ""
+def report(
+    config: Config,
+    model: str,
+    evaluation: Evaluation,
+) -> Iterator[str]:
+    """The lines about one model: each metric with its 95% interval and its exact count."""
+    settings = config.eval
+    t = settings.temperature
+    samples = f" and {settings.num_samples} sample(s) at temperature {t:g}" if t else ""
     yield f"model     {model}"
-    yield f"data      {config.data.eval_dataset or config.data.dataset}: {n} problems, greedy{samples}"
-    yield f"{'':28}{'value':>10}  {f'{LEVEL:.0%} interval':>20}  {'count':>15}"
+    yield f"data      {config.data.eval_dataset or config.data.dataset}: {len(evaluation.problems)} problems, greedy{samples}"
+    title = f"{LEVEL:.0%} interval"
+    yield f"{'':28}{'value':>10}  {title:>20}  {'count':>15}"
     for name, estimate in evaluation.estimates.items():
-        form = evaluation_form(f"eval/{name}")
-        value, low, high = (form.format(number) for number in (estimate.value, estimate.low, estimate.high))
-        interval = "unknown" if math.isnan(estimate.low) else f"{low} to {high}"
+        label = name.replace("_", " ")
+        numbers = (estimate.value, estimate.low, estimate.high)
+        value, low, high = (evaluation_text(f"eval/{name}", number) for number in numbers)
+        interval = "unknown" if low == "-" else f"{low} to {high}"
         count = "" if estimate.count is None else f"{estimate.count}/{estimate.of}"
-        yield f"{name.replace('_', ' '):28}{value:>10}  {interval:>20}  {count:>15}".rstrip()
+        yield f"{label:28}{value:>10}  {interval:>20}  {count:>15}".rstrip()
     if evaluation.num_unscored:
         yield f"note: {evaluation.num_unscored} completions could not be scored and count as wrong"
 

@@ -145,9 +145,9 @@ def curve(
     series = []
     for run in runs:
         lines = [line for line in run.metrics if name in line]
-        table = pandas.DataFrame(lines, columns=["step", name])
+        table = pandas.DataFrame(lines, columns=["step", name], dtype=float)
         series.append(table.set_index("step"))
-    table = pandas.concat(series, axis=1, join="inner").astype(float)
+    table = pandas.concat(series, axis=1, join="inner")
     window = 1 if name.startswith("eval/") else max(len(table) // 20, 1)
     means = table.rolling(window, min_periods=1).mean()
     shown = means.where(table.notna())[window - 1 :]

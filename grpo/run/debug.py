@@ -173,9 +173,11 @@ def suspicions(
             f"every completion got reward {rewards.pop():g}: compare completions and answer above, "
             "then change the reward, or the format that the prompt asks for, or take easier problems"
         )
-    has_cause = has_one_reward or "no score" in hints
+    left_out = {"shared cores"}  # which makes a run slow, not wrong
+    if has_one_reward or "no score" in hints:
+        left_out.add("equal rewards")  # the cause is named
     for name, hint in hints.items():
         if name == "truncation":
             yield f"{hint} (--debug lowers the limit, here to {longest})"
-        elif name != "equal rewards" or not has_cause:
+        elif name not in left_out:
             yield hint

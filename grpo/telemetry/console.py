@@ -81,7 +81,7 @@ def evaluation_line(
     """One evaluation: ``eval  50/150  greedy accuracy 98.5%  ...``, cut as the line of a step."""
     parts = [_number_of_step("eval", metrics, max_steps)]
     for name in _console_names(metrics):
-        value = _shown(name, metrics)
+        value = evaluation_text(name, metrics[name])
         parts.append(f"{_label(name)} {value}")
     return _fitted(parts, [], width)
 
@@ -94,27 +94,24 @@ def evaluation_table(
     rows = [f"{'':28}{'before':>10}{'after':>10}"]
     for name in _console_names(after):
         label = _label(name)
-        first = _shown(name, before or {})
-        last = _shown(name, after)
+        first = evaluation_text(name, (before or {}).get(name))
+        last = evaluation_text(name, after[name])
         rows.append(f"{label:28}{first:>10}{last:>10}")
     return "\n".join(rows)
 
 
-def _shown(name: str, metrics: dict[str, Any]) -> str:
-    """An evaluation metric as text; ``-`` if it was not computed."""
-    value = metrics.get(name)
+def evaluation_text(
+    name: str,
+    value: float | None,
+) -> str:
+    """The value of an evaluation metric: rates as percentages; ``-`` if it was not computed."""
     if not is_computed(value):
         return "-"
-    return evaluation_form(name).format(value)
-
-
-def evaluation_form(name: str) -> str:
-    """The format string of an evaluation metric: percentages for rates, else plain numbers."""
     if is_rate(name):
-        return "{:.1%}"
+        return f"{value:.1%}"
     if name.startswith(REWARDS):
-        return "{:.4f}"
-    return "{:.2f}"
+        return f"{value:.4f}"
+    return f"{value:.2f}"
 
 
 def is_rate(name: str) -> bool:

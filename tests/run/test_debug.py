@@ -27,6 +27,7 @@ NONE = {"reward": None, "reward_std": None, "frac_reward_zero_std": 1.0, "frac_u
         ([GOOD | NONE] * 2, ["no completion of the last steps has a score"]),
         ([GOOD | {"completions/clipped_ratio": 0.3}] * 2, ["30% of the completions are cut off"]),
         ([GOOD | {"completions/clipped_ratio": 1.0}] * 2, ["(--debug lowers the limit, here to 64)"]),
+        ([GOOD | {"time/frac_core_wait": 0.5}] * 2, []),
         ([GOOD | {"tools/call_frequency": 0.0}] * 2, ["nobody called the tool"]),
     ],
 )  # fmt: skip
