@@ -146,16 +146,16 @@ def report(
     t = settings.temperature
     samples = f" and {settings.num_samples} sample(s) at temperature {t:g}" if t else ""
     yield f"model     {model}"
-    yield f"data      {config.data.eval_dataset or config.data.dataset}: {len(evaluation.problems)} problems, greedy{samples}"
+    source = config.data.eval_dataset or config.data.dataset
+    yield f"data      {source}: {len(evaluation.problems)} problems, greedy{samples}"
     title = f"{LEVEL:.0%} interval"
     yield f"{'':28}{'value':>10}  {title:>20}  {'count':>15}"
     for name, estimate in evaluation.estimates.items():
-        label = name.replace("_", " ")
         numbers = (estimate.value, estimate.low, estimate.high)
         value, low, high = (evaluation_text(f"eval/{name}", number) for number in numbers)
         interval = "unknown" if low == "-" else f"{low} to {high}"
         count = "" if estimate.count is None else f"{estimate.count}/{estimate.of}"
-        yield f"{label:28}{value:>10}  {interval:>20}  {count:>15}".rstrip()
+        yield f"{name.replace('_', ' '):28}{value:>10}  {interval:>20}  {count:>15}".rstrip()
     if evaluation.num_unscored:
         yield f"note: {evaluation.num_unscored} completions could not be scored and count as wrong"
 

@@ -22,8 +22,8 @@ class CompletionResult:
 
     correct: bool
     formatted: bool
-    lenient: bool
-    """True if the last number in the text equals the answer, with or without tags."""
+    lenient: bool | None
+    """True if the last number in the text equals the answer, with or without tags; None if the problem has none."""
     length: int
     truncated: bool
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -123,7 +123,15 @@ def _other_metrics(rows: Sequence[Sequence[CompletionResult]]) -> dict[str, Esti
 
 
 def _share(rows: Sequence[Sequence[CompletionResult]], attribute: str) -> Estimate:
-    """The share of completions for which an attribute of their result is true."""
-    counts = [sum(getattr(result, attribute) for result in row) for row in rows]
-    n, of = len(rows[0]), len(rows[0]) * len(rows)
-    return Estimate(*rate_of([c / n for c in counts], n, sum(counts) / of), sum(counts), of)
+    """The share of completions for which an attribute of their result is true; problems with None are left out."""
+    counts = []
+    for row in rows:
+        values = [getattr(result, attribute) for result in row]
+        if None not in values:
+            counts.append(sum(values))
+    if not counts:
+        return mean_of([])  # of nothing
+    n = len(rows[0])
+    count = sum(counts)
+    of = n * len(counts)
+    return Estimate(*rate_of([c / n for c in counts], n, count / of), count, of)

@@ -46,14 +46,23 @@ class Grader:
             results.append([self._grade(group.problem, c, next(rows)) for c in group.completions])
         return results
 
-    def _grade(self, problem: Problem, completion: Completion, row: list[float | None]) -> CompletionResult:
+    def _grade(
+        self,
+        problem: Problem,
+        completion: Completion,
+        row: list[float | None],
+    ) -> CompletionResult:
         rewards = dict(zip(self.rewards.names, row, strict=True))
         correctness = rewards[self.correctness]
-        last_number = extract_answer(completion.text, mode="lenient")
+        answer = problem.columns.get("answer")
+        lenient = None
+        if answer is not None:
+            last_number = extract_answer(completion.text, mode="lenient")
+            lenient = equals_reference(last_number, answer)
         return CompletionResult(
             correct=correctness is not None and correctness > self.correct_above,
             formatted=self._is_well_formed(completion.text, rewards),
-            lenient=equals_reference(last_number, problem.columns.get("answer")),
+            lenient=lenient,
             length=len(completion.sampled_ids),
             truncated=not completion.finished,
             rewards=rewards,

@@ -144,7 +144,7 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         yield f"note: no evaluation, since data.eval_split {cause}"
     elif not any("answer" in problem.columns for problem in evaluation):
         yield (
-            "note: the evaluation data has no column answer, so eval/lenient_accuracy stays 0: "
+            "note: the evaluation data has no column answer, so there is no eval/lenient_accuracy: "
             "data.answer_column=NAME says which column has it"
         )
     for section, settings in (("algorithm", a), ("rollout", r)):

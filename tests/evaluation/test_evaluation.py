@@ -125,6 +125,17 @@ def test_texts_are_kept_beside_their_results(policy):
     assert sorted(kept) == sorted(seen) and len(kept) == 15
 
 
+def test_no_share_of_what_nothing_could_be_compared_with():
+    def result(lenient):
+        return CompletionResult(True, True, lenient, 3, False)
+
+    found = estimates([result(None), result(None)], [])
+    assert math.isnan(found["lenient_accuracy"].value) and found["lenient_accuracy"].count is None
+    assert found["greedy_accuracy"].value == 1.0
+    found = estimates([result(None), result(True), result(False)], [])
+    assert (found["lenient_accuracy"].value, found["lenient_accuracy"].of) == (0.5, 2)
+
+
 def test_the_grader_reads_correctness_format_and_the_last_number():
     def group(*texts, **columns):
         return Group(Problem(0, "q", (1,), columns), tuple(Completion((1, 2), text, True) for text in texts))
@@ -140,7 +151,7 @@ def test_the_grader_reads_correctness_format_and_the_last_number():
     grade = Grader(EvalConfig(), Rewards(right=1.0))
     (results,) = grade([group("<think>a</think>\n<answer>7</answer>", "7")])
     assert [r.formatted for r in results] == [True, False]
-    assert [r.lenient for r in results] == [False, False], "no answer to compare with"
+    assert [r.lenient for r in results] == [None, None], "no answer to compare with"
     for answer, is_right in ((["9", "7"], True), (["9"], False), ({"answer": "7"}, False), (b"7", False)):
         (results,) = grade([group("7", answer=answer)])
         assert [r.lenient for r in results] == [is_right], answer
