@@ -1,5 +1,6 @@
 """Fixtures shared by the tests: small random models, runs of the trainer, assets beside the checkout."""
 
+import json
 import os
 import signal
 import subprocess
@@ -66,6 +67,16 @@ def save_random_model(folder: Path, **changes) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def make_tags_special(folder: Path) -> None:
+    """Make tags such as ``<think>`` special tokens, as they are in some published models."""
+    file = folder / "tokenizer.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    for token in settings["added_tokens"]:
+        if token["content"].startswith("<") and not token["content"].startswith("<|"):
+            token["special"] = True
+    file.write_text(json.dumps(settings), encoding="utf-8")
 
 
 @pytest.fixture(params=["packed", "padded"])

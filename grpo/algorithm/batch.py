@@ -65,7 +65,8 @@ class Completion:
     ids: tuple[int, ...]
     """Tokens up to and including the first EOS, at most ``max_completion_length`` of them, at least one."""
     text: str
-    """The tokens decoded, without special tokens."""
+    """The tokens decoded, with special tokens (in some models ``<think>`` is one), but without EOS, padding and stop
+    tokens that are no tags."""
     finished: bool
     """True if the response ended with EOS or a stop string, False if it was truncated at ``max_completion_length``."""
     sampling_logprobs: tuple[float, ...] = ()

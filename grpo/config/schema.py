@@ -218,7 +218,8 @@ class RolloutConfig(Section):
     """Compute log-probs by a softmax over the tokens that top_p, top_k and min_p left when the token was sampled, as
     DeepSeek-V3.2 does. false: over the whole vocabulary; with any of these three the gradient is biased then."""
     stop: list[Text] = []
-    """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone."""
+    """Strings that end a completion; they stay part of it. A special token is found by its id and must stand alone;
+    in the text for rewards it stays if it is a tag, such as </answer>."""
     tokens_in_flight: Positive | None = None
     """Most tokens (prompt + completion) in the KV cache at once, per rank; none: all, or what fits in the dry run."""
     max_turns: Positive | None = None

@@ -130,12 +130,15 @@ def decode(
         decoded.tokens_RT[rows_B, t_B], decoded.logprobs_RT[rows_B, t_B] = drawn_B, logprob_B.cpu()
         finished_B = torch.isin(drawn_B, end_ids)
         if stops.strings:
-            ends = zip(rows_B, (t_B + 1).tolist(), strict=True)
-            tails = [decoded.tokens_RT[r, max(end - stops.span, turn_starts[r]) : end].tolist() for r, end in ends]
-            finished_B |= torch.tensor([stops.first_end(tail, len(tail) - 1) is not None for tail in tails])
+            for b, row in enumerate(rows_B):
+                end = int(t_B[b]) + 1
+                first = max(end - stops.span, turn_starts[row])
+                finished_B[b] |= stops.has_stop(decoded.tokens_RT[row, first:end].tolist())
         ended = (finished_B & live_B).nonzero().flatten()
         for b in ended.tolist():
-            decoded.lengths[rows_B[b]], decoded.finished[rows_B[b]] = int(t_B[b]) + 1, True
+            row = rows_B[b]
+            decoded.lengths[row] = int(t_B[b]) + 1
+            decoded.finished[row] = True
         live_B &= ~finished_B & (t_B < T - 1)
         if replies is not None and len(ended):
             away.leave(decoder, ended, [rows_B[b] for b in ended.tolist()], turn_starts, replies)
@@ -155,9 +158,11 @@ def decode(
         logits_BV, t_B = decoder.step(token_B), t_B + 1
     if not sampling.records_allowed:
         return decoded
-    allowed_R = [ids_T[:length] for ids_T, length in zip(allowed_ids, decoded.lengths, strict=True)]
-    counts_R = [torch.tensor([len(ids_k) for ids_k in ids_T], dtype=torch.int32) for ids_T in allowed_R]
-    return decoded._replace(allowed=[AllowedTokens(torch.cat(i), n) for i, n in zip(allowed_R, counts_R, strict=True)])
+    allowed = []
+    for ids_T, length in zip(allowed_ids, decoded.lengths, strict=True):
+        counts_T = torch.tensor([len(ids_k) for ids_k in ids_T[:length]], dtype=torch.int32)
+        allowed.append(AllowedTokens(torch.cat(ids_T[:length]), counts_T))
+    return decoded._replace(allowed=allowed)
 
 
 class RowsAway:

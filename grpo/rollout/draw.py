@@ -29,7 +29,7 @@ class SamplingParams:
     """0: off."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; the string stays in it. A special token is found by its id."""
+    """Strings that end a completion; the string stays in it. A special token is found by its id (:class:`Stops`)."""
     tokens_in_flight: int | None = None
     """Most tokens (of prompts and completions) in the KV cache at once; None: no limit."""
     keep_sampling_mask: bool = False

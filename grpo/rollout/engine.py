@@ -26,6 +26,7 @@ from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.interface import Replies, grouped
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.prefill import prefill
+from grpo.rollout.stops import Stops
 from grpo.rollout.weights import GatheredWeights, copied_weights
 from grpo.system import first_line
 
@@ -91,7 +92,7 @@ class BuiltinEngine:
                 )
                 decoded = self._replay(*inputs) if replays and self._replays(sampling) else None
                 completions += self._completions(decoded or decode(self.policy, *inputs, replies), sampling)
-        return grouped(problems, completions, self.policy.tokenizer)
+        return grouped(problems, completions, Stops(self.policy, sampling.stop))
 
     def dry_run(self, prompts: Prompts, sampling: SamplingParams) -> None:
         """Allocate the most memory that decoding takes: prefill, one of the last tokens, a copy of the KV cache."""
@@ -173,13 +174,18 @@ class BuiltinEngine:
                 "its weights or activations are too large"
             )
         completions = []
-        for r, (n, finished) in enumerate(zip(decoded.lengths, decoded.finished, strict=True)):
-            ids, logprobs = (tuple(values_RT[r, :n].tolist()) for values_RT in (decoded.tokens_RT, decoded.logprobs_RT))
-            allowed = None if decoded.allowed is None else decoded.allowed[r]
-            is_answer_n = decoded.is_answer_RT[r, :n]
-            mask = tuple((~is_answer_n).tolist()) if is_answer_n.any() else ()
-            logprobs = () if sampling.is_greedy else logprobs
-            completions.append(Completion(ids, "", finished, logprobs, allowed, loss_mask=mask))
+        for r, length in enumerate(decoded.lengths):
+            logprobs_n = decoded.logprobs_RT[r, : 0 if sampling.is_greedy else length]
+            is_answer_n = decoded.is_answer_RT[r, :length]
+            completion = Completion(
+                tuple(decoded.tokens_RT[r, :length].tolist()),
+                "",
+                decoded.finished[r],
+                tuple(logprobs_n.tolist()),
+                None if decoded.allowed is None else decoded.allowed[r],
+                loss_mask=tuple((~is_answer_n).tolist()) if is_answer_n.any() else (),
+            )
+            completions.append(completion)
         return completions
 
     def _replay(self, prefill_rows: Prefill, prompts: Prompts, *inputs) -> Decoded | None:

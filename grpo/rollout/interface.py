@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import Protocol
 
-from transformers import PreTrainedTokenizerBase
-
 from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.distributed import World
 from grpo.model import Policy
 from grpo.rollout.draw import SamplingParams
+from grpo.rollout.stops import Stops
 
 Replies = Callable[[int, Sequence[int]], "Future[Sequence[int] | None]"]
 """Called with the number of a row (completion g of problem p is row ``p * num_generations + g``) and the tokens of the
@@ -68,9 +67,14 @@ def engine_with_weights(engine: Engine, world: World, seconds: dict[str, float] 
 
 
 def grouped(
-    problems: Sequence[Problem], completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
+    problems: Sequence[Problem],
+    completions: Sequence[Completion],
+    stops: Stops,
 ) -> list[Group]:
     """The groups of equally many completions per problem, which get their texts."""
-    completions = [replace(c, text=tokenizer.decode(list(c.ids), skip_special_tokens=True)) for c in completions]
+    with_texts = [replace(c, text=stops.text(c.ids)) for c in completions]
     G = len(completions) // max(len(problems), 1)
-    return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
+    groups = []
+    for p, problem in enumerate(problems):
+        groups.append(Group(problem, tuple(with_texts[p * G : (p + 1) * G])))
+    return groups

@@ -1,4 +1,4 @@
-"""The ends of a completion: EOS tokens and stop strings (``rollout.stop``)."""
+"""The ends of a completion, EOS tokens and stop strings (``rollout.stop``), and its text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo.data.chat import special_tokens, tag_tokens
 from grpo.model import Policy
 
 
@@ -16,37 +17,65 @@ class Stops:
         self.tokenizer = policy.tokenizer
         special_ids, self.strings = split_stop(self.tokenizer, stop)
         self.ids = [*policy.eos_ids, *special_ids]
-        self.span = 4 * max(map(len, self.strings), default=0) + 4
+
+        self.ids_without_text = {*policy.eos_ids, policy.pad_id}
+        for id in special_ids:
+            # A tag such as </answer> stays in the text, as a stop string does.
+            if self.tokenizer.convert_ids_to_tokens(id) not in tag_tokens(self.tokenizer):
+                self.ids_without_text.add(id)
+
+        longest = max(map(len, self.strings), default=0)
+        self.span = 4 * longest + 4
         """Tokens at the end of a text that are searched: n characters span at most 4n byte-level tokens."""
-        # With most tokenizers, a string in the text of some tokens is also in the text of these and their neighbours.
-        # Then one search in all new tokens can show that none of them ends a stop string.
+
+        # With most tokenizers, a string in the text of some tokens is also in the text of these and
+        # their neighbours. Then one search in all new tokens can show that none ends a stop string.
         cleans_up = getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
         self.neighbours_keep_text = not cleans_up and "\ufffd" not in "".join(stop)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of a completion or turn: tags that are special tokens are part of it."""
+        shown = [id for id in tokens if id not in self.ids_without_text]
+        return self.tokenizer.decode(shown)
+
     def first_end(self, tokens: Sequence[int], num_searched: int) -> int | None:
         """The least n > ``num_searched`` so that the last ``span`` of ``tokens[:n]`` contain a stop string, or None."""
-        if self.neighbours_keep_text and not self._has_stop(tokens[max(num_searched + 1 - self.span, 0) :]):
-            return None
-        ends = range(num_searched + 1, len(tokens) + 1)
-        return next((n for n in ends if self._has_stop(tokens[max(n - self.span, 0) : n])), None)
+        if self.neighbours_keep_text:
+            first = max(num_searched + 1 - self.span, 0)
+            if not self.has_stop(tokens[first:]):
+                return None
+        for end in range(num_searched + 1, len(tokens) + 1):
+            first = max(end - self.span, 0)
+            if self.has_stop(tokens[first:end]):
+                return end
+        return None
 
-    def _has_stop(self, tokens: Sequence[int]) -> bool:
+    def has_stop(self, tokens: Sequence[int]) -> bool:
+        """True if a stop string is in the text without special tokens, where vLLM looks for it, too."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return any(string in text for string in self.strings)
 
 
-def split_stop(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> tuple[list[int], list[str]]:
-    """The ids of the stop strings that are special tokens, which no text contains, and the other strings.
+def split_stop(
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Sequence[str],
+) -> tuple[list[int], list[str]]:
+    """The ids of the stop strings that are special tokens, and the other strings.
 
     ValueError for a string with a special token beside other text.
     """
-    tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} if stop else ()
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
-    special = {token: id for token, id in ids.items() if not tokenizer.decode([id], skip_special_tokens=True)}
-    strings = [string for string in stop if string not in special]
-    if mixed := [(string, token) for string in strings for token in special if token in string]:
-        string, token = mixed[0]
-        raise ValueError(
-            f"rollout.stop: {string!r} holds the special token {token!r} beside other text: give {token!r} alone"
-        )
-    return [special[string] for string in stop if string in special], strings
+    ids = []
+    strings = []
+    for string in stop:
+        special = special_tokens(tokenizer)
+        if string in special:
+            ids.append(tokenizer.convert_tokens_to_ids(string))
+            continue
+        strings.append(string)
+        for token in sorted(special):
+            if token in string:
+                raise ValueError(
+                    f"rollout.stop: {string!r} holds the special token {token!r} beside other "
+                    f"text: give {token!r} alone"
+                )
+    return ids, strings

@@ -13,7 +13,7 @@ from grpo.config import Config, DataConfig
 from grpo.data import Rows, make_problems
 from grpo.data.tiny import is_tiny_tokenizer
 from grpo.rewards.worker import Pickled
-from grpo.rollout import Engine, SamplingParams
+from grpo.rollout import Engine, SamplingParams, Stops
 from grpo.system import UserError
 from grpo.turns.format import TurnFormat
 from grpo.turns.function import sample_by_function
@@ -27,6 +27,8 @@ class Conversation:
 
     tools: Tools
     form: TurnFormat
+    stops: Stops
+    """Gives the texts of turns."""
     problem: Problem
     row: int
     """Its number in the rollout, which chooses the worker."""
@@ -63,14 +65,16 @@ class Conversation:
 
     def reply(self, ids: Sequence[int]) -> list[int] | None:
         """The tokens that follow a turn (:data:`grpo.rollout.interface.Replies`)."""
-        message, calls = self.form.read(ids, [*self.problem.prompt_ids, *self.ids], self.schemas)
+        text = self.stops.text(ids)
+        prefix = [*self.problem.prompt_ids, *self.ids]
+        message, calls = self.form.read(text, ids, prefix, self.schemas)
         self.ids += ids
         self._add_turn(message)
         is_last_turn = self.tools.max_turns is not None and self.num_turns >= self.tools.max_turns
         if self.stop_reason is not None:  # the environment has failed
             return None
         if self.info is not None and self.info.steps:
-            answers = self._step(self.form.tokenizer.decode(list(ids), skip_special_tokens=True))
+            answers = self._step(text)
             self.stop_reason = self.stop_reason or ("max_turns" if is_last_turn else None)
         elif not calls or is_last_turn:
             answers, self.stop_reason = [], "max_turns" if calls else "stop"
@@ -127,7 +131,8 @@ class Conversation:
     def end(self, completion: Completion) -> Turns:
         """The record of a complete completion, with the environment's own reward."""
         if rest := completion.ids[len(self.ids) :]:  # a turn without an end has had no reply
-            message, _ = self.form.read(rest, [*self.problem.prompt_ids, *self.ids], self.schemas)
+            prefix = [*self.problem.prompt_ids, *self.ids]
+            message, _ = self.form.read(self.stops.text(rest), rest, prefix, self.schemas)
             self._add_turn(message)
             self.stop_reason = self.stop_reason or "length"
         reward, environment, has_failed = None, None, self.stop_reason == "failed"
@@ -201,6 +206,7 @@ class TurnsEngine:
             return sample_by_function(self.engine, self.tools, problems, sampling, seed_key, on_tokens)
         self.tools.begin_rollout()
         G, T = sampling.num_generations, sampling.max_completion_length
+        stops = Stops(self.policy, sampling.stop)
         conversations = []
         for problem in problems:
             # Without a dataset, a row is its seed.
@@ -209,7 +215,7 @@ class TurnsEngine:
             for g in range(G):
                 seeds = group_seed, derive_seed(*seed_key, problem.index, g)
                 row = len(conversations)
-                conversations.append(Conversation(self.tools, self.form, problem, row, T, *seeds))
+                conversations.append(Conversation(self.tools, self.form, stops, problem, row, T, *seeds))
         problems = self._begin(problems, conversations, G)
 
         def reply(row: int, ids: Sequence[int]) -> Future:

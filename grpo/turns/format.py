@@ -74,35 +74,59 @@ class TurnFormat:
             return []
         return ["note: the chat template does not show the tools: describe them in data.system_prompt"]
 
-    def read(self, ids: Sequence[int], prefix: Sequence[int], schemas: Sequence[dict[str, Any]]):
+    def read(
+        self,
+        text: str,
+        ids: Sequence[int],
+        prefix: Sequence[int],
+        schemas: Sequence[dict[str, Any]],
+    ) -> tuple[dict[str, Any], list[Call]]:
         """The message of a turn, and its calls.
 
         Args:
-            ids: the tokens of the turn.
+            text: the turn as :meth:`grpo.rollout.Stops.text` gives it.
+            ids: its tokens, from which the tokenizer's own response template reads it, if it has one.
             prefix: the tokens before it, which may have opened its reasoning.
             schemas: of the tools.
         """
-        with self._lock:
-            text = self.tokenizer.decode(list(ids), skip_special_tokens=True)
-            if self.uses_template and schemas:
+        if self.uses_template and schemas:
+            with self._lock:
                 try:
-                    message = self.tokenizer.parse_response(list(ids), prefix=list(prefix), tools=list(schemas))
-                    found = [call["function"] for call in message.get("tool_calls") or []]
-                    for function in found:
-                        if not isinstance(function["name"], str):
-                            raise ValueError("the name of a tool is a text")
-                        if function.get("arguments") is None:  # as some templates write a call without any
-                            function["arguments"] = {}
-                    calls = [(function["name"], _mapping(function["arguments"])) for function in found]
-                    return {"role": "assistant", "content": "", **message}, calls
-                except Exception:  # what the model wrote may be anything: then it is text without a call
+                    return self._read_by_template(ids, prefix, schemas)
+                except Exception:
+                    # What the model wrote may be anything: then it is text without a call.
                     return {"role": "assistant", "content": text}, []
-        calls = _calls_in_tags(after_thinking(text), schemas)
+
         message: dict[str, Any] = {"role": "assistant", "content": text}
+        calls = _calls_in_tags(after_thinking(text), schemas)
         if calls:
-            functions = [{"name": n, "arguments": a if isinstance(a, dict) else {}} for n, a in calls]
-            message["tool_calls"] = [{"type": "function", "function": f} for f in functions]
+            message["tool_calls"] = []
+        for name, arguments in calls:
+            is_readable = isinstance(arguments, dict)
+            function = {"name": name, "arguments": arguments if is_readable else {}}
+            message["tool_calls"].append({"type": "function", "function": function})
         return message, calls
+
+    def _read_by_template(
+        self,
+        ids: Sequence[int],
+        prefix: Sequence[int],
+        schemas: Sequence[dict[str, Any]],
+    ) -> tuple[dict[str, Any], list[Call]]:
+        message = self.tokenizer.parse_response(
+            list(ids),
+            prefix=list(prefix),
+            tools=list(schemas),
+        )
+        calls = []
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            if not isinstance(function["name"], str):
+                raise ValueError("the name of a tool is a text")
+            if function.get("arguments") is None:  # as some templates write a call without any
+                function["arguments"] = {}
+            calls.append((function["name"], _mapping(function["arguments"])))
+        return {"role": "assistant", "content": "", **message}, calls
 
     def cut(self, text: str, most: int) -> str:
         """The text, or its first ``most`` tokens and three dots."""

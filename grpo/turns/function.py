@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo.algorithm.batch import Group, Problem, Turns
 from grpo.algorithm.seeding import derive_seed
-from grpo.rollout import Engine, SamplingParams
+from grpo.rollout import Engine, SamplingParams, Stops
 from grpo.system import UserError
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -58,32 +58,59 @@ def sample_by_function(
     for name, values in returned.items():
         if len(values) != len(rows):
             raise UserError(f"rollout.function={tools.function} returned {len(values)} {name} for {len(rows)} prompts")
+    stops = Stops(engine.policy, sampling.stop)
     groups = []
     for p, problem in enumerate(problems):
-        records = [{name: values[p * G + g] for name, values in returned.items()} for g in range(G)]
-        prompt_ids = {tuple(record["prompt_ids"]) for record in records}
+        completions = []
+        prompt_ids = set()
+        for g in range(G):
+            record = {name: values[p * G + g] for name, values in returned.items()}
+            prompt_ids.add(tuple(record["prompt_ids"]))
+            completions.append(_completion(record, stops, engine, sampling, tools.function))
         if len(prompt_ids) > 1:
             raise UserError(f"rollout.function={tools.function}: completions of one problem need equal prompt_ids")
-        completions = tuple(_completion(record, engine, sampling, tools.function) for record in records)
-        groups.append(Group(replace(problem, prompt_ids=prompt_ids.pop()), completions))
+        asked = replace(problem, prompt_ids=prompt_ids.pop())
+        groups.append(Group(asked, tuple(completions)))
     return groups
 
 
-def _completion(record: dict[str, Any], engine: Engine, sampling: SamplingParams, name: str) -> Turns:
-    ids, logprobs = list(record["completion_ids"]), list(record["logprobs"])
-    mask = list(map(bool, record.get("env_mask", [True] * len(ids))))
-    if not len(ids) == len(mask) == len(logprobs) or len(ids) > sampling.max_completion_length or not any(mask):
+def _completion(
+    record: dict[str, Any],
+    stops: Stops,
+    engine: Engine,
+    sampling: SamplingParams,
+    name: str,
+) -> Turns:
+    ids = [int(id) for id in record["completion_ids"]]
+    logprobs = list(record["logprobs"])
+    mask = [bool(is_sampled) for is_sampled in record.get("env_mask", [True] * len(ids))]
+    is_complete = len(ids) == len(mask) == len(logprobs)
+    if not is_complete or len(ids) > sampling.max_completion_length or not any(mask):
         raise UserError(
-            f"rollout.function={name}: a completion has {len(ids)} tokens, {len(logprobs)} logprobs, {sum(mask)} of "
-            f"{len(mask)} in env_mask; the numbers must be equal, from 1 to rollout.max_completion_length, 1 sampled"
+            f"rollout.function={name}: a completion has {len(ids)} tokens, {len(logprobs)} "
+            f"logprobs, {sum(mask)} of {len(mask)} in env_mask; the numbers must be equal, from 1 "
+            "to rollout.max_completion_length, 1 sampled"
         )
-    n = len(mask) - mask[::-1].index(True)  # what comes after the last sampled token has no influence
-    ids, mask, logprobs = ids[:n], mask[:n], [value if m else 0.0 for value, m in zip(logprobs[:n], mask, strict=False)]
-    text = engine.policy.tokenizer.decode(ids, skip_special_tokens=True)
+
+    # What comes after the last sampled token has no influence.
+    length = len(mask) - mask[::-1].index(True)
+    ids = ids[:length]
+    mask = mask[:length]
+    sampling_logprobs = []
+    if not sampling.is_greedy:
+        for logprob, is_sampled in zip(logprobs[:length], mask, strict=True):
+            sampling_logprobs.append(float(logprob) if is_sampled else 0.0)
+
+    text = stops.text(ids)
     finished = ids[-1] in engine.policy.eos_ids
-    fields = {key: value for key, value in record.items() if key not in (*NEEDED, "env_mask")}
+    read_above = (*NEEDED, "env_mask")
     return Turns(
-        tuple(map(int, ids)), text, finished, () if sampling.is_greedy else tuple(map(float, logprobs)),
-        loss_mask=() if all(mask) else tuple(mask), messages=({"role": "assistant", "content": text},), fields=fields,
+        tuple(ids),
+        text,
+        finished,
+        tuple(sampling_logprobs),
+        loss_mask=() if all(mask) else tuple(mask),
+        messages=({"role": "assistant", "content": text},),
+        fields={key: value for key, value in record.items() if key not in read_above},
         stop_reason="stop" if finished else "length",
-    )  # fmt: skip
+    )

@@ -118,7 +118,7 @@ class VLLMEngine:
             completions = self.wait_for(rows)
         if sampling.is_greedy:
             completions = [replace(completion, sampling_logprobs=()) for completion in completions]
-        return grouped(problems, completions, self.policy.tokenizer)
+        return grouped(problems, completions, stops)
 
     def close(self) -> None:
         """Delete the weights, and end the servers if they were started for this engine."""

@@ -6,15 +6,16 @@ from itertools import pairwise
 import pytest
 import torch
 from architectures import CAN, V, build
-from conftest import load, save_random_model
+from conftest import load, make_tags_special, save_random_model
 from transformers import GenerationConfig
 
 from grpo.algorithm.batch import Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.attention import ForkedCache, enable_packing
+from grpo.data.chat import special_tokens
 from grpo.data.tiny import build_tokenizer
 from grpo.model import Policy
-from grpo.rollout import BuiltinEngine, SamplingParams, split_stop
+from grpo.rollout import BuiltinEngine, SamplingParams, Stops, split_stop
 from grpo.rollout.decode_loop import num_admissible
 from grpo.rollout.prefill import ForkedCacheDecoder
 from grpo.rollout.weights import CopiedLinear, copied_weights
@@ -116,7 +117,8 @@ def test_ends_at_eos_inclusive_or_at_the_limit(policy):
         assert (completion.ids[-1] in policy.eos_ids) == completion.finished
         assert completion.finished or len(completion.ids) == 24
         assert len(completion.sampling_logprobs) == len(completion.ids)
-        assert completion.text == policy.tokenizer.decode(completion.ids, skip_special_tokens=True)
+        shown = [id for id in completion.ids if id not in (*policy.eos_ids, policy.pad_id)]
+        assert completion.text == policy.tokenizer.decode(shown)
 
 
 def test_pad_id_equal_to_eos_id(random_model):
@@ -198,6 +200,57 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion(policy):
         assert after.finished == (before.finished or turn in before.ids)
         assert "<|im_start|>" not in after.text
         assert len(after.sampling_logprobs) == end
+
+
+@pytest.fixture(scope="module")
+def special_tags(tmp_path_factory):
+    """The random model, with tags that are special tokens of its tokenizer."""
+    folder = save_random_model(tmp_path_factory.mktemp("special"))
+    make_tags_special(folder)
+    return load(folder)
+
+
+def test_tags_that_are_special_tokens_stay_in_the_text(random_model, special_tags):
+    """Rewards read the same texts whether tags are special tokens or not."""
+    plain, sampling = load(random_model), replace(SAMPLING, num_generations=32)
+    assert "<think>" in special_tokens(special_tags.tokenizer)
+    problems = problems_of(plain, *TEXTS)
+    groups = generate(special_tags, problems, sampling, seed_key=SEED_KEY)
+    assert groups == generate(plain, problems, sampling, seed_key=SEED_KEY)
+    texts = [c.text for group in groups for c in group.completions]
+    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+        assert any(tag in text for text in texts), "or this test sees nothing"
+    assert not any("<|im_end|>" in text or "<|endoftext|>" in text for text in texts)
+
+
+def test_a_tag_that_ends_a_completion_stays_in_its_text(special_tags):
+    """As stop strings do; a stop token that is no tag is left out, as an EOS is."""
+    tokenizer, problems = special_tags.tokenizer, problems_of(special_tags, *TEXTS)
+    sampling = replace(SAMPLING, num_generations=24, stop=("</answer>", "<|im_start|>"))
+    groups = generate(special_tags, problems, sampling, seed_key=SEED_KEY)
+    endings = {"</answer>": 0, "<|im_start|>": 0}
+    for completion in (c for group in groups for c in group.completions):
+        last = tokenizer.convert_ids_to_tokens(completion.ids[-1])
+        if last in endings:
+            endings[last] += 1
+            assert completion.text.endswith("</answer>") == (last == "</answer>")
+        assert "<|im_start|>" not in completion.text
+    assert all(endings.values()), "or this test sees nothing"
+
+
+@pytest.mark.parametrize("name", ["tiny", "gsm8k-7m"])
+def test_texts_without_other_special_tokens_are_those_without_any(name, random_model, request):
+    """EOS and padding, wherever they stand, are left out as ``skip_special_tokens`` leaves them out."""
+    folder = random_model if name == "tiny" else request.getfixturevalue("assets") / "models" / name
+    policy = load(folder)
+    ends = {*policy.eos_ids, policy.pad_id}
+    others = set(policy.tokenizer.convert_tokens_to_ids(list(special_tokens(policy.tokenizer)))) - ends
+    drawn_NT = torch.randint(len(policy.tokenizer), (500, 40), generator=torch.Generator().manual_seed(0))
+    drawn_NT[:, ::7] = torch.tensor([*ends])[drawn_NT[:, ::7] % len(ends)]
+    stops = Stops(policy, [])
+    for row in drawn_NT.tolist():
+        tokens = [id for id in row if id not in others]
+        assert stops.text(tokens) == policy.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_stop_strings_with_a_special_token_beside_other_text_are_refused(policy):

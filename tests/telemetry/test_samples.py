@@ -11,6 +11,7 @@ from conftest import load, run_trainer, small_run
 from grpo.algorithm.batch import Completion, Group, Problem, right_pad
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.data import render
+from grpo.rollout import Stops
 from grpo.telemetry.samples import read_samples, sample_records, write_samples
 
 NASTY = "zwölf\u2028</script>\x00\x1b[31m\n\u202e\ud800"
@@ -86,10 +87,11 @@ def test_the_log_probs_are_those_of_the_policy_before_and_after_the_step(tmp_pat
     assert list(Counter(row["problem"] for row in records).values()) == [2, 2, 1]
     policies = {"logprobs": load(random_model), "updated_logprobs": load(tmp_path / "run" / "checkpoint-1")}
     tokenizer = policies["logprobs"].tokenizer
+    stops = Stops(policies["logprobs"], [])
     for row in records:
         assert row["answer"] == str(eval(row["prompt"].rstrip("="))), row["prompt"]
         assert len(row["tokens"]) == len(row["token_ids"]) == row["length"]
-        assert tokenizer.decode(row["token_ids"], skip_special_tokens=True) == row["completion"]
+        assert stops.text(row["token_ids"]) == row["completion"]
         prompt_ids = tokenizer(render(row["prompt"], tokenizer, None, []), add_special_tokens=False)["input_ids"]
         ids = row["token_ids"]
         mask_BT = torch.ones(1, len(ids), dtype=torch.bool)

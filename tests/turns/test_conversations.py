@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import load
+from tokenizers import AddedToken
 
 from grpo.algorithm.batch import Completion, Group, collate
 from grpo.config import load_config
 from grpo.data import Rows, make_problems
 from grpo.rewards import RewardRunner
 from grpo.rewards.scores import score_groups
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.rollout import BuiltinEngine, SamplingParams, Stops
 from grpo.system import UserError
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
@@ -251,6 +252,18 @@ def test_reset_and_step_environments(policy):
     assert endless.stop_reason == "length" and endless.environment_reward > 3 and nan.environment_reward is None
 
 
+def test_tags_that_are_special_tokens_are_read_in_turns(random_model):
+    """By tools, by the environment (which rewards the length of an action), and in the messages of rewards."""
+    policy = load(random_model)
+    tags = [f"<{slash}{name}>" for name in ("tool_call", "answer") for slash in ("", "/")]
+    policy.tokenizer.add_tokens([AddedToken(tag, special=True) for tag in tags], special_tokens=True)
+    call = '<tool_call>{"name": "lookup", "arguments": {"word": "one"}}</tool_call>'
+    (c,) = play(policy, [[call, "<answer>1</answer>"]], f"tools=['{USER}:lookup']")
+    assert results(c) == ["1"] and [m["content"] for m in c.messages[::2]] == [call, "<answer>1</answer>"]
+    (gym,) = play(policy, [["<answer>1</answer>", "no tag", "end"]], f"environment={USER}:Gym")
+    assert gym.rewards == (18.0, 6.0, 3.0) and gym.messages[0]["content"] == "<answer>1</answer>"
+
+
 def test_a_rollout_function(random_model):
     policy = load(random_model)
     config = load_config([f"rollout.function={USER}:rollout"])
@@ -261,6 +274,8 @@ def test_a_rollout_function(random_model):
     assert groups[0].problem.prompt_ids == (5, 6, 7) and len(groups[0].completions) == 3
     batch = collate(groups, torch.zeros(2, 3), pad_id=0)
     assert not batch.completion_mask_BT.all() and groups[1].completions[0].fields == {"note": "row 3"}
+    for c in (c for group in groups for c in group.completions):
+        assert c.text == Stops(policy, []).text(c.ids) == c.messages[0]["content"]
     assert engine.generate(problems[1:], sampling, seed_key=(0, "rollout", 0))[0].completions[0].ids == (
         groups[1].completions[0].ids  # the row's own seeds, whatever rank it is on
     )

@@ -132,10 +132,12 @@ def test_calls_are_read_by_the_response_template_where_there_is_one():
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     encode = form.tokenizer.encode
     prompt = encode("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>")
-    message, calls = form.read(encode(f"hm {call} hm</think>yes{call}<|im_end|>"), prompt, [schema])
+    ids = encode(f"hm {call} hm</think>yes{call}<|im_end|>")
+    message, calls = form.read("", ids, prompt, [schema])
     assert calls == [("f", {"a": 1})] and message["content"] == "yes" and "hm" in message["reasoning_content"]
-    message, calls = form.read(encode('a<tool_call>{"name": </tool_call><|im_end|>'), prompt[:-1], [schema])
-    assert calls == [] and message["role"] == "assistant"
+    text = 'a<tool_call>{"name": </tool_call>'
+    message, calls = form.read(text, encode(f"{text}<|im_end|>"), prompt[:-1], [schema])
+    assert calls == [] and message == {"role": "assistant", "content": text}
 
 
 def test_results_of_tools_have_the_template_that_prompts_with_tools_have():
