@@ -95,11 +95,36 @@ class Server:
         answer = await self.call(http, "POST", "/inference/v1/generate", {"model": self.model} | body)
         return Answer.model_validate_json(answer.content)
 
-    async def prompt_logprobs(self, http: httpx.AsyncClient, ids: Sequence[int], model: str) -> list[float]:
-        """Log-probs in nats of ``ids[1:]`` at temperature 1, each after the ids before it."""
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "logprobs": 0}
-        answer = await self.generate(http, {"model": model, "token_ids": list(ids), "sampling_params": sampling})
-        return [at[id].logprob for at, id in zip(answer.prompt_logprobs[1:], ids[1:], strict=True)]
+    async def prompt_logprobs(
+        self,
+        http: httpx.AsyncClient,
+        ids: Sequence[int],
+        *,
+        model: str,
+        version: str,
+    ) -> list[float]:
+        """Log-probs in nats of ``ids[1:]`` at temperature 1, each after the ids before it.
+
+        Args:
+            model: its name, or that of an adapter.
+            version: of the weights, which keeps what the prefix cache holds of others out of use.
+        """
+        body = {
+            "model": model,
+            "token_ids": list(ids),
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 0,
+                "logprobs": 0,
+            },
+            "cache_salt": version,
+        }
+        answer = await self.generate(http, body)
+        logprobs = []
+        for id, at in zip(ids[1:], answer.prompt_logprobs[1:], strict=True):
+            logprobs.append(at[id].logprob)
+        return logprobs
 
     async def stay_healthy(self, http: httpx.AsyncClient) -> None:
         """ServerError once it is not healthy: after the death of its engine, vLLM may never answer a request."""

@@ -155,20 +155,32 @@ class VLLMEngine:
             raise ServerError(f"{server} does not reload a mixture's experts on the CPU: use rollout.engine=builtin")
         return (await server.call(http, "GET", "/version")).json()["version"]
 
-    async def _load(self, server: Server, http: httpx.AsyncClient, folder: Path, version: str) -> None:
-        model = server.model
+    async def _load(
+        self,
+        server: Server,
+        http: httpx.AsyncClient,
+        folder: Path,
+        version: str,
+    ) -> None:
         await server.call(http, "POST", "/update_weight_version", {"new_version": version})
         if self.policy.adapter is None:
+            model = server.model
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await server.call(http, "POST", "/collective_rpc", body)
         else:
             model = version
-            await server.call(http, "POST", "/v1/load_lora_adapter", {"lora_name": model, "lora_path": str(folder)})
+            body = {"lora_name": model, "lora_path": str(folder)}
+            await server.call(http, "POST", "/v1/load_lora_adapter", body)
             if self._adapter is not None:
-                await server.call(http, "POST", "/v1/unload_lora_adapter", {"lora_name": self._adapter.name})
-        if problem := self.probe.compare(server, await server.prompt_logprobs(http, self.probe.ids, model)):
-            hint = "is it another model, or its --dtype not runtime.precision?"
-            raise ServerError(f"{server} does not compute with the policy's weights: {problem}; {hint}")
+                body = {"lora_name": self._adapter.name}
+                await server.call(http, "POST", "/v1/unload_lora_adapter", body)
+
+        found = await server.prompt_logprobs(http, self.probe.ids, model=model, version=version)
+        if problem := self.probe.compare(server, found):
+            raise ServerError(
+                f"{server} does not compute with the policy's weights: {problem}; is it another "
+                "model, or its --dtype not runtime.precision?"
+            )
 
     def _body(self, problem: Problem, g: int, sampling: SamplingParams, stops: Stops, seed_key) -> dict[str, Any]:
         """Of the request for completion ``g``."""

@@ -36,6 +36,8 @@ class FaultyServer:
         self.weight_version, self.num_loads, self.applies_weights = "default", 0, True
         self.bodies: list[dict] = []
         """Of all requests for completions."""
+        self.probes: list[dict] = []
+        """Of all requests for log-probs of a prompt."""
         self.headers: list[dict] = []
         self.change_answer: Callable[[dict], Any] = lambda answer: answer
         """Changes the JSON of a completion; or raises, then the connection ends without an answer."""
@@ -81,6 +83,7 @@ class FaultyServer:
             with self._lock:
                 self.headers.append(dict(request.headers))
                 if "prompt_logprobs" in body["sampling_params"]:
+                    self.probes.append(body)
                     return self.prompt_logprobs(body["token_ids"])
                 self.bodies.append(body)
             return self.change_answer(self.completion(body["sampling_params"]))

@@ -7,6 +7,8 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, load
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 from vllm_server import VLLMServer
 
 from grpo.algorithm.batch import Problem, collate
@@ -26,12 +28,16 @@ SEED_KEY = (0, "rollout", 0)
 
 @pytest.fixture(scope="module")
 def model(assets, tmp_path_factory):
-    """The 7M checkpoint, with settings of generation that must have no effect."""
+    """The 7M checkpoint, with settings of generation that must have no effect, and tags that are special tokens."""
     folder = tmp_path_factory.mktemp("model") / "gsm8k-7m"
     shutil.copytree(assets / "models" / "gsm8k-7m", folder, copy_function=shutil.copyfile)
     file = folder / "generation_config.json"
     settings = json.loads(file.read_text()) | {"repetition_penalty": 1.3, "top_k": 2, "temperature": 0.5}
     file.write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # its model has rows for more tokens
+    tags = [AddedToken(tag, special=True) for tag in ("<answer>", "</answer>")]
+    tokenizer.add_tokens(tags, special_tokens=True)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -107,7 +113,8 @@ def logprobs_of(engine, group) -> torch.Tensor:
 
     async def ask() -> list[float]:
         async with session() as http:
-            return await engine.servers[0].prompt_logprobs(http, ids, engine.servers[0].model)
+            (server,) = engine.servers
+            return await server.prompt_logprobs(http, ids, model=server.model, version=engine.version)
 
     return torch.tensor(engine.wait_for(ask())[n - 1 :])
 
@@ -146,6 +153,22 @@ def test_stops_end_completions_where_the_builtin_engine_ends_them(build, model, 
         sampling = SamplingParams(1, 60, temperature=0.0, stop=stop)
         found = rollout(engine, problems[:12], sampling)
         assert found == BuiltinEngine(policy).generate(problems[:12], sampling, seed_key=SEED_KEY), stop
+
+
+def test_a_tag_that_is_a_special_token_is_in_the_text(build, model, problems):
+    """Also where it ends the completion, as one of vLLM's stop tokens."""
+    policy = load(model)
+    tokenizer, embedding = policy.tokenizer, policy.model.get_input_embeddings().weight
+    with torch.no_grad():  # the head has the same weight: each tag is as likely as the token whose row it gets
+        for tag, text in (("<answer>", " the"), ("</answer>", ".")):
+            (id,) = tokenizer.encode(text)
+            embedding[tokenizer.convert_tokens_to_ids(tag)] = embedding[id]
+    groups = rollout(build("fp32", policy), problems[:8], SamplingParams(4, 60, stop=("</answer>",)))
+    completions = [c for group in groups for c in group.completions]
+    assert any("<answer>" in c.text for c in completions)
+    assert any(c.text.endswith("</answer>") and c.finished for c in completions)
+    for c in completions:
+        assert c.text == tokenizer.decode([id for id in c.ids if id not in policy.eos_ids])
 
 
 def test_turns_are_those_of_the_builtin_engine_and_of_the_scorer(build, model, problems):

@@ -100,6 +100,9 @@ def test_the_server_gets_the_weights_of_each_rollout(server, build):
         own = engine.policy.model.state_dict()
         assert all(torch.equal(tensor, own[name]) for name, tensor in server.model.state_dict().items())
         assert server.num_loads == number + 1
+        # Nor is the probe of these weights answered from what the server has cached of others.
+        assert server.probes[number]["cache_salt"] == server.weight_version
+    assert server.probes[0]["cache_salt"] != server.probes[1]["cache_salt"]
 
 
 def test_a_missed_update_shows(server, build):
