@@ -29,6 +29,17 @@ CANNOT = {  # name -> model type, settings, part of the reason
     "scaled logits": ("granite", SIZES | dict(logits_scaling=8.0), "head"),
     "convolutions": ("lfm2", SIZES | dict(layer_types=["conv", "full_attention"]), ""),
 }
+READS_IMAGES = (  # model type, settings: its vision tower lies beside a text model
+    "gemma3",
+    dict(
+        text_config=SIZES | dict(head_dim=8),
+        vision_config=dict(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+            patch_size=14,
+        ),
+        mm_tokens_per_image=4, image_token_index=60, boi_token_index=61, eoi_token_index=62,
+    ),
+)  # fmt: skip
 
 
 def build(model_type, settings, attention="sdpa"):

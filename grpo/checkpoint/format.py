@@ -54,7 +54,7 @@ class Trained:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The state dict to write; under FSDP gathered in rank 0's host memory, by all ranks together."""
-        return whole_trained_weights(self.policy.trained)
+        return whole_trained_weights(self.policy.trained, self.policy.unreached.values())
 
     def states(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors and the reference's, under FSDP this rank's shares."""

@@ -9,7 +9,7 @@ import contextlib
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,21 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from grpo.distributed.parallel import is_sharded
 
 
-def whole_trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of what is trained, and of buffers; of a sharded model in rank 0's host memory.
+def whole_trained_weights(
+    model: nn.Module,
+    unreached: Iterable[nn.Parameter] = (),
+) -> dict[str, torch.Tensor]:
+    """The state dict of what is trained, of the frozen parameters ``unreached``, and of buffers.
 
-    Then all ranks call it together, and it is empty on the others. A tied weight stays one tensor under several names.
+    Of a sharded model, which has no such frozen parameters, it is in rank 0's host memory. Then all ranks call it
+    together, and it is empty on the others. A tied weight stays one tensor under several names.
     """
     if not any(map(is_sharded, model.modules())):
-        frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        kept = set(unreached)
+        frozen = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad and parameter not in kept:
+                frozen.add(name)
         return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     found = get_model_state_dict(model, options=options)

@@ -142,15 +142,17 @@ def copy_to_reference_adapter(model: nn.Module) -> None:
 @contextlib.contextmanager
 def reference_adapter(policy: Policy) -> Iterator[None]:
     """Inside the block, without gradient, the model computes with the frozen adapter; if it has none, with none."""
-    if REFERENCE_ADAPTER not in policy.adapter.peft_config:
-        with policy.adapter.disable_adapter():
-            yield
-        return
     try:
-        policy.adapter.set_adapter(REFERENCE_ADAPTER, inference_mode=True)
-        yield
+        if REFERENCE_ADAPTER in policy.adapter.peft_config:
+            policy.adapter.set_adapter(REFERENCE_ADAPTER, inference_mode=True)
+            yield
+        else:
+            with policy.adapter.disable_adapter():
+                yield
     finally:
         policy.adapter.set_adapter(TRAINED)
+        for parameter in policy.unreached.values():  # peft trains all of an adapter
+            parameter.requires_grad_(False)
 
 
 def store_frozen_in_bf16(policy: Policy) -> None:

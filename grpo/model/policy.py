@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from grpo.attention.precision import ieee_fp32
 from grpo.system import first_line
+
+LAYER = re.compile(r"^.*?\.\d+\.")
+"""The beginning of a parameter's name up to the number of its layer: ``model.layers.0.``"""
 
 
 @dataclass
@@ -35,6 +39,8 @@ class Policy:
     """``bf16`` (autocast) or ``fp32``."""
     adapter: Any = None
     """peft's model around ``model``, whose LoRA adapter is all that is trained; None: all weights are trained."""
+    unreached: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that :func:`freeze_unreached` has frozen, by name; checkpoints hold them, too."""
 
     @property
     def trained(self) -> Any:
@@ -129,6 +135,45 @@ def check_finite(model: nn.Module, path: str | Path) -> None:
 def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
     """Number of parameters, or of those that are trained; tied ones count once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
+
+
+def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Parameter]:
+    """Freeze the parameters that ``output``, computed from text, does not depend on; returns them by name.
+
+    In a model that reads images, text does not reach the vision tower. DDP would wait for its gradient for ever.
+    ValueError if nothing is left to train.
+    """
+    # The graph of the forward pass ends in one node for each parameter that it has used.
+    reached: set[torch.Tensor] = set()
+    seen = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached.add(node.variable)
+        for next_node, _ in node.next_functions:
+            waiting.append(next_node)
+    if not reached:
+        raise ValueError(
+            f"no forward pass over text uses what would be trained of {type(model).__name__}: "
+            "lora.target_modules must name layers of its language model"
+        )
+
+    # Inside of a layer that text reaches, other tokens may use more: other experts, for example.
+    layers = set()
+    for name, parameter in model.named_parameters():
+        if parameter in reached:
+            layers.update(LAYER.findall(name))
+    unreached = {}
+    for name, parameter in model.named_parameters():
+        is_in_layer = not layers.isdisjoint(LAYER.findall(name))
+        if parameter.requires_grad and parameter not in reached and not is_in_layer:
+            parameter.requires_grad_(False)
+            unreached[name] = parameter
+    return unreached
 
 
 def make_reference(model: PreTrainedModel) -> PreTrainedModel:

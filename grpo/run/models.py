@@ -26,6 +26,7 @@ from grpo.model import (
     cast_frozen_to_bf16,
     check_base,
     decoder_layers,
+    freeze_unreached,
     load_policy,
     lora,
     make_reference,
@@ -77,9 +78,13 @@ class AdapterReference:
         self.model.eval()  # a frozen adapter has no dropout
         try:
             with torch.no_grad(), lora.reference_adapter(self.policy):
-                return self.scorer(*inputs, **named)
+                try:
+                    return self.scorer(*inputs, **named)
+                finally:
+                    # Before peft says again which parameters are trained: it must say it of the
+                    # shares, not of the whole weights.
+                    give_back(self.scorer)
         finally:
-            give_back(self.scorer)
             self.model.train(was_training)
 
 
@@ -101,57 +106,82 @@ def build_models(
     Raises:
         ValueError: on all ranks, if a model cannot be loaded, or if policy, reference and checkpoint do not fit.
     """
-    algorithm, temperature, moves = config.algorithm, config.rollout.temperature, config.algorithm.ref_sync_steps > 0
+    algorithm = config.algorithm
+    temperature = config.rollout.temperature
+    reference_moves = algorithm.ref_sync_steps > 0
     is_sharded = config.runtime.parallel == "fsdp" and not world.is_alone
-    options = config.model.model_dump(exclude={"name_or_path", "adapter", "reference", "chat_template"})
-    options |= {"device": world.device, "precision": config.runtime.precision}
-    if is_sharded:  # rank 0 loads on the CPU; what the kernels of the device compute is checked afterwards
-        options |= {"device": torch.device("cpu"), "disable_dropout": False}
+
+    def load(folder: str) -> Policy:
+        # Of a sharded model rank 0 loads on the CPU; what the kernels of the device compute is
+        # checked afterwards.
+        return load_policy(
+            folder,
+            tokenizer,
+            device=torch.device("cpu") if is_sharded else world.device,
+            precision=config.runtime.precision,
+            attn_implementation=config.model.attn_implementation,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            disable_dropout=config.model.disable_dropout and not is_sharded,
+            trust_remote_code=config.model.trust_remote_code,
+        )
 
     def load_trained() -> Policy:
         if not config.uses_lora:
-            return load_policy(str(start.checkpoint or path), tokenizer, **options)
-        policy = load_policy(path, tokenizer, **options)
+            return load(str(start.checkpoint or path))
+        policy = load(path)
         _make_adapter(config, policy, path, start.checkpoint)
         if config.lora.base_precision == "bf16":
             lora.store_frozen_in_bf16(policy)
         return policy
 
     def load_reference() -> Policy:
-        # Without model.reference it is the model that training began with, also for a policy from a checkpoint.
-        reference = load_policy(reference_path or path, tokenizer, **options)
+        # Without model.reference it is the model that training began with, also for a policy from
+        # a checkpoint.
+        reference = load(reference_path or path)
         reference.model.requires_grad_(False)
-        if is_sharded and not moves:
+        if is_sharded and not reference_moves:
             lora.store_frozen_in_bf16(reference)
         return reference
 
-    own, ref_scorer, is_llama, gathers = None, None, None, None
-    with contextlib.nullcontext() if is_sharded else world.fail_together():  # which may hold no collective
+    own = None
+    ref_scorer = None
+    # Loading for FSDP has collectives, which fail_together() may not hold.
+    with contextlib.nullcontext() if is_sharded else world.fail_together():
         if is_sharded:
             policy, scorer, own = _load_sharded(config, world, tokenizer, load_trained)
         else:
             policy = load_trained()
             scorer = CompletionScorer(policy.model, temperature)
+            policy.model.eval()  # LoRA's dropout would draw random numbers
+            policy.unreached = freeze_unreached(policy.model, any_forward(policy)(scorer))
         if algorithm.beta > 0 and config.uses_lora and reference_path is None:
             ref_scorer = AdapterReference(policy, scorer)
         elif algorithm.beta > 0 and is_sharded:
-            ref_scorer = _load_sharded(config, world, tokenizer, load_reference)[1]
+            _, ref_scorer, _ = _load_sharded(config, world, tokenizer, load_reference)
         elif algorithm.beta > 0:
-            is_start = reference_path is None and start.checkpoint is None
-            ref_scorer = CompletionScorer(
-                make_reference(policy.model if is_start else load_reference().model), temperature
-            )
+            starts_as_policy = reference_path is None and start.checkpoint is None
+            ref_model = policy.model if starts_as_policy else load_reference().model
+            ref_scorer = CompletionScorer(make_reference(ref_model), temperature)
     with world.fail_together():  # under FSDP each rank reads its own shares of the states
         moving_reference = _moving_reference(config, ref_scorer, policy)
-        optimizer, lr_schedule = _optimizer(config, policy.model, max_steps, start, moving_reference)
+        optimizer, lr_schedule = _optimizer(
+            config,
+            policy.model,
+            max_steps,
+            start,
+            moving_reference,
+        )
     policy.model.train()
+
+    is_llama = None
 
     def check() -> str | None:
         nonlocal is_llama
         if is_sharded and config.model.disable_dropout:
             turn_randomness_off(policy)
         why_padded = enable_packing(config, scorer)
-        check_sampling(policy, reach=config.data.max_prompt_length + config.rollout.max_completion_length)
+        reach = config.data.max_prompt_length + config.rollout.max_completion_length
+        check_sampling(policy, reach=reach)
         if is_sharded:
             with policy.inference():
                 is_llama = config.runtime.fast_decode and matches_model(policy.model, gathered)
@@ -163,20 +193,32 @@ def build_models(
         if scorer.packed:
             ref_scorer.pack_groups()
         ref_scorer.plain_head  # noqa: B018  computed now, while its weights are fp32
-        if not is_sharded and not moves:  # a reference that moves needs its fp32 weights
+        if not is_sharded and not reference_moves:  # one that moves needs its fp32 weights
             cast_frozen_to_bf16(ref_scorer.model, policy)
 
     with contextlib.nullcontext() if is_sharded else world.fail_together():
         why_padded = compute_inside(scorer, check)
         if isinstance(ref_scorer, CompletionScorer):
             compute_inside(ref_scorer, prepare_reference)
+
     sampler = policy
+    gathered_weights = None
     if own is not None and config.rollout.engine != "vllm":
         own.set_attn_implementation(policy.model.config._attn_implementation)
-        sampler, gathers = replace(policy, model=own), GatheredWeights(scorer, policy.model, own)
-    trained = dict(policy=policy, scorer=scorer, optimizer=optimizer, lr_schedule=lr_schedule, why_padded=why_padded)
-    reference = dict(ref_scorer=ref_scorer, moving_reference=moving_reference)
-    return Models(**trained, **reference, sampler=sampler, gathered=gathers, is_llama=is_llama)
+        sampler = replace(policy, model=own)
+        gathered_weights = GatheredWeights(scorer, policy.model, own)
+    return Models(
+        policy=policy,
+        scorer=scorer,
+        ref_scorer=ref_scorer,
+        optimizer=optimizer,
+        lr_schedule=lr_schedule,
+        why_padded=why_padded,
+        moving_reference=moving_reference,
+        sampler=sampler,
+        gathered=gathered_weights,
+        is_llama=is_llama,
+    )
 
 
 def _make_adapter(config: Config, policy: Policy, path: str, folder: Path | None) -> None:
@@ -270,13 +312,14 @@ def enable_packing(config: Config, scorer: CompletionScorer) -> str | None:
 
 
 def any_forward(policy: Policy) -> Callable[[nn.Module], torch.Tensor]:
-    """One token's forward pass, which uses every parameter of the policy (for ``wrap_data_parallel``)."""
+    """One token's forward pass, which uses every parameter that is trained (for ``wrap_data_parallel``)."""
     ids_BS = torch.tensor([[policy.pad_id, policy.pad_id]], device=policy.device)
     mask_BT = torch.ones(1, 1, dtype=torch.bool, device=policy.device)
     lengths_B = torch.ones(1, dtype=torch.long, device=policy.device)
 
     def forward(scorer: nn.Module) -> torch.Tensor:
         with policy.autocast():
-            return scorer(ids_BS, lengths_B, mask_BT)[0].sum()
+            logprobs_BT, _ = scorer(ids_BS, lengths_B, mask_BT)
+        return logprobs_BT.sum()
 
     return forward

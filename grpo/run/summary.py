@@ -12,7 +12,7 @@ from grpo.algorithm.batch import Problem
 from grpo.config import Config, DataConfig
 from grpo.data import ProblemSet, count_shared
 from grpo.evaluation.grading import correctness_note
-from grpo.model import num_parameters
+from grpo.model import Policy, num_parameters
 from grpo.rewards.answers import parse_number, reference_texts
 from grpo.rewards.builtin import COMPARING
 from grpo.rewards.scores import messages_warning
@@ -21,6 +21,8 @@ from grpo.turns.engine import TurnsEngine
 
 LIKE_FULL_TRAINING = 3e-6
 """A learning rate at most this is usual for training all weights; adapters take about ten times that."""
+MOST_NAMED = 4
+"""Modules in the line about frozen parameters."""
 
 
 def print_summary(
@@ -55,6 +57,8 @@ def _facts(run: Run, train: ProblemSet, evaluation: ProblemSet) -> Iterator[str]
     yield f"model     {config.model.name_or_path}, {size:.2f}M parameters, {precision} on {run.world.device.type}"
     if run.policy.adapter is not None:
         yield lora_line(run)
+    if run.policy.unreached:
+        yield frozen_line(run.policy)
     yield data_line(config.data, train, evaluation, len(run.eval_problems))
     rows = f"{r.prompts_per_step} problems x {r.num_generations} completions = {r.prompts_per_step * r.num_generations}"
     steps = f"{run.max_steps} steps, {run.problems.steps_per_epoch} to an epoch"
@@ -82,6 +86,24 @@ def lora_line(run: Run) -> str:
         f"lora      LoRA adapters of rank {adapter.r}, alpha {adapter.lora_alpha}, {size:.2f}M parameters in fp32"
         f"{start}; all other weights are frozen, in {'/'.join(sorted(dtypes))}"
     )
+
+
+def frozen_line(policy: Policy) -> str:
+    """The number of parameters that :func:`freeze_unreached` has frozen, and the modules that they are in."""
+    size = sum(parameter.numel() for parameter in policy.unreached.values()) / 1e6
+    trained = [name for name, p in policy.model.named_parameters() if p.requires_grad]
+    modules: list[str] = []
+    for module in policy.unreached:
+        # Outwards, as long as nothing beside it is trained.
+        around, dot, _ = module.rpartition(".")
+        while dot and not any(name.startswith(around + dot) for name in trained):
+            module = around
+            around, dot, _ = module.rpartition(".")
+        if module not in modules:
+            modules.append(module)
+    named = modules[:MOST_NAMED]
+    more = f" and {len(modules) - len(named)} more" if modules != named else ""
+    return f"frozen    {size:.2f}M parameters that text does not reach: {', '.join(named)}{more}"
 
 
 def data_line(data: DataConfig, train: ProblemSet, evaluation: ProblemSet, num_evaluated: int) -> str:

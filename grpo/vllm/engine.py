@@ -80,7 +80,8 @@ class VLLMEngine:
         # Under FSDP the forward pass and the gathering are collectives.
         with nullcontext() if is_sharded(self.probe.root) else self.world.fail_together():
             self.probe.update()
-            weights = whole_trained_weights(self.policy.trained)
+            unreached = self.policy.unreached.values()
+            weights = whole_trained_weights(self.policy.trained, unreached)
         version = f"{ADAPTER if self.policy.adapter else WHOLE}{uuid.uuid4().hex}"
         with self.world.fail_together():
             if self.world.is_main:

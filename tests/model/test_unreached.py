@@ -1,0 +1,104 @@
+"""Parameters that a forward pass over text does not reach are frozen; all others are trained."""
+
+import pytest
+import torch
+from architectures import CAN, CANNOT, READS_IMAGES, SIZES, build
+from safetensors.torch import load_file
+from torch import nn
+
+from grpo.algorithm.logprobs import CompletionScorer
+from grpo.distributed import whole_trained_weights
+from grpo.model import Policy, freeze_unreached, save_weights
+from grpo.model.lora import adapter_parameters, add_adapter, add_reference_adapter, reference_adapter
+from grpo.run.models import any_forward
+from grpo.run.summary import frozen_line
+
+IMAGES_ALONE = ("model.vision_tower.", "model.multi_modal_projector.")
+MIXTURES = {
+    "mixtral": SIZES | dict(num_local_experts=4),
+    "qwen3_moe": SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
+}
+
+
+def policy_of(model) -> Policy:
+    return Policy(model, None, (2,), 0, torch.device("cpu"), "fp32")
+
+
+def freeze(policy) -> None:
+    scorer = CompletionScorer(policy.model.eval())
+    policy.unreached = freeze_unreached(policy.model, any_forward(policy)(scorer))
+
+
+def lora(**settings) -> Policy:
+    policy = policy_of(build(*READS_IMAGES))
+    add_adapter(policy, dict(r=2, lora_alpha=4, target_modules="all-linear") | settings, base="base")
+    return policy
+
+
+def test_the_vision_tower_is_frozen_and_everything_else_is_trained():
+    policy = policy_of(build(*READS_IMAGES))
+    freeze(policy)
+    ids_BS = torch.arange(3, 40)[None]
+    policy.model(input_ids=ids_BS, labels=ids_BS).loss.backward()
+    for name, parameter in policy.model.named_parameters():
+        assert parameter.requires_grad == (not name.startswith(IMAGES_ALONE)) == (parameter.grad is not None), name
+        assert (name in policy.unreached) == name.startswith(IMAGES_ALONE)
+    size = sum(parameter.numel() for parameter in policy.unreached.values())
+    assert size > 10_000
+    expected = f"frozen    {size / 1e6:.2f}M parameters that text does not reach: "
+    assert frozen_line(policy) == f"{expected}model.vision_tower, model.multi_modal_projector"
+
+
+@pytest.mark.parametrize("name", [*CAN, *CANNOT, *MIXTURES])
+def test_nothing_of_a_text_model_is_frozen(name):
+    kind, settings, *_ = (CAN | CANNOT).get(name) or (name, MIXTURES[name])
+    policy = policy_of(build(kind, settings))
+    freeze(policy)
+    assert policy.unreached == {}
+
+
+class Experts(nn.Module):
+    """The token is sent to the first of two experts, which are modules of their own; the tower has no part in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})])
+        self.tower = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
+        self.image_start = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return self.layers[0]["experts"][0](x)
+
+
+def test_experts_that_another_token_may_reach_are_trained():
+    model = Experts()
+    assert {*freeze_unreached(model, model(torch.ones(2)).sum())} == {
+        "image_start", "tower.layers.0.weight", "tower.layers.0.bias",
+    }  # fmt: skip
+    assert all(parameter.requires_grad for parameter in model.layers.parameters())
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_adapters_of_the_vision_tower_stay_frozen_and_are_in_the_files(has_reference, tmp_path):
+    """Also after peft has switched to the reference and back, and said that it trains the whole adapter."""
+    policy = lora()
+    if has_reference:
+        add_reference_adapter(policy)
+    freeze(policy)
+    adapters = adapter_parameters(policy.model)
+    in_tower = {name for name in adapters if name.startswith("model.vision_tower.")}
+    assert policy.unreached.keys() == in_tower and 0 < len(in_tower) < len(adapters)
+    assert frozen_line(policy).endswith(": model.vision_tower")
+    with torch.no_grad(), reference_adapter(policy):
+        policy.model(input_ids=torch.arange(3, 9)[None])
+    trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    assert trained == adapters.keys() - in_tower
+    weights = whole_trained_weights(policy.trained, policy.unreached.values())
+    save_weights(policy.trained, weights, tmp_path)
+    assert len(load_file(tmp_path / "adapter_model.safetensors")) == len(adapters)
+
+
+def test_an_adapter_of_the_vision_tower_alone_is_refused():
+    policy = lora(target_modules=["fc1"])
+    with pytest.raises(ValueError, match=r"Gemma3ForConditionalGeneration: lora\.target_modules must name layers"):
+        freeze(policy)
