@@ -30,7 +30,8 @@ from grpo.model.policy import (
 
 __all__ = (
     "REFERENCE", "HalfLinear", "Policy", "adapted_base", "base_of", "cast_frozen_to_bf16", "check_base",
-    "check_context", "check_reference", "decoder_layers", "digest", "effective_weight", "end_tokens", "freeze_unreached", "is_adapter",
-    "load_policy", "load_tokenizer", "make_reference", "model_digests", "num_parameters", "resolve_model",
-    "save_weights", "sync_reference", "turn_dropout_off", "turn_randomness_off", "write_merged",
+    "check_context", "check_reference", "decoder_layers", "digest", "effective_weight", "end_tokens",
+    "freeze_unreached", "is_adapter", "load_policy", "load_tokenizer", "make_reference", "model_digests",
+    "num_parameters", "resolve_model", "save_weights", "sync_reference", "turn_dropout_off", "turn_randomness_off",
+    "write_merged",
 )  # fmt: skip

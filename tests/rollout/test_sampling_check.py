@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import GPT2, PHI3, SIZES, V
+from architectures import GPT2, PHI3, READS_IMAGES, SIZES, V
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo.algorithm.batch import Problem, collate
@@ -33,6 +33,7 @@ SAMPLED = {
     "granitemoehybrid": SIZES | HYBRID,
     "nemotron_h": SIZES | NEMOTRON,
     "gpt2": GPT2,
+    READS_IMAGES[0]: READS_IMAGES[1],
 }
 REFUSED = SIZES | dict(lru_width=32, block_types=["recurrent", "attention"], head_dim=8)
 """Of a Recurrent Gemma, whose decode steps give other logits."""
