@@ -177,15 +177,16 @@ class BuiltinEngine:
         for r, length in enumerate(decoded.lengths):
             logprobs_n = decoded.logprobs_RT[r, : 0 if sampling.is_greedy else length]
             is_answer_n = decoded.is_answer_RT[r, :length]
-            completion = Completion(
-                tuple(decoded.tokens_RT[r, :length].tolist()),
-                "",
-                decoded.finished[r],
-                tuple(logprobs_n.tolist()),
-                None if decoded.allowed is None else decoded.allowed[r],
-                loss_mask=tuple((~is_answer_n).tolist()) if is_answer_n.any() else (),
+            completions.append(
+                Completion(
+                    tuple(decoded.tokens_RT[r, :length].tolist()),
+                    "",
+                    decoded.finished[r],
+                    tuple(logprobs_n.tolist()),
+                    None if decoded.allowed is None else decoded.allowed[r],
+                    loss_mask=tuple((~is_answer_n).tolist()) if is_answer_n.any() else (),
+                )
             )
-            completions.append(completion)
         return completions
 
     def _replay(self, prefill_rows: Prefill, prompts: Prompts, *inputs) -> Decoded | None:

@@ -72,9 +72,10 @@ def grouped(
     stops: Stops,
 ) -> list[Group]:
     """The groups of equally many completions per problem, which get their texts."""
-    with_texts = [replace(c, text=stops.text(c.ids)) for c in completions]
     G = len(completions) // max(len(problems), 1)
     groups = []
     for p, problem in enumerate(problems):
-        groups.append(Group(problem, tuple(with_texts[p * G : (p + 1) * G])))
+        of_problem = completions[p * G : (p + 1) * G]
+        with_texts = [replace(c, text=stops.text(c.ids)) for c in of_problem]
+        groups.append(Group(problem, tuple(with_texts)))
     return groups

@@ -75,7 +75,8 @@ def split_stop(
         for token in sorted(special):
             if token in string:
                 raise ValueError(
-                    f"rollout.stop: {string!r} holds the special token {token!r} beside other "
-                    f"text: give {token!r} alone"
+                    f"rollout.stop: {string!r} holds "
+                    f"the special token {token!r} beside other text: "
+                    f"give {token!r} alone"
                 )
     return ids, strings
