@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+import cloudpickle
+
 from grpo.rewards.functions import FunctionInfo
 from grpo.rewards.worker import GATHER_GRACE_SECONDS, Outcome
 
@@ -73,12 +75,16 @@ class WorkerProcess:
         return True
 
     def request(self, seconds: float, *request: Any) -> Any:
-        """The answer to a request (see ``worker.main``). ``WorkerLost``: there is none, and the process has ended."""
+        """The answer to a request (see ``worker.main``). ``WorkerLost``: there is none, and the process has ended.
+
+        A request may hold objects of the user's script, whose classes the worker cannot import.
+        """
+        pickled = cloudpickle.dumps(request)
         limit = threading.Timer(seconds, self._end_late)
         limit.daemon = True
         limit.start()
         try:
-            self._connection.send(request)
+            self._connection.send_bytes(pickled)
             return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
         except Exception as error:  # it has ended, or a reward has written something else to the connection
             code = self.end()

@@ -12,7 +12,7 @@ import os
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -113,11 +113,14 @@ class Outcome:
     """The result of one call of a reward."""
 
     kind: str
-    """``"ok"``; ``"error"``: it raised; ``"timeout"``; ``"died"``: its process ended; ``"contract"``: wrong values."""
+    """``"ok"``; ``"error"``: it raised; ``"timeout"``; ``"died"``: its process ended; ``"skipped"``: it was
+    not called; ``"contract"``: wrong values."""
     values: list[float | None] = field(default_factory=list)
     """``[B]`` if ``kind`` is ``"ok"``."""
     message: str = ""
     """The traceback of an error, the cause of a death, or what is wrong with the values."""
+    error: str = ""
+    """Type and message of an error, in one line."""
     logged: Logged = field(default_factory=lambda: Logged(0))
 
 
@@ -147,18 +150,36 @@ def checked(values: Any, logged: Logged) -> list[float | None]:
     return [None if math.isnan(number) else number for number in numbers]
 
 
-class Worker:
-    """Loaded functions by key, and one event loop for their coroutines, because an HTTP client is bound to its loop.
+class EventLoop:
+    """One event loop for all coroutines of a worker, because an HTTP client is bound to its loop."""
 
-    Args:
-        is_process: this is a process of its own, which may be killed. Otherwise coroutines run in another thread: the
-            cell of a notebook runs inside an event loop already.
-    """
-
-    def __init__(self, is_process: bool):
-        self.functions: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
-        self.is_process = is_process
+    def __init__(self):
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_thread = False
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        """The result of a coroutine, which runs in this thread unless this thread is running an event loop."""
+
+        async def finish() -> Any:
+            return await awaitable
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # The cell of a notebook runs inside of an event loop, and a thread can run only one.
+            self._has_thread = asyncio._get_running_loop() is not None
+            if self._has_thread:
+                threading.Thread(target=self._loop.run_forever, daemon=True, name="async functions").start()
+        if self._has_thread:
+            return asyncio.run_coroutine_threadsafe(finish(), self._loop).result()
+        return self._loop.run_until_complete(finish())
+
+
+class Worker:
+    """Loaded functions by key, in a process of its own or in the trainer's."""
+
+    def __init__(self):
+        self.functions: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
+        self._loop = EventLoop()
 
     def load(
         self, key: int, spec: str, args: dict[str, Any], own: bytes | Callable[..., Any] | None
@@ -208,13 +229,7 @@ class Worker:
             outcomes = await asyncio.gather(*coroutines, return_exceptions=True)  # a task may have cancelled itself
             return [found if isinstance(found, Outcome) else _failure(found) for found in outcomes]
 
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            if not self.is_process:
-                threading.Thread(target=self._loop.run_forever, daemon=True, name="async rewards").start()
-        if self.is_process:
-            return self._loop.run_until_complete(gather())
-        return asyncio.run_coroutine_threadsafe(gather(), self._loop).result()
+        return self._loop.run(gather())
 
 
 async def _finish(values: Any, logged: Logged, timeout_s: float) -> Outcome:
@@ -239,7 +254,8 @@ def _failure(error: BaseException) -> Outcome:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(error.with_traceback(trace)))
-    return Outcome("error", message=text[-MAX_TRACEBACK_LENGTH:])
+    summary = traceback.format_exception_only(error)[0].splitlines()[0]
+    return Outcome("error", message=text[-MAX_TRACEBACK_LENGTH:], error=summary)
 
 
 @dataclass(frozen=True)
@@ -269,7 +285,7 @@ def main(descriptor: int, parent: int, worker: str) -> None:
     os.set_inheritable(descriptor, False)  # programs that a reward starts do not get the connection
     module, _, name = worker.partition(":")
     connection, own_id = Connection(descriptor), os.getpid()
-    answers = getattr(importlib.import_module(module), name)(is_process=True)
+    answers = getattr(importlib.import_module(module), name)()
     while True:
         method, *arguments = connection.recv()
         answer = getattr(answers, method)(*arguments)

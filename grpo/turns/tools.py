@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import dill
+import cloudpickle
 
 from grpo.config import Config
 from grpo.config.config import ENVIRONMENT_ROWS
@@ -162,6 +162,6 @@ def _source(name: str, args: dict[str, Any], objects: Mapping[str, Any]) -> Sour
     if name not in objects:
         return Source(name, args)
     try:
-        return Source(name, args, dill.dumps(objects[name], recurse=True))
+        return Source(name, args, cloudpickle.dumps(objects[name]))
     except Exception as error:  # of any type: each object may raise its own
         raise ValueError(f"{name} cannot be sent to a worker process: {first_line(error)}") from error

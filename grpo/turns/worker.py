@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import math
+import pickle
 import random
 import resource
 import sys
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import dill
+import cloudpickle
 
 from grpo.rewards import functions
 from grpo.rewards.worker import CAUGHT
@@ -44,7 +45,7 @@ class Source:
 
     def load(self, kind: str) -> Any:
         if self.own is not None:
-            return dill.loads(self.own)
+            return pickle.loads(self.own)
         if kind == "tool" and self.name in TOOLS:
             return TOOLS[self.name]
         found = functions.load_object(self.name, kind, ", ".join(TOOLS) if kind == "tool" else "")
@@ -104,7 +105,7 @@ def _never_raises(method: Callable[..., Reply]) -> Callable[..., Reply]:
 class ToolWorker:
     """Answers the requests of :class:`grpo.turns.tools.Tools`: a method and its arguments."""
 
-    def __init__(self, is_process: bool):
+    def __init__(self, is_process: bool = True):
         self.tools: dict[str, Callable[..., Any]] = {}
         self.environments: dict[str | None, Callable[[], Any]] = {}
         self.kept: dict[int, Any] = {}
@@ -224,7 +225,7 @@ class ToolWorker:
         if environment is None:
             return None
         try:
-            return dill.dumps(environment, recurse=True)
+            return cloudpickle.dumps(environment)
         except Exception:  # of any type: each object may raise its own
             number = next(self._numbers)
             self.kept[number] = environment
@@ -233,7 +234,7 @@ class ToolWorker:
     def _restore(self, environment: bytes | int | None) -> Any:
         if isinstance(environment, int):
             return self.kept.pop(environment)  # KeyError: the worker that had it was killed
-        return None if environment is None else dill.loads(environment)
+        return None if environment is None else pickle.loads(environment)
 
 
 def _mistake(error: BaseException) -> ValueError:

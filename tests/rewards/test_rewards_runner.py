@@ -52,6 +52,24 @@ def noted(completions, calls, **kwargs):           # a line for each call in the
     time.sleep(0.1 * len(completions))
     return moody(completions)
 
+def is_best(prompts, completions, calls=None, **kwargs):  # 1 for the largest number of each prompt
+    if calls is not None:
+        with open(calls, "a") as file:
+            print(*completions, file=file)
+    if "all" in completions and len(set(prompts)) > 1: raise KeyError("a mistake about the whole batch")
+    if "dies" in completions: os._exit(1)
+    if "waits" in completions and len(set(prompts)) > 1: time.sleep(1000)
+    numbers = [math.inf if c == "all" or c == "waits" else float(c) for c in completions]
+    best = {}
+    for prompt, number in zip(prompts, numbers):
+        best[prompt] = max(best.get(prompt, 0), number)
+    return [float(number == best[prompt]) for prompt, number in zip(prompts, numbers)]
+
+async def is_best_async(prompts, completions, calls, **kwargs):
+    scores = is_best(prompts, completions, calls)
+    await waits_for_another(completions)
+    return scores
+
 def loud(completions, **kwargs):
     for _ in range(200):
         print("x" * 50_000)
@@ -201,6 +219,62 @@ def test_one_bad_row_costs_one_reward(run, word, caplog):
     assert result.first_failed == {"moody": 1} and "first for prompt '" in caplog.text
 
 
+def test_a_failed_batch_is_called_group_by_group_and_says_so(path, caplog, tmp_path):
+    """A reward that compares the completions of a prompt gets all of them, except those of a group that raises too."""
+    calls = tmp_path / "calls"
+    spec = RewardSpec(f"{path}:is_best", args={"calls": str(calls)})
+    prompts = ["p", "p", "q", "q", "q", "r", "r"]
+    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([spec]) as runner:
+        result = runner.score(prompts, ["1", "2", "1", "x", "2", "4", "3"], {})
+        assert column(result) == [0.0, 1.0, 1.0, None, 1.0, 1.0, 0.0]
+        assert result.failures == [1]
+        batch = ["1 2 1 x 2 4 3"]
+        assert calls.read_text().splitlines() == batch + ["1 2", "1 x 2", "4 3"] + ["1", "x", "2"]
+        first = "reward 'is_best' raised on 7 completions at once, and was called group by group (row by row for 1 of 3 groups)"
+        assert f"{first}: ValueError: could not convert string to float: 'x'" in caplog.text
+
+        caplog.clear()
+        conversations = [[{"role": "user", "content": text}] for text in prompts]
+        result = runner.score(conversations[:2] * 2, ["x"] * 4, {})
+        assert "raised on" not in caplog.text, "once for each type of error"
+
+
+def test_a_retry_that_succeeds_is_reported(path, caplog):
+    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([RewardSpec(f"{path}:is_best")]) as runner:
+        result = runner.score(["p", "p", "q", "q"], ["1", "all", "2", "1"], {})
+        assert column(result) == [0.0, 1.0, 1.0, 0.0]
+        assert result.failures == [0]
+        line = "raised on 4 completions at once, and was called group by group: KeyError: 'a mistake about the whole batch'"
+        assert caplog.text.count(line) == 1
+        assert caplog.text.count("WARNING") == 1
+        runner.score(["p", "p", "q", "q"], ["1", "all", "2", "1"], {})
+        assert caplog.text.count("WARNING") == 1
+
+
+def test_a_failed_batch_of_an_async_reward_is_called_group_by_group_at_once(run, tmp_path):
+    """The first call raises. A group returns only when the other has started: one by one, the first would time out."""
+    calls = tmp_path / "calls"
+    prompts = ["p", "p", "q", "q"]
+    args = {"calls": str(calls)}
+    result = run("is_best_async", ["1", "all", "2", "1"], args=args, prompts=prompts, timeout_s=5.0)
+    assert column(result) == [0.0, 1.0, 1.0, 0.0]
+    assert calls.read_text().splitlines() == ["1 all 2 1", "1 all", "2 1"]
+
+
+@pytest.mark.slow
+def test_lost_workers_are_bounded_for_groups_and_for_rows(run, tmp_path):
+    """The batch, 8 groups, then 8 rows: (1 + 8 + 8) limits of time at most if they hang."""
+    calls = tmp_path / "calls"
+    num_groups = MAX_LOST_WORKERS + 3
+    prompts = [f"prompt {number}" for number in range(num_groups) for _ in range(2)]
+    completions = ["dies", "1"] * num_groups
+    result = run("is_best", completions, args={"calls": str(calls)}, prompts=prompts)
+    lengths = [len(line.split()) for line in calls.read_text().splitlines()]
+    rows = 2 * MAX_LOST_WORKERS - 1  # each second row is well
+    assert lengths == [2 * num_groups] + [2] * MAX_LOST_WORKERS + [1] * rows
+    assert column(result) == [None, 1.0] * (MAX_LOST_WORKERS - 1) + [None] * (2 * num_groups - rows + 1)
+
+
 @pytest.mark.parametrize("word", ["hang", "spin"])
 def test_a_hanging_row_is_killed(run, word):
     start = time.perf_counter()
@@ -230,6 +304,19 @@ def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, cap
         assert [rows for _, rows in read_calls(calls)] == [30] + [1] * 30
         assert column(runner.score(["q"] * 2, ["a"] * 2, {})) == [1.0] * 2
         assert [rows for _, rows in read_calls(calls)[31:]] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_too_slow_is_called_group_by_group_from_then_on(path, caplog, tmp_path):
+    calls = tmp_path / "calls"
+    spec = RewardSpec(f"{path}:is_best", args={"calls": str(calls)})
+    prompts = ["p", "p", "q", "q"]
+    with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([spec], timeout_s=2.0) as runner:
+        assert column(runner.score(prompts, ["1", "waits", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
+        assert "now called group by group" in caplog.text
+        assert column(runner.score(prompts, ["1", "2", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
+        assert calls.read_text().splitlines() == ["1 waits 2 1", "1 waits", "2 1", "1 2", "2 1"]
+        assert caplog.text.count("WARNING") == 1
 
 
 @pytest.mark.slow
