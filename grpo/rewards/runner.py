@@ -79,7 +79,7 @@ class RewardResult:
         self.failures[key] += len(rows)
         if rows.start <= self.first_failed.get(name, rows.start):
             self.first_failed[name] = rows.start
-            self.first_traceback[name] = outcome.message or "it did not return within reward.timeout_s"
+            self.first_traceback[name] = outcome.message
 
     def spread(self, is_scored: Sequence[bool]) -> "RewardResult":
         """The result for more rows, of which the functions got those where ``is_scored``; the others have no score."""
@@ -139,7 +139,7 @@ class Batch:
         self.slow: dict[int, int] = {}
         """Key -> the level of the smallest call that did not return in time, of those with several rows."""
         self.failed: dict[int, tuple[Call, Outcome]] = {}
-        """Key -> the first call with several rows that raised or killed its worker."""
+        """Key -> the first call with several rows that raised, hung or killed its worker."""
         self._lock = threading.Lock()
 
     def pickled(self, rows: range) -> bytes:
@@ -174,8 +174,7 @@ class Batch:
 
             if outcome.kind == "timeout":
                 self.slow[call.key] = max(call.level, self.slow.get(call.key, BATCH))
-            elif outcome.kind != "skipped":
-                self.failed.setdefault(call.key, (call, outcome))
+            self.failed.setdefault(call.key, (call, outcome))
             if call.level == GROUP:
                 self.num_by_row[call.key] += 1
             return False
@@ -396,7 +395,8 @@ class RewardRunner(contextlib.AbstractContextManager):
             name = self.names[key]
             error = outcome.error or outcome.message
             kind = (name, error.partition(":")[0], "with several rows")
-            if kind in self._logged:
+            is_slow = outcome.kind == "timeout" and self._levels[key] > call.level  # which another line has said
+            if is_slow or kind in self._logged:
                 continue
             self._logged.add(kind)
 

@@ -118,7 +118,7 @@ class Outcome:
     values: list[float | None] = field(default_factory=list)
     """``[B]`` if ``kind`` is ``"ok"``."""
     message: str = ""
-    """The traceback of an error, the cause of a death, or what is wrong with the values."""
+    """The traceback of an error, the cause of a timeout or death, or what is wrong with the values."""
     error: str = ""
     """Type and message of an error, in one line."""
     logged: Logged = field(default_factory=lambda: Logged(0))
@@ -243,7 +243,7 @@ async def _finish(values: Any, logged: Logged, timeout_s: float) -> Outcome:
             return _failure(error)
         # A thread that the coroutine started by asyncio.to_thread may still hang: the next ones get new threads.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
-        return Outcome("timeout")
+        return Outcome("timeout", message="it did not return within reward.timeout_s")
 
 
 def _failure(error: BaseException) -> Outcome:

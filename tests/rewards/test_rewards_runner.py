@@ -262,13 +262,15 @@ def test_a_failed_batch_of_an_async_reward_is_called_group_by_group_at_once(run,
 
 
 @pytest.mark.slow
-def test_lost_workers_are_bounded_for_groups_and_for_rows(run, tmp_path):
+def test_lost_workers_are_bounded_for_groups_and_for_rows(run, caplog, tmp_path):
     """The batch, 8 groups, then 8 rows: (1 + 8 + 8) limits of time at most if they hang."""
     calls = tmp_path / "calls"
     num_groups = MAX_LOST_WORKERS + 3
     prompts = [f"prompt {number}" for number in range(num_groups) for _ in range(2)]
     completions = ["dies", "1"] * num_groups
-    result = run("is_best", completions, args={"calls": str(calls)}, prompts=prompts)
+    with caplog.at_level(logging.WARNING, "grpo"):
+        result = run("is_best", completions, args={"calls": str(calls)}, prompts=prompts)
+    assert "'is_best' failed on 22 completions at once, and was called group by group (row by row for 11 of 11 groups)" in caplog.text
     lengths = [len(line.split()) for line in calls.read_text().splitlines()]
     rows = 2 * MAX_LOST_WORKERS - 1  # each second row is well
     assert lengths == [2 * num_groups] + [2] * MAX_LOST_WORKERS + [1] * rows
