@@ -17,6 +17,7 @@ import cloudpickle
 
 from grpo.rewards.functions import FunctionInfo
 from grpo.rewards.worker import GATHER_GRACE_SECONDS, Outcome
+from grpo.system import first_line
 
 LOAD_SECONDS = 120.0
 """Time limit for starting a worker and importing a reward, which may load a whole library."""
@@ -26,8 +27,8 @@ MAX_ANSWER_BYTES = 256 * 1024**2
 
 # With -c, Python puts the working folder first in sys.path: until that is replaced, only built-in modules are imported.
 _BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]), WORKER)"
+    "import sys; sys.path[:] = sys.argv[4:]; "
+    "from grpo.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
 )
 
 
@@ -49,21 +50,27 @@ class WorkerProcess:
         self._is_late = False
         self._socket, theirs = socket.socketpair()
         with theirs:
-            python = [
+            command = [
                 sys.executable,
                 "-u",
                 "-c",
-                _BOOTSTRAP.replace("WORKER", repr(worker)),
+                _BOOTSTRAP,
                 str(theirs.fileno()),
                 str(os.getpid()),
+                worker,
+                *_worker_sys_path(directory),
             ]
             # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group
             # also kills processes that a reward has started.
             self._process = subprocess.Popen(
-                [*python, *_worker_sys_path(directory)], cwd=directory, start_new_session=True,
+                command,
+                cwd=directory,
+                start_new_session=True,
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
         self._connection = Connection(os.dup(self._socket.fileno()))
         threading.Thread(target=self._forward_output, daemon=True, name="reward output").start()
 
@@ -148,12 +155,34 @@ class WorkerPool:
         self._own = threading.local()
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
-        """Run a job in a thread of the pool. Jobs may call :meth:`run`."""
+        """Run a job in a thread of the pool. Jobs may call :meth:`run` and :meth:`request`."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_workers, "rewards")
         return self._threads.submit(job, *arguments)
 
-    def load(self, key: int, *function: Any) -> FunctionInfo | ValueError:
+    def load_or_here(self, here: Any, notes: list[str], what: str, key: int, *function: Any) -> Any:
+        """:meth:`load`, whose last argument is None or an object of the user's program, which a worker gets pickled.
+
+        If no worker can load the object, ``here`` does, a worker in this process, and a line in ``notes`` says so.
+        """
+        *names, own = function
+        if own is None:
+            return self.load(key, *function)
+        try:
+            answer = self.load(key, *names, cloudpickle.dumps(own))
+        except Exception as error:  # of any type: each object may raise its own
+            answer = error
+        if not isinstance(answer, Exception):
+            return answer
+
+        self.functions.pop(key, None)
+        found = here.load(key, *function)
+        if not isinstance(found, ValueError):
+            reason = f"it cannot be sent to a worker process ({type(answer).__name__}: {first_line(answer)})"
+            notes.append(f"note: {what} runs in this process, where a hang cannot end: {reason}")
+        return found
+
+    def load(self, key: int, *function: Any) -> Any:
         """``Worker.load``, which has the arguments, in one worker. The others load it when they need it."""
         self.functions[key] = function
         try:
@@ -196,7 +225,7 @@ class WorkerPool:
     def _process(self) -> WorkerProcess:
         process = getattr(self._own, "process", None)
         if process is None or process.has_ended:
-            if process is not None:
+            if process in self._processes:
                 process.end()
                 self._processes.remove(process)
             process = self._own.process = WorkerProcess(self._directory, self._worker)

@@ -1,10 +1,13 @@
 """Score completions with several reward functions. In a worker process none can hang or kill the training process.
 
-``B`` rows (completions), ``F`` functions. A group is a run of neighbouring rows with equal prompts. Each function is
-called once with the whole batch. If that call raises, hangs or kills its worker, the function is called once per group,
-and where a group fails too, once per row, each with ``timeout_s``. After ``MAX_LOST_WORKERS`` groups that hung or
-killed a worker, the other groups go straight to rows; after so many rows, the rest is not called. This module does not
-communicate between ranks: the training loop makes all ranks agree on a failure.
+``B`` rows (completions), ``F`` functions. A group is a run of neighbouring rows with equal prompts.
+
+Each function is called once with the whole batch. If that call raises, hangs or kills its worker,
+the function is called once per group, and where a group fails too, once per row, each with
+``timeout_s``. After ``MAX_LOST_WORKERS`` groups that hung or killed a worker, the other groups go
+straight to rows; after so many rows, the rest is not called.
+
+This module does not communicate between ranks: the training loop makes all ranks agree on a failure.
 """
 
 import contextlib
@@ -23,16 +26,21 @@ from grpo.rewards.functions import CLASSIFIER_PREFIX, FunctionInfo, check_column
 from grpo.rewards.pool import WorkerLost, WorkerPool
 from grpo.rewards.sandbox import Limits
 from grpo.rewards.worker import OUTSIDE_TRAINING, Outcome, RewardContractError, TrainerState, Worker
-from grpo.system import first_line, printable
+from grpo.system import printable
 
 logger = logging.getLogger(__name__)
 
 MAX_LOST_WORKERS = 8
-"""Most calls of one function and step, with a group or with a row each, that may hang or kill their worker. After so
-many groups the others are called row by row; after so many rows the others are not called."""
+"""Most calls of one function and step, with a group or with a row each, that may hang or kill their
+worker. After so many groups the others are called row by row; after so many rows the others are not
+called."""
 BATCH, GROUP, ROW = range(3)
 """The levels of a call: with all rows, with those of one prompt, with one row."""
 WAYS = {GROUP: "group by group", ROW: "row by row"}
+SKIPPED = Outcome(
+    "skipped",
+    message=f"not called, as {MAX_LOST_WORKERS} calls before it hung or killed their worker",
+)
 
 
 @dataclass(frozen=True)
@@ -46,17 +54,35 @@ class RewardSpec:
     """The function itself; None: the one that ``name`` names."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of one function."""
+
+    key: int
+    """The index of the function."""
+    rows: range
+    level: int
+    """BATCH, GROUP or ROW. A batch of one group is called as a group, and a group of one row as a row."""
+
+
 class RewardResult:
     """The rewards of one batch and the failures of its functions, in the order of ``names``."""
 
-    def __init__(self, names: Sequence[str], num_rows: int):
+    def __init__(self, names: Sequence[str], num_rows: int, groups: Sequence[range]):
         self.names = names
-        self.values: list[list[float | None]] = [[None] * len(names) for _ in range(num_rows)]
+        self.groups = groups
+        no_scores = [None] * len(names)
+        self.values: list[list[float | None]] = [no_scores.copy() for _ in range(num_rows)]
         """``[B][F]``; ``None`` where the function gave no score."""
         self.failures = [0] * len(names)
         """``[F]`` rows in which the function raised, hung, killed its worker, or was skipped after too many of them."""
         self.num_failed_environments = 0
         """Rows that no function got, because their environment has failed."""
+        self.num_lost = Counter()
+        """``(key, level)`` -> calls that hung or killed their worker."""
+        self.retried = defaultdict(list)
+        """Function -> ``(call, outcome)`` of each call with several rows that raised, hung or killed its
+        worker, from the first on."""
         self.first_traceback: dict[str, str] = {}
         """Function name -> its failure in the first row: a traceback, or a sentence for a timeout or a death."""
         self.first_failed: dict[str, int] = {}
@@ -66,28 +92,61 @@ class RewardResult:
         self.extra: dict[str, list[Any]] = {}
         """Column -> ``[B]`` of what they gave to ``log_extra``; ``None`` for rows of calls that gave nothing."""
         self._logged_by: dict[str, int] = {}
+        self._lock = threading.Lock()
 
-    def record(self, key: int, rows: range, outcome: Outcome) -> None:
-        """Store the outcome of the last call of function ``key`` with these rows."""
+    def calls(self, key: int, rows: range, level: int) -> list[Call]:
+        """The calls of a function at a level that cover some rows."""
+        if level == BATCH and len(self.groups) > 1:
+            return [Call(key, rows, BATCH)]
+
+        parts = self.groups
+        if level == ROW:
+            parts = [range(row, row + 1) for row in rows]
+        calls = []
+        for part in parts:
+            part_level = ROW if len(part) == 1 else GROUP
+            calls.append(Call(key, part, part_level))
+        return calls
+
+    def record(self, call: Call, outcome: Outcome) -> bool:
+        """Store the outcome of a call. Several threads do so at the same time.
+
+        Returns False if the function must be called again with fewer rows at once.
+        """
+        key = call.key
         name = self.names[key]
-        if outcome.kind == "contract":
-            raise RewardContractError(f"reward {name!r} {outcome.message}")
-        if outcome.kind == "ok":
-            self._store(key, rows, outcome)
-            return
+        with self._lock:
+            if outcome.kind == "contract":
+                raise RewardContractError(f"reward {name!r} {outcome.message}")
+            if outcome.kind == "ok":
+                self._store(key, call.rows, outcome)
+                return True
 
-        self.failures[key] += len(rows)
-        if rows.start <= self.first_failed.get(name, rows.start):
-            self.first_failed[name] = rows.start
-            self.first_traceback[name] = outcome.message
+            if outcome.kind in ("timeout", "died"):
+                self.num_lost[key, call.level] += 1
+            if call.level == ROW:
+                self.failures[key] += 1
+                row = call.rows.start
+                if row <= self.first_failed.get(name, row):
+                    self.first_failed[name] = row
+                    self.first_traceback[name] = outcome.message
+                return True
+
+            self.retried[key].append((call, outcome))
+            return False
 
     def spread(self, is_scored: Sequence[bool]) -> "RewardResult":
         """The result for more rows, of which the functions got those where ``is_scored``; the others have no score."""
         spread = copy.copy(self)
-        number = iter(range(len(self.values)))
-        source = [next(number) if scored else None for scored in is_scored]
-        spread.values = [[None] * len(self.names) if n is None else self.values[n] for n in source]
-        spread.extra = {c: [None if n is None else entries[n] for n in source] for c, entries in self.extra.items()}
+        values = iter(self.values)
+        spread.values = []
+        for scored in is_scored:
+            row = next(values) if scored else [None] * len(self.names)
+            spread.values.append(row)
+        spread.extra = {}
+        for column, entries in self.extra.items():
+            entry = iter(entries)
+            spread.extra[column] = [next(entry) if scored else None for scored in is_scored]
         return spread
 
     def _store(self, key: int, rows: range, outcome: Outcome) -> None:
@@ -101,83 +160,6 @@ class RewardResult:
                 reason = f"called log_extra({column!r}, ...), as another reward did: choose another name"
                 raise RewardContractError(f"reward {self.names[key]!r} {reason}")
             self.extra.setdefault(column, [None] * len(self.values))[rows.start : rows.stop] = entries
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of one function."""
-
-    key: int
-    """The index of the function."""
-    rows: range
-    level: int
-    """BATCH, GROUP or ROW. A batch of one group is called as a group, and a group of one row as a row."""
-
-
-class Batch:
-    """The rows of one step, and the outcomes of calls with them. Several threads record outcomes at the same time.
-
-    Args:
-        values: argument of the functions -> ``[B]`` values.
-    """
-
-    def __init__(
-        self,
-        values: dict[str, Sequence[Any]],
-        trainer_state: TrainerState,
-        result: RewardResult,
-    ):
-        self.values = values
-        self.trainer_state = trainer_state
-        self.result = result
-        self.rows = range(len(result.values))
-        self.groups = _runs_of_equals(values["prompts"])
-        self.num_lost: Counter[tuple[int, int]] = Counter()
-        """``(key, level)`` -> calls that hung or killed their worker."""
-        self.num_by_row: Counter[int] = Counter()
-        """Key -> groups of several rows whose rows are called one by one."""
-        self.slow: dict[int, int] = {}
-        """Key -> the level of the smallest call that did not return in time, of those with several rows."""
-        self.failed: dict[int, tuple[Call, Outcome]] = {}
-        """Key -> the first call with several rows that raised, hung or killed its worker."""
-        self._lock = threading.Lock()
-
-    def pickled(self, rows: range) -> bytes:
-        """The arguments for these rows, as a worker gets them. Columns may hold objects of the user's script."""
-        part = {}
-        for name, entries in self.values.items():
-            part[name] = entries[rows.start : rows.stop]
-        return cloudpickle.dumps((part, self.trainer_state))
-
-    def calls(self, key: int, rows: range, level: int) -> list[Call]:
-        """The calls of a function at a level that cover some rows."""
-        parts = [rows]
-        if level == GROUP:
-            parts = self.groups
-        elif level == ROW:
-            parts = [range(row, row + 1) for row in rows]
-
-        calls = []
-        for part in parts:
-            several = GROUP if part in self.groups else BATCH
-            calls.append(Call(key, part, ROW if len(part) == 1 else several))
-        return calls
-
-    def record(self, call: Call, outcome: Outcome) -> bool:
-        """Store the outcome of a call. Returns False if the function must be called again with fewer rows at once."""
-        with self._lock:
-            if outcome.kind in ("timeout", "died"):
-                self.num_lost[call.key, call.level] += 1
-            if call.level == ROW or outcome.kind in ("ok", "contract"):
-                self.result.record(call.key, call.rows, outcome)
-                return True
-
-            if outcome.kind == "timeout":
-                self.slow[call.key] = max(call.level, self.slow.get(call.key, BATCH))
-            self.failed.setdefault(call.key, (call, outcome))
-            if call.level == GROUP:
-                self.num_by_row[call.key] += 1
-            return False
 
 
 def _runs_of_equals(prompts: Sequence[Any]) -> list[range]:
@@ -202,9 +184,15 @@ class RewardRunner(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, functions: Sequence[Any], *, timeout_s: float = 10.0, num_workers: int | None = None, device: Any = "cpu"
+        self,
+        functions: Sequence[Any],
+        *,
+        timeout_s: float = 10.0,
+        num_workers: int | None = None,
+        device: Any = "cpu",
     ):
-        from grpo.config.secrets import with_environment  # here: a worker imports this package, and needs no pydantic
+        # Imported here: a worker imports this package, and needs no pydantic.
+        from grpo.config.secrets import with_environment
 
         self.specs = []
         for f in functions:
@@ -251,39 +239,28 @@ class RewardRunner(contextlib.AbstractContextManager):
 
     def _load(self, key: int) -> FunctionInfo:
         spec = self.specs[key]
-        if spec.function is not None:
-            info = self._load_object(key, spec)
-        elif spec.name.startswith(CLASSIFIER_PREFIX):
-            info = self._here.load(key, spec.name, spec.args, None)
+        is_classifier = spec.name.startswith(CLASSIFIER_PREFIX)
+        function = (spec.name, spec.args, spec.function)
+        if is_classifier:
+            info = self._here.load(key, *function)
         else:
-            info = self._pool.load(key, spec.name, spec.args, None)
+            info = self._pool.load_or_here(
+                self._here,
+                self.notes,
+                f"reward {spec.name!r}",
+                key,
+                *function,
+            )
         if isinstance(info, ValueError):
             raise info
 
-        if spec.name.startswith(CLASSIFIER_PREFIX):
+        if is_classifier:
             self._here.functions[key][0].model.to(self._device)
         seconds = spec.args.get("total_seconds", Limits.total_seconds)
         if spec.name == "python_tests" and seconds >= self.timeout_s:  # then code that hangs would score None, not 0
             raise ValueError(f"reward 'python_tests': total_seconds = {seconds:g} must be less than reward.timeout_s")
         if info.row_by_row:
             self._levels[key] = ROW
-        return info
-
-    def _load_object(self, key: int, spec: RewardSpec) -> FunctionInfo | ValueError:
-        """Load a Python object in a worker, or in this process if it cannot be sent or not be loaded there."""
-        try:
-            own = cloudpickle.dumps(spec.function)
-        except Exception as error:  # of any type: each object may raise its own
-            reason = f"{type(error).__name__}: {first_line(error)}"
-        else:
-            info = self._pool.load(key, spec.name, spec.args, own)
-            if not isinstance(info, ValueError):
-                return info
-            reason = first_line(info)
-
-        info = self._here.load(key, spec.name, spec.args, spec.function)
-        if not isinstance(info, ValueError):
-            self.notes.append(runs_here(f"reward {spec.name!r}", reason))
         return info
 
     def score(
@@ -295,39 +272,44 @@ class RewardRunner(contextlib.AbstractContextManager):
         trainer_state: TrainerState = OUTSIDE_TRAINING,
     ) -> RewardResult:
         """Score ``B`` completions; every argument has ``B`` entries (``columns``: each of its values)."""
-        values = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        values = {name: entries for name, entries in values.items() if entries is not None}
+        values = {**columns, "prompts": prompts, "completions": completions}
+        if completion_ids is not None:
+            values["completion_ids"] = completion_ids
         num_rows = len(completions)
         for name, entries in values.items():
             if len(entries) != num_rows:
                 raise ValueError(f"expected one value per completion ({num_rows}), got {len(entries)} for {name}")
         self.check(columns)
 
-        result = RewardResult(self.names, num_rows)
+        def pickled(rows: range) -> bytes:  # columns may hold objects of the user's script
+            part = {name: entries[rows.start : rows.stop] for name, entries in values.items()}
+            return cloudpickle.dumps((part, trainer_state))
+
+        result = RewardResult(self.names, num_rows, _runs_of_equals(prompts))
         if num_rows:
-            batch = Batch(values, trainer_state, result)
             self._pool.begin_step()
             try:
-                self._score(batch)
+                self._score(pickled, result)
             except BaseException:  # after a Ctrl-C, threads would wait for workers whose result nobody reads
                 self.close()
                 raise
-            self._log_retries(batch)
+            self._log_retries(result)
             self._log_failures(result, prompts)
         return result
 
-    def _score(self, batch: Batch) -> None:
+    def _score(self, pickled: Callable[[range], bytes], result: RewardResult) -> None:
         """Call every function with the whole batch, all at the same time; then those that failed with fewer rows."""
-        waiting: list[list[Call]] = []
-        at_once: dict[bool, list[Call]] = defaultdict(list)
+        all_rows = range(len(result.values))
+        jobs = defaultdict(list)
         for key, info in enumerate(self._infos):
-            calls = batch.calls(key, batch.rows, self._levels[key])
-            if info.is_async:  # all async functions of one process are called at once
-                at_once[key in self._here.functions] += calls
-            else:
-                waiting += [[call] for call in calls]
-        waiting += at_once.values()
+            is_here = key in self._here.functions
+            calls = result.calls(key, all_rows, self._levels[key])
+            for call in calls:
+                # All async functions of one process are called at once.
+                job = is_here if info.is_async else call
+                jobs[job].append(call)
 
+        waiting = list(jobs.values())
         while waiting:
             here = []
             futures = []
@@ -335,97 +317,103 @@ class RewardRunner(contextlib.AbstractContextManager):
                 if job[0].key in self._here.functions:
                     here.append(job)
                 else:
-                    futures.append(self._pool.submit(self._do, self._pool, job, batch))
+                    futures.append(self._pool.submit(self._do, self._pool, job, pickled, result))
             waiting = []
             for job in here:  # in this process, while the workers run the other functions
-                waiting += self._do(self._here, job, batch)
+                waiting += self._do(self._here, job, pickled, result)
             for future in futures:
                 waiting += future.result()
 
-        for key, level in batch.slow.items():
-            # If a row failed, that row was the reason. The calls of an async function wait at the same time.
-            if not self._infos[key].is_async and not batch.result.failures[key]:
-                self._levels[key] = level + 1
-                logger.warning(
-                    "reward %r is slower than reward.timeout_s: now called %s",
-                    self.names[key],
-                    WAYS[level + 1],
-                )
+    def _do(
+        self,
+        worker: Worker | WorkerPool,
+        calls: list[Call],
+        pickled: Callable[[range], bytes],
+        result: RewardResult,
+    ) -> list[list[Call]]:
+        """Make the calls of one job at once, and record their outcomes.
 
-    def _do(self, worker: Worker | WorkerPool, job: list[Call], batch: Batch) -> list[list[Call]]:
-        """Make the calls of one job at once, and record their outcomes. Returns jobs for the rows of those that failed.
-
-        Calls of an async function are one job, unless its worker was lost: they run one by one then, since it would
-        not be known which of them hangs or kills its worker.
+        Returns jobs for the rows of those that failed. The calls of an async function are one job,
+        unless its worker was lost: they run one by one then, since it would not be known which of
+        them hangs or kills its worker.
         """
-        first = job[0]
+        first = calls[0]
         is_lost = False
         try:
-            if batch.num_lost[first.key, first.level] >= MAX_LOST_WORKERS:
-                reason = f"not called, as {MAX_LOST_WORKERS} calls before it hung or killed their worker"
-                outcomes = [Outcome("skipped", message=reason)] * len(job)
+            if result.num_lost[first.key, first.level] >= MAX_LOST_WORKERS:
+                outcomes = [SKIPPED] * len(calls)
             else:
-                parts = {call.rows: batch.pickled(call.rows) for call in job}  # functions may get the same rows
-                outcomes = worker.run([(call.key, parts[call.rows]) for call in job], self.timeout_s)
+                arguments = [(call.key, pickled(call.rows)) for call in calls]
+                outcomes = worker.run(arguments, self.timeout_s)
         except WorkerLost as lost:
-            if len(job) > 1:
-                batch.num_lost[first.key, first.level] += 1
-                return [[call] for call in job]
+            if len(calls) > 1:
+                result.num_lost[first.key, first.level] += 1
+                return [[call] for call in calls]
             is_lost = True
             outcomes = [Outcome(lost.kind, message=f"its worker process {lost}")]
 
-        jobs = []
-        at_once: dict[int, list[Call]] = defaultdict(list)
-        for call, outcome in zip(job, outcomes, strict=True):
-            if batch.record(call, outcome):
+        jobs = defaultdict(list)
+        for call, outcome in zip(calls, outcomes, strict=True):
+            if result.record(call, outcome):
                 continue
-            smaller = batch.calls(call.key, call.rows, call.level + 1)
-            if self._infos[call.key].is_async and not is_lost:
-                at_once[call.key] += smaller
-            else:
-                jobs += [[each] for each in smaller]
-        return [*jobs, *at_once.values()]
+            at_once = self._infos[call.key].is_async and not is_lost
+            for smaller in result.calls(call.key, call.rows, call.level + 1):
+                job = "at once" if at_once else smaller
+                jobs[job].append(smaller)
+        return list(jobs.values())
 
-    def _log_retries(self, batch: Batch) -> None:
-        """Log once per run, for each function and type of error, that it failed with several rows at once.
+    def _log_retries(self, result: RewardResult) -> None:
+        """Log that functions failed with several rows at once: once per run, function and type of error.
 
         A reward that compares the completions of a prompt gives other values row by row.
         """
-        for key, (call, outcome) in batch.failed.items():
+        for key, retried in result.retried.items():
             name = self.names[key]
+            call, outcome = retried[0]
+            # If a row failed, that row was the reason. The calls of an async function wait at the
+            # same time.
+            is_slow = outcome.kind == "timeout" and not result.failures[key]
+            if is_slow and not self._infos[key].is_async:
+                late = [call.level for call, outcome in retried if outcome.kind == "timeout"]
+                self._levels[key] = max(late) + 1
+                logger.warning(
+                    "reward %r is slower than reward.timeout_s: now called %s",
+                    name,
+                    WAYS[self._levels[key]],
+                )
+                continue
+
             error = outcome.error or outcome.message
             kind = (name, error.partition(":")[0], "with several rows")
-            is_slow = outcome.kind == "timeout" and self._levels[key] > call.level  # which another line has said
-            if is_slow or kind in self._logged:
+            if kind in self._logged:
                 continue
             self._logged.add(kind)
-
-            ways = WAYS[call.level + 1]
-            if call.level == BATCH and batch.num_by_row[key]:
-                ways += f" (row by row for {batch.num_by_row[key]} of {len(batch.groups)} groups)"
+            way = WAYS[call.level + 1]
+            num_by_row = sum(call.level == GROUP for call, _ in retried)
+            if call.level == BATCH and num_by_row:
+                way += f" (row by row for {num_by_row} of {len(result.groups)} groups)"
             logger.warning(
                 "reward %r %s on %d completions at once, and was called %s: %s",
                 name,
                 "raised" if outcome.error else "failed",
                 len(call.rows),
-                ways,
+                way,
                 printable(error),
             )
 
     def _log_failures(self, result: RewardResult, prompts: Sequence[Any]) -> None:
         """Print a traceback once per run for each function and type of error."""
         for name, trace in result.first_traceback.items():
-            kind = (name, trace.rstrip().rpartition("\n")[2].partition(":")[0])
-            if kind not in self._logged:
-                self._logged.add(kind)
-                logger.warning(
-                    "reward %r failed on %d of %d completions (logged once per run); first for prompt %.200r:\n%s",
-                    *(name, result.failures[self.names.index(name)], len(result.values)),
-                    *(prompts[result.first_failed[name]], printable(trace)),
-                )
-
-
-def runs_here(what: str, reason: str) -> str:
-    """The note that an object of the user's program could not be loaded in a worker process."""
-    where = "runs in this process, where a hang cannot end"
-    return f"note: {what} {where}: it cannot be sent to a worker process ({reason})"
+            last_line = trace.rstrip().rpartition("\n")[2]
+            kind = (name, last_line.partition(":")[0])
+            if kind in self._logged:
+                continue
+            self._logged.add(kind)
+            logger.warning(
+                "reward %r failed on %d of %d completions (logged once per run); first for prompt %.200r:\n%s",
+                name,
+                result.failures[self.names.index(name)],
+                len(result.values),
+                prompts[result.first_failed[name]],
+                printable(trace),
+            )

@@ -157,28 +157,30 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._has_thread = False
 
-    def run(self, awaitable: Awaitable[Any]) -> Any:
-        """The result of a coroutine, which runs in this thread unless this thread is running an event loop."""
-
-        async def finish() -> Any:
-            return await awaitable
-
+    def run(self, coroutine: Awaitable[Any]) -> Any:
+        """The result of a coroutine, which runs in this thread unless an event loop runs here already."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # The cell of a notebook runs inside of an event loop, and a thread can run only one.
             self._has_thread = asyncio._get_running_loop() is not None
             if self._has_thread:
-                threading.Thread(target=self._loop.run_forever, daemon=True, name="async functions").start()
-        if self._has_thread:
-            return asyncio.run_coroutine_threadsafe(finish(), self._loop).result()
-        return self._loop.run_until_complete(finish())
+                thread = threading.Thread(
+                    target=self._loop.run_forever,
+                    daemon=True,
+                )
+                thread.start()
+        if not self._has_thread:
+            return self._loop.run_until_complete(coroutine)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result()
 
 
 class Worker:
     """Loaded functions by key, in a process of its own or in the trainer's."""
 
     def __init__(self):
-        self.functions: dict[int, tuple[Callable[..., Any], dict[str, Any]]] = {}
+        self.functions = {}
+        """Key -> the function and its ``args``."""
         self._loop = EventLoop()
 
     def load(
@@ -206,10 +208,18 @@ class Worker:
 
         Coroutines run concurrently, and each is cancelled after ``timeout_s``. Nothing else is stopped here.
         """
-        started = [self._start(*call, timeout_s) for call in calls]
-        waiting = [outcome for outcome in started if inspect.iscoroutine(outcome)]
-        finished = iter(self._complete(waiting, timeout_s) if waiting else ())
-        return [next(finished) if inspect.iscoroutine(outcome) else outcome for outcome in started]
+        outcomes = []
+        waiting = []
+        for key, pickled in calls:
+            outcome = self._start(key, pickled, timeout_s)
+            if inspect.iscoroutine(outcome):
+                waiting.append(outcome)
+            outcomes.append(outcome)
+
+        finished = iter(())
+        if waiting:
+            finished = iter(self._loop.run(_gather(waiting)))
+        return [next(finished) if inspect.iscoroutine(o) else o for o in outcomes]
 
     def _start(self, key: int, pickled: bytes, timeout_s: float) -> Outcome | Coroutine[Any, Any, Outcome]:
         try:
@@ -224,12 +234,14 @@ class Worker:
         except CAUGHT as error:
             return _failure(error)
 
-    def _complete(self, coroutines: Sequence[Coroutine[Any, Any, Outcome]], timeout_s: float) -> list[Outcome]:
-        async def gather() -> list[Outcome]:
-            outcomes = await asyncio.gather(*coroutines, return_exceptions=True)  # a task may have cancelled itself
-            return [found if isinstance(found, Outcome) else _failure(found) for found in outcomes]
 
-        return self._loop.run(gather())
+async def _gather(coroutines: Sequence[Coroutine[Any, Any, Outcome]]) -> list[Outcome]:
+    outcomes = []
+    for found in await asyncio.gather(*coroutines, return_exceptions=True):
+        if not isinstance(found, Outcome):  # a task may have cancelled itself
+            found = _failure(found)
+        outcomes.append(found)
+    return outcomes
 
 
 async def _finish(values: Any, logged: Logged, timeout_s: float) -> Outcome:
@@ -254,8 +266,12 @@ def _failure(error: BaseException) -> Outcome:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(error.with_traceback(trace)))
-    summary = traceback.format_exception_only(error)[0].splitlines()[0]
-    return Outcome("error", message=text[-MAX_TRACEBACK_LENGTH:], error=summary)
+    last_lines = traceback.format_exception_only(error)[0].splitlines()
+    return Outcome(
+        "error",
+        message=text[-MAX_TRACEBACK_LENGTH:],
+        error=last_lines[0],
+    )
 
 
 @dataclass(frozen=True)
@@ -284,7 +300,8 @@ def main(descriptor: int, parent: int, worker: str) -> None:
         os._exit(1)
     os.set_inheritable(descriptor, False)  # programs that a reward starts do not get the connection
     module, _, name = worker.partition(":")
-    connection, own_id = Connection(descriptor), os.getpid()
+    connection = Connection(descriptor)
+    own_id = os.getpid()
     answers = getattr(importlib.import_module(module), name)()
     while True:
         method, *arguments = connection.recv()

@@ -106,7 +106,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     checkpoint, origin = world.from_main(found)
     data_fingerprint = fingerprint(train_rows)
     if world.is_main:
-        print_notes(rewards, objects, checkpoint)
+        print_notes([*rewards.notes, *(tools.notes if tools else ())], objects, checkpoint)
 
     path, reference = _resolved_models(config, world)
     with world.fail_together():
@@ -264,8 +264,7 @@ def _longest(config: Config, train: list[Problem], evaluation: list[Problem]) ->
     return max(len(p.prompt_ids) + sampling.max_completion_length for problems, sampling in kinds for p in problems)
 
 
-def print_notes(rewards: RewardRunner, objects: Objects, checkpoint: Path | None) -> None:
-    notes = list(rewards.notes)
+def print_notes(notes: list[str], objects: Objects, checkpoint: Path | None) -> None:
     if objects.rewards and checkpoint:
         notes.append(
             "note: reward functions that are Python objects are not compared with those of the steps before: after a "

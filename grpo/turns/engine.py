@@ -52,16 +52,23 @@ class Conversation:
     def __post_init__(self) -> None:
         self.schemas = self.tools.schemas_of(self.problem.columns)
         self.name, self.info = self.tools.environment_of(self.problem.columns)
+        self.is_here = self.name in self.tools.here.environments
 
     def begin(self) -> str | list[dict[str, str]] | None:
         """Reset the environment; what it adds to the prompt."""
-        columns = {name: value for name, value in self.problem.columns.items() if name != COLUMN}
-        row = {"prompt": self.problem.prompt} | columns
-        reply = self.tools.request(self.row, "begin", self.name, row, self.group_seed)
+        row = {"prompt": self.problem.prompt} | self.problem.columns
+        row.pop(COLUMN, None)
+        reply = self._request(
+            "begin",
+            self.name,
+            row,
+            self.group_seed,
+        )
         self.environment = reply.environment
         if reply.failed:
             self._fail(f"reset: {reply.text}")
-        return None if reply.failed else reply.text
+            return None
+        return reply.text
 
     def reply(self, ids: Sequence[int]) -> list[int] | None:
         """The tokens that follow a turn (:data:`grpo.rollout.interface.Replies`)."""
@@ -98,19 +105,43 @@ class Conversation:
 
     def _call(self, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
         if isinstance(arguments, str):  # what is wrong with the call
-            reply = Reply(self.environment, arguments, failed=True)
+            reply = Reply(None, arguments, failed=True)
+        elif self.info is not None and name in self.info.methods:
+            reply = self._request(
+                "call",
+                self.environment,
+                name,
+                arguments,
+                self._next_seed(),
+            )
+            if reply.environment is not None:
+                self.environment = reply.environment
+            elif isinstance(self.environment, int):  # a pickled one is as it was before the call
+                self._fail("its environment was in the worker that was killed")
         else:
-            reply = self.tools.request(self.row, "call", self.environment, name, arguments, self._next_seed())
-        self.calls.append(ToolCall(name, reply.seconds, str(reply.text) if reply.failed else ""))
-        if reply.environment is not None:
-            self.environment = reply.environment
-        elif isinstance(self.environment, int):  # a pickled one is as it was before the call that killed its worker
-            self._fail("its environment was in the worker that was killed")
+            reply = self.tools.request(
+                self.row,
+                name in self.tools.here.tools,
+                "call",
+                None,
+                name,
+                arguments,
+                self._next_seed(),
+            )
+
+        error = str(reply.text) if reply.failed else ""
+        self.calls.append(ToolCall(name, reply.seconds, error))
         # The words of TRL, for what is no text and for errors.
-        return {"role": "tool", "name": name, "content": str({"error": reply.text} if reply.failed else reply.text)}
+        content = {"error": reply.text} if reply.failed else reply.text
+        return {
+            "role": "tool",
+            "name": name,
+            "content": str(content),
+        }
 
     def _step(self, action: str) -> list[dict[str, Any]]:
-        reply = self.tools.request(self.row, "step", self.environment, action, self._next_seed())
+        seed = self._next_seed()
+        reply = self._request("step", self.environment, action, seed)
         if reply.failed:
             self._fail(f"step: {reply.text}")
             return []
@@ -118,8 +149,18 @@ class Conversation:
         self.rewards.append(reply.reward)
         if reply.done:
             self.stop_reason = "environment"
-        text = reply.text
-        return [{"role": "user", "content": text}] if isinstance(text, str) else list(text or ())
+        if isinstance(reply.text, str):
+            return [{"role": "user", "content": reply.text}]
+        return list(reply.text or ())
+
+    def _request(self, method: str, *arguments: Any) -> Reply:
+        """The reply of the process that has the environment."""
+        return self.tools.request(
+            self.row,
+            self.is_here,
+            method,
+            *arguments,
+        )
 
     def _next_seed(self) -> int:
         self.num_requests += 1
@@ -135,25 +176,40 @@ class Conversation:
             message, _ = self.form.read(self.stops.text(rest), rest, prefix, self.schemas)
             self._add_turn(message)
             self.stop_reason = self.stop_reason or "length"
-        reward, environment, has_failed = None, None, self.stop_reason == "failed"
-        if isinstance(self.environment, int) or (self.info and self.info.has_reward and not has_failed):
-            reply = self.tools.request(self.row, "end", self.environment)
+        reward = None
+        environment = None
+        has_failed = self.stop_reason == "failed"
+        has_reward = self.info is not None and self.info.has_reward and not has_failed
+        if isinstance(self.environment, int) or has_reward:
+            reply = self._request("end", self.environment)
             reward = reply.reward
             if reply.failed and not has_failed:
                 self._fail(f"get_reward: {reply.text}")
         if self.info is not None and not has_failed:
             if self.info.steps:
                 reward = None if None in self.rewards else float(sum(self.rewards))
-            source = self.tools.sources[self.name]
             if isinstance(self.environment, bytes):
-                environment = Pickled(source.name, self.environment, source.own is not None)
+                source = self.tools.sources[self.name]
+                environment = Pickled(
+                    source.name,
+                    self.environment,
+                    source.name in self.tools.objects,
+                )
+
         known = {field.name: getattr(completion, field.name) for field in fields(Completion)}
-        known |= {"text": self.last_text, "finished": self.stop_reason != "length", "num_turns": self.num_turns}
+        known["text"] = self.last_text
+        known["finished"] = self.stop_reason != "length"
         return Turns(
-            **known, messages=tuple(self.messages), stop_reason=self.stop_reason or "length",
-            rewards=tuple(self.rewards), calls=tuple(self.calls), environment=environment,
-            environment_name=self.info and self.info.class_name, environment_reward=reward,
-        )  # fmt: skip
+            **known,
+            num_turns=self.num_turns,
+            messages=tuple(self.messages),
+            stop_reason=self.stop_reason or "length",
+            rewards=tuple(self.rewards),
+            calls=tuple(self.calls),
+            environment=environment,
+            environment_name=self.info and self.info.class_name,
+            environment_reward=reward,
+        )
 
 
 class TurnsEngine:
@@ -205,35 +261,58 @@ class TurnsEngine:
         if self.tools.function:
             return sample_by_function(self.engine, self.tools, problems, sampling, seed_key, on_tokens)
         self.tools.begin_rollout()
-        G, T = sampling.num_generations, sampling.max_completion_length
+        G = sampling.num_generations
         stops = Stops(self.policy, sampling.stop)
         conversations = []
         for problem in problems:
-            # Without a dataset, a row is its seed.
-            own = self.tools.owns_prompts
-            group_seed = problem.columns["seed"] if own else derive_seed(*seed_key, problem.index, -1)
+            group_seed = derive_seed(*seed_key, problem.index, -1)
+            if self.tools.owns_prompts:  # without a dataset, a row is its seed
+                group_seed = problem.columns["seed"]
             for g in range(G):
-                seeds = group_seed, derive_seed(*seed_key, problem.index, g)
-                row = len(conversations)
-                conversations.append(Conversation(self.tools, self.form, stops, problem, row, T, *seeds))
+                conversation = Conversation(
+                    self.tools,
+                    self.form,
+                    stops,
+                    problem,
+                    len(conversations),
+                    sampling.max_completion_length,
+                    group_seed,
+                    derive_seed(*seed_key, problem.index, g),
+                )
+                conversations.append(conversation)
         problems = self._begin(problems, conversations, G)
 
         def reply(row: int, ids: Sequence[int]) -> Future:
             return self.tools.submit(row, conversations[row].reply, ids)
 
-        options = dict(seed_key=seed_key, on_tokens=on_tokens, replies=reply)
-        sampled = [c for group in self.engine.generate(problems, sampling, **options) for c in group.completions]
-        pairs = zip(conversations, sampled, strict=True)
-        futures = [self.tools.submit(row, c.end, done) for row, (c, done) in enumerate(pairs)]
+        groups = self.engine.generate(
+            problems,
+            sampling,
+            seed_key=seed_key,
+            on_tokens=on_tokens,
+            replies=reply,
+        )
+        sampled = [completion for group in groups for completion in group.completions]
+        futures = []
+        for conversation, completion in zip(conversations, sampled, strict=True):
+            futures.append(self.tools.submit(conversation.row, conversation.end, completion))
         completions = [future.result() for future in futures]
-        if failures := [c.failure for c in conversations if c.failure]:
+
+        self._warn_of_failures(conversations)
+        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
+
+    def _warn_of_failures(self, conversations: list[Conversation]) -> None:
+        failures = [c.failure for c in conversations if c.failure]
+        if failures:
             self.warn(f"warning: the environments of {len(failures)} completions have failed, first with {failures[0]}")
-        for name in [name for name in self.tools.names if name not in self.reported]:
-            calls = [call for c in conversations for call in c.calls if call.name == name]
-            if calls and all(call.failed for call in calls):
+        for name in self.tools.names:
+            calls = []
+            for conversation in conversations:
+                calls += [call for call in conversation.calls if call.name == name]
+            all_failed = all(call.failed for call in calls)
+            if calls and all_failed and name not in self.reported:
                 self.reported.add(name)
                 self.warn(f"warning: all {len(calls)} calls of {name} failed, first with {calls[0].error[:200]}")
-        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
 
     def _begin(self, problems: Sequence[Problem], conversations: list[Conversation], G: int) -> list[Problem]:
         """Reset the environments, and append what they say to the prompts."""

@@ -1,20 +1,24 @@
-"""The tools and environments of a run: what the configuration names, loaded in worker processes that may be killed."""
+"""The tools and environments of a run, loaded in worker processes that may be killed.
+
+An object of the user's program that no worker can load, such as a function that holds a connection to
+a database, is loaded in this process instead.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import cloudpickle
+import numpy
 
 from grpo.config import Config
 from grpo.config.config import ENVIRONMENT_ROWS
 from grpo.rewards.functions import ENVIRONMENT_PREFIX, source_files
 from grpo.rewards.pool import LOAD_SECONDS, WorkerLost, WorkerPool
 from grpo.rewards.runner import RewardSpec
-from grpo.system import first_line
-from grpo.turns.worker import Description, EnvironmentInfo, Reply, Source
+from grpo.turns.worker import Description, EnvironmentInfo, Reply, Source, ToolWorker
 
 MAX_WORKERS = 8
 """Worker processes per rank, if ``reward.num_workers`` is not set: most tools wait for something else."""
@@ -33,23 +37,34 @@ class Tools:
     """
 
     def __init__(self, config: Config, objects: Mapping[str, Any] | None = None):
-        objects, named = objects or {}, config.environment
-        self.format, self.max_turns = config.tools_format, config.rollout.max_turns
-        self.max_tool_tokens, self.timeout_s = config.rollout.max_tool_tokens, config.reward.timeout_s
+        self.objects = objects or {}
+        self.format = config.tools_format
+        self.max_turns = config.rollout.max_turns
+        self.max_tool_tokens = config.rollout.max_tool_tokens
+        self.timeout_s = config.reward.timeout_s
         self.function = config.rollout.function
         """The name of a rollout function; None without one."""
-        self.function_object = objects.get(self.function)
+        self.function_object = self.objects.get(self.function)
         self.owns_prompts = config.data.dataset == ENVIRONMENT_ROWS
         """True if the prompts are those of the environment's reset."""
+        named = config.environment
         self.several = isinstance(named, dict)
         """True if a column of the rows names the environment."""
-        environments = named if isinstance(named, dict) else {None: named} if named else {}
-        self._tools = [_source(tool.name, tool.args, objects) for tool in config.tools]
-        self.sources = {key: _source(name, {}, objects) for key, name in environments.items()}
-        """Sources of the environments' classes, by their names."""
-        self._pools = [
-            WorkerPool(1, "grpo.turns.worker:ToolWorker") for _ in range(config.reward.num_workers or MAX_WORKERS)
-        ]
+        if named and not self.several:
+            named = {None: named}
+        self._tools = [Source("tool", tool.name, tool.args) for tool in config.tools]
+        self.sources = {}
+        """Sources of the environments' classes, by their names in rows."""
+        for row_name, name in (named or {}).items():
+            self.sources[row_name] = Source("environment", name, row_name=row_name)
+        self.here = ToolWorker(is_process=False)
+        """Has the tools and environments that no worker can load."""
+        self.notes: list[str] = []
+        """Messages of :meth:`load` for the user, one line each."""
+        num_workers = config.reward.num_workers or MAX_WORKERS
+        self._pools = []
+        for _ in range(num_workers):
+            self._pools.append(WorkerPool(1, "grpo.turns.worker:ToolWorker"))
         self.description = Description([], {}, {})
 
     @property
@@ -70,10 +85,12 @@ class Tools:
     @property
     def summary(self) -> str:
         """One line about the tools and environments."""
-        environments = ", ".join(info.class_name for info in self.description.environments.values())
-        parts = ["tools " + ", ".join(self.names)] * bool(self.names) + [f"environment {environments}"] * bool(
-            environments
-        )
+        parts = []
+        if self.names:
+            parts.append("tools " + ", ".join(self.names))
+        classes = [info.class_name for info in self.description.environments.values()]
+        if classes:
+            parts.append("environment " + ", ".join(classes))
         return "; ".join(parts) or f"rollout.function {self.function}"
 
     @property
@@ -85,19 +102,33 @@ class Tools:
     def load(self) -> Tools:
         """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
         if self.function and not self.function_object:
-            self.function_object = Source(self.function).load("rollout.function")
+            self.function_object = Source("rollout.function", self.function).load()
         if not (self._tools or self.sources):
             return self
         first, *others = self._pools
-        found = first.load(0, self._tools, self.sources)
-        if not isinstance(found, ValueError):
-            found = first.submit(first.request, {0}, LOAD_SECONDS, "describe").result()
-        if isinstance(found, ValueError):
-            raise found
+        for key, source in enumerate((*self._tools, *self.sources.values())):
+            own = self.objects.get(source.name)
+            loaded = first.load_or_here(
+                self.here,
+                self.notes,
+                f"{source.kind} {source.name!r}",
+                key,
+                source,
+                own,
+            )
+            _raised(loaded)
+        request = first.submit(first.request, first.functions, LOAD_SECONDS, "describe")
+        there = _raised(request.result())
         first.close()  # it has imported transformers, which no call needs
         for pool in others:
             pool.functions = first.functions
-        self.description = found
+        here = _raised(self.here.describe())
+        found = self.description = Description(
+            there.schemas + here.schemas,
+            there.environments | here.environments,
+            there.source_files | here.source_files,
+        )
+
         kinds = {info.steps for info in found.environments.values()}
         if len(kinds) > 1 or (True in kinds and self._tools):
             raise ValueError("a reset/step environment takes whole turns as actions, so it cannot stand beside tools")
@@ -136,17 +167,44 @@ class Tools:
         return self.description.schemas + (info.schemas if info else [])
 
     def submit(self, row: int, job: Callable[..., Any], *arguments: Any) -> Future:
-        """Run a job in the thread of a row's worker. Jobs call :meth:`request`."""
-        return self._pools[row % len(self._pools)].submit(job, *arguments)
+        """Run a job in the thread of a row's worker. Jobs call :meth:`request`.
 
-    def request(self, row: int, method: str, *arguments: Any) -> Reply:
-        """The reply of a row's worker (:class:`grpo.turns.worker.ToolWorker`). A late or dead worker is a failure."""
+        A tool or environment that lives in this process may refuse other threads, as a connection of
+        sqlite3 does. If there is one, a job runs at once, in this thread.
+        """
+        if not (self.here.tools or self.here.environments):
+            pool = self._pools[row % len(self._pools)]
+            return pool.submit(job, *arguments)
+        done = Future()
+        done.set_result(job(*arguments))
+        return done
+
+    def request(self, row: int, is_here: bool, method: str, *arguments: Any) -> Reply:
+        """The reply of a row's worker, or of this process (:class:`grpo.turns.worker.ToolWorker`).
+
+        A late or dead worker is a failure.
+        """
+        if is_here:
+            # The request seeds the global generators, which this process uses too.
+            state = random.getstate()
+            numpy_state = numpy.random.get_state()
+            try:
+                return getattr(self.here, method)(*arguments)
+            finally:
+                random.setstate(state)
+                numpy.random.set_state(numpy_state)
         pool = self._pools[row % len(self._pools)]
         try:
-            return pool.request({0}, self.timeout_s, method, *arguments)
+            return pool.request(pool.functions, self.timeout_s, method, *arguments)
         except WorkerLost as lost:
-            reason = f"no result within {self.timeout_s:g} seconds" if lost.kind == "timeout" else "the tool has died"
-            return Reply(None, reason, failed=True, seconds=self.timeout_s if lost.kind == "timeout" else 0.0)
+            if lost.kind == "timeout":
+                return Reply(
+                    None,
+                    f"no result within {self.timeout_s:g} seconds",
+                    failed=True,
+                    seconds=self.timeout_s,
+                )
+            return Reply(None, "the tool has died", failed=True)
 
     def begin_rollout(self) -> None:
         for pool in self._pools:
@@ -158,10 +216,8 @@ class Tools:
             pool.close()
 
 
-def _source(name: str, args: dict[str, Any], objects: Mapping[str, Any]) -> Source:
-    if name not in objects:
-        return Source(name, args)
-    try:
-        return Source(name, args, cloudpickle.dumps(objects[name]))
-    except Exception as error:  # of any type: each object may raise its own
-        raise ValueError(f"{name} cannot be sent to a worker process: {first_line(error)}") from error
+def _raised(found: Any) -> Any:
+    """A worker's answer, unless it is a mistake of the user."""
+    if isinstance(found, ValueError):
+        raise found
+    return found

@@ -1,11 +1,11 @@
-"""The part of a worker process that runs tools and environments. It imports no torch unless a tool does.
+"""Runs tools and environments, in a worker process or in the trainer's. It imports no torch unless a tool does.
 
 An environment travels: each request brings it pickled, and the reply has it pickled again. So a call that hangs or
 kills its worker costs nothing but itself, and rewards get the environment too. One that cannot be pickled, because it
 holds a connection for example, stays in its worker.
 """
 
-import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 
 from grpo.rewards import functions
-from grpo.rewards.worker import CAUGHT
+from grpo.rewards.worker import CAUGHT, EventLoop
 from grpo.system import first_line
 from grpo.turns.builtin import TOOLS
 
@@ -35,23 +35,24 @@ NOT_TOOLS = ("reset", "get_reward")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The source from which a worker loads a tool or an environment."""
+    """The source from which a tool or an environment is loaded."""
 
+    kind: str
+    """``"tool"`` or ``"environment"``."""
     name: str
     """Built-in, ``package.module:name``, ``path/to/file.py:name``, or of an object that a program passed."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    own: bytes | None = None
-    """The pickled object; None: the one that ``name`` names."""
+    row_name: str | None = None
+    """The name of an environment in rows; None if there is only one."""
 
-    def load(self, kind: str) -> Any:
-        if self.own is not None:
-            return pickle.loads(self.own)
-        if kind == "tool" and self.name in TOOLS:
-            return TOOLS[self.name]
-        found = functions.load_object(self.name, kind, ", ".join(TOOLS) if kind == "tool" else "")
+    def load(self) -> Any:
+        builtin = TOOLS if self.kind == "tool" else {}
+        if self.name in builtin:
+            return builtin[self.name]
+        found = functions.load_object(self.name, self.kind, ", ".join(builtin))
         if not callable(found):
             location, _, name = self.name.rpartition(":")
-            raise ValueError(f"{kind} {self.name!r}: {location} has no function or class {name!r}")
+            raise ValueError(f"{self.kind} {self.name!r}: {location} has no function or class {name!r}")
         return found
 
 
@@ -65,6 +66,11 @@ class EnvironmentInfo:
     has_reward: bool
     takes_seed: bool
     schemas: list[dict[str, Any]]
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of its methods that are tools."""
+        return [schema["function"]["name"] for schema in self.schemas]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Reply:
     """The result of one request about an environment or a tool."""
 
     environment: bytes | int | None = None
-    """Pickled; a number if it stays in the worker; None without one."""
+    """Pickled; a number if it stays where it is; None without one."""
     text: str | list[dict[str, str]] | None = None
     """The text or messages that the model reads: a result, an observation, or messages; of a failure what was wrong."""
     failed: bool = False
@@ -103,39 +109,57 @@ def _never_raises(method: Callable[..., Reply]) -> Callable[..., Reply]:
 
 
 class ToolWorker:
-    """Answers the requests of :class:`grpo.turns.tools.Tools`: a method and its arguments."""
+    """Answers the requests of :class:`grpo.turns.tools.Tools`: a method and its arguments.
+
+    Args:
+        is_process: this is a process of its own. Otherwise it is the trainer's, whose memory is not
+            limited, and which keeps each environment as it is.
+    """
 
     def __init__(self, is_process: bool = True):
         self.tools: dict[str, Callable[..., Any]] = {}
         self.environments: dict[str | None, Callable[[], Any]] = {}
-        self.kept: dict[int, Any] = {}
+        self.kept = {}
+        """Number -> an environment that cannot be pickled."""
         self._numbers = itertools.count()
-        self._loop = asyncio.new_event_loop()
-        self._files: dict[str, str] = {}
+        self._loop = EventLoop()
+        self._files = {}
+        self._is_process = is_process
         if is_process:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            soft = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
+            soft = MAX_MEMORY_BYTES
+            if hard != resource.RLIM_INFINITY:
+                soft = min(soft, hard)
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
-    def load(self, key: int, tools: list[Source], environments: dict[str | None, Source]) -> str | ValueError:
-        """Load all; a ``ValueError`` is returned, not raised."""
+    def load(self, key: int, source: Source, own: Any) -> str | ValueError:
+        """Load the user's ``own`` tool or environment (pickled, or as it is), or the one that ``source`` names.
+
+        A ``ValueError`` is returned, not raised.
+        """
         try:
-            for source in tools:
-                function = source.load("tool")
-                bare = function
-                while isinstance(bare, functools.partial):
-                    bare = bare.func
-                name = getattr(bare, "__name__", type(bare).__name__)
-                if name in self.tools:
-                    raise ValueError(f"two tools have the name {name!r}")
-                self.tools[name] = functools.partial(function, **source.args) if source.args else function
-                self._files |= functions.source_files(source.name, function)
-            for name, source in environments.items():
-                self.environments[name] = source.load("environment")
-                self._files |= functions.source_files(source.name, self.environments[name])
+            found = pickle.loads(own) if isinstance(own, bytes) else own
+            if found is None:
+                found = source.load()
+            if source.kind == "environment":
+                self.environments[source.row_name] = found
+            else:
+                self._add_tool(found, source.args)
+            self._files |= functions.source_files(source.name, found)
         except CAUGHT as error:
             return _mistake(error)
         return "loaded"
+
+    def _add_tool(self, function: Callable[..., Any], args: dict[str, Any]) -> None:
+        bare = function
+        while isinstance(bare, functools.partial):
+            bare = bare.func
+        name = getattr(bare, "__name__", type(bare).__name__)
+        if name in self.tools:
+            raise ValueError(f"two tools have the name {name!r}")
+        if args:
+            function = functools.partial(function, **args)
+        self.tools[name] = function
 
     def describe(self) -> Description | ValueError:
         """The schemas of all tools. This imports transformers, for :func:`transformers.utils.get_json_schema`."""
@@ -151,61 +175,95 @@ class ToolWorker:
         except TypeError as error:
             raise ValueError(f"environment {factory.__name__!r} must be made without arguments: {error}") from error
         kind = type(environment).__name__
-        begin = getattr(environment, "init", None) if _steps(environment) else None
-        begin = begin or getattr(environment, "reset", None)
+        steps = _steps(environment)
+        begin = getattr(environment, "reset", None)
+        if steps:
+            begin = getattr(environment, "init", begin)
         if not callable(begin):
             raise ValueError(f"environment {kind} has no method reset")
-        methods = {} if _steps(environment) else _methods(environment)
-        schemas = [_schema(method, function) for method, function in methods.items()]
-        has_reward = _steps(environment) or callable(getattr(environment, "get_reward", None))
-        return EnvironmentInfo(kind, _steps(environment), has_reward, "seed" in _accepted(begin, ["seed"]), schemas)
+        methods = {} if steps else _methods(environment)
+        has_reward = steps or callable(getattr(environment, "get_reward", None))
+        return EnvironmentInfo(
+            kind,
+            steps,
+            has_reward,
+            takes_seed=bool(_accepted(begin, {"seed": 0})),
+            schemas=[_schema(method, function) for method, function in methods.items()],
+        )
 
     @_never_raises
     def begin(self, name: str | None, row: dict[str, Any], seed: int) -> Reply:
         """A new environment, reset for a row of the dataset. ``text``: what it adds to the prompt, or None."""
         _seed(seed)
         environment = self.environments[name]()
-        if _steps(environment) and callable(getattr(environment, "init", None)):  # SkyRL-gym
-            found = self._wait(environment.init(row["prompt"]))
+        steps = _steps(environment)
+        init = getattr(environment, "init", None)
+        if steps and callable(init):  # SkyRL-gym
+            found = self._wait(init(row["prompt"]))
         else:
-            named = "seed" in inspect.signature(environment.reset).parameters
-            columns = {"seed": seed % 2**31} | row if named else row
-            found = self._wait(environment.reset(**_accepted(environment.reset, columns)))
-        if _steps(environment):
-            found = found[0] if isinstance(found, tuple) else getattr(found, "observation", found)
+            reset = environment.reset
+            if "seed" in inspect.signature(reset).parameters:
+                row = {"seed": seed % 2**31} | row
+            columns = _accepted(reset, row)
+            found = self._wait(reset(**columns))
+
+        if steps and isinstance(found, tuple):
+            found = found[0]
+        elif steps:
+            found = getattr(found, "observation", found)
         elif found is not None and not isinstance(found, str):
             raise TypeError(f"reset returned {type(found).__name__}: expected text or None")
-        return Reply(self._store(environment), None if found is None else _text(found))
+        text = None if found is None else _text(found)
+        return Reply(self._store(environment), text)
 
     @_never_raises
     def call(self, environment: bytes | int | None, name: str, arguments: dict[str, Any], seed: int) -> Reply:
         """Call a tool of the configuration, or a method of the environment. An exception is a failed reply."""
         _seed(seed)
-        environment, started = self._restore(environment), time.perf_counter()
+        environment = self._restore(environment)
+        started = time.perf_counter()
+        failed = False
         try:
             tool = _methods(environment).get(name) or self.tools.get(name)
             if tool is None:
                 raise ValueError(f"Tool {name} not found.")
-            text, failed = _text(self._wait(tool(**arguments))), False
+            result = self._wait(tool(**arguments))
+            text = _text(result)
         except CAUGHT as error:
-            text, failed = _text(str(error) or type(error).__name__), True
-        return Reply(self._store(environment), text, failed, time.perf_counter() - started)
+            text = _text(str(error) or type(error).__name__)
+            failed = True
+        seconds = time.perf_counter() - started
+        return Reply(self._store(environment), text, failed, seconds)
 
     @_never_raises
     def step(self, environment: bytes | int, action: str, seed: int) -> Reply:
         """Give the text of a turn to a reset/step environment."""
         _seed(seed)
-        environment, started = self._restore(environment), time.perf_counter()
+        environment = self._restore(environment)
+        started = time.perf_counter()
         found = self._wait(environment.step(action))
+        seconds = time.perf_counter() - started
+
         if isinstance(found, tuple):  # Gymnasium: observation, reward, terminated, truncated, info
-            observation, reward, done = found[0], found[1], any(found[2:-1])
+            observation = found[0]
+            reward = found[1]
+            done = any(found[2:-1])
         elif isinstance(found, dict):  # SkyRL-gym
-            observation, reward, done = found["observations"], found["reward"], found["done"]
+            observation = found["observations"]
+            reward = found["reward"]
+            done = found["done"]
         else:  # OpenEnv
-            observation, reward, done = found.observation, found.reward, found.done
-        seconds, is_empty = time.perf_counter() - started, observation is None or observation == []
-        text = "" if is_empty else _text(observation)
-        return Reply(self._store(environment), text, False, seconds, _number(reward), bool(done))
+            observation = found.observation
+            reward = found.reward
+            done = found.done
+        is_empty = observation is None or observation == []
+        return Reply(
+            self._store(environment),
+            "" if is_empty else _text(observation),
+            seconds=seconds,
+            reward=_number(reward),
+            done=bool(done),
+        )
 
     @_never_raises
     def end(self, environment: bytes | int) -> Reply:
@@ -219,22 +277,28 @@ class ToolWorker:
                 self._wait(close())
 
     def _wait(self, result: Any) -> Any:
-        return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return self._loop.run(result)
+        return result
 
     def _store(self, environment: Any) -> bytes | int | None:
         if environment is None:
             return None
-        try:
-            return cloudpickle.dumps(environment)
-        except Exception:  # of any type: each object may raise its own
-            number = next(self._numbers)
-            self.kept[number] = environment
-            return number
+        if self._is_process:
+            with contextlib.suppress(Exception):  # of any type: each object may raise its own
+                return cloudpickle.dumps(environment)
+        number = next(self._numbers)
+        self.kept[number] = environment
+        return number
 
     def _restore(self, environment: bytes | int | None) -> Any:
         if isinstance(environment, int):
-            return self.kept.pop(environment)  # KeyError: the worker that had it was killed
-        return None if environment is None else pickle.loads(environment)
+            if environment not in self.kept:
+                raise RuntimeError("it was in the worker that was killed")
+            return self.kept.pop(environment)
+        if environment is None:
+            return None
+        return pickle.loads(environment)
 
 
 def _mistake(error: BaseException) -> ValueError:
@@ -282,12 +346,13 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     return schema
 
 
-def _accepted(function: Callable[..., Any], values: Any) -> dict[str, Any]:
+def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """The values whose names a function takes."""
     parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    values = dict.fromkeys(values) if isinstance(values, list) else values
-    return {name: value for name, value in values.items() if takes_any or name in parameters}
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return values
+    return {name: value for name, value in values.items() if name in parameters}
 
 
 def _text(value: Any) -> str | list[dict[str, str]]:

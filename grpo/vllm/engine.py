@@ -10,9 +10,11 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -132,9 +134,16 @@ class VLLMEngine:
         return f"vLLM {self.vllm_version} at {', '.join(server.address for server in self.servers)}"
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Its result. An exception that a signal handler raises here cancels it, so that servers stop computing."""
+        """Its result. An exception that a signal handler raises here cancels it, so that servers stop computing.
+
+        Replies are called in this thread meanwhile, as by the built-in engine: a tool may refuse other threads.
+        """
+        self.calls = SimpleQueue()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future.add_done_callback(self.calls.put)
         try:
+            while (call := self.calls.get()) is not future:
+                call()
             return future.result()
         finally:
             future.cancel()
@@ -206,29 +215,54 @@ class VLLMEngine:
         return {"token_ids": list(problem.prompt_ids), "sampling_params": settings}
 
     async def _sample_all(
-        self, bodies: Sequence[dict[str, Any]], stops: Stops, on_tokens: Callable[[int], None], replies: Replies | None
+        self,
+        bodies: Sequence[dict[str, Any]],
+        stops: Stops,
+        on_tokens: Callable[[int], None],
+        replies: Replies | None,
     ) -> list[Completion]:
         """The completions of all requests, in order; servers that are faster get more of them."""
         completions: list[Completion | None] = [None] * len(bodies)
         waiting = iter(enumerate(bodies))
 
         async def complete(server: Server, row: int, body: dict[str, Any]) -> Completion:
-            ids, logprobs, mask, settings = [], [], [], body["sampling_params"]
+            settings = body["sampling_params"]
+            ids = []
+            logprobs = []
+            mask = []
             while True:
-                changes = dict(max_tokens=settings["max_tokens"] - len(ids))
-                changes |= dict(seed=derive_seed(settings["seed"], "turn", len(ids))) if ids else {}
-                request = body | dict(token_ids=body["token_ids"] + ids, sampling_params=settings | changes)
+                turn_settings = settings | {"max_tokens": settings["max_tokens"] - len(ids)}
+                if ids:
+                    turn_settings["seed"] = derive_seed(settings["seed"], "turn", len(ids))
+                request = {
+                    "token_ids": body["token_ids"] + ids,
+                    "sampling_params": turn_settings,
+                }
                 sampled = await self._sample(server, http, request)
                 on_tokens(len(sampled.ids))
                 end = stops.first_end(sampled.ids, 0) if stops.strings else None
-                turn, finished = sampled.ids[:end], end is not None or sampled.finish_reason == "stop"
-                ids, mask = ids + turn, mask + [True] * len(turn)
+                turn = sampled.ids[:end]
+                finished = end is not None or sampled.finish_reason == "stop"
+                ids += turn
+                mask += [True] * len(turn)
                 logprobs += [token.logprob for token in sampled.logprobs.content[:end]]
-                answer = await asyncio.wrap_future(replies(row, turn)) if replies and finished else None
+
+                answer = None
+                if replies and finished:
+                    asked = Future()
+                    self.calls.put(lambda asked=asked, turn=turn: asked.set_result(replies(row, turn)))
+                    future = await asyncio.wrap_future(asked)
+                    answer = await asyncio.wrap_future(future)
                 if answer is None:
-                    mask = () if all(mask) else tuple(mask)
-                    return Completion(tuple(ids), "", finished, tuple(logprobs), loss_mask=mask)
-                ids, mask = ids + list(answer), mask + [False] * len(answer)
+                    return Completion(
+                        tuple(ids),
+                        "",
+                        finished,
+                        tuple(logprobs),
+                        loss_mask=() if all(mask) else tuple(mask),
+                    )
+                ids += answer
+                mask += [False] * len(answer)
                 logprobs += [0.0] * len(answer)
 
         async def work(server: Server) -> None:
@@ -237,7 +271,9 @@ class VLLMEngine:
 
         async with session() as http:
             num_workers = min(max(MAX_REQUESTS // (self.world.size * len(self.servers)), 1), len(bodies))
-            workers = [work(server) for _ in range(num_workers) for server in self.servers]
+            workers = []
+            for _ in range(num_workers):
+                workers += [work(server) for server in self.servers]
             tasks = [asyncio.gather(*workers)]
             tasks += [asyncio.ensure_future(server.stay_healthy(http)) for server in self.servers]
             try:

@@ -1,11 +1,13 @@
 """The runner with real worker processes: real hangs, real deaths, real floods of output."""
 
+import asyncio
 import itertools
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,8 +230,8 @@ def test_a_failed_batch_is_called_group_by_group_and_says_so(path, caplog, tmp_p
         result = runner.score(prompts, ["1", "2", "1", "x", "2", "4", "3"], {})
         assert column(result) == [0.0, 1.0, 1.0, None, 1.0, 1.0, 0.0]
         assert result.failures == [1]
-        batch = ["1 2 1 x 2 4 3"]
-        assert calls.read_text().splitlines() == batch + ["1 2", "1 x 2", "4 3"] + ["1", "x", "2"]
+        called = calls.read_text().splitlines()
+        assert called == ["1 2 1 x 2 4 3", "1 2", "1 x 2", "4 3", "1", "x", "2"]
         first = "reward 'is_best' raised on 7 completions at once, and was called group by group (row by row for 1 of 3 groups)"
         assert f"{first}: ValueError: could not convert string to float: 'x'" in caplog.text
 
@@ -270,7 +272,10 @@ def test_lost_workers_are_bounded_for_groups_and_for_rows(run, caplog, tmp_path)
     completions = ["dies", "1"] * num_groups
     with caplog.at_level(logging.WARNING, "grpo"):
         result = run("is_best", completions, args={"calls": str(calls)}, prompts=prompts)
-    assert "'is_best' failed on 22 completions at once, and was called group by group (row by row for 11 of 11 groups)" in caplog.text
+    assert (
+        "'is_best' failed on 22 completions at once, and was called group by group (row by row for 11 of 11 groups)"
+        in caplog.text
+    )
     lengths = [len(line.split()) for line in calls.read_text().splitlines()]
     rows = 2 * MAX_LOST_WORKERS - 1  # each second row is well
     assert lengths == [2 * num_groups] + [2] * MAX_LOST_WORKERS + [1] * rows
@@ -473,6 +478,28 @@ def test_async_rows_fail_alone(run):
     result = run(["async_moody", "sleepy"], ["ok", "raise", "hang", "cancel"], timeout_s=1.0)
     assert column(result) == [1.0, None, None, None] and column(result, 1) == [1.0] * 4
     assert result.failures == [3, 0]
+
+
+def test_an_async_reward_of_this_process_works_where_an_event_loop_runs():
+    """As in a cell of a notebook; without one, it runs in this thread."""
+    lock = threading.Lock()  # cannot be pickled
+    threads = []
+
+    async def here(completions, **columns):
+        with lock:
+            threads.append(threading.get_ident())
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    def score():
+        with RewardRunner([RewardSpec("python:here", function=here)]) as runner:
+            return column(runner.score(["q"] * 2, ["a"] * 2, {}))
+
+    async def in_a_loop():
+        return score()
+
+    assert score() == asyncio.run(in_a_loop()) == [1.0, 1.0]
+    assert threads[0] == threading.get_ident() != threads[1]
 
 
 @pytest.mark.slow

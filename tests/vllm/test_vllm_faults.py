@@ -3,7 +3,9 @@
 import os
 import signal
 import subprocess
+import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -90,6 +92,31 @@ def test_requests_say_everything_and_two_servers_share_them(server, build, rando
     assert all(given.items() <= body["sampling_params"].items() for body in bodies)
     assert {body["cache_salt"] for body in bodies} == {version}
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer k"}
+
+
+def test_replies_are_called_in_the_thread_that_waits(server, build):
+    """A tool may refuse other threads. What a reply raises ends the rollout, and the next one is as any other."""
+    engine = build(server)
+    threads = []
+
+    def reply(row, ids):
+        threads.append(threading.get_ident())
+        answer = Future()
+        answer.set_result([5] if len(ids) < SAMPLED.max_completion_length // 2 and row not in asked else None)
+        asked.add(row)
+        return answer
+
+    def fails(row, ids):
+        raise KeyError("a mistake")
+
+    for _ in range(2):
+        asked = set()
+        with pytest.raises(KeyError, match="a mistake"):
+            engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY, replies=fails)
+        groups = engine.generate(PROBLEMS, SAMPLED, seed_key=SEED_KEY, replies=reply)
+        completions = [completion for group in groups for completion in group.completions]
+        assert any(completion.loss_mask for completion in completions)
+    assert set(threads) == {threading.get_ident()}
 
 
 def test_the_server_gets_the_weights_of_each_rollout(server, build):
