@@ -48,6 +48,20 @@ def test_equal_groups_for_many_steps_move_nothing_but_weight_decay(capsys, tmp_p
         assert torch.equal(after[name], expected), name
 
 
+def test_a_model_that_calls_no_tool(capsys, tmp_path, random_model):
+    options = [
+        "tools=[calculator]", f"reward.functions=['{ROOT}/tests/rewards_for_tests.py:constant']", "optim.max_steps=3",
+        "eval.before_training=false", "data.max_eval_samples=1",
+    ]  # fmt: skip
+    assert inside([*small_run(random_model, tmp_path / "run"), *options]) == 0
+    shown = capsys.readouterr().out
+    for line in lines(tmp_path / "run"):
+        assert line["tools/call_frequency"] == line["tools/calculator/calls"] == 0
+        assert line["tools/failure_frequency"] is line["tools/calculator/seconds"] is None
+    assert "failed calls" not in shown
+    assert shown.count("\nhint: nobody called the tool: ") == shown.count("\nverdict   nobody called the tool: ") == 1
+
+
 def test_all_completions_truncated_and_masked(tmp_path):
     """Nothing is left to average over: the denominator is 1, the gradient 0."""
     options = [

@@ -1,6 +1,7 @@
 """``grpo.train`` in this process: what it takes, what it returns, what it leaves behind, and failures."""
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -332,3 +333,16 @@ def test_a_second_run_in_a_thread_is_refused(tmp_path, random_model):
         train(settings(random_model, tmp_path), dataset=ROWS, reward_functions=lambda completions, **_: [0.0] * 4)
     assert RUNNING.acquire(blocking=False), "the refused call does not hold the lock"
     RUNNING.release()
+
+
+def test_a_result_leaves_out_what_was_not_computed(tmp_path):
+    lines = [
+        {"step": 0, "eval/greedy_accuracy": 0.25, "eval/rewards/judge": None},
+        {"step": 1, "reward": None, "entropy": None},
+        {"step": 2, "reward": 0.5, "entropy": 0.1, "eval/greedy_accuracy": 0.5, "eval/rewards/judge": None},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = TrainingResult.load(tmp_path)
+    assert result.before == {"eval/greedy_accuracy": 0.25} and result.after == {"eval/greedy_accuracy": 0.5}
+    assert result.metrics == lines
+    assert "greedy accuracy                  25.0%     50.0%" in repr(result)
