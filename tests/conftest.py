@@ -154,14 +154,21 @@ def run_trainer(
 
 
 def run_forked(
-    script: Path, arguments, *, ranks: int = 1, timeout: float, env: dict, stdin: str = ""
+    script: Path,
+    arguments,
+    *,
+    ranks: int = 1,
+    timeout: float,
+    env: dict,
+    stdin: str = "",
+    folder: Path = ROOT,
 ) -> subprocess.CompletedProcess:
     """Like ``subprocess.run`` with captured output, in forks of a process that has imported the trainer."""
-    with tempfile.TemporaryDirectory() as folder:
-        typed, out, err = (Path(folder) / name for name in ("in", "out", "err"))
+    with tempfile.TemporaryDirectory() as files:
+        typed, out, err = (Path(files) / name for name in ("in", "out", "err"))
         typed.write_text(stdin)
         size = ranks if ranks > 1 else None
-        started = Forked(script, arguments, ranks=size, env=env, stdin=typed, stdout=out, stderr=err)
+        started = Forked(script, arguments, ranks=size, env=env, stdin=typed, stdout=out, stderr=err, folder=folder)
         try:
             code = started.wait(timeout)
         finally:

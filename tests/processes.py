@@ -51,11 +51,19 @@ def _server():
     return _context
 
 
-def _run(script: str, arguments: list[str], environment: dict[str, str], stdin: str, stdout: str, stderr: str) -> None:
-    """In the new process: become what ``python script arguments`` would be."""
+def _run(
+    script: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    stdin: str,
+    stdout: str,
+    stderr: str,
+    folder: str,
+) -> None:
+    """In the new process: become what ``python script arguments`` would be in ``folder``."""
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(folder)
     for number, path in ((0, stdin), (1, stdout), (2, stderr)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, number)
@@ -100,7 +108,16 @@ class Forked:
     """
 
     def __init__(
-        self, script, arguments, *, ranks: int | None, env: dict[str, str], stdout, stderr, stdin=os.devnull
+        self,
+        script,
+        arguments,
+        *,
+        ranks: int | None,
+        env: dict[str, str],
+        stdout,
+        stderr,
+        stdin=os.devnull,
+        folder=ROOT,
     ) -> None:
         context = _server()
         self._single, self.returncode = ranks is None, None
@@ -118,7 +135,8 @@ class Forked:
         self.processes = []
         for rank in range(ranks or 1):
             own = shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks is not None else {})
-            words = (str(script), list(map(str, arguments)), own | env, str(stdin), str(stdout), str(stderr))
+            files = (str(stdin), str(stdout), str(stderr))
+            words = (str(script), list(map(str, arguments)), own | env, *files, str(folder))
             process = context.Process(target=_run, args=words, daemon=False)
             process.start()
             self.processes.append(process)

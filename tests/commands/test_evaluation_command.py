@@ -1,12 +1,14 @@
-"""``python -m grpo.evaluation`` as a person starts it: on 1, 2 and 3 ranks, for two models, and its refusals."""
+"""``python -m grpo.evaluation`` on 1, 2 and 3 ranks, for two models, and its refusals.
+
+``tests/documents/test_commands.py`` starts it as a person does, also with torchrun.
+"""
 
 import datetime
 import json
 import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, environment_of_runs, run_trainer, small_run
+from conftest import ROOT, environment_of_runs, run_forked, run_trainer, small_run
 
 from grpo.algorithm.batch import Problem
 from grpo.commands.evaluation import write_json
@@ -16,11 +18,9 @@ from grpo.evaluation.estimate import CompletionResult
 
 
 def run_evaluation(*arguments: str, ranks: int = 1, check: bool = True) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "grpo.evaluation", *arguments, "runtime.threads_per_rank=1"],
-        capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env=environment_of_runs(),
-    )  # fmt: skip
+    words = ["grpo.evaluation", *arguments, "runtime.threads_per_rank=1"]
+    script = ROOT / "tests" / "module.py"
+    done = run_forked(script, words, ranks=ranks, timeout=240, env=environment_of_runs())
     if check and done.returncode:
         raise AssertionError(f"exited {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done

@@ -2,13 +2,15 @@
 
 The cuts: one step on an untrained model with few problems, two ranks instead of eight, this machine instead of several
 and of the Hub. A benchmark is only started with --help, to check its options (those of learning.md run once each).
-pytest only collects its tests. Nothing else is changed.
+pytest only collects its tests. Nothing else is changed. What is a plain ``python train_grpo.py`` or ``python -m`` runs
+in a fork of a process that has imported the trainer, all else in a shell.
 """
 
 import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, save_random_model
+from conftest import ROOT, run_forked, save_random_model
 from hub_service import hub, pointed_at, publish
 
 NOT_HERE = ("python -m venv .venv-trl", "python tests/faults/soak.py", "source .venv/bin/activate")
@@ -119,12 +121,26 @@ def cut_sweep(command: str) -> str:
 def environment() -> dict[str, str]:
     return os.environ | {
         "GRPO_NO_SETUP": "1", "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "NPROC_PER_NODE": "1",  # else launch.sh asks PyTorch, which takes seconds
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GRPO_TEST_ASSETS": os.environ.get("GRPO_TEST_ASSETS", "."),
     }  # fmt: skip
 
 
+def is_forked(command: str) -> bool:
+    """True for a command that needs no shell and no new interpreter."""
+    is_python = command.startswith(("python train_grpo.py", "python -m grpo."))
+    return is_python and "sweep" not in command and not set(command) & set("$|;&<>*`")
+
+
 def execute(tree: Path, together: list[str], **variables: str) -> None:
     """Run commands at once (one, or those of several machines); all must end well."""
+    if not variables and is_forked(together[0]):
+        _, script, *arguments = shlex.split(together[0])
+        if script == "-m":
+            script = "tests/module.py"
+        done = run_forked(tree / script, arguments, timeout=240, env=environment(), folder=tree)
+        assert done.returncode == 0, f"{together[0]}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return
     started = [
         subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", command], cwd=tree, env=environment() | variables, text=True,
@@ -152,7 +168,8 @@ def test_every_command_works(tree, path):
         if path.name != "README.md" and not (tree / "runs" / name / "checkpoint-1").exists():
             command = f"python train_grpo.py --config configs/tiny_arithmetic.yaml output_dir=runs/{name}{setting}"
             execute(tree, [cut(command)])
-    for together in machines([cut(command) for command in commands(path)]):
+    # Several commands may be the same one after the cut.
+    for together in machines(list(dict.fromkeys(cut(command) for command in commands(path)))):
         if re.search(r"configs/(X|gsm8k_smol\S+)\.yaml", together[0]) and "output_dir=" not in together[0]:
             number = len(list((tree / "runs").glob("X-*")))
             together = [f"{command} output_dir=runs/X-{number}" for command in together]

@@ -1,5 +1,6 @@
 """pyproject.toml and requirements.txt."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -53,7 +54,9 @@ def test_an_example_runs_in_another_folder_after_the_set_up_of_a_training(tmp_pa
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     example = [venv / "bin" / "python", ROOT / "examples" / "own_reward.py"]
-    subprocess.run(example, cwd=folder, env=environment, check=True)
+    shown = subprocess.run(example, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "TrainingResult: 12 steps in runs/own_reward" in shown
+    assert len(re.search(r"mean length by step: \[(.*)\]", shown)[1].split(",")) == 12
     assert (folder / "runs" / "own_reward" / "metrics.jsonl").exists()
 
 

@@ -34,12 +34,14 @@ def test_the_tiny_run_learns(tmp_path, seed):
 def test_the_calculator_is_learned_and_worth_it(tmp_path):
     """20 points of mean@8 more than the same training without the tool (measured: 82 or more with seeds 0, 1 and 2)."""
     after = {}
-    for name, changes in (("with", []), ("without", ["tools=[]"])):
+    for name, changes in (("with", []), ("without", ["tools=[]", "eval.before_training=false"])):
         output = tmp_path / name
-        run_trainer("--config", "configs/tiny_calculator.yaml", f"output_dir={output}", *changes, timeout=1200)
-        before, *_, after[name] = metrics_of(output)
-        assert before["eval/mean@8"] < 0.5
-    assert after["with"]["eval/mean@8"] >= 0.9 > after["without"]["eval/mean@8"] + 0.2
+        few = ["eval.max_samples=64", "eval.num_samples=4"]  # the differences are many times their error
+        run_trainer("--config", "configs/tiny_calculator.yaml", f"output_dir={output}", *few, *changes, timeout=1200)
+        first, *_, after[name] = metrics_of(output)
+        if name == "with":
+            assert first["eval/mean@4"] < 0.5
+    assert after["with"]["eval/mean@4"] >= 0.9 > after["without"]["eval/mean@4"] + 0.2
     assert after["with"]["tools/call_frequency"] > 0.9 and after["with"]["tools/calculator/calls"] > 0
 
 
