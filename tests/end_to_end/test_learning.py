@@ -32,11 +32,12 @@ def test_the_tiny_run_learns(tmp_path, seed):
 
 @pytest.mark.slow
 def test_the_calculator_is_learned_and_worth_it(tmp_path):
-    """20 points of mean@8 more than the same training without the tool (measured: 82 or more with seeds 0, 1 and 2)."""
+    """20 points of mean@8 more than the same training without the tool (measured: 83)."""
     after = {}
     for name, changes in (("with", []), ("without", ["tools=[]", "eval.before_training=false"])):
         output = tmp_path / name
-        few = ["eval.max_samples=64", "eval.num_samples=4"]  # the differences are many times their error
+        # Half of the demo's steps and a fourth of its evaluation: the difference is many times its error.
+        few = ["optim.max_steps=50", "eval.max_samples=64", "eval.num_samples=4"]
         run_trainer("--config", "configs/tiny_calculator.yaml", f"output_dir={output}", *few, *changes, timeout=1200)
         first, *_, after[name] = metrics_of(output)
         if name == "with":
