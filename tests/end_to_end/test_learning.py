@@ -32,7 +32,7 @@ def test_the_tiny_run_learns(tmp_path, seed):
 
 @pytest.mark.slow
 def test_the_calculator_is_learned_and_worth_it(tmp_path):
-    """20 points of mean@8 more than the same training without the tool (measured: 83)."""
+    """20 points of mean@4 more than the same training without the tool (measured: 83)."""
     after = {}
     for name, changes in (("with", []), ("without", ["tools=[]", "eval.before_training=false"])):
         output = tmp_path / name
