@@ -45,7 +45,7 @@ def render(
     Without a chat template they are joined as plain text. A ``prompt_template`` replaces everything but the question.
 
     Args:
-        schemas: of the tools that the chat template shows.
+        schemas: tools that the chat template shows.
         template_kwargs: variables of the chat template (``data.chat_template_kwargs``).
 
     Raises:
@@ -134,7 +134,7 @@ def special_tokens(tokenizer: Any) -> set[str]:
 
 
 def marks_of_turns(tokenizer: Any) -> set[str]:
-    """What the chat template writes around a user's message: special tokens, and marks in plain text."""
+    """The marks that the chat template writes around a user's message, special tokens and plain text."""
     message = {"role": "user", "content": "x"}
     try:
         text = apply_template(tokenizer, [message], begins_next_turn=False)
@@ -148,7 +148,7 @@ def marks_of_turns(tokenizer: Any) -> set[str]:
 
 
 def tag_tokens(tokenizer: Any) -> set[str]:
-    """Special tokens that come in pairs, ``<think>`` and ``</think>``, and that no chat template puts around a turn.
+    """Special tokens in pairs, ``<think>`` and ``</think>``, that this tokenizer's template does not put around turns.
 
     In some published models the tags that a reward reads are special tokens.
     """
@@ -168,6 +168,7 @@ def tag_tokens(tokenizer: Any) -> set[str]:
     return tags - ends - marks_of_turns(tokenizer)
 
 
-def control_tokens(tokenizer: Any) -> set[str]:
-    """Tokens that no prompt holds unless a chat template has rendered it: all special ones but tags."""
-    return (special_tokens(tokenizer) - tag_tokens(tokenizer)) | marks_of_turns(tokenizer)
+def rendering_marks(tokenizer: Any) -> set[str]:
+    """The texts that show that a chat template has rendered a prompt: special tokens but tags, and marks of turns."""
+    control_tokens = special_tokens(tokenizer) - tag_tokens(tokenizer)
+    return control_tokens | marks_of_turns(tokenizer)

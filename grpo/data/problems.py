@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo.algorithm.batch import Problem
-from grpo.data.chat import Prompt, control_tokens, conversation, encode, render
+from grpo.data.chat import Prompt, conversation, encode, render, rendering_marks
 from grpo.data.rows import ENVIRONMENT_ROWS
 from grpo.data.table import Rows
 from grpo.data.tiny import is_tiny_tokenizer
@@ -43,9 +43,10 @@ def make_problems(
 ) -> ProblemSet:
     """Render and tokenize the prompts. A prompt that is too long is left out, never truncated.
 
-    ``schemas_of`` a row's columns are the tools that its prompt shows, in runs with turns; None: completions are one
-    turn.
+    ``schemas_of``: in runs with turns, a function from a row's columns to the tools that its prompt shows; None:
+    completions have one turn.
     """
+    # Before a task's own instructions are filled in: only a system prompt of the user's makes messages of a text.
     as_messages = _as_messages(config, tokenizer, has_turns=schemas_of is not None)
     if config.system_prompt is None and not is_tiny_tokenizer(tokenizer):
         config = config.model_copy(update={"system_prompt": rows.instructions})
@@ -62,17 +63,17 @@ def make_problems(
         text = render(
             prompt,
             tokenizer,
-            config.system_prompt,
-            config.few_shot,
-            config.prompt_template,
-            schemas_of(columns) if schemas_of else None,
-            config.chat_template_kwargs,
+            system_prompt=config.system_prompt,
+            few_shot=config.few_shot,
+            prompt_template=config.prompt_template,
+            schemas=schemas_of(columns) if schemas_of else None,
+            template_kwargs=config.chat_template_kwargs,
         )
         # JSON text that was cut between the escapes of an emoji holds half of it, which no tokenizer takes.
         whole_characters = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         num_repaired += text != whole_characters
         texts.append(whole_characters)
-    if uses_template:  # which writes every special token into the text
+    if uses_template:  # the template has written BOS and all other special tokens
         ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     else:
         ids = encode(tokenizer, texts)
@@ -120,10 +121,10 @@ def _fill_questions(rows: Rows, config: DataConfig) -> tuple[DataConfig, list[Pr
 
 def _refuse_rendered(rows: Rows, prompts: Sequence[Prompt], tokenizer: Any) -> None:
     """``ValueError`` for a text that a chat template has rendered already: it would be a user's message in it again."""
-    controls = sorted(control_tokens(tokenizer), key=len, reverse=True)
-    if not controls:
+    marks = sorted(rendering_marks(tokenizer), key=len, reverse=True)
+    if not marks:
         return
-    pattern = re.compile("|".join(map(re.escape, controls)))
+    pattern = re.compile("|".join(map(re.escape, marks)))
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
             continue

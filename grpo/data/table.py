@@ -31,6 +31,7 @@ class Rows:
     """The setting that names the dataset (``data.dataset=...``), for messages."""
     prompts: list[Prompt]
     columns: list[dict[str, Any]]
+    """The other columns of each row, for the rewards."""
     instructions: str | None = None
     """The system prompt of a task, if the configuration sets none. The tiny model, trained without one, gets none."""
     num_without_answer: int = 0
@@ -40,7 +41,7 @@ class Rows:
     """The number of rows without a value, by column, of the columns that lack some."""
 
     def place_of(self, index: int) -> str:
-        """Where a row comes from, for messages: ``data.dataset=FILE, line 7``."""
+        """The place of a row, for messages: ``data.dataset=FILE, line 7``."""
         return f"{self.source}, {self.places[index]}" if self.places else self.source
 
 
@@ -225,7 +226,7 @@ def _read_answers(
 def _match(pattern: regex.Pattern, answer: Any, location: str) -> str | list[str] | None:
     """The stripped text of the pattern's first group, or of its whole match; None if that is empty.
 
-    Of a list of answers, what is found in each.
+    For a list of answers, the list of what is found in each.
     """
     if answer is None:
         return None

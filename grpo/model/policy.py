@@ -138,7 +138,7 @@ def num_parameters(model: nn.Module, *, trained: bool = False) -> int:
 
 
 def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Parameter]:
-    """Freeze the parameters that ``output``, computed from text, does not depend on; returns them by name.
+    """Freeze the parameters that ``output``, computed from text, does not depend on, and return them by name.
 
     In a model that reads images, text does not reach the vision tower. DDP would wait for its gradient for ever.
     ValueError if nothing is left to train.
@@ -152,13 +152,13 @@ def freeze_unreached(model: nn.Module, output: torch.Tensor) -> dict[str, nn.Par
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable"):  # only the node of a leaf has one
             reached.add(node.variable)
         for next_node, _ in node.next_functions:
             waiting.append(next_node)
     if not reached:
         raise ValueError(
-            f"no forward pass over text uses what would be trained of {type(model).__name__}: "
+            f"the output of {type(model).__name__} for text depends on no parameter that is trained: "
             "lora.target_modules must name layers of its language model"
         )
 

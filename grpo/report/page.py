@@ -19,7 +19,7 @@ from typing import Any
 from grpo.config import Config, flat
 from grpo.report import read
 from grpo.report.read import RunData, evaluations, every_nth
-from grpo.telemetry.hints import Hints
+from grpo.telemetry.hints import hints_for
 
 SCRIPTS = ("base.js", "view.js", "charts.js", "curves.js", "headline.js", "samples.js", "tables.js", "main.js")
 MAX_POINTS = 1500
@@ -78,11 +78,16 @@ def _run(name: str, run: RunData) -> dict[str, Any]:
     names = dict.fromkeys(key for line in steps for key in line if key != "step" and not key.startswith("eval/"))
     evaluated = evaluations(run)
     seconds = list(accumulate((line.get("step_time") or 0.0) + (line.get("time/eval") or 0.0) for line in steps))
-    hints = Hints()
+    defaults = dict(flat(Config().model_dump(mode="json")))
+    config = defaults | run.config
+    hints = hints_for(
+        config["algorithm.baseline"],
+        config["algorithm.scale"],
+        config["algorithm.advantages"],
+    )
     num_problems, rank = (run.starts or [{}])[-1].get("num_eval_problems"), run.config.get("lora.rank")
     subject = [run.config.get(key) for key in ("model.name_or_path", "data.dataset", "algorithm.name")]
     subject += [f"LoRA rank {rank}" if rank else None, f"{num_problems} evaluation problems" if num_problems else None]
-    defaults = dict(flat(Config().model_dump(mode="json")))
     thinning = [f"Curves show every {stride}th of {len(steps)} steps."] if stride > 1 else []
     return {
         "name": name,

@@ -45,7 +45,7 @@ SKIPPED = Outcome(
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One entry of ``reward.functions``. Any object with these attributes is accepted in its place."""
+    """One entry of ``reward.functions``. Any object with its name, weight and args is accepted in its place."""
 
     name: str
     weight: float = 1.0
@@ -81,8 +81,7 @@ class RewardResult:
         self.num_lost = Counter()
         """``(key, level)`` -> calls that hung or killed their worker."""
         self.retried = defaultdict(list)
-        """Function -> ``(call, outcome)`` of each call with several rows that raised, hung or killed its
-        worker, from the first on."""
+        """Function -> ``(call, outcome)`` of each call with several rows that failed or was skipped, in order."""
         self.first_traceback: dict[str, str] = {}
         """Function name -> its failure in the first row: a traceback, or a sentence for a timeout or a death."""
         self.first_failed: dict[str, int] = {}
@@ -95,7 +94,7 @@ class RewardResult:
         self._lock = threading.Lock()
 
     def calls(self, key: int, rows: range, level: int) -> list[Call]:
-        """The calls of a function at a level that cover some rows."""
+        """The calls of a function at a level that cover some rows: all rows, or at the level ROW those of a group."""
         if level == BATCH and len(self.groups) > 1:
             return [Call(key, rows, BATCH)]
 
@@ -136,7 +135,7 @@ class RewardResult:
             return False
 
     def spread(self, is_scored: Sequence[bool]) -> "RewardResult":
-        """The result for more rows, of which the functions got those where ``is_scored``; the others have no score."""
+        """Return the values and extra columns for more rows: those where ``is_scored`` is False have no score."""
         spread = copy.copy(self)
         values = iter(self.values)
         spread.values = []
@@ -300,16 +299,19 @@ class RewardRunner(contextlib.AbstractContextManager):
     def _score(self, pickled: Callable[[range], bytes], result: RewardResult) -> None:
         """Call every function with the whole batch, all at the same time; then those that failed with fewer rows."""
         all_rows = range(len(result.values))
-        jobs = defaultdict(list)
+        waiting = []
+        async_here = []
+        async_in_workers = []
         for key, info in enumerate(self._infos):
-            is_here = key in self._here.functions
             calls = result.calls(key, all_rows, self._levels[key])
-            for call in calls:
-                # All async functions of one process are called at once.
-                job = is_here if info.is_async else call
-                jobs[job].append(call)
-
-        waiting = list(jobs.values())
+            if not info.is_async:
+                waiting += [[call] for call in calls]
+            elif key in self._here.functions:
+                async_here += calls
+            else:
+                async_in_workers += calls
+        # All async functions of one process are called at once.
+        waiting += [job for job in (async_here, async_in_workers) if job]
         while waiting:
             here = []
             futures = []
@@ -333,34 +335,40 @@ class RewardRunner(contextlib.AbstractContextManager):
     ) -> list[list[Call]]:
         """Make the calls of one job at once, and record their outcomes.
 
-        Returns jobs for the rows of those that failed. The calls of an async function are one job,
-        unless its worker was lost: they run one by one then, since it would not be known which of
+        Returns jobs for the rows of those that failed. The calls of all async functions are one job,
+        unless their worker was lost: they run one by one then, since it would not be known which of
         them hangs or kills its worker.
         """
-        first = calls[0]
+        outcomes = dict.fromkeys(calls, SKIPPED)
+        made = []
+        for call in calls:
+            if result.num_lost[call.key, call.level] < MAX_LOST_WORKERS:
+                made.append(call)
         is_lost = False
-        try:
-            if result.num_lost[first.key, first.level] >= MAX_LOST_WORKERS:
-                outcomes = [SKIPPED] * len(calls)
-            else:
-                arguments = [(call.key, pickled(call.rows)) for call in calls]
-                outcomes = worker.run(arguments, self.timeout_s)
-        except WorkerLost as lost:
-            if len(calls) > 1:
-                result.num_lost[first.key, first.level] += 1
-                return [[call] for call in calls]
-            is_lost = True
-            outcomes = [Outcome(lost.kind, message=f"its worker process {lost}")]
+        if made:
+            arguments = [(call.key, pickled(call.rows)) for call in made]
+            try:
+                found = worker.run(arguments, self.timeout_s)
+            except WorkerLost as lost:
+                if len(calls) > 1:
+                    # Any of them may be the cause, so that each counts a lost worker.
+                    result.num_lost.update({(call.key, call.level) for call in made})
+                    return [[call] for call in calls]
+                is_lost = True
+                found = [Outcome(lost.kind, message=f"its worker process {lost}")]
+            outcomes.update(zip(made, found, strict=True))
 
-        jobs = defaultdict(list)
-        for call, outcome in zip(calls, outcomes, strict=True):
+        at_once = []
+        one_by_one = []
+        for call, outcome in outcomes.items():
             if result.record(call, outcome):
                 continue
-            at_once = self._infos[call.key].is_async and not is_lost
-            for smaller in result.calls(call.key, call.rows, call.level + 1):
-                job = "at once" if at_once else smaller
-                jobs[job].append(smaller)
-        return list(jobs.values())
+            smaller = result.calls(call.key, call.rows, call.level + 1)
+            if self._infos[call.key].is_async and not is_lost:
+                at_once += smaller
+            else:
+                one_by_one += [[part] for part in smaller]
+        return [*one_by_one, at_once] if at_once else one_by_one
 
     def _log_retries(self, result: RewardResult) -> None:
         """Log that functions failed with several rows at once: once per run, function and type of error.
@@ -370,11 +378,11 @@ class RewardRunner(contextlib.AbstractContextManager):
         for key, retried in result.retried.items():
             name = self.names[key]
             call, outcome = retried[0]
-            # If a row failed, that row was the reason. The calls of an async function wait at the
-            # same time.
+            # If no single row failed, only the number of rows was too slow. The calls of an async
+            # function share one event loop, so that a late one shows nothing about the others.
             is_slow = outcome.kind == "timeout" and not result.failures[key]
             if is_slow and not self._infos[key].is_async:
-                late = [call.level for call, outcome in retried if outcome.kind == "timeout"]
+                late = [tried.level for tried, found in retried if found.kind == "timeout"]
                 self._levels[key] = max(late) + 1
                 logger.warning(
                     "reward %r is slower than reward.timeout_s: now called %s",
@@ -389,7 +397,7 @@ class RewardRunner(contextlib.AbstractContextManager):
                 continue
             self._logged.add(kind)
             way = WAYS[call.level + 1]
-            num_by_row = sum(call.level == GROUP for call, _ in retried)
+            num_by_row = sum(tried.level == GROUP for tried, _ in retried)
             if call.level == BATCH and num_by_row:
                 way += f" (row by row for {num_by_row} of {len(result.groups)} groups)"
             logger.warning(

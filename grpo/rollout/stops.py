@@ -11,30 +11,32 @@ from grpo.model import Policy
 
 
 class Stops:
-    """The ends of a rollout's completions: tokens, found by their ids, and strings, found in the text."""
+    """The ends of a rollout's completions: token ids, and strings in the decoded text."""
 
     def __init__(self, policy: Policy, stop: Sequence[str]):
         self.tokenizer = policy.tokenizer
         special_ids, self.strings = split_stop(self.tokenizer, stop)
         self.ids = [*policy.eos_ids, *special_ids]
 
+        # A tag such as </answer> stays in the text, as a stop string does.
+        tags = tag_tokens(self.tokenizer) if special_ids else set()
         self.ids_without_text = {*policy.eos_ids, policy.pad_id}
         for id in special_ids:
-            # A tag such as </answer> stays in the text, as a stop string does.
-            if self.tokenizer.convert_ids_to_tokens(id) not in tag_tokens(self.tokenizer):
+            if self.tokenizer.convert_ids_to_tokens(id) not in tags:
                 self.ids_without_text.add(id)
 
         longest = max(map(len, self.strings), default=0)
         self.span = 4 * longest + 4
         """Tokens at the end of a text that are searched: n characters span at most 4n byte-level tokens."""
 
-        # With most tokenizers, a string in the text of some tokens is also in the text of these and
-        # their neighbours. Then one search in all new tokens can show that none ends a stop string.
+        # The text of a sequence usually holds the texts of its parts, so that one search in all new
+        # tokens can show that none ends a stop string. Not so where decoding removes spaces, and for
+        # U+FFFD, half of a character that the next token completes.
         cleans_up = getattr(self.tokenizer, "clean_up_tokenization_spaces", False)
         self.neighbours_keep_text = not cleans_up and "\ufffd" not in "".join(stop)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of a completion or turn: tags that are special tokens are part of it."""
+        """The text of a completion or turn, with special tokens that are tags, and without the end of the turn."""
         shown = [id for id in tokens if id not in self.ids_without_text]
         return self.tokenizer.decode(shown)
 
@@ -66,8 +68,8 @@ def split_stop(
     """
     ids = []
     strings = []
+    special = special_tokens(tokenizer) if stop else set()
     for string in stop:
-        special = special_tokens(tokenizer)
         if string in special:
             ids.append(tokenizer.convert_tokens_to_ids(string))
             continue

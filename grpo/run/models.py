@@ -312,7 +312,7 @@ def enable_packing(config: Config, scorer: CompletionScorer) -> str | None:
 
 
 def any_forward(policy: Policy) -> Callable[[nn.Module], torch.Tensor]:
-    """One token's forward pass, which uses every parameter that is trained (for ``wrap_data_parallel``)."""
+    """Return a function that scores one token: its result depends on all that the model uses for this token."""
     ids_BS = torch.tensor([[policy.pad_id, policy.pad_id]], device=policy.device)
     mask_BT = torch.ones(1, 1, dtype=torch.bool, device=policy.device)
     lengths_B = torch.ones(1, dtype=torch.long, device=policy.device)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from grpo.algorithm.choices import Baseline, Scale, equal_rewards_have_gradient
 from grpo.telemetry.records import is_computed
 
 Metrics = Mapping[str, Any]
@@ -24,7 +25,7 @@ class Rule:
     name: str
     """Name in ``docs/metrics.md``."""
     metric: str
-    is_wrong: Callable[[float, float], bool]
+    applies: Callable[[float, float], bool]
     """Takes the metric's mean over the last steps, and its mean over the first steps of the run. A mean is NaN if the
     metric was computed in none of these steps; comparisons with NaN are false, so there is no hint then."""
     text: str
@@ -131,7 +132,7 @@ class Hints:
     """Takes the metrics of one step after the other, and gives each hint once.
 
     Args:
-        without: names of rules that do not count in this run.
+        without: names of rules to leave out.
     """
 
     def __init__(self, *, without: Collection[str] = ()) -> None:
@@ -160,7 +161,7 @@ class Hints:
         for rule in self._rules:
             first = _mean(self._first_steps, rule.metric)
             last = _mean(self._last_steps, rule.metric)
-            if rule.is_wrong(last, first):
+            if rule.applies(last, first):
                 holding[rule.name] = rule.text.format(first=first, last=last)
         return holding
 
@@ -169,3 +170,9 @@ def _mean(steps: Iterable[Metrics], metric: str) -> float:
     """The mean over the steps in which a metric was computed; NaN if there is none."""
     values = [step[metric] for step in steps if is_computed(step.get(metric))]
     return fmean(values) if values else math.nan
+
+
+def hints_for(baseline: Baseline, scale: Scale, advantages: str | None) -> Hints:
+    """The hints for a run, by the settings of its section ``algorithm``."""
+    equal_rewards_teach = advantages or equal_rewards_have_gradient(baseline, scale)
+    return Hints(without=["equal rewards"] if equal_rewards_teach else [])

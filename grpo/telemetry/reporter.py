@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from grpo.algorithm.choices import equal_rewards_have_gradient
 from grpo.config import Config
 from grpo.system import first_line, printable, sync
 from grpo.telemetry.console import console_line, evaluation_line
 from grpo.telemetry.dashboards import TensorBoard, Trackio, Wandb
-from grpo.telemetry.hints import Hints
+from grpo.telemetry.hints import hints_for
 from grpo.telemetry.records import append_step, is_computed, remove_steps_after
 from grpo.telemetry.samples import write_samples
 
@@ -54,11 +53,7 @@ class Reporter:
         self._histograms: dict[str, torch.Tensor] = {}
         self._completions: list[dict] = []
         algorithm = config.algorithm
-        equal_rewards_teach = algorithm.advantages or equal_rewards_have_gradient(
-            algorithm.baseline,
-            algorithm.scale,
-        )
-        self.hints = Hints(without=["equal rewards"] if equal_rewards_teach else [])
+        self.hints = hints_for(algorithm.baseline, algorithm.scale, algorithm.advantages)
         """Sees the steps on the main rank alone."""
         if not is_main:
             return

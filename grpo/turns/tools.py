@@ -58,7 +58,7 @@ class Tools:
         for row_name, name in (named or {}).items():
             self.sources[row_name] = Source("environment", name, row_name=row_name)
         self.here = ToolWorker(is_process=False)
-        """Has the tools and environments that no worker can load."""
+        """A worker in this process, for the tools and environments that no worker process can load."""
         self.notes: list[str] = []
         """Messages of :meth:`load` for the user, one line each."""
         num_workers = config.reward.num_workers or MAX_WORKERS
@@ -132,7 +132,9 @@ class Tools:
         kinds = {info.steps for info in found.environments.values()}
         if len(kinds) > 1 or (True in kinds and self._tools):
             raise ValueError("a reset/step environment takes whole turns as actions, so it cannot stand beside tools")
-        for info in found.environments.values() if self.owns_prompts else ():
+        if not self.owns_prompts:
+            return self
+        for info in found.environments.values():
             if self.several:
                 raise ValueError("several environments need data.dataset, whose column `environment` chooses one")
             if not info.takes_seed:
@@ -170,7 +172,7 @@ class Tools:
         """Run a job in the thread of a row's worker. Jobs call :meth:`request`.
 
         A tool or environment that lives in this process may refuse other threads, as a connection of
-        sqlite3 does. If there is one, a job runs at once, in this thread.
+        sqlite3 does. If there is one, all jobs run in this thread, one after the other.
         """
         if not (self.here.tools or self.here.environments):
             pool = self._pools[row % len(self._pools)]

@@ -143,6 +143,13 @@ async def waits_for_another(completions, **kwargs):
         await asyncio.sleep(0.01)
     return [1.0] * len(completions)
 
+async def sleeps(completions, **kwargs):
+    await asyncio.sleep(1000)
+
+async def one_at_a_time(completions, **kwargs):
+    assert len(completions) == 1
+    return [1.0]
+
 async def async_moody(completions, **kwargs):
     for c in completions:
         if "raise" in c: raise RuntimeError("a bad row")
@@ -550,3 +557,11 @@ def test_the_working_folder_is_that_of_the_start_and_last_on_the_path(tmp_path, 
         runner.check()
         monkeypatch.chdir("/")
         assert column(runner.score(["q"] * 2, ["die", "ok"], {})) == [None, 1.0]
+
+
+def test_an_async_function_that_hangs_costs_another_nothing(run):
+    """Eight groups of one row hang before the only group of two rows is called row by row."""
+    prompts = [*(f"p{number}" for number in range(8)), "q", "q"]
+    result = run(["sleeps", "one_at_a_time"], ["c"] * 10, prompts=prompts, timeout_s=0.2)
+    assert [values for _, values in result.values] == [1.0] * 10
+    assert result.failures == [10, 0]

@@ -99,9 +99,9 @@ def test_rules_and_limits_are_those_of_the_document():
         words = condition.split()
         if "above" in words:
             limit = float(words[2])
-            assert rule.is_wrong(limit + 1e-6, 0.0) and not rule.is_wrong(limit, 0.0), rule.name
+            assert rule.applies(limit + 1e-6, 0.0) and not rule.applies(limit, 0.0), rule.name
         elif rule.name == "entropy":
             assert "below a tenth of its mean over the first ten steps" in condition
-            assert rule.is_wrong(0.0999, 1.0) and not rule.is_wrong(0.1, 1.0)
+            assert rule.applies(0.0999, 1.0) and not rule.applies(0.1, 1.0)
         else:
-            assert words[1:] == ["0"] and rule.is_wrong(0.0, 0.0) and not rule.is_wrong(0.01, 0.0), rule.name
+            assert words[1:] == ["0"] and rule.applies(0.0, 0.0) and not rule.applies(0.01, 0.0), rule.name
