@@ -95,6 +95,20 @@ def apply_template(
     )
 
 
+def hidden_message(messages: Sequence[dict[str, Any]], text: str) -> dict[str, Any] | None:
+    """The first message that a rendered ``text`` does not hold as it is, up to white space; None if it holds all.
+
+    Some templates know no system prompt, others read no plain text. Earlier turns of the model may lose their thinking,
+    and results of tools are often written as JSON: these are not compared.
+    """
+    shown = "".join(text.split())
+    for message in messages:
+        is_compared = message["role"] not in ("assistant", "tool")
+        if is_compared and "".join(message["content"].split()) not in shown:
+            return message
+    return None
+
+
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts outside a chat template, each behind what the tokenizer puts before a text, such as BOS.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo.algorithm.batch import Problem
-from grpo.data.chat import Prompt, conversation, encode, render, rendering_marks
+from grpo.data.chat import Prompt, conversation, encode, hidden_message, render, rendering_marks
 from grpo.data.rows import ENVIRONMENT_ROWS
-from grpo.data.table import Rows
+from grpo.data.table import Rows, value_of
 from grpo.data.tiny import is_tiny_tokenizer
 
 if TYPE_CHECKING:  # the tiny model and the tasks are used without pydantic
@@ -32,6 +33,8 @@ class ProblemSet:
     """Rows whose prompt holds half of a character (a lone surrogate), which the model reads as U+FFFD."""
     notes: tuple[str, ...] = ()
     """Lines for the user about the form of the prompts."""
+    opens_thinking: bool = False
+    """True if every prompt ends with ``<think>``, so that completions begin inside of the thinking."""
 
 
 def make_problems(
@@ -58,17 +61,24 @@ def make_problems(
         _refuse_rendered(rows, prompts, tokenizer)
 
     texts = []
+    hidden = []
     num_repaired = 0
-    for prompt, columns in zip(prompts, rows.columns, strict=True):
-        text = render(
-            prompt,
-            tokenizer,
-            system_prompt=config.system_prompt,
-            few_shot=config.few_shot,
-            prompt_template=config.prompt_template,
-            schemas=schemas_of(columns) if schemas_of else None,
-            template_kwargs=config.chat_template_kwargs,
-        )
+    for index, (prompt, columns) in enumerate(zip(prompts, rows.columns, strict=True)):
+        try:
+            text = render(
+                prompt,
+                tokenizer,
+                system_prompt=config.system_prompt,
+                few_shot=config.few_shot,
+                prompt_template=config.prompt_template,
+                schemas=schemas_of(columns) if schemas_of else None,
+                template_kwargs=config.chat_template_kwargs,
+            )
+        except ValueError as error:
+            raise ValueError(f"{rows.place_of(index)}: {error}") from error
+        if uses_template:
+            messages = conversation(prompt, config.system_prompt, config.few_shot)
+            hidden.append(hidden_message(messages, text))
         # JSON text that was cut between the escapes of an emoji holds half of it, which no tokenizer takes.
         whole_characters = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         num_repaired += text != whole_characters
@@ -94,13 +104,17 @@ def make_problems(
         limit = f"longer than data.max_prompt_length={config.max_prompt_length} tokens or empty"
         shortest = f": the shortest has {min(lengths)}" if lengths else ""
         raise ValueError(f"all {len(ids)} prompts of {rows.source} are {limit}{shortest}")
+    notes = [*_notes(prompts, config, tokenizer), *_notes_on_hidden(hidden)]
+    if schemas_of is None and rows.columns[0].get("tools"):
+        notes.append("note: the prompts do not show the column tools, which rewards alone get")
     return ProblemSet(
         problems,
         num_too_long=len(lengths) - len(problems),
         num_empty=len(ids) - len(lengths),
         num_without_answer=rows.num_without_answer,
         num_repaired=num_repaired,
-        notes=tuple(_notes(prompts, config, tokenizer)),
+        notes=tuple(notes),
+        opens_thinking=all(text.rstrip().endswith("<think>") for text in texts),
     )
 
 
@@ -108,7 +122,8 @@ def _fill_questions(rows: Rows, config: DataConfig) -> tuple[DataConfig, list[Pr
     """The configuration with its worked examples, and the prompts, written into ``question_template``."""
     template = config.question_template
     for name in rows.columns[0]:
-        if config.few_shot and f"{{{name}}}" in template:
+        is_named = re.search(rf"\{{{re.escape(name)}[.}}]", template)
+        if config.few_shot and is_named:
             raise ValueError(f"data.question_template: {{{name}}} is a column, and data.few_shot have no columns")
     prompts = []
     for prompt, columns in zip(rows.prompts, rows.columns, strict=True):
@@ -177,9 +192,27 @@ def _notes(prompts: Sequence[Prompt], config: DataConfig, tokenizer: Any) -> Ite
     if has_roles and not tokenizer.chat_template:
         yield "note: the model has no chat template: its prompts are plain text, messages without their roles"
     template = "" if config.prompt_template else str(tokenizer.chat_template or "")
+    if "strftime_now" in template and "date_string" not in config.chat_template_kwargs:
+        yield (
+            "note: the chat template may write today's date into the prompts, so a run that continues tomorrow gets "
+            "others: data.chat_template_kwargs={date_string: 26 Jul 2024} fixes that of Llama 3"
+        )
     for name in config.chat_template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             yield f"note: data.chat_template_kwargs: the chat template of these prompts has no variable {name}"
+
+
+def _notes_on_hidden(hidden: Sequence[dict[str, Any] | None]) -> Iterator[str]:
+    """A warning if prompts do not show a message: ``hidden`` has one for each such prompt, else None."""
+    found = [message for message in hidden if message is not None]
+    if not found:
+        return
+    role = found[0]["role"]
+    content = found[0]["content"]
+    yield (
+        f"warning: {len(found)} prompts do not show the {role}'s message {content!r:.60} as it is, since the chat "
+        "template leaves it out or changes it: python -m grpo.data prints what the model reads"
+    )
 
 
 def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int:
@@ -191,7 +224,8 @@ def count_shared(train: Sequence[Problem], evaluation: Sequence[Problem]) -> int
 def fill_question_template(template: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
     """The prompt with its question, or the last message of a conversation, written into ``template``.
 
-    ``{prompt}`` is the question, ``{NAME}`` the column of that name, a list with one item per line. Other braces stay.
+    ``{prompt}`` is the question, ``{NAME}`` the column of that name, ``{NAME.FIELD}`` a field in it: a list with one
+    item per line, a mapping as JSON. Other braces stay.
     """
     if not isinstance(prompt, str):
         question = fill_question_template(template, prompt[-1]["content"], columns)
@@ -199,11 +233,16 @@ def fill_question_template(template: str, prompt: Prompt, columns: Mapping[str, 
     values = {**columns, "prompt": prompt}
 
     def value(match: re.Match[str]) -> str:
-        found = values.get(match[1], match[0])
+        column = match[1].partition(".")[0]
+        if column not in values:
+            return match[0]
+        found = value_of(values, match[1])
         if found is None:
             return ""
         if isinstance(found, list | tuple):
             return "\n".join(map(str, found))
+        if isinstance(found, Mapping):
+            return json.dumps(found, ensure_ascii=False)
         return str(found)
 
-    return re.sub(r"\{(\w+)\}", value, template)
+    return re.sub(r"\{(\w+(?:\.\w+)*)\}", value, template)

@@ -222,4 +222,7 @@ def with_all_columns(rows: list[Any], expected: str, places: Sequence[str] | Non
         if not isinstance(row, Mapping):
             raise ValueError(f"{expected}: {place} is {row!r:.80}")
     columns = dict.fromkeys(column for row in rows for column in row)
+    for column in columns:
+        if not isinstance(column, str):
+            raise ValueError(f"the names of columns must be text, and one is {column!r}")
     return [FileRow({c: row.get(c) for c in columns}, place) for row, place in zip(rows, places, strict=True)]

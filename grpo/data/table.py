@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -21,6 +22,10 @@ if TYPE_CHECKING:  # the tiny model and the tasks are used without pydantic
 
 PATTERN_SECONDS = 5.0
 """Time limit of ``answer_pattern`` on one row. ``re`` has none, and a pattern can backtrack for years."""
+
+
+TEXT_OF_MESSAGES = regex.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
+"""Matches the beginning of chat messages that were written as JSON, or as Python prints them, into one text."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,13 @@ def _check_column(rows: Sequence[Mapping[str, Any]], key: str, name: str, source
 def _checked_prompt(prompt: Any, location: str) -> Prompt:
     """The prompt, or "" without any text: such a row is left out later, so that the others keep their index."""
     if prompt is None or isinstance(prompt, str):
-        return prompt if (prompt or "").strip() else ""
+        text = prompt or ""
+        if TEXT_OF_MESSAGES.match(text):
+            raise ValueError(
+                f"{location}: the prompt is the text of a list of messages, {text:.60}: store it as a list, in a .jsonl "
+                "or .parquet file for example"
+            )
+        return text if text.strip() else ""
     if not isinstance(prompt, list | tuple) or not prompt:
         expected = "a prompt is text, or a list of {role, content} messages that ends with the user's"
         raise ValueError(f"{location}: {expected}, not {prompt!r:.80}")
@@ -172,12 +183,22 @@ def _checked_message(message: Any, location: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"{location} is {message!r:.80}, not a mapping with role and content")
     kept = _without_none(message)
+    for call in kept.get("tool_calls", ()):
+        _read_arguments(call.get("function", call))
     # A turn that only calls tools has no text, and many templates cannot add None to a text.
     content = kept.get("content", "" if "tool_calls" in kept else None)
     if not isinstance(content, str):
         found = "is missing" if content is None else f"is of type {type(content).__name__}"
         raise ValueError(f"{location}: the content of the {message['role']}'s message must be text, and {found}")
     return {**kept, "content": content}
+
+
+def _read_arguments(function: dict[str, Any]) -> None:
+    """Read a call's arguments that are JSON text, as OpenAI writes them: a template would write the text as JSON again."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # what is no JSON stays as it is
+            function["arguments"] = json.loads(arguments)
 
 
 def _without_none(value: Any) -> Any:

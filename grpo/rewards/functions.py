@@ -230,8 +230,14 @@ def _needed_columns(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     return frozenset(required - set(TRAINER_ARGUMENTS) - set(arguments))
 
 
-def check_columns(reward: str, needed: Collection[str], available: Collection[str]) -> None:
-    """Check that the rows have every column that a reward needs."""
-    if missing := sorted(set(needed) - set(available)):
+def check_columns(
+    reward: str,
+    needed: Collection[str],
+    available: Collection[str],
+    source: str,
+) -> None:
+    """Check that the rows, which come from ``source``, have every column that a reward needs."""
+    missing = sorted(set(needed) - set(available))
+    if missing:
         existing = ", ".join(sorted(available))
-        raise ValueError(f"reward {reward!r} needs the column(s) {', '.join(missing)}; the rows have {existing}")
+        raise ValueError(f"reward {reward!r} needs the column(s) {', '.join(missing)}; {source} have {existing}")

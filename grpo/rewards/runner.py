@@ -218,13 +218,17 @@ class RewardRunner(contextlib.AbstractContextManager):
         """Kill the workers. A later call of :meth:`score` starts new ones."""
         self._pool.close()
 
-    def check(self, columns: Collection[str] | None = None) -> None:
+    def check(
+        self,
+        columns: Collection[str] | None = None,
+        source: str = "the rows",
+    ) -> None:
         """Load every function, so that a mistake (``ValueError``) shows early, and check that its columns are there."""
         if not self._infos:
             self._infos = [self._load(key) for key in range(len(self.specs))]
         if columns is not None:
             for name, info in zip(self.names, self._infos, strict=True):
-                check_columns(name, info.needed_columns, columns)
+                check_columns(name, info.needed_columns, columns, source)
 
     @property
     def source_files(self) -> dict[str, str]:

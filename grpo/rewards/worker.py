@@ -104,8 +104,8 @@ def _plain(value: Any) -> str | int | float | None:
 
 
 def _number(value: Any) -> float:
-    """``value`` as a float; infinity for text, which ``float`` would read."""
-    return math.inf if isinstance(value, str | bytes) else float(value)
+    """``value`` as a float; infinity for what is no number: text, which ``float`` would read, a list, a mapping."""
+    return float(value) if hasattr(value, "__float__") else math.inf
 
 
 @dataclass

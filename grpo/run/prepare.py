@@ -214,9 +214,11 @@ def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tu
     train_rows = load_rows(config.data, train=True, seed=config.seed, table=objects.train_rows)
     eval_rows = load_rows(config.data, train=False, seed=config.seed, table=objects.eval_rows)
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step)
-    # A rollout function may add columns.
-    rewards.check(None if config.rollout.function else train_rows.columns[0])
     for rows in filter(None, (train_rows, eval_rows)):
+        columns = rows.columns[0]
+        if config.rollout.function:  # which may add columns
+            columns = None
+        rewards.check(columns, f"the rows of {rows.source}")
         check_rows(rewards.specs, rows.columns, rows.source, rows.places)
     metric, known = config.checkpoint.keep_best, metric_names(config.eval.num_sampled, rewards.names)
     if metric and eval_rows is None:

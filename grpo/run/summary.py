@@ -21,6 +21,10 @@ from grpo.turns.engine import TurnsEngine
 
 LIKE_FULL_TRAINING = 3e-6
 """A learning rate at most this is usual for training all weights; adapters take about ten times that."""
+INSIDE_OF_BOX = r"\\boxed\{((?:[^{}]|\{(?1)\})*)\}"
+"""A pattern for ``data.answer_pattern``: the content of the first box, also with braces in it."""
+FORMAT_AFTER_THINK = r".*?</think>\s*<answer>.*?</answer>\s*"
+"""A pattern for the reward ``format`` where the prompt opens the thinking."""
 MOST_NAMED = 4
 """Modules in the line about frozen parameters."""
 
@@ -35,6 +39,12 @@ def print_summary(
         checkpoint: the one that the run continues from.
     """
     lines = [*_facts(run, train, evaluation), *train.notes]
+    formats = [function for function in run.config.reward.functions if function.name == "format"]
+    if train.opens_thinking and any("pattern" not in function.args for function in formats):
+        lines.append(
+            "warning: the prompts end with <think>, and the reward format wants it in the completion, so that none "
+            f"matches: give it args: {{pattern: '{FORMAT_AFTER_THINK}'}}"
+        )
     lines += warnings_of(run.config, train.problems, run.eval_problems)
     if warning := messages_warning(run.config, train.problems):
         lines.append(warning)
@@ -129,16 +139,23 @@ def _notes_on_answers(config: Config, train: Sequence[Problem]) -> Iterator[str]
         return
 
     num_uncut = 0
+    num_boxed = 0
     num_with_signs = 0
     for problem in train:
         for text in reference_texts(problem.columns.get("answer")):
             num_uncut += "####" in text
+            num_boxed += "\\boxed{" in text
             is_number = parse_number(text) is not None
             num_with_signs += is_number and ("," in text or "$" in text)
     if num_uncut:
         yield (
             f"warning: {num_uncut} of {len(train)} answers contain ####, as worked solutions do, and a reward compares "
             "with the whole text: data.answer_pattern='####\\s*(.+)' takes the answer from behind it"
+        )
+    if num_boxed and comparing - {"math_verify", "r1_zero"}:  # which read the box
+        yield (
+            f"warning: {num_boxed} of {len(train)} answers contain \\boxed, as worked solutions do, and a reward compares "
+            f"with the whole text: data.answer_pattern='{INSIDE_OF_BOX}' takes the answer from inside of the box"
         )
     if num_with_signs and "exact_or_stripped" in comparing:
         yield (
@@ -155,7 +172,7 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
             f"note: optim.learning_rate={config.optim.learning_rate:g} is usual for training all weights; LoRA "
             "adapters take about ten times that"
         )
-    named = set(re.findall(r"\{([A-Za-z_]\w*)\}", config.data.question_template or ""))
+    named = set(re.findall(r"\{([A-Za-z_]\w*)(?:\.\w+)*\}", config.data.question_template or ""))
     if unknown := sorted(named - {"prompt"}.union(*(problem.columns for problem in train[:1]))):
         yield f"warning: data.question_template: {', '.join(unknown)} in braces is no column, and stays as it is"
     if not config.environment and (shared := count_shared(train, evaluation)):  # which may hide what differs

@@ -41,6 +41,10 @@ BEFORE_THE_MODEL = {
     "evaluation file": (["data.dataset={rows}", "data.eval_dataset=./d.jsnl"], ["data.eval_dataset=./d.jsnl"]),
     "column": (["data.dataset={rows}", "data.answer_column=gold"], ["answer_column=gold", "answer"]),
     "column of a reward": (["data.dataset={rows}", "reward.functions=[countdown]"], ["countdown", "numbers"]),
+    "column of a reward in the evaluation": (
+        ["data.dataset={rows}", "data.eval_dataset={other}", "reward.functions=['{tmp}/level.py:f']"],
+        ["reward 'f' needs the column(s) level; the rows of data.eval_dataset=", "have answer"],
+    ),
     "model folder": (["model.name_or_path=./nowhere"], ["./nowhere"]),
     "resume from nothing": (["checkpoint.resume={tmp}/nowhere"], ["checkpoint.resume=", "nowhere"]),
     "folder in a file": (["output_dir={tmp}/broken.py/run"], ["output_dir=", "/broken.py/run"]),
@@ -49,10 +53,16 @@ BEFORE_THE_MODEL = {
 
 @pytest.mark.parametrize("case", BEFORE_THE_MODEL)
 def test_what_is_refused_before_the_model_is_loaded(capsys, tmp_path, case):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' * 9)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1", "level": 2}\n' * 9)
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "level.py").write_text("def f(completions, level): return [1.0] * len(completions)\n")
     arguments, words = BEFORE_THE_MODEL[case]
-    filled = [word.replace("{tmp}", str(tmp_path)).replace("{rows}", f"{tmp_path}/rows.jsonl") for word in arguments]
+    filled = []
+    for word in arguments:
+        for name, path in (("tmp", tmp_path), ("rows", tmp_path / "rows.jsonl"), ("other", tmp_path / "other.jsonl")):
+            word = word.replace(f"{{{name}}}", str(path))
+        filled.append(word)
     line = refused(capsys, tmp_path, f"model.name_or_path={tmp_path}/no-model", *filled)
     assert all(word in line for word in words), line
     assert "no-model" not in line

@@ -134,7 +134,7 @@ def test_a_prompt_template_is_the_whole_prompt_and_may_come_from_a_file(tmp_path
 
 
 def test_a_question_template_formats_the_user_message_inside_the_chat_template(tokenizer):
-    columns = {"tests": ["a", "b"], "note": None, "set": "{prompt}"}
+    columns = {"tests": ["a", "b"], "note": None, "set": "{prompt}", "choices": {"text": ["x", "y"], "label": ["A"]}}
     problem = problem_of("1+1=", tokenizer, columns, question_template="Question: {prompt}", few_shot=[SHOT])
     assert tokenizer.decode(problem.prompt_ids) == (
         "<|im_start|>user\nQuestion: 2+2=<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
@@ -146,6 +146,9 @@ def test_a_question_template_formats_the_user_message_inside_the_chat_template(t
     text = "1+1= {unknown} {x y} {prompt}\na\nb"
     assert tokenizer.decode(problem.prompt_ids) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     assert problem.reward_prompt is None, "text rows stay text"
+    problem = problem_of("1+1=", tokenizer, columns, question_template="{prompt} {choices.text} {choices} {a.b}")
+    text = '1+1= x\ny {"text": ["x", "y"], "label": ["A"]} {a.b}'
+    assert tokenizer.decode(problem.prompt_ids) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     contents = [m["content"] for m in problem_of(TURNS, tokenizer, question_template="Q: {prompt}").reward_prompt]
     assert contents == ["Hi", "Yes?", "Q: 1+1="], "of a conversation, the last message"
 
@@ -171,8 +174,23 @@ REFUSED = {
         {"question_template": "{prompt}{row}", "few_shot": [SHOT]},
         r"\{row\} is a column",
     ),
+    "field in worked examples": (
+        "a",
+        {"question_template": "{prompt}{row.x}", "few_shot": [SHOT]},
+        r"\{row\} is a column",
+    ),
+    "text of messages": (
+        '[{"role": "user", "content": "Hi"}]',
+        {},
+        "is the text of a list of messages, .*: store it as",
+    ),
+    "messages as Python prints them": ("[{'content': 'Hi', 'role': 'user'}]", {}, "is the text of a list of messages"),
     "all too long": ("1+" * 99, {"max_prompt_length": 3}, "all 1 prompts of .*max_prompt_length=3 .*the shortest has"),
-    "chat template": ([BRIEF, *TURNS], {}, "chat template refuses .*Be brief.*: no system role"),
+    "chat template": (
+        [BRIEF, *TURNS],
+        {},
+        "row 1 of the split: the model's chat template refuses .*Be brief.*: no system role",
+    ),
     "rendered already": (
         RENDERED,
         {},
@@ -276,7 +294,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "u
 HISTORY = [
     {"role": "user", "name": "alice", "content": "1+1?", "weight": None},
     {"role": "assistant", "content": None, "reasoning_content": "plus", "tool_calls": [CALL]},
-    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"b": null}'}}]},
     {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
 ]
 EVERY_KEY = (
@@ -287,12 +305,14 @@ EVERY_KEY = (
 
 def test_every_key_of_a_message_reaches_the_template():
     tokenizer = with_tokens(EVERY_KEY)
-    arrow = rows_of(datasets.Dataset.from_list([{"prompt": HISTORY}]), "dataset")  # every message has every key
+    openai = [dict(message) for message in HISTORY]  # calls have their arguments as text
+    openai[1] = HISTORY[1] | {"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    arrow = rows_of(datasets.Dataset.from_list([{"prompt": openai}]), "dataset")  # every message has every key
     for rows in ([{"prompt": HISTORY}], arrow):
         config = DataConfig(dataset=PYTHON_ROWS)
         (problem,) = make_problems(load_rows(config, train=True, seed=0, table=rows), config, tokenizer).problems
         text = tokenizer.decode(problem.prompt_ids)
-        assert text == '(1+1?|alice||)(||plus||{"a": 1})(||||{"a": 1})(2|add||c1)'
+        assert text == '(1+1?|alice||)(||plus||{"a": 1})(||||{"b": null})(2|add||c1)'
         assert [message["content"] for message in problem.reward_prompt] == ["1+1?", "", "", "2"]
         assert problem.reward_prompt[3]["tool_call_id"] == "c1" and "weight" not in problem.reward_prompt[0]
 
@@ -320,6 +340,40 @@ def test_without_a_chat_template_one_turn_is_noted_and_several_are_refused():
         ValueError, match=r"conversation of 3 turns, .* no chat template .*: set model.chat_template=FILE"
     ):
         problem_set([TURNS], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "settings", "role"),
+    [
+        # A template that knows only the user and the model, and one that reads content in parts.
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "1+1=", {"system_prompt": "In French."}, "system"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", [{"role": "developer", "content": "d"}, TURNS[0]], {}, "developer"),
+        ("{% for m in messages %}User: {% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}", "1+1=", {}, "user"),
+        ("{% for m in messages %}{{ m.content | trim }}{% endfor %}", " 1 +\n1= ", {"system_prompt": "\n a b"}, None),
+        (ROLES, "1+1=", {"system_prompt": "In French.", "few_shot": [SHOT]}, None),
+    ],
+)  # fmt: skip
+def test_a_message_that_the_template_hides_is_said(template, prompt, settings, role):
+    notes = problem_set([prompt, prompt], with_tokens(template), **settings).notes
+    assert len(notes) == (role is not None)
+    for note in notes:
+        assert note.startswith(f"warning: 2 prompts do not show the {role}'s message ")
+
+
+def test_a_template_with_todays_date_and_a_column_of_tools_are_noted(tokenizer):
+    dated = with_tokens("{{ date_string or strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    (note,) = problem_set(["a"], dated).notes
+    assert "today's date" in note
+    fixed = problem_set(["a"], dated, chat_template_kwargs={"date_string": "26 Jul 2024"})
+    assert fixed.notes == () and dated.decode(fixed.problems[0].prompt_ids) == "26 Jul 2024a"
+    (note,) = problem_set(["a"], tokenizer, {"tools": [{"type": "function"}]}).notes
+    assert "column tools" in note
+    assert problem_set(["a"], tokenizer, {"tools": None}).notes == ()
+
+
+def test_prompts_that_open_the_thinking_are_known(tokenizer):
+    assert problem_set(["a <think>\n", "b<think>"], tokenizer, prompt_template="{prompt}").opens_thinking
+    assert not problem_set(["a<think>", "b"], tokenizer, prompt_template="{prompt}").opens_thinking
 
 
 THINKS = (

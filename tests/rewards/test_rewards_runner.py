@@ -354,6 +354,8 @@ def read_calls(file) -> list[tuple[float, int]]:
     [
         ("[1.0]", "'given' returned 1 values for 2 completions: \\[1.0\\]; expected a list of 2 values"),
         ("['1.0', 1.0]", "'given' returned '1.0' of type str for completion 0; expected"),
+        ("[{'score': 1.0}, 1.0]", "'given' returned {'score': 1.0} of type dict for completion 0; expected"),
+        ("[[1.0], [1.0]]", "'given' returned \\[1.0\\] of type list for completion 0; expected"),
         ("[1.0, math.inf]", "'given' returned inf of type float for completion 1"),
         ("[1.0, -1e39]", "'given' returned -1e\\+39 of type float for completion 1"),
         ("'ab'", "returned a str"),

@@ -1,16 +1,18 @@
 """The summary that is printed before the first step."""
 
 import pytest
-from conftest import DEFAULTS, load
+import regex
+from conftest import DEFAULTS, load, run_trainer, small_run
 
 from grpo.algorithm.batch import Problem
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.config import Config, DataConfig, load_config
 from grpo.data import ProblemSet
+from grpo.rewards import load_reward
 from grpo.rewards.scores import messages_warning
 from grpo.rollout.llama_decoder import matches_model
 from grpo.run.models import enable_packing
-from grpo.run.summary import data_line, warnings_of
+from grpo.run.summary import FORMAT_AFTER_THINK, INSIDE_OF_BOX, data_line, warnings_of
 
 
 def problems(start: int, end: int) -> list[Problem]:
@@ -33,6 +35,41 @@ def test_worked_solutions_as_gold_answers_are_noticed():
 
     assert "data.answer_pattern" in warned(name="accuracy")[0]
     assert not warned(name="accuracy", args={"column": "gold"}) and not warned(name="my.py:reads_solutions")
+
+
+def test_answers_in_a_box_are_noticed_and_the_pattern_reads_them():
+    solution = r"So $x = \boxed{\frac{5}{2}}$, which is 2.5."
+
+    def noted(name):
+        config = Config.model_validate({"reward": {"functions": [name]}})
+        train = [Problem(0, "x?", (0,), {"answer": solution}), Problem(1, "3?", (1,), {"answer": "3"})]
+        return [line for line in warnings_of(config, train, []) if "1 of 2 answers contain \\boxed" in line]
+
+    assert INSIDE_OF_BOX in noted("accuracy")[0] and not noted("math_verify")
+    assert regex.search(INSIDE_OF_BOX, solution)[1] == r"\frac{5}{2}"
+
+
+@pytest.mark.slow
+def test_a_prompt_that_opens_the_thinking_is_said_to_the_reward_format(tmp_path, random_model):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 6)
+    said = {}
+    for name, function in (
+        ("default", "format"),
+        ("own", f"{{name: format, args: {{pattern: '{FORMAT_AFTER_THINK}'}}}}"),
+    ):
+        options = [f"data.dataset={rows}", "data.prompt_template={prompt}<think>", f"reward.functions=[{function}]"]
+        done = run_trainer(
+            *small_run(random_model, tmp_path / name), *options, "optim.max_steps=1", "data.eval_split=none"
+        )
+        said[name] = "the prompts end with <think>" in done.stdout
+    assert said == {"default": True, "own": False}
+    for text, matches in (
+        ("a</think>\n<answer>5</answer>", 1.0),
+        ("<answer>5</answer>", 0.0),
+        ("a</think> <answer>5", 0.0),
+    ):
+        assert load_reward("format")([""], [text], pattern=FORMAT_AFTER_THINK) == [matches]
 
 
 def test_numbers_with_signs_are_noticed_where_characters_are_compared():
