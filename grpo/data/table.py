@@ -162,8 +162,8 @@ def _checked_prompt(prompt: Any, location: str) -> Prompt:
         text = prompt or ""
         if TEXT_OF_MESSAGES.match(text):
             raise ValueError(
-                f"{location}: the prompt is the text of a list of messages, {text:.60}: store it as a list, in a .jsonl "
-                "or .parquet file for example"
+                f"{location}: the prompt is the text of a list of messages, {text:.60}: store it as a list, in a "
+                ".jsonl or .parquet file for example"
             )
         return text if text.strip() else ""
     if not isinstance(prompt, list | tuple) or not prompt:
@@ -194,7 +194,7 @@ def _checked_message(message: Any, location: str) -> dict[str, Any]:
 
 
 def _read_arguments(function: dict[str, Any]) -> None:
-    """Read a call's arguments that are JSON text, as OpenAI writes them: a template would write the text as JSON again."""
+    """Read a call's arguments that are JSON text, as OpenAI writes them: templates write what they get as JSON."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # what is no JSON stays as it is

@@ -154,8 +154,8 @@ def _notes_on_answers(config: Config, train: Sequence[Problem]) -> Iterator[str]
         )
     if num_boxed and comparing - {"math_verify", "r1_zero"}:  # which read the box
         yield (
-            f"warning: {num_boxed} of {len(train)} answers contain \\boxed, as worked solutions do, and a reward compares "
-            f"with the whole text: data.answer_pattern='{INSIDE_OF_BOX}' takes the answer from inside of the box"
+            f"warning: {num_boxed} of {len(train)} answers contain \\boxed, as worked solutions do, and a reward "
+            f"compares with the whole text: data.answer_pattern='{INSIDE_OF_BOX}' takes the answer out of the box"
         )
     if num_with_signs and "exact_or_stripped" in comparing:
         yield (
