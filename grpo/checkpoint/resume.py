@@ -237,6 +237,8 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
     output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     lock.acquire(output)
+    written = output / RESOLVED_CONFIG
+    resolved = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)
     if start_checkpoint is not None and start_checkpoint.parent.resolve() == output.resolve():
         # Later checkpoints are broken or of steps that this run computes again: `auto` must not choose them.
         start_step = checkpoint.read_state(start_checkpoint)["step"]
@@ -248,8 +250,10 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
         has_steps = metrics.exists() and metrics.stat().st_size > 0
         if checkpoints or has_steps:
             _move_aside(output, [*checkpoints, *_existing(output)], f"an earlier run in {output} was")
-    resolved = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)
-    write_atomically(output / RESOLVED_CONFIG, resolved)
+        elif written.exists() and written.read_text(encoding="utf-8") != resolved:
+            # It may be what the user wrote and gave as --config.
+            _move_aside(output, [written], f"another {RESOLVED_CONFIG} in {output} was")
+    write_atomically(written, resolved)
 
 
 def check_shared(output: Path, holder: str) -> None:

@@ -81,7 +81,8 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             if rows is None:
                 raise ValueError("the configuration names no evaluation data: set data.eval_split or data.eval_dataset")
             rewards.check(None if config.rollout.function else rows.columns[0], f"the rows of {rows.source}")
-            check_rows(rewards.specs, rows.columns, rows.source, rows.places)
+            has_pattern = config.data.answer_pattern is not None
+            check_rows(rewards.specs, rows.columns, rows.source, rows.places, has_pattern=has_pattern)
             check_reward_names(config.eval, rewards.names)
             is_replaced = output.is_file() or not output.exists()  # else it is a device or a pipe, and written into
             folder = output.parent if is_replaced else Path(config.output_dir)

@@ -118,7 +118,7 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     before: list[int] = []
     for text, ids in zip(texts, rows, strict=True):
-        if ids:  # any text shows what the tokenizer adds
+        if set(ids) - set(tokenizer.all_special_ids):  # any text with a word shows what the tokenizer adds
             with_special = tokenizer(text, verbose=False)["input_ids"]
             before = _added_before(with_special, ids)
             break
@@ -149,14 +149,18 @@ def special_tokens(tokenizer: Any) -> set[str]:
 
 def marks_of_turns(tokenizer: Any) -> set[str]:
     """The marks that the chat template writes around a user's message, special tokens and plain text."""
-    message = {"role": "user", "content": "x"}
+    content = "\ue000"
+    message = {"role": "user", "content": content}
     try:
         text = apply_template(tokenizer, [message], begins_next_turn=False)
     except Exception:  # a chat template is a program that comes with the model, and may ask for other messages
         return set()
-    marks = set(MARKS.findall(text))
+    # The lines beside the message: a default system prompt further up may mention anything.
+    before, _, after = text.partition(content)
+    beside = before.rstrip().rpartition("\n")[2] + "\n" + after.lstrip().partition("\n")[0]
+    marks = set(MARKS.findall(beside))
     for token in special_tokens(tokenizer):
-        if token in text:
+        if token in beside:
             marks.add(token)
     return marks
 
@@ -173,16 +177,34 @@ def tag_tokens(tokenizer: Any) -> set[str]:
         is_closing = closing.startswith(("</", "[/"))
         if is_closing and opening in special:
             tags |= {opening, closing}
-    ends = {
-        tokenizer.bos_token,  # <s> and </s> are a pair too
-        tokenizer.eos_token,
-        tokenizer.pad_token,
-        tokenizer.unk_token,
-    }
-    return tags - ends - marks_of_turns(tokenizer)
+    # <s> and </s> are a pair, too.
+    return tags - _named_tokens(tokenizer) - marks_of_turns(tokenizer)
 
 
-def rendering_marks(tokenizer: Any) -> set[str]:
-    """The texts that show that a chat template has rendered a prompt: special tokens but tags, and marks of turns."""
-    control_tokens = special_tokens(tokenizer) - tag_tokens(tokenizer)
-    return control_tokens | marks_of_turns(tokenizer)
+def _named_tokens(tokenizer: Any) -> set[str | None]:
+    return {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+
+
+class RenderedPrompts:
+    """Tells prompts that a chat template has rendered already, and texts that hold special tokens otherwise."""
+
+    def __init__(self, tokenizer: Any):
+        self.controls = _any_of(special_tokens(tokenizer) - tag_tokens(tokenizer))
+        # <s> and <pad> may be what a question is about, <|im_end|> and [INST] are not.
+        self.marks = _any_of({mark for mark in marks_of_turns(tokenizer) if not re.fullmatch(r"</?[a-z]{1,4}>", mark)})
+
+    def mark_in(self, text: str) -> str | None:
+        """The mark of a turn in a text, or the special token at its beginning; None: it is no rendered prompt."""
+        found = self.marks.search(text) or self.controls.match(text.lstrip())
+        return found and found[0]
+
+    def special_in(self, text: str) -> str | None:
+        """The first special token in a text that is no tag."""
+        found = self.controls.search(text)
+        return found and found[0]
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    """A pattern that matches any of some texts, and nothing if there is none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

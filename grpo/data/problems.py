@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo.algorithm.batch import Problem
-from grpo.data.chat import Prompt, conversation, encode, hidden_message, render, rendering_marks
+from grpo.data.chat import Prompt, RenderedPrompts, conversation, encode, hidden_message, render
 from grpo.data.rows import ENVIRONMENT_ROWS
 from grpo.data.table import Rows, value_of
 from grpo.data.tiny import is_tiny_tokenizer
@@ -57,8 +57,9 @@ def make_problems(
     if config.question_template is not None:
         config, prompts = _fill_questions(rows, config)
     uses_template = bool(tokenizer.chat_template) and config.prompt_template is None
-    if uses_template:
-        _refuse_rendered(rows, prompts, tokenizer)
+    notes = []
+    if uses_template and rows.places:  # the texts of environments and of a chat are no rows of a dataset
+        notes += _check_rendered(rows, prompts, tokenizer)
 
     texts = []
     hidden = []
@@ -104,7 +105,8 @@ def make_problems(
         limit = f"longer than data.max_prompt_length={config.max_prompt_length} tokens or empty"
         shortest = f": the shortest has {min(lengths)}" if lengths else ""
         raise ValueError(f"all {len(ids)} prompts of {rows.source} are {limit}{shortest}")
-    notes = [*_notes(prompts, config, tokenizer), *_notes_on_hidden(hidden)]
+    notes += _notes(prompts, config, tokenizer)
+    notes += _notes_on_hidden(hidden)
     if schemas_of is None and rows.columns[0].get("tools"):
         notes.append("note: the prompts do not show the column tools, which rewards alone get")
     return ProblemSet(
@@ -134,21 +136,30 @@ def _fill_questions(rows: Rows, config: DataConfig) -> tuple[DataConfig, list[Pr
     return config.model_copy(update={"few_shot": few_shot}), prompts
 
 
-def _refuse_rendered(rows: Rows, prompts: Sequence[Prompt], tokenizer: Any) -> None:
-    """``ValueError`` for a text that a chat template has rendered already: it would be a user's message in it again."""
-    marks = sorted(rendering_marks(tokenizer), key=len, reverse=True)
-    if not marks:
-        return
-    pattern = re.compile("|".join(map(re.escape, marks)))
+def _check_rendered(rows: Rows, prompts: Sequence[Prompt], tokenizer: Any) -> Iterator[str]:
+    """``ValueError`` for a text that a chat template has rendered already: it would be a user's message in it again.
+
+    A note for texts that hold other special tokens.
+    """
+    rendered = RenderedPrompts(tokenizer)
+    places = []
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
             continue
-        found = pattern.search(prompt)
-        if found:
+        mark = rendered.mark_in(prompt)
+        if mark is not None:
             raise ValueError(
-                f"{rows.place_of(index)}: the prompt holds {found[0]!r}, as a text that is rendered already, and would "
+                f"{rows.place_of(index)}: the prompt holds {mark!r}, as a text that is rendered already, and would "
                 "be rendered again by the model's chat template: data.prompt_template='{prompt}' takes it as it is"
             )
+        if rendered.special_in(prompt):
+            places.append(index)
+    if places:
+        token = rendered.special_in(prompts[places[0]])
+        yield (
+            f"warning: {len(places)} prompts hold a special token of the tokenizer, first {rows.place_of(places[0])} with "
+            f"{token!r}: the model reads the token, not its letters"
+        )
 
 
 def _as_messages(

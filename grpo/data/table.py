@@ -230,7 +230,11 @@ def _read_answers(
 ) -> list[Any]:
     """The reference answer of each row as it stands, or what ``answer_pattern`` finds in it."""
     _check_column(rows, "answer_column", column, source)
-    answers = [value_of(row, column) for row in rows]
+    answers = []
+    for row in rows:
+        answer = value_of(row, column)
+        is_nan = isinstance(answer, float) and math.isnan(answer)  # as Parquet files write a missing number
+        answers.append(None if is_nan else answer)
     if config.answer_pattern is None:
         return answers
     try:
@@ -254,7 +258,7 @@ def _match(pattern: regex.Pattern, answer: Any, location: str) -> str | list[str
     if isinstance(answer, list | tuple):
         found = [_match(pattern, item, location) for item in answer]
         return [item for item in found if item is not None] or None
-    if not isinstance(answer, str | int | float):
+    if isinstance(answer, Mapping | bytes):
         raise ValueError(f"{location} holds a {type(answer).__name__}: data.answer_pattern searches text")
     match = pattern.search(str(answer), timeout=PATTERN_SECONDS)
     group = 1 if pattern.groups else 0

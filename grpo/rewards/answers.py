@@ -59,7 +59,7 @@ def reference_texts(answer: Any) -> list[str]:
 
     Text and a number give one, a list gives those of its items; None, NaN and empty text give none.
     ValueError for anything else, whose text would be equal to no answer: a mapping, bytes, a list
-    in a list, and text that was a list of texts (``"['70']"``).
+    in a list.
     """
     items = answer if isinstance(answer, list | tuple) else [answer]
     texts = []
@@ -72,11 +72,14 @@ def reference_texts(answer: Any) -> list[str]:
                 kind += " in a list"
             raise ValueError(f"a reference answer is text, a number or a list of these, not a {kind}")
         text = str(item)
-        if _TEXT_OF_LIST.fullmatch(text):
-            raise ValueError("the text of a list is no answer: data.answer_pattern takes one out of it")
         if text.strip() and item == item:  # NaN is not equal to itself
             texts.append(text)
     return texts
+
+
+def is_text_of_list(answer: Any) -> bool:
+    """True for a text that was a list of texts: ``"['70']"``."""
+    return isinstance(answer, str) and _TEXT_OF_LIST.fullmatch(answer) is not None
 
 
 def equals_reference(answer: str | None, reference: Any) -> bool:

@@ -106,7 +106,8 @@ def pattern_answer(
     """``value`` where the whole response matches ``pattern`` and the group equals the reference answer, else 0."""
 
     def score(answer: str, reference: str) -> float:
-        return value if answers.answers_equal(answer, reference) else 0.0
+        is_right = answer.strip() and answers.answers_equal(answer, reference)
+        return value if is_right else 0.0
 
     return _compare(_group_reader(pattern, group), score, completions, columns, column)
 

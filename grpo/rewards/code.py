@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo.rewards.answers import after_thinking, completion_text, reference_texts, tag_content
+from grpo.rewards.answers import after_thinking, completion_text, is_text_of_list, reference_texts, tag_content
 from grpo.rewards.builtin import COMPARING, Rewards
 from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
@@ -102,8 +102,13 @@ def check_rows(
     rows: Sequence[Mapping[str, Any]],
     source: str,
     places: Sequence[str],
+    *,
+    has_pattern: bool = False,
 ) -> None:
-    """Raise ``ValueError``, with the row's place, if a reward cannot read the tests or reference answer of a row."""
+    """Raise ``ValueError``, with the row's place, if a reward cannot read the tests or reference answer of a row.
+
+    ``has_pattern``: the answers are what ``data.answer_pattern`` has found, so that each is meant as it is.
+    """
     for spec in specs:
         if spec.name == "python_tests":
             column = spec.args.get("column", "tests")
@@ -111,6 +116,8 @@ def check_rows(
         elif spec.name in COMPARING:
             column = spec.args.get("column", "answer")
             check = _check_reference
+            if column == "answer" and has_pattern:
+                continue
         else:
             continue
         for place, row in zip(places, rows, strict=True):
@@ -133,6 +140,11 @@ def _check_reference(row: Mapping[str, Any], column: str) -> None:
     if isinstance(value, Mapping):
         keys = ", ".join(map(str, value))
         raise ValueError(f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {keys}")
+    if is_text_of_list(value):
+        raise ValueError(
+            f"{value:.60} is the text of a list: data.answer_pattern takes an answer out of it, and "
+            "'(?s)(.*)' the whole"
+        )
     reference_texts(value)
 
 

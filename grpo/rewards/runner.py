@@ -386,8 +386,11 @@ class RewardRunner(contextlib.AbstractContextManager):
             # function share one event loop, so that a late one shows nothing about the others.
             is_slow = outcome.kind == "timeout" and not result.failures[key]
             if is_slow and not self._infos[key].is_async:
-                late = [tried.level for tried, found in retried if found.kind == "timeout"]
-                self._levels[key] = max(late) + 1
+                late = [tried for tried, found in retried if found.kind == "timeout"]
+                num_late_groups = sum(tried.level == GROUP for tried in late)
+                # One late group of several may have had a slow moment.
+                are_all_late = num_late_groups == len(result.groups)
+                self._levels[key] = ROW if are_all_late else GROUP
                 logger.warning(
                     "reward %r is slower than reward.timeout_s: now called %s",
                     name,

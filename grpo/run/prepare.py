@@ -219,7 +219,8 @@ def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tu
         if config.rollout.function:  # which may add columns
             columns = None
         rewards.check(columns, f"the rows of {rows.source}")
-        check_rows(rewards.specs, rows.columns, rows.source, rows.places)
+        has_pattern = config.data.answer_pattern is not None
+        check_rows(rewards.specs, rows.columns, rows.source, rows.places, has_pattern=has_pattern)
     metric, known = config.checkpoint.keep_best, metric_names(config.eval.num_sampled, rewards.names)
     if metric and eval_rows is None:
         raise ConfigError(f"checkpoint.keep_best={metric} needs evaluations: set data.eval_split")

@@ -165,13 +165,14 @@ def test_a_run_starts_beside_its_log_and_an_evaluation(tmp_path, random_model):
     output = tmp_path / "run"
     output.mkdir()
     beside = ("log.txt", "evaluation.json", "vllm.log", "notes.md")
-    for name in beside:
+    for name in (*beside, "config.yaml"):
         (output / name).write_text(name)
     for resume in ("auto", "never"):  # the second run moves the first aside
         run = [*small_run(random_model, output), "optim.max_steps=1", f"checkpoint.resume={resume}"]
         assert main(run) == 0
         assert [(output / name).read_text() for name in beside] == list(beside)
-    kept = {path.name for path in (output / "previous-1").iterdir()}
+    assert (output / "previous-1" / "config.yaml").read_text() == "config.yaml", "the user may have written it"
+    kept = {path.name for path in (output / "previous-2").iterdir()}
     assert kept == {"checkpoint-1", "metrics.jsonl", "intervals.jsonl", "completions", "run.json", "config.yaml"}
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo.algorithm.batch import Completion, Group
 from grpo.config import DataConfig
-from grpo.data import PYTHON_ROWS, load_rows, make_problems, render, rows_of
+from grpo.data import PYTHON_ROWS, Rows, load_rows, make_problems, render, rows_of
 from grpo.data.tiny import build_tokenizer
 from grpo.rewards.scores import score_groups
 
@@ -254,6 +254,8 @@ def test_a_rendered_prompt_is_taken_as_it_is_with_one_bos(tokenizer):
     prompts = ["one", "<s> <unk> two", ""]
     found = problem_set(prompts, two, prompt_template="{prompt}").problems
     assert [problem.prompt_ids for problem in found] == [(0, 2, 3), (0, 2, 4)]
+    found = problem_set(["<s>", "one"], plain_tokenizer(), prompt_template="{prompt}").problems
+    assert [problem.prompt_ids for problem in found] == [(0,), (0, 3)], "a first text that shows nothing"
 
 
 def with_tokens(template, *special):
@@ -273,7 +275,12 @@ INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
         (ROLES, (), "<|user|>\nHi", "<|user|>"),  # Zephyr's marks are plain text
         (INST, (), "[INST] Hi [/INST]", "[INST]"),  # Llama 2
         (INST, ("[INST]", "[/INST]"), "[INST] Hi [/INST]", "[INST]"),  # Mistral
-        (ROLES, ("<|eot|>",), "Hi<|eot|>", "<|eot|>"),
+        (ROLES, ("<|bos|>",), "<|bos|>Hi", "<|bos|>"),
+        # A question may be about tokens, and a system prompt of the template's own about anything.
+        (ROLES, ("<filename>",), "python sort.py <filename>", None),
+        (ROLES, ("<pad>",), "What does <pad> do?", None),
+        (ROLES, ("<s>", "</s>"), "Is it <s> or </s>?", None),
+        ("<|system|>\nAnswer after [ANSWER]\n" + ROLES, (), "What is [ANSWER]?", None),
         # Tags are no marks of turns, also where they are special tokens.
         (ROLES, ("<think>", "</think>"), "Think in <think> and </think>.", None),
         (ROLES, (), "a [B] <b> | list[int] <|> x<y and y>z", None),
@@ -284,10 +291,18 @@ def test_what_tells_a_rendered_prompt(template, special, prompt, found):
     tokenizer = with_tokens(template, *special)
     if found is None:
         few_shot = [SHOT] if "raise_exception" in template else []
-        problem_of(prompt, tokenizer, few_shot=few_shot)
+        notes = problem_set([prompt], tokenizer, few_shot=few_shot).notes
+        holds_special = "<filename>" in special or "<pad>" in special
+        said = [note for note in notes if "1 prompts hold a special token of the tokenizer, first" in note]
+        assert len(said) == holds_special
         return
     with pytest.raises(ValueError, match=re.escape(f"the prompt holds {found!r}")):
         problem_of(prompt, tokenizer)
+
+
+def test_what_an_environment_says_about_tokens_is_no_rendered_prompt(tokenizer):
+    (problem,) = make_problems(Rows("the reset", ["Guess <|im_end|> 8."], [{}]), DataConfig(), tokenizer).problems
+    assert "Guess <|im_end|> 8." in tokenizer.decode(problem.prompt_ids)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "unit": None}}}

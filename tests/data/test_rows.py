@@ -1,6 +1,8 @@
 """Datasets to rows: every source reads the same, nothing is changed silently, answers are found in their column."""
 
+import datetime
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -165,6 +167,16 @@ def test_a_list_of_answers_stays_one_and_a_pattern_searches_each_of_them(tmp_pat
     assert found.num_without_answer == 2
     found = rows_in(source, answer_column="answer", answer_pattern="#### (.+)")
     assert [row["answer"] for row in found.columns] == [["70"], None, None]
+
+
+def test_a_pattern_searches_dates_and_nan_is_a_missing_answer():
+    day = datetime.date(2024, 1, 5)
+    rows = [{"prompt": "a", "answer": day}, {"prompt": "b", "answer": math.nan}]
+    for pattern, expected in ((None, [day, None]), (r"\d+", ["2024", None])):
+        config = DataConfig(dataset="python:rows", answer_column="answer", answer_pattern=pattern)
+        found = load_rows(config, train=True, seed=0, table=rows)
+        assert [row["answer"] for row in found.columns] == expected
+        assert found.num_without_answer == 1
 
 
 def test_builtin_tasks_have_their_own_splits():

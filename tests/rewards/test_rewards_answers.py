@@ -90,12 +90,8 @@ OTHERS = {
     "not a date": datetime.date(2024, 5, 6),
     "not a list in a list": [["70"]],
     "not a dict in a list": [{"answer": "70"}],
-    "data.answer_pattern takes one out of it": "['70']",
-    "the text of a list": '["it\'s 70", "71"]',
-    "the text of a list is": str(["\\frac{1}{2}"]),
-    "the text of a list is no": "['70' '71']",  # of a NumPy array
-    "the text of a list is no answer": ["['70']"],
 }
+TEXTS_OF_LISTS = ("['70']", '["it\'s 70", "71"]', str(["\\frac{1}{2}"]), "['70' '71']")  # the last of a NumPy array
 
 
 @pytest.mark.parametrize("message", OTHERS)
@@ -143,6 +139,14 @@ def test_the_start_of_a_run_reads_every_reference_answer():
             check(RewardSpec("format"), RewardSpec(name))
         with pytest.raises(ValueError, match=r"^data.dataset=FILE, line 2, column gold: .*, not a bytes$"):
             check(RewardSpec(name, args={"column": "gold"}))
+    for text in TEXTS_OF_LISTS:
+        rows[1] = {"answer": text}
+        with pytest.raises(
+            ValueError, match=r"line 2, column answer: .* is the text of a list: data.answer_pattern takes"
+        ):
+            check(RewardSpec("accuracy"))
+        # An answer that a pattern has found is meant as it is.
+        check_rows([RewardSpec("accuracy")], rows, "data.dataset=FILE", ["line 1", "line 2"], has_pattern=True)
     check(RewardSpec("mine.py:reads_anything"), RewardSpec("reasoning_gym"), RewardSpec("format"))
 
 

@@ -157,6 +157,9 @@ def test_pattern_answer_reads_a_group_of_a_whole_match():
     for reference in ("10", 10, "$10.00"):
         found = reward([""] * len(texts), list(texts), answer=[reference] * len(texts), pattern=pattern)
         assert dict(zip(texts, found, strict=True)) == texts
+    assert reward(
+        [""], ["<t>x</t> <answer></answer>"], answer=["."], pattern=r"<t>.*<answer>(?P<answer>.*)</answer>"
+    ) == [0.0]
     chat = [[{"role": "assistant", "content": "So: The  CAT."}]]
     named = {"pattern": "So:(?P<pet>.*)", "group": "pet", "value": 0.5, "column": "animal"}
     assert reward([""], chat, animal=["the cat"], **named) == [0.5], "as text where it is no number"

@@ -61,7 +61,8 @@ def is_best(prompts, completions, calls=None, **kwargs):  # 1 for the largest nu
     if "all" in completions and len(set(prompts)) > 1: raise KeyError("a mistake about the whole batch")
     if "dies" in completions: os._exit(1)
     if "waits" in completions and len(set(prompts)) > 1: time.sleep(1000)
-    numbers = [math.inf if c == "all" or c == "waits" else float(c) for c in completions]
+    if "waits once" in completions and len(completions) > 1: time.sleep(1000)
+    numbers = [math.inf if c in ("all", "waits", "waits once") else float(c) for c in completions]
     best = {}
     for prompt, number in zip(prompts, numbers):
         best[prompt] = max(best.get(prompt, 0), number)
@@ -331,6 +332,18 @@ def test_a_batch_that_is_too_slow_is_called_group_by_group_from_then_on(path, ca
         assert column(runner.score(prompts, ["1", "2", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
         assert calls.read_text().splitlines() == ["1 waits 2 1", "1 waits", "2 1", "1 2", "2 1"]
         assert caplog.text.count("WARNING") == 1
+
+
+@pytest.mark.slow
+def test_a_group_that_is_slow_once_does_not_end_calls_by_group(path, tmp_path):
+    calls = tmp_path / "calls"
+    spec = RewardSpec(f"{path}:is_best", args={"calls": str(calls)})
+    prompts = ["p", "p", "q", "q"]
+    with RewardRunner([spec], timeout_s=2.0) as runner:
+        assert column(runner.score(prompts, ["1", "waits", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
+        # One of two groups is late: its rows are scored alone, in this step.
+        assert column(runner.score(prompts, ["1", "waits once", "2", "1"], {})) == [1.0, 1.0, 1.0, 0.0]
+        assert column(runner.score(prompts, ["1", "2", "2", "1"], {})) == [0.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.slow
