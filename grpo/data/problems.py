@@ -155,10 +155,11 @@ def _check_rendered(rows: Rows, prompts: Sequence[Prompt], tokenizer: Any) -> It
         if rendered.special_in(prompt):
             places.append(index)
     if places:
+        first = rows.place_of(places[0])
         token = rendered.special_in(prompts[places[0]])
         yield (
-            f"warning: {len(places)} prompts hold a special token of the tokenizer, first {rows.place_of(places[0])} with "
-            f"{token!r}: the model reads the token, not its letters"
+            f"warning: {len(places)} prompts hold a special token of the tokenizer, first {first} with {token!r}: "
+            "the model reads the token, not its letters"
         )
 
 
