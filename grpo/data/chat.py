@@ -189,9 +189,11 @@ class RenderedPrompts:
     """Tells prompts that a chat template has rendered already, and texts that hold special tokens otherwise."""
 
     def __init__(self, tokenizer: Any):
-        self.controls = _any_of(special_tokens(tokenizer) - tag_tokens(tokenizer))
-        # <s> and <pad> may be what a question is about, <|im_end|> and [INST] are not.
-        self.marks = _any_of({mark for mark in marks_of_turns(tokenizer) if not re.fullmatch(r"</?[a-z]{1,4}>", mark)})
+        controls = special_tokens(tokenizer) - tag_tokens(tokenizer)
+        self.controls = _any_of(controls)
+        # A question may be about <s>, <pad> or <filename>, but hardly about <|im_end|> or [INST].
+        marks = marks_of_turns(tokenizer) | {token for token in controls if MARKS.fullmatch(token)}
+        self.marks = _any_of({mark for mark in marks if not re.fullmatch(r"</?[a-z]{1,4}>", mark)})
 
     def mark_in(self, text: str) -> str | None:
         """The mark of a turn in a text, or the special token at its beginning; None: it is no rendered prompt."""

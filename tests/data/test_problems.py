@@ -275,7 +275,8 @@ INST = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
         (ROLES, (), "<|user|>\nHi", "<|user|>"),  # Zephyr's marks are plain text
         (INST, (), "[INST] Hi [/INST]", "[INST]"),  # Llama 2
         (INST, ("[INST]", "[/INST]"), "[INST] Hi [/INST]", "[INST]"),  # Mistral
-        (ROLES, ("<|bos|>",), "<|bos|>Hi", "<|bos|>"),
+        (ROLES, ("<|eot|>",), "Hi<|eot|>", "<|eot|>"),
+        (ROLES, ("<bos>",), "<bos>Hi", "<bos>"),
         # A question may be about tokens, and a system prompt of the template's own about anything.
         (ROLES, ("<filename>",), "python sort.py <filename>", None),
         (ROLES, ("<pad>",), "What does <pad> do?", None),

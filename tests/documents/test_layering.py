@@ -34,7 +34,7 @@ ALONE = {
 
 MAX_ROOMS = 20
 BUDGETS = {
-    "system": 700, "attention": 8600, "algorithm": 8700, "config": 8800, "distributed": 3400, "data": 10950,
+    "system": 700, "attention": 8600, "algorithm": 8700, "config": 8800, "distributed": 3400, "data": 11000,
     "telemetry": 7150, "rewards": 17450, "model": 4900, "rollout": 14050, "vllm": 4650, "turns": 9900,
     "evaluation": 2850, "checkpoint": 4250, "run": 19100, "report": 3300, "commands": 8800,
 }  # fmt: skip
