@@ -90,6 +90,7 @@ def test_a_copy_of_a_model_computes_with_its_own_layers(random_model, copied):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_log_probs_and_their_gradient(dtype, temperature):
+    torch.manual_seed(0)
     for N in (40, 17, 64):
         logits_NV, labels_N = 3 * torch.randn(N, 333, dtype=dtype), torch.randint(333, (N,))
         grad_N, found = torch.randn(N), []
@@ -99,7 +100,7 @@ def test_compiled_log_probs_and_their_gradient(dtype, temperature):
                 found.append((*scored, _logits_gradient(logits_NV, labels_N, scored[2], grad_N, temperature)))
         for plain, fast in zip(*found, strict=True):
             # A gradient that is stored in bf16 may be rounded to its neighbour, 2^-7 away.
-            torch.testing.assert_close(fast, plain, rtol=2**-7 if plain.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+            torch.testing.assert_close(fast, plain, rtol=2**-7 if plain.dtype == torch.bfloat16 else 1e-5, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -137,6 +138,7 @@ def test_decode_steps_are_proved(as_on_cuda, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}], ids=str)
 def test_tokens_are_drawn_alike(filters):
+    torch.manual_seed(0)
     sampling = SamplingParams(1, 1, **filters)
     for R in (64, 17):
         logits_RV, u_R = (2 * torch.randn(R, 1003)).bfloat16(), torch.rand(R)

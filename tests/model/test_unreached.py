@@ -100,5 +100,7 @@ def test_adapters_of_the_vision_tower_stay_frozen_and_are_in_the_files(has_refer
 
 def test_an_adapter_of_the_vision_tower_alone_is_refused():
     policy = lora(target_modules=["fc1"])
-    with pytest.raises(ValueError, match=r"Gemma3ForConditionalGeneration for text .*: lora\.target_modules must name layers"):
+    with pytest.raises(
+        ValueError, match=r"Gemma3ForConditionalGeneration for text .*: lora\.target_modules must name layers"
+    ):
         freeze(policy)
