@@ -30,7 +30,7 @@ OF_A_RUN = (
     "tensorboard",
     RESOLVED_CONFIG,
 )
-"""What a run writes into its folder besides checkpoints, and what a later run there overwrites or moves aside."""
+"""Files of a run besides its checkpoints, which a later run in the same folder overwrites or moves aside."""
 MUST_NOT_CHANGE = (
     "seed", "model.name_or_path", "model.reference", "model.adapter", "model.disable_dropout",
     "model.attn_implementation", "lora.", "data.", "reward.functions", "rollout.", "algorithm.", "optim.",

@@ -169,7 +169,7 @@ def _as_messages(
     *,
     has_turns: bool,
 ) -> bool | None:
-    """Whether rewards get messages (``data.conversational``); None: as the row's prompt is."""
+    """True if rewards get messages, False for text, None for the form of the row's prompt (``data.conversational``)."""
     if config.conversational != "auto":
         return config.conversational
     has_context = bool(config.system_prompt or config.few_shot)

@@ -5,6 +5,7 @@ others use SIGALRM. Rewards that run in the training process use the class :clas
 """
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import math
@@ -162,7 +163,8 @@ class EventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # The cell of a notebook runs inside of an event loop, and a thread can run only one.
-            self._has_thread = asyncio._get_running_loop() is not None
+            with contextlib.suppress(RuntimeError):  # no event loop runs here
+                self._has_thread = asyncio.get_running_loop() is not None
             if self._has_thread:
                 thread = threading.Thread(
                     target=self._loop.run_forever,
