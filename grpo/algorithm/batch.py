@@ -125,7 +125,7 @@ class Turns(Completion):
     """The reward of each turn, from an environment that gives one."""
     calls: tuple[ToolCall, ...] = ()
     environment: Any = None
-    """The environment after the last turn, as rewards get it (:class:`grpo.rewards.worker.Pickled`)."""
+    """The place where the environment lives until the next rollout (:class:`grpo.rewards.calls.Place`)."""
     environment_name: str | None = None
     """The name of the environment's class; None without one."""
     environment_reward: float | None = None

@@ -57,7 +57,12 @@ def main(argv: list[str]) -> None:
         tools = at_end.enter_context(contextlib.closing(Tools(config).load())) if config.uses_turns else None
         if options.prompt is not None and has_rewards:
             specs = tools.reward_specs(config.reward.functions) if tools else config.reward.functions
-            runner = RewardRunner(specs, timeout_s=config.reward.timeout_s, device=world.device)
+            runner = RewardRunner(
+                specs,
+                timeout_s=config.reward.timeout_s,
+                device=world.device,
+                environments=tools,
+            )
             rewards = at_end.enter_context(runner)
             rewards.check(columns)
         trust = config.model.trust_remote_code

@@ -75,7 +75,7 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
             tools = Tools(config).load() if config.uses_turns else None
             specs = tools.reward_specs(config.reward.functions) if tools else config.reward.functions
         at_end.callback(tools.close if tools else lambda: None)
-        rewards = at_end.enter_context(RewardRunner(specs, **settings))
+        rewards = at_end.enter_context(RewardRunner(specs, environments=tools, **settings))
         with world.fail_together():
             rows = load_rows(config.data, train=False, seed=config.seed)
             if rows is None:

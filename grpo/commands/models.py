@@ -47,6 +47,6 @@ def load_engine(
     )  # fmt: skip
     if tools is None:
         return engine
-    engine = TurnsEngine(engine, tools, config)
+    engine = TurnsEngine(engine, tools, config, num_ranks=world.size)
     engine.check()
     return engine

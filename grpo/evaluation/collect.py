@@ -10,8 +10,6 @@ from grpo.evaluation.estimate import CompletionResult, Estimate, estimates
 from grpo.model import check_context
 from grpo.rollout import Engine, SamplingParams
 
-ROWS_PER_CALL = 256
-"""Completions that one call of the sampler generates."""
 Grade = Callable[[Sequence[Group]], list[list[CompletionResult]]]
 
 
@@ -83,7 +81,7 @@ def evaluate(
 
     def results_of(name: str, sampling: SamplingParams) -> dict[int, list[CompletionResult]]:
         results: dict[int, list[CompletionResult]] = {}
-        num_problems = max(ROWS_PER_CALL // sampling.num_generations, 1)
+        num_problems = max(engine.rows_per_call // sampling.num_generations, 1)
         for start in range(0, len(by_length), num_problems):
             part = by_length[start : start + num_problems]
             groups = engine.generate([problems[p] for p in part], sampling, seed_key=(seed, f"evaluation/{name}", step))

@@ -8,8 +8,8 @@ from grpo.evaluation.estimate import CompletionResult
 from grpo.rewards import RewardRunner
 from grpo.rewards.answers import equals_reference, extract_answer, has_format
 from grpo.rewards.builtin import COMPARING
+from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
-from grpo.rewards.worker import OUTSIDE_TRAINING, TrainerState
 
 ANSWER_CHECKERS = (*COMPARING, "countdown", "python_tests", "reasoning_gym")
 """The built-in rewards that check an answer."""

@@ -31,11 +31,12 @@ ENVIRONMENT_PREFIX = "environment:"
 """Begins the name of the reward that an environment gives itself; then comes the name of its class."""
 OBJECT_PREFIX = "python:"
 """Begins the name of a reward that a program passed to ``grpo.train`` as an object, which others cannot import."""
-ONLY_IF_NAMED = ("trainer_state", "log_metric", "log_extra")
+ENVIRONMENTS = "environments"
+"""The argument that makes a reward run where the environments live."""
+ONLY_IF_NAMED = (ENVIRONMENTS, "trainer_state", "log_metric", "log_extra")
 """Arguments that a reward gets only if it has a parameter of that name: rewards expect columns in ``**kwargs``."""
 TRAINER_ARGUMENTS = (
-    "prompts", "completions", "completion_ids", "environments", "environment_names", "environment_rewards",
-    *ONLY_IF_NAMED,
+    "prompts", "completions", "completion_ids", "environment_names", "environment_rewards", *ONLY_IF_NAMED,
 )  # fmt: skip
 """The arguments that the trainer passes to a reward besides the columns. A column of such a name is not passed."""
 SOURCE = "__grpo_source__"
@@ -142,6 +143,7 @@ class FunctionInfo:
     is_async: bool
     row_by_row: bool
     """True if the function asks, by ``fn.row_by_row = True``, to be called with one row at a time."""
+    takes_environments: bool
     needed_columns: frozenset[str]
     source_files: dict[str, str]
     """Name for messages -> path of the file that the reward's name points to, and of another that defines the function.
@@ -153,7 +155,18 @@ def describe(spec: str, function: Callable[..., Any], arguments: Mapping[str, An
     call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     row_by_row = bool(getattr(function, "row_by_row", False))
-    return FunctionInfo(is_async, row_by_row, _needed_columns(function, arguments), source_files(spec, function))
+    return FunctionInfo(
+        is_async,
+        row_by_row,
+        takes_environments(function),
+        _needed_columns(function, arguments),
+        source_files(spec, function),
+    )
+
+
+def takes_environments(function: Callable[..., Any]) -> bool:
+    """True for a reward that has a parameter ``environments``."""
+    return ENVIRONMENTS in _parameters(function)[0]
 
 
 def source_files(spec: str, function: Callable[..., Any]) -> dict[str, str]:

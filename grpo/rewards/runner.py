@@ -7,26 +7,28 @@ the function is called once per group, and where a group fails too, once per row
 ``timeout_s``. After ``MAX_LOST_WORKERS`` groups that hung or killed a worker, the other groups go
 straight to rows; after so many rows, the rest is not called.
 
+A function that takes ``environments`` is called in each process where environments of the batch
+live, with the rows of that process.
+
 This module does not communicate between ranks: the training loop makes all ranks agree on a failure.
 """
 
 import contextlib
-import copy
 import itertools
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 
-from grpo.rewards.functions import CLASSIFIER_PREFIX, FunctionInfo, check_columns, unique_names
-from grpo.rewards.pool import WorkerLost, WorkerPool
+from grpo.rewards.calls import OUTSIDE_TRAINING, LoadedReward, Place, RewardContractError, TrainerState
+from grpo.rewards.functions import CLASSIFIER_PREFIX, ENVIRONMENTS, FunctionInfo, check_columns, unique_names
 from grpo.rewards.sandbox import Limits
-from grpo.rewards.worker import OUTSIDE_TRAINING, Outcome, RewardContractError, TrainerState, Worker
 from grpo.system import printable
+from grpo.workers import Answer, Here, Pool, Request, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ called."""
 BATCH, GROUP, ROW = range(3)
 """The levels of a call: with all rows, with those of one prompt, with one row."""
 WAYS = {GROUP: "group by group", ROW: "row by row"}
-SKIPPED = Outcome(
+SKIPPED = Answer(
     "skipped",
     message=f"not called, as {MAX_LOST_WORKERS} calls before it hung or killed their worker",
 )
@@ -58,30 +60,29 @@ class RewardSpec:
 class Call:
     """A call of one function."""
 
-    key: int
-    """The index of the function."""
-    rows: range
+    function: int
+    rows: tuple[int, ...]
     level: int
     """BATCH, GROUP or ROW. A batch of one group is called as a group, and a group of one row as a row."""
+    places: tuple[Worker | Here, ...]
+    """The workers that may make it."""
+
+
+Job = list[Call]
+"""Calls that are made at once."""
 
 
 class RewardResult:
     """The rewards of one batch and the failures of its functions, in the order of ``names``."""
 
-    def __init__(self, names: Sequence[str], num_rows: int, groups: Sequence[range]):
+    def __init__(self, names: Sequence[str], prompts: Sequence[Any]):
         self.names = names
-        self.groups = groups
-        no_scores = [None] * len(names)
-        self.values: list[list[float | None]] = [no_scores.copy() for _ in range(num_rows)]
+        self.values: list[list[float | None]] = [[None] * len(names) for _ in prompts]
         """``[B][F]``; ``None`` where the function gave no score."""
         self.failures = [0] * len(names)
         """``[F]`` rows in which the function raised, hung, killed its worker, or was skipped after too many of them."""
         self.num_failed_environments = 0
         """Rows that no function got, because their environment has failed."""
-        self.num_lost = Counter()
-        """``(key, level)`` -> calls that hung or killed their worker."""
-        self.retried = defaultdict(list)
-        """Function -> ``(call, outcome)`` of each call with several rows that failed or was skipped, in order."""
         self.first_traceback: dict[str, str] = {}
         """Function name -> its failure in the first row: a traceback, or a sentence for a timeout or a death."""
         self.first_failed: dict[str, int] = {}
@@ -90,85 +91,81 @@ class RewardResult:
         """Name -> ``(sum, count)`` of what the functions gave to ``log_metric``. As in TRL they may share a name."""
         self.extra: dict[str, list[Any]] = {}
         """Column -> ``[B]`` of what they gave to ``log_extra``; ``None`` for rows of calls that gave nothing."""
+
+        self.groups: list[list[int]] = []
+        """The rows of each group."""
+        for _, entries in itertools.groupby(enumerate(prompts), key=lambda entry: entry[1]):
+            self.groups.append([row for row, _ in entries])
+        self.num_lost = Counter()
+        """``(function, level)`` -> calls that hung or killed their worker."""
+        self.retried = defaultdict(list)
+        """Function -> ``(call, answer)`` of each call with several rows that failed or was skipped, in order."""
         self._logged_by: dict[str, int] = {}
+        # Several threads make calls and record their answers at the same time.
         self._lock = threading.Lock()
 
-    def calls(self, key: int, rows: range, level: int) -> list[Call]:
-        """The calls of a function at a level that cover some rows: all rows, or at the level ROW those of a group."""
-        if level == BATCH and len(self.groups) > 1:
-            return [Call(key, rows, BATCH)]
-
-        parts = self.groups
+    def calls(self, function: int, rows: Sequence[int], level: int, places: Sequence[Any]) -> list[Call]:
+        """The calls of a function at a level that cover some rows."""
         if level == ROW:
-            parts = [range(row, row + 1) for row in rows]
-        calls = []
-        for part in parts:
-            part_level = ROW if len(part) == 1 else GROUP
-            calls.append(Call(key, part, part_level))
-        return calls
+            parts = [[row] for row in rows]
+        else:
+            wanted = set(rows)
+            parts = [wanted.intersection(group) for group in self.groups]
+        parts = [tuple(sorted(part)) for part in parts if part]
+        if level == BATCH and len(parts) > 1:
+            return [Call(function, tuple(rows), BATCH, places)]
+        return [Call(function, part, ROW if len(part) == 1 else GROUP, places) for part in parts]
 
-    def record(self, call: Call, outcome: Outcome) -> bool:
-        """Store the outcome of a call. Several threads do so at the same time.
-
-        Returns False if the function must be called again with fewer rows at once.
-        """
-        key = call.key
-        name = self.names[key]
+    def record(self, call: Call, answer: Answer) -> bool:
+        """Store the answer to a call. Returns False if the function must be called again with fewer rows at once."""
+        name = self.names[call.function]
         with self._lock:
-            if outcome.kind == "contract":
-                raise RewardContractError(f"reward {name!r} {outcome.message}")
-            if outcome.kind == "ok":
-                self._store(key, call.rows, outcome)
+            if isinstance(answer.value, RewardContractError):
+                raise RewardContractError(f"reward {name!r} {answer.value}")
+            if answer.kind == "ok":
+                self._store(call, *answer.value)
                 return True
 
-            if outcome.kind in ("timeout", "died"):
-                self.num_lost[key, call.level] += 1
-            if call.level == ROW:
-                self.failures[key] += 1
-                row = call.rows.start
-                if row <= self.first_failed.get(name, row):
-                    self.first_failed[name] = row
-                    self.first_traceback[name] = outcome.message
-                return True
+            if answer.kind in ("timeout", "died"):
+                self.num_lost[call.function, call.level] += 1
+            if call.level != ROW:
+                self.retried[call.function].append((call, answer))
+                return False
 
-            self.retried[key].append((call, outcome))
-            return False
+            self.failures[call.function] += 1
+            (row,) = call.rows
+            if row <= self.first_failed.get(name, row):
+                self.first_failed[name] = row
+                self.first_traceback[name] = answer.trace or answer.message
+            return True
 
-    def spread(self, is_scored: Sequence[bool]) -> "RewardResult":
-        """Return the values and extra columns for more rows: those where ``is_scored`` is False have no score."""
-        spread = copy.copy(self)
-        values = iter(self.values)
-        spread.values = []
-        for scored in is_scored:
-            row = next(values) if scored else [None] * len(self.names)
-            spread.values.append(row)
-        spread.extra = {}
-        for column, entries in self.extra.items():
-            entry = iter(entries)
-            spread.extra[column] = [next(entry) if scored else None for scored in is_scored]
-        return spread
-
-    def _store(self, key: int, rows: range, outcome: Outcome) -> None:
-        for row, value in zip(rows, outcome.values, strict=True):
-            self.values[row][key] = value
-        for metric, (total, count) in outcome.logged.metrics.items():
+    def _store(self, call: Call, values: list[float | None], logged: Any) -> None:
+        for row, value in zip(call.rows, values, strict=True):
+            self.values[row][call.function] = value
+        for metric, (total, count) in logged.metrics.items():
             known_total, known_count = self.metrics.get(metric, (0.0, 0.0))
             self.metrics[metric] = (known_total + total, known_count + count)
-        for column, entries in outcome.logged.extra.items():
-            if self._logged_by.setdefault(column, key) != key:
+        for column, entries in logged.extra.items():
+            if self._logged_by.setdefault(column, call.function) != call.function:
                 reason = f"called log_extra({column!r}, ...), as another reward did: choose another name"
-                raise RewardContractError(f"reward {self.names[key]!r} {reason}")
-            self.extra.setdefault(column, [None] * len(self.values))[rows.start : rows.stop] = entries
+                raise RewardContractError(f"reward {self.names[call.function]!r} {reason}")
+            of_rows = self.extra.setdefault(column, [None] * len(self.values))
+            for row, entry in zip(call.rows, entries, strict=True):
+                of_rows[row] = entry
 
 
-def _runs_of_equals(prompts: Sequence[Any]) -> list[range]:
-    runs = []
-    start = 0
-    for _, entries in itertools.groupby(prompts):
-        stop = start + len(list(entries))
-        runs.append(range(start, stop))
-        start = stop
-    return runs
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of one call of :meth:`RewardRunner.score`, and its result so far."""
+
+    inputs: Mapping[str, Sequence[Any]]
+    trainer_state: TrainerState
+    result: RewardResult
+
+    def pickled(self, rows: Sequence[int]) -> bytes:
+        """The inputs of some rows, for :meth:`LoadedReward.score`."""
+        part = {name: [entries[row] for row in rows] for name, entries in self.inputs.items()}
+        return cloudpickle.dumps((part, self.trainer_state))  # columns may hold objects of the user's script
 
 
 class RewardRunner(contextlib.AbstractContextManager):
@@ -180,6 +177,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         timeout_s: time limit of one call, in seconds.
         num_workers: worker processes. More than one help if several functions are slow, or one that is called by row.
         device: where ``classifier:`` rewards run, in this process.
+        environments: the :class:`grpo.turns.tools.Tools` of the run, where functions that take ``environments`` run.
     """
 
     def __init__(
@@ -189,6 +187,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         timeout_s: float = 10.0,
         num_workers: int | None = None,
         device: Any = "cpu",
+        environments: Any = None,
     ):
         # Imported here: a worker imports this package, and needs no pydantic.
         from grpo.config.secrets import with_environment
@@ -201,12 +200,10 @@ class RewardRunner(contextlib.AbstractContextManager):
         self.names = unique_names([spec.name for spec in self.specs])
         self.weights = [spec.weight for spec in self.specs]
         self.timeout_s = float(timeout_s)
-        self.notes: list[str] = []
-        """Messages of :meth:`check` for the user, one line each."""
         self._device = device
+        self._environments = environments
         self._infos: list[FunctionInfo] = []
-        self._pool = WorkerPool(num_workers or 1)
-        self._here = Worker()
+        self._pool = Pool(num_workers or 1)
         self._levels = [BATCH] * len(self.specs)
         """The level at which each function is called first."""
         self._logged: set[tuple[str, ...]] = set()
@@ -225,10 +222,15 @@ class RewardRunner(contextlib.AbstractContextManager):
     ) -> None:
         """Load every function, so that a mistake (``ValueError``) shows early, and check that its columns are there."""
         if not self._infos:
-            self._infos = [self._load(key) for key in range(len(self.specs))]
+            self._infos = [self._load(number) for number in range(len(self.specs))]
         if columns is not None:
             for name, info in zip(self.names, self._infos, strict=True):
                 check_columns(name, info.needed_columns, columns, source)
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages of :meth:`check` for the user, one line each."""
+        return self._pool.notes
 
     @property
     def source_files(self) -> dict[str, str]:
@@ -240,30 +242,35 @@ class RewardRunner(contextlib.AbstractContextManager):
         """The folders or Hub ids of ``classifier:`` rewards."""
         return [s.name.removeprefix(CLASSIFIER_PREFIX) for s in self.specs if s.name.startswith(CLASSIFIER_PREFIX)]
 
-    def _load(self, key: int) -> FunctionInfo:
-        spec = self.specs[key]
-        is_classifier = spec.name.startswith(CLASSIFIER_PREFIX)
-        function = (spec.name, spec.args, spec.function)
-        if is_classifier:
-            info = self._here.load(key, *function)
-        else:
-            info = self._pool.load_or_here(
-                self._here,
-                self.notes,
-                f"reward {spec.name!r}",
-                key,
-                *function,
-            )
-        if isinstance(info, ValueError):
-            raise info
+    @property
+    def _has_environments(self) -> bool:
+        return self._environments is not None and bool(self._environments.environments)
 
+    def _load(self, number: int) -> FunctionInfo:
+        spec = self.specs[number]
+        key = _key(number)
+        what = f"reward {spec.name!r}"
+        is_classifier = spec.name.startswith(CLASSIFIER_PREFIX)
+        source = (LoadedReward, spec.name, spec.args)
+        info = self._pool.load(what, key, *source, user_object=spec.function, here=is_classifier)
         if is_classifier:
-            self._here.functions[key][0].model.to(self._device)
+            self._pool.here.ask([Request(key, "to", (self._device,))], self.timeout_s)
+        if info.takes_environments and self._has_environments:
+            # It stays loaded here, for rows without an environment.
+            environments = self._environments
+            environments.pool.load(what, key, *source, user_object=spec.function)
+            environments.keep_groups_together()
+            if environments.live_in_workers and key in environments.pool.keys_here:
+                raise ValueError(
+                    f"{what} takes `environments`, which live in worker processes, and cannot be sent there: "
+                    "put what it needs into the environment, and its reward into a method get_reward()"
+                )
+
         seconds = spec.args.get("total_seconds", Limits.total_seconds)
         if spec.name == "python_tests" and seconds >= self.timeout_s:  # then code that hangs would score None, not 0
-            raise ValueError(f"reward 'python_tests': total_seconds = {seconds:g} must be less than reward.timeout_s")
+            raise ValueError(f"{what}: total_seconds = {seconds:g} must be less than reward.timeout_s")
         if info.row_by_row:
-            self._levels[key] = ROW
+            self._levels[number] = ROW
         return info
 
     def score(
@@ -273,26 +280,29 @@ class RewardRunner(contextlib.AbstractContextManager):
         columns: dict[str, Sequence[Any]],
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState = OUTSIDE_TRAINING,
+        is_scored: Sequence[bool] | None = None,
     ) -> RewardResult:
-        """Score ``B`` completions; every argument has ``B`` entries (``columns``: each of its values)."""
-        values = {**columns, "prompts": prompts, "completions": completions}
+        """Score ``B`` completions; every argument has ``B`` entries (``columns``: each of its values).
+
+        ``is_scored``: False for completions that no function gets. Default: all True.
+        """
+        inputs = {**columns, "prompts": prompts, "completions": completions}
         if completion_ids is not None:
-            values["completion_ids"] = completion_ids
+            inputs["completion_ids"] = completion_ids
         num_rows = len(completions)
-        for name, entries in values.items():
+        for name, entries in inputs.items():
             if len(entries) != num_rows:
                 raise ValueError(f"expected one value per completion ({num_rows}), got {len(entries)} for {name}")
         self.check(columns)
 
-        def pickled(rows: range) -> bytes:  # columns may hold objects of the user's script
-            part = {name: entries[rows.start : rows.stop] for name, entries in values.items()}
-            return cloudpickle.dumps((part, trainer_state))
-
-        result = RewardResult(self.names, num_rows, _runs_of_equals(prompts))
-        if num_rows:
+        result = RewardResult(self.names, prompts)
+        rows = [row for row in range(num_rows) if is_scored is None or is_scored[row]]
+        if rows:
             self._pool.begin_step()
+            jobs = self._first_jobs(result, rows, columns.get(ENVIRONMENTS))
             try:
-                self._score(pickled, result)
+                while jobs:
+                    jobs = self._run(jobs, Batch(inputs, trainer_state, result))
             except BaseException:  # after a Ctrl-C, threads would wait for workers whose result nobody reads
                 self.close()
                 raise
@@ -300,75 +310,95 @@ class RewardRunner(contextlib.AbstractContextManager):
             self._log_failures(result, prompts)
         return result
 
-    def _score(self, pickled: Callable[[range], bytes], result: RewardResult) -> None:
-        """Call every function with the whole batch, all at the same time; then those that failed with fewer rows."""
-        all_rows = range(len(result.values))
-        waiting = []
-        async_here = []
-        async_in_workers = []
-        for key, info in enumerate(self._infos):
-            calls = result.calls(key, all_rows, self._levels[key])
-            if not info.is_async:
-                waiting += [[call] for call in calls]
-            elif key in self._here.functions:
-                async_here += calls
-            else:
-                async_in_workers += calls
-        # All async functions of one process are called at once.
-        waiting += [job for job in (async_here, async_in_workers) if job]
-        while waiting:
-            here = []
-            futures = []
-            for job in waiting:
-                if job[0].key in self._here.functions:
-                    here.append(job)
-                else:
-                    futures.append(self._pool.submit(self._do, self._pool, job, pickled, result))
-            waiting = []
-            for job in here:  # in this process, while the workers run the other functions
-                waiting += self._do(self._here, job, pickled, result)
-            for future in futures:
-                waiting += future.result()
-
-    def _do(
+    def _first_jobs(
         self,
-        worker: Worker | WorkerPool,
-        calls: list[Call],
-        pickled: Callable[[range], bytes],
         result: RewardResult,
-    ) -> list[list[Call]]:
-        """Make the calls of one job at once, and record their outcomes.
+        rows: Sequence[int],
+        environments: Sequence[Place | None] | None,
+    ) -> list[Job]:
+        """Calls of every function with the whole batch. Jobs run at the same time."""
+        jobs = []
+        all_async = defaultdict(list)
+        for number, info in enumerate(self._infos):
+            for places, of_place in self._rows_by_place(number, rows, environments).items():
+                calls = result.calls(number, of_place, self._levels[number], places)
+                if info.is_async:
+                    all_async[places] += calls
+                else:
+                    jobs += [[call] for call in calls]
+        # All async functions of one process are called at once.
+        return jobs + list(all_async.values())
 
-        Returns jobs for the rows of those that failed. The calls of all async functions are one job,
-        unless their worker was lost: they run one by one then, since it would not be known which of
-        them hangs or kills its worker.
+    def _rows_by_place(
+        self,
+        number: int,
+        rows: Sequence[int],
+        environments: Sequence[Place | None] | None,
+    ) -> dict[tuple[Worker | Here, ...], Sequence[int]]:
+        """Return the rows of a function by the workers that may be called with them."""
+        key = _key(number)
+        if self._infos[number].takes_environments and self._has_environments:
+            rows_of = defaultdict(list)
+            for row in rows:
+                worker = self._environments.worker_of(environments[row])
+                rows_of[(worker,)].append(row)
+            return rows_of
+        places = tuple(self._pool.workers)
+        if key in self._pool.keys_here:
+            places = (self._pool.here,)
+        return {places: rows}
+
+    def _run(self, jobs: list[Job], batch: Batch) -> list[Job]:
+        """Run jobs, those of different workers at the same time. Returns jobs for the rows of calls that failed."""
+        by_places = defaultdict(list)
+        for job in jobs:
+            by_places[job[0].places].append(job)
+        # Jobs of this process keep this thread busy, while the workers run the others.
+        in_order = sorted(by_places, key=lambda places: isinstance(places[0], Here))
+        futures = []
+        for places in in_order:
+            remaining = iter(by_places[places])  # each of the workers takes the next
+            for worker in places:
+                futures.append(worker.submit(self._work, worker, remaining, batch))
+        return [job for future in futures for job in future.result()]
+
+    def _work(self, worker: Worker | Here, jobs: Iterable[Job], batch: Batch) -> list[Job]:
+        following = []
+        for job in jobs:
+            following += self._do(worker, job, batch)
+        return following
+
+    def _do(self, worker: Worker | Here, job: Job, batch: Batch) -> list[Job]:
+        """Make the calls of one job at once, and record the answers. Returns jobs for the rows of those that failed.
+
+        The calls of all async functions are one job, unless their worker was lost: they run one by one then, since it
+        would not be known which of them hangs or kills its worker.
         """
-        outcomes = dict.fromkeys(calls, SKIPPED)
+        result = batch.result
+        answers = dict.fromkeys(job, SKIPPED)
         made = []
-        for call in calls:
-            if result.num_lost[call.key, call.level] < MAX_LOST_WORKERS:
+        requests = []
+        for call in job:
+            if result.num_lost[call.function, call.level] < MAX_LOST_WORKERS:
                 made.append(call)
+                requests.append(Request(_key(call.function), "score", (batch.pickled(call.rows),)))
         is_lost = False
         if made:
-            arguments = [(call.key, pickled(call.rows)) for call in made]
-            try:
-                found = worker.run(arguments, self.timeout_s)
-            except WorkerLost as lost:
-                if len(calls) > 1:
-                    # Any of them may be the cause, so that each counts a lost worker.
-                    result.num_lost.update({(call.key, call.level) for call in made})
-                    return [[call] for call in calls]
-                is_lost = True
-                found = [Outcome(lost.kind, message=f"its worker process {lost}")]
-            outcomes.update(zip(made, found, strict=True))
+            found = worker.ask(requests, self.timeout_s)
+            answers.update(zip(made, found, strict=True))
+            is_lost = found[0].is_worker_lost
+        if is_lost and len(job) > 1:
+            # Any of them may be the cause, so that each counts a lost worker.
+            result.num_lost.update({(call.function, call.level) for call in made})
+            return [[call] for call in job]
 
         at_once = []
         one_by_one = []
-        for call, outcome in outcomes.items():
-            if result.record(call, outcome):
+        for call, answer in answers.items():
+            if result.record(call, answer):
                 continue
-            smaller = result.calls(call.key, call.rows, call.level + 1)
-            if self._infos[call.key].is_async and not is_lost:
+            smaller = result.calls(call.function, call.rows, call.level + 1, call.places)
+            if self._infos[call.function].is_async and not is_lost:
                 at_once += smaller
             else:
                 one_by_one += [[part] for part in smaller]
@@ -379,30 +409,24 @@ class RewardRunner(contextlib.AbstractContextManager):
 
         A reward that compares the completions of a prompt gives other values row by row.
         """
-        for key, retried in result.retried.items():
-            name = self.names[key]
-            call, outcome = retried[0]
+        for number, retried in result.retried.items():
+            name = self.names[number]
+            call, answer = retried[0]
             # If no single row failed, only the number of rows was too slow. The calls of an async
             # function share one event loop, so that a late one shows nothing about the others.
-            is_slow = outcome.kind == "timeout" and not result.failures[key]
-            if is_slow and not self._infos[key].is_async:
-                late = [tried for tried, found in retried if found.kind == "timeout"]
-                num_late_groups = sum(tried.level == GROUP for tried in late)
+            is_slow = answer.kind == "timeout" and not result.failures[number]
+            if is_slow and not self._infos[number].is_async:
+                late_groups = [c for c, a in retried if a.kind == "timeout" and c.level == GROUP]
                 # One late group of several may have had a slow moment.
-                are_all_late = num_late_groups == len(result.groups)
-                self._levels[key] = ROW if are_all_late else GROUP
-                logger.warning(
-                    "reward %r is slower than reward.timeout_s: now called %s",
-                    name,
-                    WAYS[self._levels[key]],
-                )
+                are_all_late = len(late_groups) == len(result.groups)
+                self._levels[number] = ROW if are_all_late else GROUP
+                way = WAYS[self._levels[number]]
+                logger.warning("reward %r is slower than reward.timeout_s: now called %s", name, way)
                 continue
 
-            error = outcome.error or outcome.message
-            kind = (name, error.partition(":")[0], "with several rows")
-            if kind in self._logged:
+            error = answer.error or answer.message
+            if not self._is_new(name, error.partition(":")[0], "with several rows"):
                 continue
-            self._logged.add(kind)
             way = WAYS[call.level + 1]
             num_by_row = sum(tried.level == GROUP for tried, _ in retried)
             if call.level == BATCH and num_by_row:
@@ -410,7 +434,7 @@ class RewardRunner(contextlib.AbstractContextManager):
             logger.warning(
                 "reward %r %s on %d completions at once, and was called %s: %s",
                 name,
-                "raised" if outcome.error else "failed",
+                "raised" if answer.error else "failed",
                 len(call.rows),
                 way,
                 printable(error),
@@ -420,10 +444,8 @@ class RewardRunner(contextlib.AbstractContextManager):
         """Print a traceback once per run for each function and type of error."""
         for name, trace in result.first_traceback.items():
             last_line = trace.rstrip().rpartition("\n")[2]
-            kind = (name, last_line.partition(":")[0])
-            if kind in self._logged:
+            if not self._is_new(name, last_line.partition(":")[0]):
                 continue
-            self._logged.add(kind)
             logger.warning(
                 "reward %r failed on %d of %d completions (logged once per run); first for prompt %.200r:\n%s",
                 name,
@@ -432,3 +454,14 @@ class RewardRunner(contextlib.AbstractContextManager):
                 prompts[result.first_failed[name]],
                 printable(trace),
             )
+
+    def _is_new(self, *kind: str) -> bool:
+        """True the first time that a kind of failure is reported in this run."""
+        is_new = kind not in self._logged
+        self._logged.add(kind)
+        return is_new
+
+
+def _key(number: int) -> tuple[str, int]:
+    """The key of a function in the processes of its pool."""
+    return "reward", number

@@ -1,45 +1,64 @@
 """Score sampled groups. This module imports torch, which reward workers do not need: they do not import it."""
 
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
 from grpo.algorithm.batch import Completion, Group, Problem, Turns
 from grpo.config import Config
+from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.runner import RewardResult, RewardRunner
-from grpo.rewards.worker import OUTSIDE_TRAINING, TrainerState
 
 
 def score_groups(
-    rewards: RewardRunner, groups: Sequence[Group], trainer_state: TrainerState = OUTSIDE_TRAINING
+    rewards: RewardRunner,
+    groups: Sequence[Group],
+    trainer_state: TrainerState = OUTSIDE_TRAINING,
 ) -> RewardResult:
-    """Score every completion of some groups. As in TRL, completions of conversational prompts are lists of messages."""
-    all_rows = [(group.problem, completion) for group in groups for completion in group.completions]
-    is_scored = [not isinstance(c, Turns) or c.stop_reason != "failed" for _, c in all_rows]
-    rows = list(compress(all_rows, is_scored))
-    prompts = [problem.prompt if problem.reward_prompt is None else problem.reward_prompt for problem, _ in rows]
-    columns = [problem.columns | (c.fields if isinstance(c, Turns) else {}) for problem, c in rows]
-    values = {name: [row.get(name) for row in columns] for name in dict.fromkeys(n for row in columns for n in row)}
-    if any(isinstance(completion, Turns) and completion.environment_name for _, completion in rows):
-        for argument in ("environment", "environment_name", "environment_reward"):
-            values[f"{argument}s"] = [getattr(completion, argument) for _, completion in rows]
+    """Score every completion of some groups, but for those whose environment has failed."""
+    prompts = []
+    completions = []
+    is_scored = []
+    records = []
+    for group in groups:
+        problem = group.problem
+        prompt = problem.prompt if problem.reward_prompt is None else problem.reward_prompt
+        for completion in group.completions:
+            record = dict(problem.columns)
+            is_failed = False
+            if isinstance(completion, Turns):
+                record |= completion.fields
+                is_failed = completion.stop_reason == "failed"
+                if completion.environment_name:
+                    record |= {
+                        "environments": completion.environment,
+                        "environment_names": completion.environment_name,
+                        "environment_rewards": completion.environment_reward,
+                    }
+            prompts.append(prompt)
+            completions.append(_as_rewards_get_it(prompt, completion))
+            is_scored.append(not is_failed)
+            records.append(record)
+
+    names = dict.fromkeys(name for record in records for name in record)
     result = rewards.score(
         prompts=prompts,
-        completions=[_as_rewards_get_it(prompt, c) for prompt, (_, c) in zip(prompts, rows, strict=True)],
-        columns=values,
-        completion_ids=[list(completion.sampled_ids) for _, completion in rows],
+        completions=completions,
+        columns={name: [record.get(name) for record in records] for name in names},
+        completion_ids=[list(c.sampled_ids) for group in groups for c in group.completions],
         trainer_state=trainer_state,
+        is_scored=is_scored,
     )
-    result = result if all(is_scored) else result.spread(is_scored)
-    result.num_failed_environments = len(all_rows) - len(rows)
+    result.num_failed_environments = is_scored.count(False)
     return result
 
 
 def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
+    """As in TRL, completions of conversational prompts are lists of messages, others text."""
     if isinstance(prompt, str):  # of several turns the last
         return completion.text
-    turns = completion.messages if isinstance(completion, Turns) else ()
-    return [dict(m) for m in turns] or [{"role": "assistant", "content": completion.text}]
+    if isinstance(completion, Turns) and completion.messages:
+        return [dict(message) for message in completion.messages]
+    return [{"role": "assistant", "content": completion.text}]
 
 
 def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:

@@ -23,7 +23,7 @@ from grpo.rollout.check import prove_decoding
 from grpo.rollout.cuda_graphs import CUDAGraphRunner
 from grpo.rollout.decode_loop import Decoded, Prefill, Prompts, decode
 from grpo.rollout.draw import SamplingParams, draw
-from grpo.rollout.interface import Replies, grouped
+from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
 from grpo.rollout.llama_decoder import LlamaDecoder, has_llama_layers, matches_model
 from grpo.rollout.prefill import prefill
 from grpo.rollout.stops import Stops
@@ -33,6 +33,8 @@ from grpo.system import first_line
 
 class BuiltinEngine:
     """Samples completions with a policy, in the training process."""
+
+    rows_per_call = ROWS_PER_CALL
 
     def __init__(
         self,

@@ -20,12 +20,18 @@ turn that it has ended. The result: the tokens that follow, or None if the compl
 leaves room for a token after it."""
 
 
+ROWS_PER_CALL = 256
+"""Completions of one call in an evaluation, for most engines."""
+
+
 class Engine(Protocol):
     """Samples completions with the weights of a policy."""
 
     policy: Policy
     communicates: bool
     """True if :meth:`weights` uses collectives, and so raises an error of one rank on all."""
+    rows_per_call: int
+    """Most completions that an evaluation asks for in one call of :meth:`generate`."""
 
     def weights(self) -> AbstractContextManager[None]:
         """Inside the block, :meth:`generate` samples from the weights of its start. All ranks enter it together."""

@@ -29,7 +29,7 @@ from grpo.algorithm.batch import (
 )
 from grpo.checkpoint.saver import CHOSEN
 from grpo.distributed import abandon_pass, gradient_sync
-from grpo.evaluation.collect import ROWS_PER_CALL, eval_sampling
+from grpo.evaluation.collect import eval_sampling
 from grpo.rollout import SamplingParams, engine_with_weights, split_into_waves
 from grpo.run.state import Run
 
@@ -85,7 +85,7 @@ def _kinds_of_sampling(run: Run, longest_first: Sequence[Problem]) -> list[tuple
     own, sampled = longest[: math.ceil(len(longest) / run.world.size)], eval_sampling(run.config)
     for kind in [replace(sampled, num_generations=1, temperature=0.0)] + [sampled] * (not sampled.is_greedy):
         G = kind.num_generations
-        kinds.append((kind, [ids for ids in own[: max(ROWS_PER_CALL // G, 1)] for _ in range(G)], "eval"))
+        kinds.append((kind, [ids for ids in own[: max(run.engine.rows_per_call // G, 1)] for _ in range(G)], "eval"))
     return [kind for kind in kinds if kind[1]]
 
 

@@ -100,13 +100,14 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
             on_failure.callback(tools.close)
             specs = tools.load().reward_specs(specs)
         settings = dict(timeout_s=config.reward.timeout_s, num_workers=config.reward.num_workers)
-        rewards = RewardRunner(specs, device=world.device, **settings)
+        rewards = RewardRunner(specs, device=world.device, environments=tools, **settings)
         on_failure.callback(rewards.close)
         train_rows, eval_rows = _checked_rows(config, rewards, objects)
     checkpoint, origin = world.from_main(found)
     data_fingerprint = fingerprint(train_rows)
     if world.is_main:
-        print_notes([*rewards.notes, *(tools.notes if tools else ())], objects, checkpoint)
+        notes = [*rewards.notes, *(tools.notes if tools else ())]
+        print_notes(list(dict.fromkeys(notes)), objects, checkpoint)
 
     path, reference = _resolved_models(config, world)
     with world.fail_together():
@@ -168,7 +169,7 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
     engine = build_engine(config, world, policy, **where, longest=longest, probe_ids=probe_ids, builtin=builtin)
     on_failure.callback(engine.close)
     if tools:
-        engine = TurnsEngine(engine, tools, config, warn=builtin["warn"])
+        engine = TurnsEngine(engine, tools, config, warn=builtin["warn"], num_ranks=world.size)
         with world.fail_together():
             engine.check()
     others = [models.ref_scorer] if isinstance(models.ref_scorer, CompletionScorer) else []

@@ -22,7 +22,7 @@ from grpo.evaluation.grading import Grader
 from grpo.model import Policy, sync_reference
 from grpo.model.lora import copy_to_reference_adapter
 from grpo.rewards import RewardRunner
-from grpo.rewards.worker import TrainerState
+from grpo.rewards.calls import TrainerState
 from grpo.rollout import BuiltinEngine, Engine, SamplingParams, engine_with_weights
 from grpo.run.own import OwnFunctions
 from grpo.run.signals import Signals

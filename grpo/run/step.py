@@ -21,6 +21,7 @@ from grpo.run.metrics import report_details, step_line
 from grpo.run.state import Run
 from grpo.system import UserError, core_wait
 from grpo.telemetry.accumulator import Accumulator
+from grpo.telemetry.records import LOGGED_PREFIX
 
 PHASES = ("rollout", "reward", "logprobs", "update", "eval")
 
@@ -118,7 +119,7 @@ def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, 
         raise UserError(f"the environment failed on all {rows} completions of this step: see the warning above")
     if num_logged:  # a function may log a metric on some ranks only, and all ranks must add the same names
         for name in sorted({name for of_rank in run.world.gather_objects(list(logged)) for name in of_rank}):
-            step.metrics.add(name, *logged.get(name, (0.0, 0.0)))
+            step.metrics.add(LOGGED_PREFIX + name, *logged.get(name, (0.0, 0.0)))
     for name, count in zip(names, failed, strict=True):
         if is_whole_step and rows and count == rows:
             trace = result.first_traceback.get(name, "") if result else ""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo.config import Config
 from grpo.system import first_line
-from grpo.telemetry.records import json_safe
+from grpo.telemetry.records import LOGGED_PREFIX, json_safe
 
 TIMEOUTS = {"init_timeout": 20, "finish_timeout": 20}
 """Seconds that wandb waits for the server at the start, and for the upload at the end: torchrun kills a process 30
@@ -114,7 +114,8 @@ def _rich_values(package: Any, histograms: dict[str, Tensor], completions: list[
 def _row(record: dict[str, Any]) -> dict[str, Any]:
     """A completion as a row of the table."""
     rewards = {f"rewards/{name}": value for name, value in record["rewards"].items()}
-    logged = {name: str(value) for name, value in record.get("logged", {}).items()}  # a column has one type
+    # A column has one type.
+    logged = {LOGGED_PREFIX + name: str(value) for name, value in record.get("logged", {}).items()}
     row = {name: value for name, value in record.items() if name not in NOT_SHOWN}
     return row | {"prompt": str(record["prompt"])} | rewards | logged
 

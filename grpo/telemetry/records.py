@@ -18,6 +18,8 @@ import torch
 from grpo.system import write_atomically
 
 PACKAGES = ("torch", "transformers", "datasets", "pydantic", "wandb", "pyarrow", "math-verify")
+LOGGED_PREFIX = "logged/"
+"""Before the names of the metrics and columns that reward functions logged, which may be any."""
 
 
 def append_step(path: Path, line: dict[str, Any]) -> None:

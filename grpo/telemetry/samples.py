@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo.algorithm.batch import Completion, Group, Turns
 from grpo.system import write_atomically
+from grpo.telemetry.records import LOGGED_PREFIX
 
 _INT, _FLOAT, _TEXT = pyarrow.int64(), pyarrow.float64(), pyarrow.string()
 _LOGPROBS = pyarrow.list_(pyarrow.float32())
@@ -26,7 +27,7 @@ _COLUMNS = dict(
 _OF_TURNS = ("sampled", "messages", "stop_reason")
 """Columns of runs with turns alone."""
 REWARD_PREFIX = "rewards/"
-"""Before the name of a reward function. Columns that rewards logged have their own names."""
+"""Before the name of a reward function."""
 
 
 def sample_records(
@@ -100,7 +101,7 @@ def write_samples(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
         values = [_storable(record["logged"].get(name)) for record in records]
         if not {type(value) for value in values} <= {int, float, type(None)}:
             values = [None if value is None else str(value) for value in values]  # a column has one type
-        columns[name] = pyarrow.array(values)
+        columns[LOGGED_PREFIX + name] = pyarrow.array(values)
     table = pyarrow.table(columns)
     write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary, compression="zstd"))
 
@@ -109,11 +110,16 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     """The records that :func:`write_samples` wrote."""
     records = pyarrow.parquet.read_table(path).to_pylist()
     for record in records:
-        columns = [name for name in record if name.startswith(REWARD_PREFIX)]
-        record["rewards"] = {name.removeprefix(REWARD_PREFIX): record.pop(name) for name in columns}
-        if logged := [name for name in record if name not in _COLUMNS and name != "rewards"]:
-            record["logged"] = {name: record.pop(name) for name in logged}
+        record["rewards"] = _pop_columns(record, REWARD_PREFIX)
+        logged = _pop_columns(record, LOGGED_PREFIX)
+        if logged:
+            record["logged"] = logged
     return records
+
+
+def _pop_columns(record: dict[str, Any], prefix: str) -> dict[str, Any]:
+    names = [name for name in record if name.startswith(prefix)]
+    return {name.removeprefix(prefix): record.pop(name) for name in names}
 
 
 def _storable(value: Any) -> Any:

@@ -12,13 +12,17 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.config import Config, DataConfig
 from grpo.data import Rows, make_problems
 from grpo.data.tiny import is_tiny_tokenizer
-from grpo.rewards.worker import Pickled
+from grpo.rewards.calls import Place
 from grpo.rollout import Engine, SamplingParams, Stops
+from grpo.rollout.interface import ROWS_PER_CALL
 from grpo.system import UserError
 from grpo.turns.format import TurnFormat
 from grpo.turns.function import sample_by_function
-from grpo.turns.tools import COLUMN, Tools
-from grpo.turns.worker import Reply
+from grpo.turns.tools import COLUMN, ENVIRONMENT, TOOL, Tools
+from grpo.workers import Answer
+
+Message = dict[str, Any]
+"""A chat message."""
 
 
 @dataclass
@@ -31,170 +35,145 @@ class Conversation:
     """Gives the texts of turns."""
     problem: Problem
     row: int
-    """Its number in the rollout, which chooses the worker."""
+    """Its number in the rollout, which chooses the worker and the environment."""
     max_length: int
     """Most tokens of all turns and answers."""
     group_seed: int
     """The resets of a group's environments share it."""
     seed: int
-    environment: bytes | int | None = None
     ids: list[int] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     num_requests: int = 0
     num_turns: int = 0
     last_text: str = ""
-    """Of the model's last turn."""
+    """The text of the model's last turn."""
     stop_reason: str | None = None
     failure: str = ""
 
     def __post_init__(self) -> None:
         self.schemas = self.tools.schemas_of(self.problem.columns)
         self.name, self.info = self.tools.environment_of(self.problem.columns)
-        self.is_here = self.name in self.tools.here.environments
 
-    def begin(self) -> str | list[dict[str, str]] | None:
+    def begin(self) -> str | list[Message] | None:
         """Reset the environment; what it adds to the prompt."""
         row = {"prompt": self.problem.prompt} | self.problem.columns
         row.pop(COLUMN, None)
-        reply = self._request(
-            "begin",
-            self.name,
-            row,
-            self.group_seed,
-        )
-        self.environment = reply.environment
-        if reply.failed:
-            self._fail(f"reset: {reply.text}")
-            return None
-        return reply.text
+        return self._ask_environment("begin", "reset", row, self.group_seed)
 
     def reply(self, ids: Sequence[int]) -> list[int] | None:
         """The tokens that follow a turn (:data:`grpo.rollout.interface.Replies`)."""
-        text = self.stops.text(ids)
-        prefix = [*self.problem.prompt_ids, *self.ids]
-        message, calls = self.form.read(text, ids, prefix, self.schemas)
-        self.ids += ids
-        self._add_turn(message)
-        is_last_turn = self.tools.max_turns is not None and self.num_turns >= self.tools.max_turns
+        text, calls = self._read_turn(ids)
         if self.stop_reason is not None:  # the environment has failed
             return None
+        is_last_turn = self.tools.max_turns is not None and self.num_turns >= self.tools.max_turns
+        answers = []
         if self.info is not None and self.info.steps:
             answers = self._step(text)
-            self.stop_reason = self.stop_reason or ("max_turns" if is_last_turn else None)
-        elif not calls or is_last_turn:
-            answers, self.stop_reason = [], "max_turns" if calls else "stop"
+            if is_last_turn:
+                self.stop_reason = self.stop_reason or "max_turns"
+        elif not calls:
+            self.stop_reason = "stop"
+        elif is_last_turn:
+            self.stop_reason = "max_turns"
         else:
             answers = [self._call(*call) for call in calls]
         if self.stop_reason is not None:
             return None
-        if (most := self.tools.max_tool_tokens) is not None:
+
+        most = self.tools.max_tool_tokens
+        if most is not None:
             answers = [message | {"content": self.form.cut(message["content"], most)} for message in answers]
-        found = self.form.answer(answers, ids[-1], self.max_length - len(self.ids))
-        if found is None:
+        answer_ids = self.form.answer(answers, ids[-1], self.max_length - len(self.ids))
+        if answer_ids is None:
             self.stop_reason = "length"
             return None
         self.messages += answers
-        self.ids += found
-        return found
+        self.ids += answer_ids
+        return answer_ids
 
-    def _add_turn(self, message: dict[str, Any]) -> None:
+    def _read_turn(self, ids: Sequence[int]) -> tuple[str, list[Any]]:
+        """Add a turn of the model; its text and its calls."""
+        text = self.stops.text(ids)
+        prefix = [*self.problem.prompt_ids, *self.ids]
+        message, calls = self.form.read(text, ids, prefix, self.schemas)
+        self.ids += ids
         self.messages.append(message)
-        self.num_turns, self.last_text = self.num_turns + 1, message["content"]
+        self.num_turns += 1
+        self.last_text = message["content"]
+        return text, calls
 
-    def _call(self, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
+    def _call(self, name: str, arguments: dict[str, Any] | str) -> Message:
         if isinstance(arguments, str):  # what is wrong with the call
-            reply = Reply(None, arguments, failed=True)
+            answer = Answer("error", message=arguments)
         elif self.info is not None and name in self.info.methods:
-            reply = self._request(
-                "call",
-                self.environment,
-                name,
-                arguments,
-                self._next_seed(),
-            )
-            if reply.environment is not None:
-                self.environment = reply.environment
-            elif isinstance(self.environment, int):  # a pickled one is as it was before the call
-                self._fail("its environment was in the worker that was killed")
+            key = (ENVIRONMENT, self.name)
+            answer = self.tools.ask(self.row, key, "call", self.row, name, arguments, self._next_seed())
+            is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
+            if is_lost:
+                self._fail(f"{name}: {self.tools.failure_text(answer)}")
+        elif name in self.tools.tools:
+            tool = self.tools.tools[name]
+            answer = self.tools.ask(self.row, (TOOL, tool.spec), "call", arguments, self._next_seed())
         else:
-            reply = self.tools.request(
-                self.row,
-                name in self.tools.here.tools,
-                "call",
-                None,
-                name,
-                arguments,
-                self._next_seed(),
-            )
+            answer = Answer("error", message=f"Tool {name} not found.")
 
-        error = str(reply.text) if reply.failed else ""
-        self.calls.append(ToolCall(name, reply.seconds, error))
-        # The words of TRL, for what is no text and for errors.
-        content = {"error": reply.text} if reply.failed else reply.text
-        return {
-            "role": "tool",
-            "name": name,
-            "content": str(content),
-        }
+        has_failed = answer.kind != "ok"
+        content = answer.value
+        error = ""
+        if has_failed:
+            error = self.tools.failure_text(answer)
+            content = {"error": error}  # the words of TRL
+        self.calls.append(ToolCall(name, answer.seconds, error))
+        return {"role": "tool", "name": name, "content": str(content)}
 
-    def _step(self, action: str) -> list[dict[str, Any]]:
-        seed = self._next_seed()
-        reply = self._request("step", self.environment, action, seed)
-        if reply.failed:
-            self._fail(f"step: {reply.text}")
+    def _step(self, action: str) -> list[Message]:
+        result = self._ask_environment("step", "step", action, self._next_seed())
+        if result is None:
             return []
-        self.environment = reply.environment
-        self.rewards.append(reply.reward)
-        if reply.done:
+        self.rewards.append(result.reward)
+        if result.done:
             self.stop_reason = "environment"
-        if isinstance(reply.text, str):
-            return [{"role": "user", "content": reply.text}]
-        return list(reply.text or ())
+        if isinstance(result.observation, str):
+            return [{"role": "user", "content": result.observation}]
+        return list(result.observation)
 
-    def _request(self, method: str, *arguments: Any) -> Reply:
-        """The reply of the process that has the environment."""
-        return self.tools.request(
-            self.row,
-            self.is_here,
-            method,
-            *arguments,
-        )
+    def _ask_environment(self, method: str, name: str, *arguments: Any) -> Any:
+        """What a method of the environment returns; None if it fails, and the conversation with it.
+
+        ``name``: of the user's method, for the message.
+        """
+        answer = self.tools.ask(self.row, (ENVIRONMENT, self.name), method, self.row, *arguments)
+        if answer.kind == "ok":
+            return answer.value
+        self._fail(f"{name}: {answer.error or self.tools.failure_text(answer)}")
+        return None
 
     def _next_seed(self) -> int:
         self.num_requests += 1
         return derive_seed(self.seed, "tool", self.num_requests)
 
     def _fail(self, reason: str) -> None:
-        self.stop_reason, self.failure = "failed", reason
+        self.stop_reason = "failed"
+        self.failure = reason
 
     def end(self, completion: Completion) -> Turns:
         """The record of a complete completion, with the environment's own reward."""
-        if rest := completion.ids[len(self.ids) :]:  # a turn without an end has had no reply
-            prefix = [*self.problem.prompt_ids, *self.ids]
-            message, _ = self.form.read(self.stops.text(rest), rest, prefix, self.schemas)
-            self._add_turn(message)
+        rest = completion.ids[len(self.ids) :]
+        if rest:  # a turn without an end has had no reply
+            self._read_turn(rest)
             self.stop_reason = self.stop_reason or "length"
+
         reward = None
-        environment = None
-        has_failed = self.stop_reason == "failed"
-        has_reward = self.info is not None and self.info.has_reward and not has_failed
-        if isinstance(self.environment, int) or has_reward:
-            reply = self._request("end", self.environment)
-            reward = reply.reward
-            if reply.failed and not has_failed:
-                self._fail(f"get_reward: {reply.text}")
-        if self.info is not None and not has_failed:
-            if self.info.steps:
-                reward = None if None in self.rewards else float(sum(self.rewards))
-            if isinstance(self.environment, bytes):
-                source = self.tools.sources[self.name]
-                environment = Pickled(
-                    source.name,
-                    self.environment,
-                    source.name in self.tools.objects,
-                )
+        if self.stop_reason != "failed" and self.info is not None:
+            if not self.info.steps:
+                reward = self._ask_environment("reward", "get_reward") if self.info.has_reward else None
+            elif None not in self.rewards:
+                reward = float(sum(self.rewards))
+        place = None
+        if self.info is not None:
+            place = Place((ENVIRONMENT, self.name), self.row)
 
         known = {field.name: getattr(completion, field.name) for field in fields(Completion)}
         known["text"] = self.last_text
@@ -206,19 +185,33 @@ class Conversation:
             stop_reason=self.stop_reason or "length",
             rewards=tuple(self.rewards),
             calls=tuple(self.calls),
-            environment=environment,
+            environment=place,
             environment_name=self.info and self.info.class_name,
             environment_reward=reward,
         )
 
 
 class TurnsEngine:
-    """An engine (:class:`grpo.rollout.interface.Engine`) whose completions are conversations with tools."""
+    """An engine (:class:`grpo.rollout.interface.Engine`) whose completions are conversations with tools.
 
-    def __init__(self, engine: Engine, tools: Tools, config: Config, warn: Callable[[str], None] = print):
-        """``warn`` gets a line about the first environment that fails in a rollout. ValueError: see :meth:`check`."""
-        self.engine, self.tools, self.data, self.warn = engine, tools, config.data, warn
-        self.policy, self.communicates = engine.policy, engine.communicates
+    Args:
+        warn: gets a line about the first environment that fails in a rollout.
+        num_ranks: ranks that share the prompts of a step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tools: Tools,
+        config: Config,
+        warn: Callable[[str], None] = print,
+        num_ranks: int = 1,
+    ):
+        self.engine = engine
+        self.tools = tools
+        self.warn = warn
+        self.policy = engine.policy
+        self.communicates = engine.communicates
         self.reported: set[str] = set()
         """The tools that a warning has been printed about."""
         self.form = TurnFormat(
@@ -227,12 +220,20 @@ class TurnsEngine:
             tools.format,
             config.data.chat_template_kwargs,
         )
+        self.rows_per_call = ROWS_PER_CALL
+        if tools.environments:
+            # An evaluation needs no more environments, and so no more sessions of a server, than a step.
+            rollout = config.rollout
+            self.rows_per_call = rollout.prompts_per_step // num_ranks * rollout.num_generations
+        self._data = config.data
 
     def check(self) -> None:
         """ValueError unless the chat template and the environments are fit for the run."""
-        if not self.tools.function:
-            notes = self.form.check(uses_tools=not self.tools.steps, schemas=self.tools.all_schemas)
-            for note in [] if is_tiny_tokenizer(self.policy.tokenizer) else notes:
+        if self.tools.function:
+            return
+        notes = self.form.check(uses_tools=not self.tools.steps, schemas=self.tools.all_schemas)
+        if not is_tiny_tokenizer(self.policy.tokenizer):
+            for note in notes:
                 self.warn(note)
 
     def close(self) -> None:
@@ -256,13 +257,16 @@ class TurnsEngine:
     ) -> list[Group]:
         """See :meth:`grpo.rollout.interface.Engine.generate`; the completions are :class:`Turns`.
 
-        UserError if the environments of a group begin with different prompts.
+        The environments of these completions live until the next call.
+
+        Raises:
+            UserError: if the environments of a group begin with different prompts.
         """
         if self.tools.function:
             return sample_by_function(self.engine, self.tools, problems, sampling, seed_key, on_tokens)
         self.tools.begin_rollout()
-        G = sampling.num_generations
         stops = Stops(self.policy, sampling.stop)
+        G = sampling.num_generations
         conversations = []
         for problem in problems:
             group_seed = derive_seed(*seed_key, problem.index, -1)
@@ -280,13 +284,15 @@ class TurnsEngine:
                     derive_seed(*seed_key, problem.index, g),
                 )
                 conversations.append(conversation)
-        problems = self._begin(problems, conversations, G)
+        if self.tools.environments:
+            self._begin(conversations, G)
 
         def reply(row: int, ids: Sequence[int]) -> Future:
             return self.tools.submit(row, conversations[row].reply, ids)
 
+        begun = [conversation.problem for conversation in conversations[::G]]
         groups = self.engine.generate(
-            problems,
+            begun,
             sampling,
             seed_key=seed_key,
             on_tokens=on_tokens,
@@ -299,57 +305,54 @@ class TurnsEngine:
         completions = [future.result() for future in futures]
 
         self._warn_of_failures(conversations)
-        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(problems)]
+        return [Group(problem, tuple(completions[p * G : (p + 1) * G])) for p, problem in enumerate(begun)]
 
-    def _warn_of_failures(self, conversations: list[Conversation]) -> None:
-        failures = [c.failure for c in conversations if c.failure]
-        if failures:
-            self.warn(f"warning: the environments of {len(failures)} completions have failed, first with {failures[0]}")
-        for name in self.tools.names:
-            calls = []
-            for conversation in conversations:
-                calls += [call for call in conversation.calls if call.name == name]
-            all_failed = all(call.failed for call in calls)
-            if calls and all_failed and name not in self.reported:
-                self.reported.add(name)
-                self.warn(f"warning: all {len(calls)} calls of {name} failed, first with {calls[0].error[:200]}")
-
-    def _begin(self, problems: Sequence[Problem], conversations: list[Conversation], G: int) -> list[Problem]:
+    def _begin(self, conversations: Sequence[Conversation], G: int) -> None:
         """Reset the environments, and append what they say to the prompts."""
-        if not self.tools.description.environments:
-            return list(problems)
         futures = [self.tools.submit(c.row, c.begin) for c in conversations]
-        texts, begun = [future.result() for future in futures], []
-        for p, problem in enumerate(problems):
-            of_group = [(c, texts[c.row]) for c in conversations[p * G : (p + 1) * G]]
-            found = [text for c, text in of_group if c.stop_reason != "failed"]
-            if any(text != found[0] for text in found):
+        texts = [future.result() for future in futures]
+        for start in range(0, len(conversations), G):
+            group = conversations[start : start + G]
+            said = [texts[c.row] for c in group if c.stop_reason != "failed"]
+            if any(text != said[0] for text in said):
                 raise UserError(
-                    f"reset() of {of_group[0][0].info.class_name} gave the completions of one problem different "
+                    f"reset() of {group[0].info.class_name} gave the completions of one problem different "
                     "prompts: draw from `seed`, an argument that they share, or from the module random"
                 )
+            if not said or said[0] is None:
+                continue
             try:
-                begun.append(problem if not found or found[0] is None else self._with_prompt(problem, found[0]))
+                problem = self._with_prompt(group[0].problem, said[0])
             except ValueError as error:  # the text of the user's environment makes a prompt that is too long, or none
-                begun.append(problem)
-                for c, _ in of_group:
-                    c._fail(str(error))
-            for c, _ in of_group:
-                c.problem = begun[-1]
-        return begun
+                for conversation in group:
+                    conversation._fail(str(error))
+                continue
+            for conversation in group:
+                conversation.problem = problem
 
-    def _with_prompt(self, problem: Problem, text: str | list[dict[str, str]]) -> Problem:
+    def _with_prompt(self, problem: Problem, text: str | list[Message]) -> Problem:
         """The problem with ``text`` behind its last message, or with messages in its place."""
         prompt = problem.prompt
         if isinstance(text, list):
             prompt = text
         elif isinstance(prompt, list):
-            prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
+            last = prompt[-1] | {"content": prompt[-1]["content"] + text}
+            prompt = [*prompt[:-1], last]
         else:
             prompt = (prompt or "") + text
-        return replace(
-            one_problem(prompt, problem.columns, self.data, self.policy.tokenizer, self.tools), index=problem.index
-        )
+        asked = one_problem(prompt, problem.columns, self._data, self.policy.tokenizer, self.tools)
+        return replace(asked, index=problem.index)
+
+    def _warn_of_failures(self, conversations: Sequence[Conversation]) -> None:
+        failures = [c.failure for c in conversations if c.failure]
+        if failures:
+            self.warn(f"warning: the environments of {len(failures)} completions have failed, first with {failures[0]}")
+        calls = [call for conversation in conversations for call in conversation.calls]
+        for name in self.tools.names:
+            errors = [call.error for call in calls if call.name == name]
+            if errors and all(errors) and name not in self.reported:
+                self.reported.add(name)
+                self.warn(f"warning: all {len(errors)} calls of {name} failed, first with {errors[0][:200]}")
 
 
 def one_problem(prompt: Any, columns: dict[str, Any], data: DataConfig, tokenizer: Any, tools: Tools) -> Problem:

@@ -7,7 +7,7 @@ a database, is loaded in this process instead.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,67 +15,71 @@ import numpy
 
 from grpo.config import Config
 from grpo.config.config import ENVIRONMENT_ROWS
+from grpo.rewards import RewardSpec
+from grpo.rewards.calls import Place
 from grpo.rewards.functions import ENVIRONMENT_PREFIX, source_files
-from grpo.rewards.pool import LOAD_SECONDS, WorkerLost, WorkerPool
-from grpo.rewards.runner import RewardSpec
-from grpo.turns.worker import Description, EnvironmentInfo, Reply, Source, ToolWorker
+from grpo.turns.sessions import EnvironmentInfo, LoadedEnvironment, LoadedTool, ToolInfo, as_content, load_named
+from grpo.workers import Answer, Here, Pool, Request, Worker
 
 MAX_WORKERS = 8
 """Worker processes per rank, if ``reward.num_workers`` is not set: most tools wait for something else."""
+MAX_MEMORY_BYTES = 8 * 1024**3
+"""Of the data of one worker. A tool that asks for more gets Python's MemoryError."""
 COLUMN = "environment"
 """The column that names the environment of a row, where there are several."""
+TOOL = "tool"
+ENVIRONMENT = "environment"
+"""They begin the keys of tools and environments in the workers."""
 
 
 class Tools:
     """The tools and environments of a run, and the worker processes that run them.
 
-    A row of a rollout has one worker, so that its calls run in order, and an environment that cannot be pickled finds
-    its way back. Rows of other workers run at the same time.
+    A row of a rollout has one worker, so that its calls run in order, and an environment lives there. Rows of other
+    workers run at the same time.
 
     Args:
         objects: name in the configuration -> the Python object that a program passed in its place.
     """
 
     def __init__(self, config: Config, objects: Mapping[str, Any] | None = None):
-        self.objects = objects or {}
+        self._config = config
+        self._objects = objects or {}
         self.format = config.tools_format
         self.max_turns = config.rollout.max_turns
         self.max_tool_tokens = config.rollout.max_tool_tokens
         self.timeout_s = config.reward.timeout_s
         self.function = config.rollout.function
         """The name of a rollout function; None without one."""
-        self.function_object = self.objects.get(self.function)
+        self.function_object = self._objects.get(self.function)
         self.owns_prompts = config.data.dataset == ENVIRONMENT_ROWS
         """True if the prompts are those of the environment's reset."""
-        named = config.environment
-        self.several = isinstance(named, dict)
+        self.several = isinstance(config.environment, dict)
         """True if a column of the rows names the environment."""
-        if named and not self.several:
-            named = {None: named}
-        self._tools = [Source("tool", tool.name, tool.args) for tool in config.tools]
-        self.sources = {}
-        """Sources of the environments' classes, by their names in rows."""
-        for row_name, name in (named or {}).items():
-            self.sources[row_name] = Source("environment", name, row_name=row_name)
-        self.here = ToolWorker(is_process=False)
-        """A worker in this process, for the tools and environments that no worker process can load."""
-        self.notes: list[str] = []
-        """Messages of :meth:`load` for the user, one line each."""
-        num_workers = config.reward.num_workers or MAX_WORKERS
-        self._pools = []
-        for _ in range(num_workers):
-            self._pools.append(WorkerPool(1, "grpo.turns.worker:ToolWorker"))
-        self.description = Description([], {}, {})
+        self.pool = Pool(config.reward.num_workers or MAX_WORKERS, MAX_MEMORY_BYTES)
+        self.tools: dict[str, ToolInfo] = {}
+        """The tools of the configuration by name."""
+        self.environments: dict[str | None, EnvironmentInfo] = {}
+        """The environments by their names in rows; None: of all rows."""
+        self._rows_per_worker = 1
 
     @property
     def steps(self) -> bool:
         """True with a reset/step environment: turns are actions, and there are no calls."""
-        return any(info.steps for info in self.description.environments.values())
+        return any(info.steps for info in self.environments.values())
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The schemas of the tools of the configuration."""
+        return [tool.schema for tool in self.tools.values()]
 
     @property
     def all_schemas(self) -> list[dict[str, Any]]:
         """The schemas of the tools of the configuration and of all environments."""
-        return [*self.description.schemas, *(s for e in self.description.environments.values() for s in e.schemas)]
+        schemas = self.schemas
+        for info in self.environments.values():
+            schemas += info.schemas
+        return schemas
 
     @property
     def names(self) -> list[str]:
@@ -88,53 +92,61 @@ class Tools:
         parts = []
         if self.names:
             parts.append("tools " + ", ".join(self.names))
-        classes = [info.class_name for info in self.description.environments.values()]
-        if classes:
-            parts.append("environment " + ", ".join(classes))
+        if self.environments:
+            parts.append("environment " + ", ".join(info.class_name for info in self.environments.values()))
         return "; ".join(parts) or f"rollout.function {self.function}"
 
     @property
     def source_files(self) -> dict[str, str]:
         """Name for messages -> path of the files that define tools and environments."""
-        own = source_files(self.function, self.function_object) if self.function else {}
-        return self.description.source_files | own
+        files = {}
+        for info in (*self.tools.values(), *self.environments.values()):
+            files |= info.source_files
+        if self.function:
+            files |= source_files(self.function, self.function_object)
+        return files
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages of :meth:`load` for the user, one line each."""
+        return self.pool.notes
 
     def load(self) -> Tools:
         """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
         if self.function and not self.function_object:
-            self.function_object = Source("rollout.function", self.function).load()
-        if not (self._tools or self.sources):
-            return self
-        first, *others = self._pools
-        for key, source in enumerate((*self._tools, *self.sources.values())):
-            own = self.objects.get(source.name)
-            loaded = first.load_or_here(
-                self.here,
-                self.notes,
-                f"{source.kind} {source.name!r}",
-                key,
-                source,
-                own,
+            self.function_object = load_named("rollout.function", self.function, {})
+        for tool in self._config.tools:
+            self._load_tool(tool.name, tool.args)
+        named = self._config.environment
+        if named and not self.several:
+            named = {None: named}
+        for row_name, name in (named or {}).items():
+            self.environments[row_name] = self.pool.load(
+                f"environment {name!r}",
+                (ENVIRONMENT, row_name),
+                LoadedEnvironment,
+                name,
+                user_object=self._objects.get(name),
             )
-            _raised(loaded)
-        request = first.submit(first.request, first.functions, LOAD_SECONDS, "describe")
-        there = _raised(request.result())
-        first.close()  # it has imported transformers, which no call needs
-        for pool in others:
-            pool.functions = first.functions
-        here = _raised(self.here.describe())
-        found = self.description = Description(
-            there.schemas + here.schemas,
-            there.environments | here.environments,
-            there.source_files | here.source_files,
-        )
+        self.close()  # the first worker has imported transformers, which no call needs
+        self._check()
+        return self
 
-        kinds = {info.steps for info in found.environments.values()}
-        if len(kinds) > 1 or (True in kinds and self._tools):
+    def _load_tool(self, spec: str, args: dict[str, Any]) -> None:
+        what = f"tool {spec!r}"
+        info = self.pool.load(what, (TOOL, spec), LoadedTool, spec, args, user_object=self._objects.get(spec))
+        if info.name in self.tools:
+            raise ValueError(f"two tools have the name {info.name!r}")
+        self.tools[info.name] = info
+
+    def _check(self) -> None:
+        """ValueError unless the tools and environments fit together, and give the prompts if nothing else does."""
+        kinds = {info.steps for info in self.environments.values()}
+        if len(kinds) > 1 or (True in kinds and self.tools):
             raise ValueError("a reset/step environment takes whole turns as actions, so it cannot stand beside tools")
         if not self.owns_prompts:
-            return self
-        for info in found.environments.values():
+            return
+        for info in self.environments.values():
             if self.several:
                 raise ValueError("several environments need data.dataset, whose column `environment` chooses one")
             if not info.takes_seed:
@@ -142,84 +154,85 @@ class Tools:
                     f"without data.dataset, reset() of {info.class_name} makes the prompt, and needs an argument "
                     "`seed`: the completions of a group must get the same prompt"
                 )
-        return self
 
     def reward_specs(self, functions: Sequence[Any]) -> list[Any]:
         """The reward functions, and those of the environments, of weight 1; or ValueError if there is none."""
-        infos = self.description.environments.values()
-        own = dict.fromkeys(ENVIRONMENT_PREFIX + info.class_name for info in infos if info.has_reward)
-        specs = [*functions, *(RewardSpec(name) for name in own if name not in [f.name for f in functions])]
+        specs = list(functions)
+        for info in self.environments.values():
+            name = ENVIRONMENT_PREFIX + info.class_name
+            if info.has_reward and name not in [spec.name for spec in specs]:
+                specs.append(RewardSpec(name))
         if not specs:
             raise ValueError("nothing gives a reward: set reward.functions, or give the environment a get_reward()")
         return specs
 
     def environment_of(self, columns: Mapping[str, Any]) -> tuple[str | None, EnvironmentInfo | None]:
         """The environment of a row: its name and what is known of it; ValueError if its column names none."""
-        if not self.description.environments:
+        if not self.environments:
             return None, None
         name = columns.get(COLUMN) if self.several else None
-        if name not in self.description.environments:
-            known = ", ".join(map(str, self.description.environments))
+        if name not in self.environments:
+            known = ", ".join(map(str, self.environments))
             raise ValueError(f"a row has environment={name!r}, which is none of {known}")
-        return name, self.description.environments[name]
+        return name, self.environments[name]
 
     def schemas_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The schemas of the tools of a row."""
         _, info = self.environment_of(columns)
-        return self.description.schemas + (info.schemas if info else [])
+        return self.schemas + (info.schemas if info else [])
+
+    def keep_groups_together(self) -> None:
+        """Give the rows of a group one worker, where a reward that compares their environments has all of them."""
+        self._rows_per_worker = self._config.rollout.num_generations
+
+    def worker_of(self, place: Place) -> Worker | Here:
+        """The worker where an environment lives."""
+        return self.pool.place(place.key, place.slot // self._rows_per_worker)
+
+    @property
+    def live_in_workers(self) -> bool:
+        """True if an environment lives in a worker process."""
+        return any((ENVIRONMENT, name) not in self.pool.keys_here for name in self.environments)
 
     def submit(self, row: int, job: Callable[..., Any], *arguments: Any) -> Future:
-        """Run a job in the thread of a row's worker. Jobs call :meth:`request`.
+        """Run a job in the thread of a row's worker. Jobs call :meth:`ask`.
 
         A tool or environment that lives in this process may refuse other threads, as a connection of
         sqlite3 does. If there is one, all jobs run in this thread, one after the other.
         """
-        if not (self.here.tools or self.here.environments):
-            pool = self._pools[row % len(self._pools)]
-            return pool.submit(job, *arguments)
-        done = Future()
-        done.set_result(job(*arguments))
-        return done
+        if self.pool.keys_here:
+            return self.pool.here.submit(job, *arguments)
+        return self.worker_of(Place(None, row)).submit(job, *arguments)
 
-    def request(self, row: int, is_here: bool, method: str, *arguments: Any) -> Reply:
-        """The reply of a row's worker, or of this process (:class:`grpo.turns.worker.ToolWorker`).
+    def ask(self, row: int, key: Hashable, method: str, *arguments: Any) -> Answer:
+        """Call a method of a tool or environment for a row (:mod:`grpo.turns.sessions`)."""
+        request = Request(key, method, arguments)
+        worker = self.worker_of(Place(key, row))
+        if worker is not self.pool.here:
+            (answer,) = worker.ask([request], self.timeout_s)
+            return answer
 
-        A late or dead worker is a failure.
-        """
-        if is_here:
-            # The request seeds the global generators, which this process uses too.
-            state = random.getstate()
-            numpy_state = numpy.random.get_state()
-            try:
-                return getattr(self.here, method)(*arguments)
-            finally:
-                random.setstate(state)
-                numpy.random.set_state(numpy_state)
-        pool = self._pools[row % len(self._pools)]
+        # The call seeds the global generators, which this process uses too.
+        state = random.getstate()
+        numpy_state = numpy.random.get_state()
         try:
-            return pool.request(pool.functions, self.timeout_s, method, *arguments)
-        except WorkerLost as lost:
-            if lost.kind == "timeout":
-                return Reply(
-                    None,
-                    f"no result within {self.timeout_s:g} seconds",
-                    failed=True,
-                    seconds=self.timeout_s,
-                )
-            return Reply(None, "the tool has died", failed=True)
+            (answer,) = worker.ask([request], self.timeout_s)
+        finally:
+            random.setstate(state)
+            numpy.random.set_state(numpy_state)
+        return answer
+
+    def failure_text(self, answer: Answer) -> str:
+        """What the model reads about a call that failed."""
+        if answer.kind == "timeout":
+            return f"no result within {self.timeout_s:g} seconds"
+        if answer.kind == "died":
+            return "the tool has died"
+        return as_content(answer.message or answer.error.partition(":")[0])
 
     def begin_rollout(self) -> None:
-        for pool in self._pools:
-            pool.begin_step()
+        self.pool.begin_step()
 
     def close(self) -> None:
-        """Kill the workers. A later call starts new ones."""
-        for pool in self._pools:
-            pool.close()
-
-
-def _raised(found: Any) -> Any:
-    """A worker's answer, unless it is a mistake of the user."""
-    if isinstance(found, ValueError):
-        raise found
-    return found
+        """Close the environments and kill the workers. A later call starts new ones."""
+        self.pool.close([Request((ENVIRONMENT, name), "close") for name in self.environments])

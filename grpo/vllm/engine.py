@@ -25,7 +25,7 @@ from grpo.algorithm.seeding import derive_seed
 from grpo.distributed import World, is_sharded, whole_trained_weights
 from grpo.model import Policy
 from grpo.rollout import SamplingParams, Stops
-from grpo.rollout.interface import Replies, grouped
+from grpo.rollout.interface import ROWS_PER_CALL, Replies, grouped
 from grpo.vllm.client import Sampled, Server, ServerError, session
 from grpo.vllm.weights import Probe, WeightsFolder
 
@@ -41,6 +41,7 @@ class VLLMEngine:
     """Samples completions of problems from vLLM servers (:class:`grpo.rollout.interface.Engine`)."""
 
     communicates = True
+    rows_per_call = ROWS_PER_CALL
 
     def __init__(
         self,

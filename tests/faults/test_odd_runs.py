@@ -162,7 +162,7 @@ def test_a_reward_worker_killed_from_outside(tmp_path, random_model):
     killed = 0
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_worker = b"grpo.rewards.worker" in (folder / "cmdline").read_bytes()
+            is_worker = b"grpo.workers.host" in (folder / "cmdline").read_bytes()
             if is_worker and int((folder / "stat").read_text().rsplit(")")[-1].split()[1]) == started.process.pid:
                 os.kill(int(folder.name), signal.SIGKILL)
                 killed += 1

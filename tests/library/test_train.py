@@ -283,7 +283,7 @@ def test_function_objects_run_in_workers_that_can_be_killed(tmp_path):
     ("code", "heavy"),
     [
         ("from grpo import train", {"torch"}),
-        ("import grpo.rewards.worker", {"torch", "numpy", "pydantic"}),
+        ("import grpo.workers.host, grpo.rewards.calls, grpo.turns.sessions", {"torch", "numpy", "pydantic"}),
         (
             "from grpo.config import load_config; load_config(['rollout.top_k=3'])",
             {"torch", "transformers", "datasets", "numpy"},

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from grpo.rewards import load_reward
+from grpo.rewards.calls import Logged, TrainerState, call_reward
 from grpo.rewards.functions import check_arguments, unique_names
-from grpo.rewards.worker import Logged, TrainerState, call_reward
 
 
 @pytest.fixture

@@ -160,8 +160,16 @@ class Query:
 
 
 def look(completions, environments, **columns):
-    """Members of the script's Enum and classes arrive with the environment."""
-    return [sum(p.age for p in e.people.content) * (e.grade is Grade.GOOD) for e in environments]
+    """The environments themselves, each where it lives."""
+    found = []
+    for environment in environments:
+        if hasattr(environment, "num_queries"):
+            assert os.getpid() == MAIN
+            found.append(environment.num_queries)
+        else:
+            assert os.getpid() != MAIN
+            found.append(sum(p.age for p in environment.people.content) * (environment.grade is Grade.GOOD))
+    return found
 
 
 def score():
@@ -210,11 +218,11 @@ def converse(model):
     ]
     settings = ["environment={game: python:game, query: python:query}", "tools=[python:describe, python:capital]"]
     columns = [{"environment": "game", "grade": Grade.GOOD}, {"environment": "query", "grade": Grade.BAD}]
-    for completion in play(policy, turns, *settings, objects=objects, columns=columns, prompts=["a", "b"]):
-        print(results(completion), completion.environment_reward, type(completion.environment).__name__)
-        if completion.environment is not None:
-            with RewardRunner([RewardSpec("python:look", function=look)]) as runner:
-                print(runner.score(["p"], ["c"], {"environments": [completion.environment]}).values)
+    rewards = [RewardSpec("python:look", function=look)]
+    options = dict(objects=objects, columns=columns, prompts=["a", "b"], rewards=rewards)
+    for completion in play(policy, turns, *settings, **options):
+        print(results(completion), completion.environment_reward)
+    print(play.result.values)
     print(*notes, sep="\n")
 
 

@@ -1,5 +1,6 @@
 """Conversations with real workers: a scripted engine gives the turns, as tokens, so that each case is known by hand."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import AddedToken
 from grpo.algorithm.batch import Completion, Group, collate
 from grpo.config import load_config
 from grpo.data import Rows, make_problems
-from grpo.rewards import RewardRunner
+from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.scores import score_groups
 from grpo.rollout import BuiltinEngine, SamplingParams, Stops
 from grpo.system import UserError
@@ -57,8 +58,13 @@ def policy(random_model):
     return load(random_model)
 
 
-def play(policy, script, *settings, prompts=("q",), columns=None, length=2000, objects=None, score=False):
-    """The completions of one row of turns per completion, one problem per prompt."""
+def play(
+    policy, script, *settings, prompts=("q",), columns=None, length=2000, objects=None, score=False, rewards=None, times=1
+):
+    """The completions of one row of turns per completion, one problem per prompt.
+
+    ``rewards``: of the run, besides those of the environments. ``times``: rollouts, one after the other.
+    """
     config = load_config(
         ["data.dataset=builtin:arithmetic", f"rollout.max_completion_length={length}", "reward.timeout_s=2", *settings]
     )
@@ -72,11 +78,14 @@ def play(policy, script, *settings, prompts=("q",), columns=None, length=2000, o
     engine.check()
     try:
         sampling = SamplingParams(len(script) // len(prompts), length)
-        groups = engine.generate(problems.problems, sampling, seed_key=(0, "rollout", 0))
         result = None
-        if score:
-            with RewardRunner(tools.reward_specs(config.reward.functions), timeout_s=5) as rewards:
-                result = score_groups(rewards, groups)
+        specs = tools.reward_specs(rewards or config.reward.functions) if score or rewards else []
+        with RewardRunner(specs, timeout_s=5, environments=tools) as runner:
+            runner.check()
+            for _ in range(times):
+                groups = engine.generate(problems.problems, sampling, seed_key=(0, "rollout", 0))
+                if specs:
+                    result = score_groups(runner, groups)
     finally:
         engine.close()
     play.problems, play.warnings, play.result = scripted.problems, warnings, result
@@ -177,24 +186,28 @@ def test_what_does_not_fit_ends_the_completion(policy):
 def test_an_environment_has_state_gives_prompts_and_a_reward(policy):
     script = [
         ["<add>2</add>", "<add>5</add>", "ok"],
-        ["<add>13</add>", "<add>1</add>", "ok"],
         ["hi"],
+        ["<add>13</add>", "<add>1</add>", "ok"],
         ["<draw></draw>"],
     ]
-    a, killed, plain, _ = play(
-        policy, script, f"environment={USER}:Counter", columns=[{"start": 10}], prompts=["Count"], score=True
+    a, plain, killed, neighbour = play(
+        policy,
+        script,
+        f"environment={USER}:Counter",
+        "rollout.num_generations=2",
+        columns=[{"start": 10}],
+        prompts=["Count"],
+        rewards=[RewardSpec(f"{USER}:count_of"), RewardSpec(f"{USER}:secret_of")],
     )
     assert policy.tokenizer.decode(play.problems[0].prompt_ids).count("Count from 10") == 1
     assert results(a) == ["12", "17"] and a.environment_reward == 17.0
-    assert results(killed) == [
-        "{'error': 'the tool has died'}",
-        "11",
-    ]  # the state before the call that killed its worker
+    # With a reward that takes environments, the rows of a group share a worker, and so a kill.
+    assert killed.stop_reason == neighbour.stop_reason == "failed"
     assert plain.environment_reward == 10.0 and plain.environment_name == "Counter"
-    assert play.result.names == ["Counter"] and [row[0] for row in play.result.values[:3]] == [17.0, 11.0, 10.0]
-    restored = [c.environment.load() for c in (a, killed, plain)]
-    assert [e.count for e in restored] == [17, 11, 10]
-    assert len({e.secret for e in restored}) == 1  # the completions of a group begin equal
+    assert play.result.names == ["count_of", "secret_of", "Counter"]
+    assert [(count, own) for count, _, own in play.result.values] == [(17.0, 17.0), (10.0, 10.0)] + [(None, None)] * 2
+    assert play.result.values[0][1] == play.result.values[1][1], "the completions of a group begin equal"
+    assert play.result.failures == [0, 0, 0] and play.result.num_failed_environments == 2
 
 
 def test_a_reset_that_fails_costs_its_rows_alone(policy):
@@ -209,8 +222,34 @@ def test_a_reset_that_fails_costs_its_rows_alone(policy):
 def test_an_environment_that_cannot_be_pickled_stays_in_its_worker(policy):
     script = [["<add>2</add>", "<add>3</add>", "ok"], ["<add>13</add>", "<add>1</add>", "ok"]]
     a, killed = play(policy, script, f"environment={USER}:Connected", score=True)
-    assert a.environment_reward == 10.0 and a.environment is None
+    assert a.environment_reward == 10.0
     assert killed.stop_reason == "failed" and play.result.values == [[10.0], [None]]
+
+
+def test_an_environment_lives_in_its_worker(policy, monkeypatch, tmp_path):
+    """Made once for each row of the rollout, reset for each completion, closed at the end; its file stays open."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("READER_LOG", str(log))
+    script = [["<line></line>", "<line></line>", "ok"]] * 4
+    found = play(policy, script, f"environment={USER}:Reader", prompts=["a", "b"], score=True, times=3)
+    assert all(results(completion) == ["first", "second"] for completion in found)
+    assert play.result.values == [[1.0]] * 4
+    # One more is made at the start, which tells what tools there are.
+    assert Counter(log.read_text().split()) == {"made": 5, "reset": 12, "closed": 5}
+
+
+def test_a_killed_neighbour_costs_the_rows_of_its_worker(policy):
+    """And of this rollout alone. Without rewards that take environments, rows are spread over the workers."""
+    script = [["<add>2</add>", "<add>3</add>", "ok"], ["<add>1</add>", "ok"]] * 2
+    script[2] = ["<add>13</add>", "ok"]
+    two = f"environment={USER}:Connected", "reward.num_workers=2"
+    found = play(policy, script, *two, score=True)
+    assert [c.stop_reason for c in found] == ["failed", "stop", "failed", "stop"]
+    assert play.result.values == [[None], [6.0], [None], [6.0]]
+    assert "the environments of 2 completions have failed" in play.warnings[0]
+    script[2] = script[0]
+    play(policy, script, *two, score=True, times=2)
+    assert play.result.values == [[10.0], [6.0], [10.0], [6.0]]
 
 
 def test_environments_by_row_and_their_own_prompts(policy):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import socket
+import tempfile
 import time
 from dataclasses import dataclass
 
@@ -86,6 +87,14 @@ class Counter:
 
     async def get_reward(self):
         return None if self.count > 100 else float(self.count)
+
+
+def count_of(environments, **columns):
+    return [environment.count for environment in environments]
+
+
+def secret_of(environments, **columns):
+    return [environment.secret for environment in environments]
 
 
 class Connected(Counter):
@@ -183,3 +192,38 @@ class Slow:
         digits = sum(character.isdigit() for character in action)
         draw = random.random()  # seeded by the trainer
         return "ok" * (1 + int(3 * draw)), digits + draw, self.turns == 2 + self.last, False, {}
+
+
+class Reader:
+    """Holds an open file, which no copy could have, and writes into a log what happens to it."""
+
+    def __init__(self):
+        self._log("made")
+
+    def _log(self, word):
+        with open(os.environ["READER_LOG"], "a") as file:
+            print(word, file=file)
+
+    def reset(self, **row):
+        self._log("reset")
+        self.folder = tempfile.TemporaryDirectory()
+        path = os.path.join(self.folder.name, "text")
+        with open(path, "w") as file:
+            file.write("first\nsecond\nthird\n")
+        self.file = open(path)
+
+    def line(self) -> str:
+        """Read the next line."""
+        assert os.path.isdir(self.folder.name)
+        return next(self.file).strip()
+
+    async def get_reward(self):
+        return float(len(list(self.file)))
+
+    async def _close(self):
+        self._log("closed")
+
+    def __getattr__(self, name):  # not a method of the class, and so no tool
+        if name == "close":
+            return self._close
+        raise AttributeError(name)

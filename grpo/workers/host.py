@@ -1,0 +1,218 @@
+"""The objects that one process has loaded, and its answers to requests about them.
+
+A worker process runs :func:`serve`. It calls every object in its main thread, because ``math_verify`` and others use
+SIGALRM. The trainer's process has a :class:`Host` too, for the objects that no other process can load.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import os
+import pickle
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from grpo.system import UserError, end_with_parent, first_line
+
+MAX_TRACEBACK_LENGTH = 8000
+HOST = "host"
+"""The key of the host itself, which answers the request to load an object."""
+CAUGHT = (Exception, SystemExit, asyncio.CancelledError)
+"""The exceptions of an object that cost one request. Any other, such as KeyboardInterrupt, ends a worker process."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The way to load an object: ``make(objects, *arguments, user_object)``, with all objects of the process by key."""
+
+    make: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    user_object: Any = None
+    """An object of the user's program; in bytes, pickled. Default: none."""
+
+    def pickled(self) -> "Source":
+        """Return the source as a worker process gets it, which cannot import the classes of a script."""
+        if self.user_object is None:
+            return self
+        return replace(self, user_object=cloudpickle.dumps(self.user_object))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of a method of a loaded object."""
+
+    key: Hashable
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of one request."""
+
+    kind: str = "ok"
+    """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process ended."""
+    value: Any = None
+    """What the method returned; of an error, the exception if it is a :class:`UserError`."""
+    message: str = ""
+    """The text of an exception, or the cause of a timeout or a death."""
+    error: str = ""
+    """Type and message of an exception, in one line."""
+    trace: str = ""
+    """Its traceback from the user's code on."""
+    seconds: float = 0.0
+    is_worker_lost: bool = False
+    """True if the worker process ended, and what it kept with it."""
+
+
+class Host:
+    """Loads objects and calls their methods, which may return awaitables."""
+
+    def __init__(self):
+        self.objects: dict[Hashable, Any] = {HOST: self}
+        self._loop = EventLoop()
+
+    def load(self, key: Hashable, source: Source) -> None:
+        """Load an object under a key."""
+        user_object = source.user_object
+        if isinstance(user_object, bytes):
+            user_object = pickle.loads(user_object)
+        self.objects[key] = source.make(self.objects, *source.arguments, user_object)
+
+    def answer(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
+        """Call one method after the other, then await together what they returned as awaitables.
+
+        Each awaitable is cancelled after ``limit_s`` seconds. Nothing else is stopped here.
+        """
+        found = [self._call(request) for request in requests]
+        waiting = [each for each in found if not isinstance(each, Answer)]
+        if not waiting:
+            return found
+        finished = iter(self._loop.run(_finish_all(waiting, limit_s)))
+        return [each if isinstance(each, Answer) else next(finished) for each in found]
+
+    def _call(self, request: Request) -> Answer | Awaitable[Any]:
+        target = self.objects[request.key]
+        started = time.perf_counter()
+        try:
+            value = getattr(target, request.method)(*request.arguments)
+        except CAUGHT as error:
+            return failure(error, target, time.perf_counter() - started)
+        if inspect.isawaitable(value):
+            return value
+        return Answer(value=value, seconds=time.perf_counter() - started)
+
+
+def failure(error: BaseException, target: Any = None, seconds: float = 0.0) -> Answer:
+    """Return the answer for an exception, with its traceback from the first frame outside of ``target``'s file on."""
+    # The user knows nothing of the frames of this file and of the class that wraps the user's function.
+    ours = {__file__, getattr(sys.modules[type(target).__module__], "__file__", None)}
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(error.with_traceback(trace)))
+    return Answer(
+        "error",
+        value=error if isinstance(error, UserError) else None,
+        message=str(error),
+        error=f"{type(error).__name__}: {first_line(error)}",
+        trace=text[-MAX_TRACEBACK_LENGTH:],
+        seconds=seconds,
+    )
+
+
+def then(result: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return ``convert(result)``; if the result is awaitable, an awaitable of it."""
+    if not inspect.isawaitable(result):
+        return convert(result)
+
+    async def finish() -> Any:
+        return convert(await result)
+
+    return finish()
+
+
+async def _finish_all(waiting: Sequence[Awaitable[Any]], limit_s: float) -> list[Answer]:
+    tasks = [_finish(awaitable, limit_s) for awaitable in waiting]
+    answers = []
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        # A task may have cancelled itself.
+        answers.append(found if isinstance(found, Answer) else failure(found))
+    return answers
+
+
+async def _finish(awaitable: Awaitable[Any], limit_s: float) -> Answer:
+    started = time.perf_counter()
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            value = await awaitable
+    except CAUGHT as error:
+        seconds = time.perf_counter() - started
+        if not limit.expired():
+            return failure(error, seconds=seconds)
+        # A thread that was started by asyncio.to_thread may still hang: the next calls get new threads.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+        return Answer("timeout", message=f"it did not return within {limit_s:g} s", seconds=seconds)
+    return Answer(value=value, seconds=time.perf_counter() - started)
+
+
+class EventLoop:
+    """One event loop for all coroutines of a host, because an HTTP client is bound to its loop."""
+
+    def __init__(self):
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_thread = False
+
+    def run(self, coroutine: Awaitable[Any]) -> Any:
+        """Return the result of a coroutine, which runs in this thread unless an event loop runs here already."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # The cell of a notebook runs inside of an event loop, and a thread can run only one.
+            with contextlib.suppress(RuntimeError):  # no event loop runs here
+                self._has_thread = asyncio.get_running_loop() is not None
+            if self._has_thread:
+                thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+                thread.start()
+        if not self._has_thread:
+            return self._loop.run_until_complete(coroutine)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result()
+
+
+def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
+    """Answer requests from the connection on file ``descriptor`` until it ends.
+
+    Args:
+        parent: process id of the other end, with which this process ends.
+        memory_bytes: most bytes of this process's data: more is a MemoryError. 0: no limit.
+    """
+    end_with_parent()
+    if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
+        os._exit(1)
+    os.set_inheritable(descriptor, False)  # programs that an object starts do not get the connection
+    if memory_bytes:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    connection = Connection(descriptor)
+    own_id = os.getpid()
+    host = Host()
+    while True:
+        requests, limit_s = connection.recv()
+        answers = host.answer(requests, limit_s)
+        # A child that an object forked has returned from the call, too. It must not answer a second time.
+        if os.getpid() != own_id:
+            os._exit(0)
+        connection.send(answers)

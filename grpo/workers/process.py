@@ -1,0 +1,133 @@
+"""One worker process: started, asked with a time limit, and killed with all that it has started."""
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import cloudpickle
+
+from grpo.workers.host import Answer, Request
+
+MAX_OUTPUT_BYTES = 32 * 1024
+"""Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
+MAX_ANSWER_BYTES = 256 * 1024**2
+GRACE_SECONDS = 1.0
+"""Awaitables are cancelled at their limit. A process that has not answered this many seconds later is killed."""
+
+# With -c, Python puts the working folder first in sys.path: until that is replaced, only built-in modules are imported.
+_BOOTSTRAP = (
+    "import sys; sys.path[:] = sys.argv[4:]; from grpo.workers.host import serve; serve(*map(int, sys.argv[1:4]))"
+)
+
+
+class WorkerProcess:
+    """A process that runs :func:`grpo.workers.host.serve` in a folder. One thread at a time may ask it."""
+
+    def __init__(self, directory: str, memory_bytes: int):
+        self.loaded: set[Hashable] = set()
+        """The keys of the objects that it has loaded."""
+        self.num_printed_bytes = 0
+        self._is_late = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            numbers = (theirs.fileno(), os.getpid(), memory_bytes)
+            # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group
+            # also kills the processes that an object has started.
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOTSTRAP, *map(str, numbers), *_worker_sys_path(directory)],
+                cwd=directory,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        threading.Thread(target=self._forward_output, daemon=True, name="worker output").start()
+
+    @property
+    def has_ended(self) -> bool:
+        # Not poll(): that would free the process id, by which end() kills the group.
+        with contextlib.suppress(ChildProcessError):  # it has been waited for
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        return True
+
+    def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
+        """Return the answers of the process's :class:`grpo.workers.host.Host`.
+
+        Requests may hold objects of the user's script, whose classes the worker cannot import. If there is no answer
+        within the limit and some grace, the process is killed, and that is the answer to each of them.
+        """
+        started = time.perf_counter()
+        pickled = cloudpickle.dumps((requests, limit_s))
+        # A timer, since a process may stop in the middle of an answer, or never read the message.
+        limit = threading.Timer(limit_s + GRACE_SECONDS, self._end_late)
+        limit.daemon = True
+        limit.start()
+        try:
+            self._connection.send_bytes(pickled)
+            return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
+        except Exception as error:  # it has ended, or an object has written something else to the connection
+            seconds = time.perf_counter() - started
+            answer = replace(self._lost(limit_s, error), seconds=seconds, is_worker_lost=True)
+            return [answer] * len(requests)
+        finally:
+            limit.cancel()
+            limit.join()  # a late kill must not hit the next message
+
+    def _lost(self, limit_s: float, error: Exception) -> Answer:
+        """Kill the process, and say how it ended."""
+        code = self.end()
+        if self._is_late:
+            return Answer("timeout", message=f"its worker process did not answer within {limit_s:g} s")
+        death = f"exited with status {code}"
+        if code < 0:
+            death = f"ended by signal {-code}, {signal.strsignal(-code)}"
+        return Answer("died", message=f"its worker process {death} ({error!r})")
+
+    def end(self) -> int:
+        """Kill the process and those that it has started. Returns its exit status: its own, if it ended before that."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # another thread has just done it
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # a process that has left the group may hold the other end
+        return self._process.wait()
+
+    def _end_late(self) -> None:
+        self._is_late = not self.has_ended
+        self.end()
+
+    def _forward_output(self) -> None:
+        with self._process.stdout as output:
+            while chunk := os.read(output.fileno(), 65536):
+                num_allowed = max(0, MAX_OUTPUT_BYTES - self.num_printed_bytes)
+                text = chunk[:num_allowed].decode(errors="replace")
+                if len(chunk) > num_allowed > 0:
+                    text += f"\n[over {MAX_OUTPUT_BYTES} bytes were printed in one step; the rest is dropped]\n"
+                self.num_printed_bytes += len(chunk)
+                with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
+                    print(text, end="", file=sys.stderr, flush=True)
+
+
+def _worker_sys_path(directory: str) -> list[str]:
+    """Our ``sys.path`` with the working folder last: a ``json.py`` there does not replace the standard module.
+
+    The folder of this package keeps its place.
+    """
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = []
+    for entry in sys.path:
+        folder = entry or os.getcwd()
+        if folder == package_root or folder not in (directory, os.getcwd()):
+            path.append(folder)
+    return path + [folder for folder in (package_root, directory) if folder not in path]
