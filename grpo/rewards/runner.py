@@ -19,12 +19,12 @@ import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
 
-from grpo.rewards.calls import OUTSIDE_TRAINING, LoadedReward, Place, RewardContractError, TrainerState
+from grpo.rewards.calls import OUTSIDE_TRAINING, LoadedReward, Logged, RewardContractError, TrainerState
 from grpo.rewards.functions import CLASSIFIER_PREFIX, ENVIRONMENTS, FunctionInfo, check_columns, unique_names
 from grpo.rewards.sandbox import Limits
 from grpo.system import printable
@@ -66,10 +66,8 @@ class Call:
     """BATCH, GROUP or ROW. A batch of one group is called as a group, and a group of one row as a row."""
     places: tuple[Worker | Here, ...]
     """The workers that may make it."""
-
-
-Job = list[Call]
-"""Calls that are made at once."""
+    is_alone: bool
+    """False: the calls of all async functions in the same places are made at once."""
 
 
 class RewardResult:
@@ -92,10 +90,10 @@ class RewardResult:
         self.extra: dict[str, list[Any]] = {}
         """Column -> ``[B]`` of what they gave to ``log_extra``; ``None`` for rows of calls that gave nothing."""
 
-        self.groups: list[list[int]] = []
-        """The rows of each group."""
-        for _, entries in itertools.groupby(enumerate(prompts), key=lambda entry: entry[1]):
-            self.groups.append([row for row, _ in entries])
+        self.group_of: list[int] = []
+        """``[B]`` the number of each row's group."""
+        for number, (_, group) in enumerate(itertools.groupby(prompts)):
+            self.group_of += [number for _ in group]
         self.num_lost = Counter()
         """``(function, level)`` -> calls that hung or killed their worker."""
         self.retried = defaultdict(list)
@@ -104,21 +102,28 @@ class RewardResult:
         # Several threads make calls and record their answers at the same time.
         self._lock = threading.Lock()
 
-    def calls(self, function: int, rows: Sequence[int], level: int, places: Sequence[Any]) -> list[Call]:
-        """The calls of a function at a level that cover some rows."""
-        if level == ROW:
-            parts = [[row] for row in rows]
-        else:
-            wanted = set(rows)
-            parts = [wanted.intersection(group) for group in self.groups]
-        parts = [tuple(sorted(part)) for part in parts if part]
-        if level == BATCH and len(parts) > 1:
-            return [Call(function, tuple(rows), BATCH, places)]
-        return [Call(function, part, ROW if len(part) == 1 else GROUP, places) for part in parts]
+    @property
+    def num_groups(self) -> int:
+        return self.group_of[-1] + 1
+
+    def calls(self, function: int, rows: Sequence[int], level: int, **how: Any) -> list[Call]:
+        """The calls of a function at a level that cover some rows, which are in order."""
+        parts = [rows]
+        if level != BATCH:
+            key = self.group_of.__getitem__ if level == GROUP else None
+            parts = [tuple(part) for _, part in itertools.groupby(rows, key)]
+        calls = []
+        for part in parts:
+            part_level = BATCH
+            if self.group_of[part[0]] == self.group_of[part[-1]]:
+                part_level = ROW if len(part) == 1 else GROUP
+            calls.append(Call(function, tuple(part), part_level, **how))
+        return calls
 
     def record(self, call: Call, answer: Answer) -> bool:
         """Store the answer to a call. Returns False if the function must be called again with fewer rows at once."""
-        name = self.names[call.function]
+        function = call.function
+        name = self.names[function]
         with self._lock:
             if isinstance(answer.value, RewardContractError):
                 raise RewardContractError(f"reward {name!r} {answer.value}")
@@ -127,31 +132,31 @@ class RewardResult:
                 return True
 
             if answer.kind in ("timeout", "died"):
-                self.num_lost[call.function, call.level] += 1
+                self.num_lost[function, call.level] += 1
             if call.level != ROW:
-                self.retried[call.function].append((call, answer))
+                self.retried[function].append((call, answer))
                 return False
 
-            self.failures[call.function] += 1
+            self.failures[function] += 1
             (row,) = call.rows
             if row <= self.first_failed.get(name, row):
                 self.first_failed[name] = row
                 self.first_traceback[name] = answer.trace or answer.message
             return True
 
-    def _store(self, call: Call, values: list[float | None], logged: Any) -> None:
-        for row, value in zip(call.rows, values, strict=True):
-            self.values[row][call.function] = value
+    def _store(self, call: Call, values: list[float | None], logged: Logged) -> None:
         for metric, (total, count) in logged.metrics.items():
             known_total, known_count = self.metrics.get(metric, (0.0, 0.0))
             self.metrics[metric] = (known_total + total, known_count + count)
-        for column, entries in logged.extra.items():
+        for column in logged.extra:
             if self._logged_by.setdefault(column, call.function) != call.function:
                 reason = f"called log_extra({column!r}, ...), as another reward did: choose another name"
                 raise RewardContractError(f"reward {self.names[call.function]!r} {reason}")
-            of_rows = self.extra.setdefault(column, [None] * len(self.values))
-            for row, entry in zip(call.rows, entries, strict=True):
-                of_rows[row] = entry
+            self.extra.setdefault(column, [None] * len(self.values))
+        for position, row in enumerate(call.rows):
+            self.values[row][call.function] = values[position]
+            for column, entries in logged.extra.items():
+                self.extra[column][row] = entries[position]
 
 
 @dataclass(frozen=True)
@@ -162,10 +167,10 @@ class Batch:
     trainer_state: TrainerState
     result: RewardResult
 
-    def pickled(self, rows: Sequence[int]) -> bytes:
-        """The inputs of some rows, for :meth:`LoadedReward.score`."""
-        part = {name: [entries[row] for row in rows] for name, entries in self.inputs.items()}
-        return cloudpickle.dumps((part, self.trainer_state))  # columns may hold objects of the user's script
+    def request(self, call: Call) -> Request:
+        part = {name: [entries[row] for row in call.rows] for name, entries in self.inputs.items()}
+        # Columns may hold objects of the user's script, whose classes a worker cannot import.
+        return Request(_key(call.function), "score", (cloudpickle.dumps((part, self.trainer_state)),))
 
 
 class RewardRunner(contextlib.AbstractContextManager):
@@ -242,25 +247,21 @@ class RewardRunner(contextlib.AbstractContextManager):
         """The folders or Hub ids of ``classifier:`` rewards."""
         return [s.name.removeprefix(CLASSIFIER_PREFIX) for s in self.specs if s.name.startswith(CLASSIFIER_PREFIX)]
 
-    @property
-    def _has_environments(self) -> bool:
-        return self._environments is not None and bool(self._environments.environments)
-
     def _load(self, number: int) -> FunctionInfo:
         spec = self.specs[number]
-        key = _key(number)
         what = f"reward {spec.name!r}"
+        key = _key(number)
         is_classifier = spec.name.startswith(CLASSIFIER_PREFIX)
+        pool = self._pool
         source = (LoadedReward, spec.name, spec.args)
-        info = self._pool.load(what, key, *source, user_object=spec.function, here=is_classifier)
+        info = pool.load(what, key, *source, user_object=spec.function, here=is_classifier)
         if is_classifier:
-            self._pool.here.ask([Request(key, "to", (self._device,))], self.timeout_s)
-        if info.takes_environments and self._has_environments:
-            # It stays loaded here, for rows without an environment.
-            environments = self._environments
-            environments.pool.load(what, key, *source, user_object=spec.function)
-            environments.keep_groups_together()
-            if environments.live_in_workers and key in environments.pool.keys_here:
+            pool.here.ask([Request(key, "to", (self._device,))], self.timeout_s)
+        if self._runs_beside_environments(info):
+            pool = self._environments.pool
+            pool.load(what, key, *source, user_object=spec.function)
+            self._environments.keep_groups_together()
+            if key in pool.keys_here and self._environments.live_in_workers:
                 raise ValueError(
                     f"{what} takes `environments`, which live in worker processes, and cannot be sent there: "
                     "put what it needs into the environment, and its reward into a method get_reward()"
@@ -272,6 +273,9 @@ class RewardRunner(contextlib.AbstractContextManager):
         if info.row_by_row:
             self._levels[number] = ROW
         return info
+
+    def _runs_beside_environments(self, info: FunctionInfo) -> bool:
+        return info.takes_environments and self._environments is not None and self._environments.environments
 
     def score(
         self,
@@ -298,11 +302,12 @@ class RewardRunner(contextlib.AbstractContextManager):
         result = RewardResult(self.names, prompts)
         rows = [row for row in range(num_rows) if is_scored is None or is_scored[row]]
         if rows:
+            batch = Batch(inputs, trainer_state, result)
             self._pool.begin_step()
-            jobs = self._first_jobs(result, rows, columns.get(ENVIRONMENTS))
+            calls = self._first_calls(batch, rows)
             try:
-                while jobs:
-                    jobs = self._run(jobs, Batch(inputs, trainer_state, result))
+                while calls:
+                    calls = self._make(calls, batch)
             except BaseException:  # after a Ctrl-C, threads would wait for workers whose result nobody reads
                 self.close()
                 raise
@@ -310,99 +315,76 @@ class RewardRunner(contextlib.AbstractContextManager):
             self._log_failures(result, prompts)
         return result
 
-    def _first_jobs(
-        self,
-        result: RewardResult,
-        rows: Sequence[int],
-        environments: Sequence[Place | None] | None,
-    ) -> list[Job]:
-        """Calls of every function with the whole batch. Jobs run at the same time."""
-        jobs = []
-        all_async = defaultdict(list)
+    def _first_calls(self, batch: Batch, rows: Sequence[int]) -> list[Call]:
+        """Every function with the whole batch."""
+        calls = []
         for number, info in enumerate(self._infos):
-            for places, of_place in self._rows_by_place(number, rows, environments).items():
-                calls = result.calls(number, of_place, self._levels[number], places)
-                if info.is_async:
-                    all_async[places] += calls
-                else:
-                    jobs += [[call] for call in calls]
-        # All async functions of one process are called at once.
-        return jobs + list(all_async.values())
-
-    def _rows_by_place(
-        self,
-        number: int,
-        rows: Sequence[int],
-        environments: Sequence[Place | None] | None,
-    ) -> dict[tuple[Worker | Here, ...], Sequence[int]]:
-        """Return the rows of a function by the workers that may be called with them."""
-        key = _key(number)
-        if self._infos[number].takes_environments and self._has_environments:
             rows_of = defaultdict(list)
             for row in rows:
-                worker = self._environments.worker_of(environments[row])
-                rows_of[(worker,)].append(row)
-            return rows_of
-        places = tuple(self._pool.workers)
-        if key in self._pool.keys_here:
-            places = (self._pool.here,)
-        return {places: rows}
+                rows_of[self._places(number, row, batch)].append(row)
+            for places, of_places in rows_of.items():
+                how = {"places": places, "is_alone": not info.is_async}
+                calls += batch.result.calls(number, of_places, self._levels[number], **how)
+        return calls
 
-    def _run(self, jobs: list[Job], batch: Batch) -> list[Job]:
-        """Run jobs, those of different workers at the same time. Returns jobs for the rows of calls that failed."""
-        by_places = defaultdict(list)
-        for job in jobs:
-            by_places[job[0].places].append(job)
-        # Jobs of this process keep this thread busy, while the workers run the others.
-        in_order = sorted(by_places, key=lambda places: isinstance(places[0], Here))
+    def _places(self, number: int, row: int, batch: Batch) -> tuple[Worker | Here, ...]:
+        """The workers that may call a function with a row."""
+        if self._runs_beside_environments(self._infos[number]):
+            environment = batch.inputs[ENVIRONMENTS][row]
+            return (self._environments.worker_of(environment),)
+        if _key(number) in self._pool.keys_here:
+            return (self._pool.here,)
+        return self._pool.workers
+
+    def _make(self, calls: Sequence[Call], batch: Batch) -> list[Call]:
+        """Make calls, those of different workers at the same time. Returns calls for the rows of those that failed."""
+        at_once = defaultdict(list)
+        jobs = defaultdict(list)
+        for call in calls:
+            if call.is_alone:
+                jobs[call.places].append([call])
+            else:
+                at_once[call.places].append(call)
+        for places, together in at_once.items():
+            jobs[places].append(together)
+
+        # Those of this process keep this thread busy, while the workers make the others.
+        in_order = sorted(jobs, key=lambda places: isinstance(places[0], Here))
         futures = []
         for places in in_order:
-            remaining = iter(by_places[places])  # each of the workers takes the next
+            remaining = iter(jobs[places])  # each of the workers takes the next
             for worker in places:
                 futures.append(worker.submit(self._work, worker, remaining, batch))
-        return [job for future in futures for job in future.result()]
+        return [call for future in futures for call in future.result()]
 
-    def _work(self, worker: Worker | Here, jobs: Iterable[Job], batch: Batch) -> list[Job]:
+    def _work(self, worker: Worker | Here, jobs: Iterable[list[Call]], batch: Batch) -> list[Call]:
         following = []
-        for job in jobs:
-            following += self._do(worker, job, batch)
+        for calls in jobs:
+            following += self._make_at_once(worker, calls, batch)
         return following
 
-    def _do(self, worker: Worker | Here, job: Job, batch: Batch) -> list[Job]:
-        """Make the calls of one job at once, and record the answers. Returns jobs for the rows of those that failed.
-
-        The calls of all async functions are one job, unless their worker was lost: they run one by one then, since it
-        would not be known which of them hangs or kills its worker.
-        """
+    def _make_at_once(self, worker: Worker | Here, calls: list[Call], batch: Batch) -> list[Call]:
+        """Make calls at once, and record the answers. Returns calls for the rows of those that failed."""
         result = batch.result
-        answers = dict.fromkeys(job, SKIPPED)
-        made = []
-        requests = []
-        for call in job:
-            if result.num_lost[call.function, call.level] < MAX_LOST_WORKERS:
-                made.append(call)
-                requests.append(Request(_key(call.function), "score", (batch.pickled(call.rows),)))
+        answers = dict.fromkeys(calls, SKIPPED)
+        made = [call for call in calls if result.num_lost[call.function, call.level] < MAX_LOST_WORKERS]
         is_lost = False
         if made:
-            found = worker.ask(requests, self.timeout_s)
+            found = worker.ask([batch.request(call) for call in made], self.timeout_s)
             answers.update(zip(made, found, strict=True))
             is_lost = found[0].is_worker_lost
-        if is_lost and len(job) > 1:
-            # Any of them may be the cause, so that each counts a lost worker.
+        if is_lost and len(calls) > 1:
+            # Any of them may have hung or killed the worker: each counts as lost, and is made alone.
             result.num_lost.update({(call.function, call.level) for call in made})
-            return [[call] for call in job]
+            return [replace(call, is_alone=True) for call in calls]
 
-        at_once = []
-        one_by_one = []
+        following = []
         for call, answer in answers.items():
-            if result.record(call, answer):
-                continue
-            smaller = result.calls(call.function, call.rows, call.level + 1, call.places)
-            if self._infos[call.function].is_async and not is_lost:
-                at_once += smaller
-            else:
-                one_by_one += [[part] for part in smaller]
-        return [*one_by_one, at_once] if at_once else one_by_one
+            if not result.record(call, answer):
+                is_alone = is_lost or not self._infos[call.function].is_async
+                how = {"places": call.places, "is_alone": is_alone}
+                following += result.calls(call.function, call.rows, call.level + 1, **how)
+        return following
 
     def _log_retries(self, result: RewardResult) -> None:
         """Log that functions failed with several rows at once: once per run, function and type of error.
@@ -416,12 +398,11 @@ class RewardRunner(contextlib.AbstractContextManager):
             # function share one event loop, so that a late one shows nothing about the others.
             is_slow = answer.kind == "timeout" and not result.failures[number]
             if is_slow and not self._infos[number].is_async:
-                late_groups = [c for c, a in retried if a.kind == "timeout" and c.level == GROUP]
+                late = [c for c, a in retried if a.kind == "timeout" and c.level == GROUP]
                 # One late group of several may have had a slow moment.
-                are_all_late = len(late_groups) == len(result.groups)
-                self._levels[number] = ROW if are_all_late else GROUP
-                way = WAYS[self._levels[number]]
-                logger.warning("reward %r is slower than reward.timeout_s: now called %s", name, way)
+                level = ROW if len(late) == result.num_groups else GROUP
+                self._levels[number] = level
+                logger.warning("reward %r is slower than reward.timeout_s: now called %s", name, WAYS[level])
                 continue
 
             error = answer.error or answer.message
@@ -430,15 +411,10 @@ class RewardRunner(contextlib.AbstractContextManager):
             way = WAYS[call.level + 1]
             num_by_row = sum(tried.level == GROUP for tried, _ in retried)
             if call.level == BATCH and num_by_row:
-                way += f" (row by row for {num_by_row} of {len(result.groups)} groups)"
-            logger.warning(
-                "reward %r %s on %d completions at once, and was called %s: %s",
-                name,
-                "raised" if answer.error else "failed",
-                len(call.rows),
-                way,
-                printable(error),
-            )
+                way += f" (row by row for {num_by_row} of {result.num_groups} groups)"
+            verb = "raised" if answer.error else "failed"
+            text = "reward %r %s on %d completions at once, and was called %s: %s"
+            logger.warning(text, name, verb, len(call.rows), way, printable(error))
 
     def _log_failures(self, result: RewardResult, prompts: Sequence[Any]) -> None:
         """Print a traceback once per run for each function and type of error."""

@@ -120,7 +120,7 @@ class Pool:
 
     def __init__(self, num_workers: int, memory_bytes: int = 0):
         self._sources: dict[Hashable, Source] = {}
-        self.workers = [Worker(self._sources, memory_bytes) for _ in range(num_workers)]
+        self.workers = tuple(Worker(self._sources, memory_bytes) for _ in range(num_workers))
         self.here = Here(self._sources)
         self.keys_here: set[Hashable] = set()
         """The objects that no worker can load."""
