@@ -6,7 +6,6 @@ but for those that call math-verify and for a pattern of the caller's.
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from numbers import Number
 from typing import Any
@@ -19,39 +18,41 @@ MODES = ("strict", "lenient", "boxed", "####")
 """The places from which :func:`extract_answer` reads an answer."""
 DEFAULT_FORMAT = r"\s*<think>{0}</think>\s*<answer>{0}</answer>\s*".format(r"(?:(?!</?(?:think|answer)>).)*+")
 """Matches a whole response in which each of the four tags occurs exactly once."""
-MINUS_SIGNS = dict.fromkeys(map(ord, "\u2212\u2012\u2013\ufe63\uff0d"), "-")
+MINUS_SIGNS = str.maketrans("\u2212\u2012\u2013\ufe63\uff0d", "-----")
 """For ``str.translate``: the Unicode characters that are read as a minus sign."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # a backslash takes the next character with it: \{ is no brace
+# The patterns are compiled at their first use; the module ``re`` keeps them.
+_BOX = r"\\(?:boxed|fbox)\s*\{"
+_BRACE = r"(?s)\\.|[{}]"  # a backslash takes the next character with it: \{ is no brace
 
-# 1{,}000, 1,\!000, 1\,000, 1\ 000: LaTeX between the digits of thousands.
-_SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,:; ])(?=[0-9]{3}(?![0-9]))")
-# A dollar sign alone may be a delimiter of LaTeX and stays. So does a sign between two digits,
-# which parts two numbers.
-_CURRENCY = re.compile(r"(?:\\\$|[€£])(?![0-9])|(?<!\w)(?:\\\$|[€£])")
+_NOT_OF_A_NUMBER = r"""(?x)
+    # LaTeX between the digits of thousands: 1{,}000, 1,\!000, 1\,000, 1\ 000.
+    (?<=[0-9]) (?: \{,\} | ,\\! | \\[,:;\ ] ) (?=[0-9]{3}(?![0-9]))
+    # A currency sign. A dollar sign alone may be a delimiter of LaTeX and stays.
+    # So does a sign between two digits, which parts two numbers.
+    | (?:\\\$|[€£]) (?![0-9])
+    | (?<!\w) (?:\\\$|[€£])
+"""
 
 # Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length of a run of spaces.
-_NUMBER = re.compile(
-    r"""(?:=\s*+)?                                     # "= 5"
-    (?P<sign>[+-]?) \s*+ \$? \s*+ (?P<inner>[+-]?)
-    (?=\.?[0-9]) (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
-    (?P<decimals>\.[0-9]*)?
-    (?:[eE](?P<exponent>[+-]?[0-9]{1,3}))?
+_NUMBER = r"""(?x)
+    \s*+ (?:=\s*+)?                                     # "= 5"
+    (?P<number>
+        (?: [+-] \s*+ \$?+ \s*+ | \$?+ \s*+ [+-]?+ )    # a sign on one side of "$"
+        (?=\.?[0-9]) (?: [0-9]{1,3}(?:,[0-9]{3})+ | [0-9]* )
+        (?:\.[0-9]*)?
+        (?:[eE][+-]?[0-9]{1,3})?
+    )
     (?:\s*+/\s*+(?P<denominator>0*+[1-9][0-9]*))?
-    \s*+ (?:\\?%)? \s*+ \$? \.?                         # "50%", "$5$", "5." """,
-    re.VERBOSE,
-)
+    \s*+ (?:\\?%)? \s*+ \$? \.? \s*+                    # "50%", "$5$", "5."
+"""
 
 # A minus is read as a sign only where it cannot be a subtraction: the last number of "10-5" is 5, not -5.
-_LAST_NUMBER = re.compile(
-    r"""(?:\$- | (?:(?<![\w)\]])-)? \$?) (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
-    (?:\.[0-9]+)? (?:[eE][+-]?[0-9]{1,3}(?!\w))?""",
-    re.VERBOSE,
-)
-
-_TEXT_OF_LIST = re.compile(r"""\s*+\[(?:[\s,]*+(?:"(?:\\.|[^"\\])*+"|'(?:\\.|[^'\\])*+'))++[\s,]*+\]\s*+""", re.DOTALL)
-"""Matches ``['70', '71']`` and ``["70"]``, but no interval: the items are texts in quotes."""
+_LAST_NUMBER = r"""(?x)
+    (?:\$- | (?:(?<![\w)\]])-)? \$?)
+    (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
+    (?:\.[0-9]+)? (?:[eE][+-]?[0-9]{1,3}(?!\w))?
+"""
 
 
 def reference_texts(answer: Any) -> list[str]:
@@ -67,19 +68,14 @@ def reference_texts(answer: Any) -> list[str]:
         if item is None:
             continue
         if not isinstance(item, str | Number):
-            kind = type(item).__name__
-            if item is not answer:
-                kind += " in a list"
-            raise ValueError(f"a reference answer is text, a number or a list of these, not a {kind}")
+            place = " in a list" if items is answer else ""
+            raise ValueError(
+                f"a reference answer is text, a number or a list of these, not a {type(item).__name__}{place}"
+            )
         text = str(item)
         if text.strip() and item == item:  # NaN is not equal to itself
             texts.append(text)
     return texts
-
-
-def is_text_of_list(answer: Any) -> bool:
-    """True for a text that was a list of texts: ``"['70']"``."""
-    return isinstance(answer, str) and _TEXT_OF_LIST.fullmatch(answer) is not None
 
 
 def equals_reference(answer: str | None, reference: Any) -> bool:
@@ -87,13 +83,12 @@ def equals_reference(answer: str | None, reference: Any) -> bool:
     if answer is None:
         return False
     try:
-        references = reference_texts(reference)
+        return any(answers_equal(answer, text) for text in reference_texts(reference))
     except ValueError:  # a column that only the user's own rewards read may hold anything
         return False
-    return any(answers_equal(answer, text) for text in references)
 
 
-def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+def completion_text(completion: str | list[dict]) -> str:
     """The text of a completion: a string, or messages (``[{"role": "assistant", "content": ...}]``) joined by newlines.
 
     Content in parts (``[{"type": "text", "text": ...}]``) is concatenated.
@@ -119,34 +114,35 @@ def tag_content(text: str, tag: str) -> str | None:
 
     ``None`` also if the tag lies inside the thinking: the next tag of thinking after it is ``</think>``.
     """
-    _, _, after = text.partition(f"</{tag}>")
-    thought, end_of_thinking, _ = after.partition("</think>")
-    is_thought = end_of_thinking and "<think>" not in thought
-    if is_thought or text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
-        return None
-    return last_tag_content(text, tag)
+    name = re.escape(tag)
+    other = f"(?:(?!</?{name}>).)*+"
+    match = re.fullmatch(
+        rf"""(?sx)
+        {other} <{name}> (?P<content>{other}) </{name}>
+        (?! (?:(?!</?think>).)*+ </think> )    # the next tag of thinking
+        {other}""",
+        text,
+    )
+    return match and match["content"]
 
 
 def last_tag_content(text: str, tag: str) -> str | None:
     """The text inside the last ``<tag>...</tag>``, unchanged; ``None`` without one."""
-    before, _, _ = text.rpartition(f"</{tag}>")
+    before = text.rpartition(f"</{tag}>")[0]
     _, opening, content = before.rpartition(f"<{tag}>")
     return content if opening else None
 
 
 def boxed_content(text: str) -> str | None:
     """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, or ``None`` if it is missing or not closed."""
-    start = len(text)
-    for box in _BOX.finditer(text):
-        start = box.end()
+    *before, content = re.split(_BOX, text)
+    if not before:
+        return None
     depth = 1
-    for brace in _BRACE.finditer(text, start):
-        if brace[0] == "{":
-            depth += 1
-        elif brace[0] == "}":
-            depth -= 1
+    for brace in re.finditer(_BRACE, content):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start : brace.start()]
+            return content[: brace.start()]
     return None
 
 
@@ -163,13 +159,13 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
     if mode == "strict":
         content = tag_content(text, tag)
     elif mode == "lenient":
-        numbers = _LAST_NUMBER.findall(plain_numbers(text))
-        content = numbers[-1] if numbers else None
+        numbers = re.findall(_LAST_NUMBER, plain_numbers(text))
+        content = numbers and numbers[-1]
     elif mode == "boxed":
         content = boxed_content(after_thinking(text))
     elif mode == "####":
         _, mark, rest = after_thinking(text).rpartition("####")
-        content = rest.partition("\n")[0] if mark else None
+        content = mark and rest.partition("\n")[0]
     else:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
     return (content or "").strip() or None
@@ -185,9 +181,7 @@ def plain_numbers(text: str) -> str:
 
     LaTeX between the digits of thousands goes, too: ``-\\$1{,}000`` becomes ``-1000``.
     """
-    text = text.translate(MINUS_SIGNS)
-    text = _SEPARATOR.sub("", text)
-    return _CURRENCY.sub("", text)
+    return re.sub(_NOT_OF_A_NUMBER, "", text.translate(MINUS_SIGNS))
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -197,60 +191,48 @@ def parse_number(text: str) -> Fraction | None:
     currency sign, a percent sign (ignored: ``50%`` is 50), a leading ``=``, a trailing period, and
     these in LaTeX (``\\$1{,}000``, ``1\\,000``, ``50\\%``).
     """
-    text = text.strip()
-    if len(text) > LONGEST_NUMBER:
+    if len(text.strip()) > LONGEST_NUMBER:
         return None
-    text = plain_numbers(text).strip()
-    match = _NUMBER.fullmatch(text)
-    if match is None or (match["sign"] and match["inner"]):
+    match = re.fullmatch(_NUMBER, plain_numbers(text))
+    if match is None:
         return None
-
-    whole = match["whole"].replace(",", "")
-    decimals = (match["decimals"] or "").removeprefix(".")
-    denominator = int(match["denominator"] or 1)
-    value = Fraction(int(whole + decimals), 10 ** len(decimals) * denominator)
-    if match["exponent"]:
-        value *= Fraction(10) ** int(match["exponent"])
-    is_negative = "-" in (match["sign"], match["inner"])
-    return -value if is_negative else value
+    # "- $1,000.5" is "-1000.5" for Fraction.
+    number = re.sub(r"[$,\s]", "", match["number"])
+    return Fraction(number) / int(match["denominator"] or 1)
 
 
-def normalize_text(text: str) -> str:
-    """``text`` with case folded, each run of white space replaced by one space, and one trailing period removed."""
-    text = " ".join(text.split()).casefold()
-    return text.removesuffix(".").rstrip()
+def comparable(answer: Any) -> Fraction | str:
+    """An answer as a number, or else as text: case folded, white space collapsed, one trailing period removed."""
+    text = str(answer)
+    number = parse_number(text)
+    if number is not None:
+        return number
+    return " ".join(text.split()).casefold().removesuffix(".").rstrip()
 
 
 def answers_equal(a: Any, b: Any) -> bool:
     """True if two answers are the same number (``0.33`` is not ``1/3``) or, where neither is one, the same text."""
-    a = str(a)
-    b = str(b)
-    first = parse_number(a)
-    second = parse_number(b)
-    if first is None and second is None:
-        return normalize_text(a) == normalize_text(b)
-    return first == second
+    return comparable(a) == comparable(b)
 
 
 def answers_equivalent(answer: str, reference: str) -> bool:
     """True if two answers are equal (:func:`answers_equal`) or math-verify finds the same expression in them."""
-    if answers_equal(answer, reference):
-        return True
-    if len(answer) > LONGEST_EXPRESSION:
-        return False
-    return same_expression(parse_answer(reference), parse_answer(answer))
+    return answers_equal(answer, reference) or (
+        len(answer) <= LONGEST_EXPRESSION and same_expression(parse_answer(reference), parse_answer(answer))
+    )
 
 
-def parse_answer(text: str) -> list[Any]:
+def parse_answer(text: str) -> list:
     """The expressions that math-verify reads in an answer, also LaTeX without delimiters (``\\frac{1}{2}``), if any."""
     text = plain_numbers(text).strip()
-    has_delimiters = any(delimiter in text for delimiter in ("$", "\\boxed", "\\(", "\\["))
-    if has_delimiters:
-        return find_expression(text)
-    return find_expression(f"${text}$") or find_expression(text)
+    if not re.search(r"\$|\\(?:boxed|\(|\[)", text):
+        expressions = find_expression(f"${text}$")
+        if expressions:
+            return expressions
+    return find_expression(text)
 
 
-def find_expression(text: str) -> list[Any]:
+def find_expression(text: str) -> list:
     """The last expression of a text that math-verify reads (LaTeX between delimiters, or a number); empty if none."""
     import math_verify
 
@@ -258,12 +240,11 @@ def find_expression(text: str) -> list[Any]:
     return math_verify.parse(text, parsing_timeout=_math_verify_timeout())
 
 
-def same_expression(expected: list[Any], found: list[Any]) -> bool:
+def same_expression(expected: list, found: list) -> bool:
     """True if math-verify finds the results of two of the functions above to be equal."""
     import math_verify
 
-    seconds = _math_verify_timeout()
-    return bool(math_verify.verify(expected, found, timeout_seconds=seconds))
+    return bool(math_verify.verify(expected, found, timeout_seconds=_math_verify_timeout()))
 
 
 def _math_verify_timeout() -> int | None:

@@ -9,7 +9,7 @@ or else the annotation, is that of the values which ``functions.check_arguments`
 import ast
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -25,10 +25,8 @@ TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 """Five groups: one for each tag, and one that matches if nothing follows the last tag."""
 MAX_LENGTH = 500
 """Characters of an arithmetic expression. There is no power operator, so this bounds the size of every value too."""
-MAX_PARENTHESES = 50
-"""Opening parentheses of an arithmetic expression."""
 _OTHER_OPERATORS = str.maketrans("×·÷[]", "**/()") | answers.MINUS_SIGNS
-_OPERATIONS = {
+ARITHMETIC = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -36,6 +34,49 @@ _OPERATIONS = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
+"""Operators for :func:`evaluate`."""
+
+
+def score_rows(
+    score: Callable,
+    completions,
+    columns,
+    *names,
+) -> Rewards:
+    """``score(text, *values)`` for each completion: its text, and its row's values of the columns ``names``."""
+    # The call without rows, which checks a configuration, has no columns either.
+    values = [columns[name] if completions else [] for name in names]
+    texts = map(answers.completion_text, completions)
+    return [score(*row) for row in zip(texts, *values, strict=True)]
+
+
+def grade_answers(
+    read: Callable,
+    grade: Callable,
+    completions,
+    columns,
+    column,
+    value=1.0,
+    otherwise=0.0,
+) -> Rewards:
+    """The best score of each completion's answer, ``read(text)``, over the reference answers of its row.
+
+    ``grade(answer, reference)`` is ``True`` or a number by which ``value`` is multiplied, or ``False`` or 0 for
+    ``otherwise``. 0 without an answer; ``None`` without a reference answer, or if every grade is ``None``.
+    """
+
+    def score(text, value_of_row):
+        references = answers.reference_texts(value_of_row)
+        if not references:
+            return None
+        answer = read(text)
+        if answer is None:
+            return 0.0
+        grades = [grade(answer, reference) for reference in references]
+        scores = [value * part if part else otherwise for part in grades if part is not None]
+        return max(scores, default=None)
+
+    return score_rows(score, completions, columns, column)
 
 
 def accuracy(
@@ -49,22 +90,28 @@ def accuracy(
     **columns,
 ) -> Rewards:
     """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference answer, else 0."""
-    answers.extract_answer("", mode, tag)
     read = partial(answers.extract_answer, mode=mode, tag=tag)
-
-    def score(answer: str, reference: str) -> float:
-        return value if answers.answers_equal(answer, reference) else 0.0
-
-    return _compare(read, score, completions, columns, column)
+    read("")  # checks the mode
+    return grade_answers(read, answers.answers_equal, completions, columns, column, value)
 
 
-def format(prompts, completions, *, pattern=None, value=1.0, **columns) -> Rewards:
+def format(
+    prompts,
+    completions,
+    *,
+    pattern=None,
+    value=1.0,
+    **columns,
+) -> Rewards:
     """``value`` where the whole response matches ``pattern``; the default is :data:`answers.DEFAULT_FORMAT`."""
     if pattern is None:
         pattern = answers.DEFAULT_FORMAT
     compiled = re.compile(pattern, re.DOTALL)
-    texts = map(answers.completion_text, completions)
-    return [float(value) if compiled.fullmatch(text) else 0.0 for text in texts]
+
+    def score(text):
+        return value if compiled.fullmatch(text) else 0.0
+
+    return score_rows(score, completions, columns)
 
 
 def tag_groups(
@@ -84,13 +131,13 @@ def tag_groups(
     if not compiled.groups:
         raise ValueError(f"tag_groups counts the groups of its pattern, and {pattern!r} has none")
 
-    rewards = []
-    for completion in completions:
+    def score(text):
         matched = set()
-        for match in compiled.finditer(answers.completion_text(completion)):
-            matched.update(n for n, text in enumerate(match.groups()) if text is not None)
-        rewards.append(min(per_group * len(matched), float(max_value)))
-    return rewards
+        for match in compiled.finditer(text):
+            matched.update(n for n, part in enumerate(match.groups()) if part is not None)
+        return min(per_group * len(matched), max_value)
+
+    return score_rows(score, completions, columns)
 
 
 def pattern_answer(
@@ -105,11 +152,12 @@ def pattern_answer(
 ) -> Rewards:
     """``value`` where the whole response matches ``pattern`` and the group equals the reference answer, else 0."""
 
-    def score(answer: str, reference: str) -> float:
-        is_right = answer.strip() and answers.answers_equal(answer, reference)
-        return value if is_right else 0.0
+    read = _group_reader(pattern, group)
 
-    return _compare(_group_reader(pattern, group), score, completions, columns, column)
+    def grade(answer, reference):
+        return answer.strip() and answers.answers_equal(answer, reference)
+
+    return grade_answers(read, grade, completions, columns, column, value)
 
 
 def exact_or_stripped(
@@ -132,12 +180,25 @@ def exact_or_stripped(
     if pattern is not None:
         read = _group_reader(pattern, "answer")
 
-    def score(answer, reference):
+    def grade(answer, reference):
         if answer == reference:
             return exact
         return stripped if answer.strip() == reference.strip() else 0.0
 
-    return _compare(read, score, completions, columns, column)
+    return grade_answers(read, grade, completions, columns, column)
+
+
+def _group_reader(pattern: str, group: str) -> Callable:
+    """A function that reads a named group; ``None`` unless the whole text matches and the group takes part."""
+    compiled = re.compile(pattern, re.DOTALL)
+    if group not in compiled.groupindex:
+        raise ValueError(f"the answer is read from a group (?P<{group}>...), and {pattern!r} has no group of that name")
+
+    def read(text):
+        match = compiled.fullmatch(text)
+        return match and match[group]
+
+    return read
 
 
 def soft_overlong(
@@ -156,14 +217,19 @@ def soft_overlong(
     if not 0 < cache_length <= max_length:
         raise ValueError(f"soft_overlong needs 0 < cache_length <= max_length, got {cache_length} and {max_length}")
     free_length = max_length - cache_length
-    rewards = []
-    for ids in completion_ids:
-        remaining = (free_length - len(ids)) / cache_length
-        rewards.append(max(-1.0, min(0.0, remaining)))
-    return rewards
+    remaining = [(free_length - len(ids)) / cache_length for ids in completion_ids]
+    return [max(-1.0, min(0.0, part)) for part in remaining]
 
 
-def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", **columns) -> Rewards:
+def math_verify(
+    prompts,
+    completions,
+    *,
+    value=1.0,
+    tag=None,
+    column="answer",
+    **columns,
+) -> Rewards:
     """``value`` where math-verify finds the answer after the thinking equal to the reference answer, else 0.
 
     The answer is the text inside the last ``<answer>...</answer>``, or without one the last expression. With ``tag`` it
@@ -171,20 +237,18 @@ def math_verify(prompts, completions, *, value=1.0, tag=None, column="answer", *
     """
     import_extra("math_verify", "math", "reward 'math_verify'")
 
-    def read(text: str) -> list[Any]:
+    def read(text):
         response = answers.after_thinking(text)
         answer = answers.last_tag_content(response, tag or "answer")
         if answer is None and tag is None:
             return answers.find_expression(response)
         return answers.parse_answer(answer or "")
 
-    def score(found, reference):
+    def grade(found, reference):
         expected = answers.parse_answer(reference)
-        if not expected:
-            return None
-        return value if answers.same_expression(expected, found) else 0.0
+        return answers.same_expression(expected, found) if expected else None
 
-    return _compare(read, score, completions, columns, column)
+    return grade_answers(read, grade, completions, columns, column, value)
 
 
 def r1_zero(
@@ -203,15 +267,12 @@ def r1_zero(
     """
     import_extra("math_verify", "math", "reward 'r1_zero'")
 
-    def read(text: str) -> str | None:
+    def read(text):
         if "</think> <answer>" not in text or "</answer>" not in text:
             return None
         return text.split("<answer>")[-1].replace("</answer>", "")
 
-    def score(answer: str, reference: str) -> float:
-        return value if answers.answers_equivalent(answer, reference) else format_value
-
-    return _compare(read, score, completions, columns, column)
+    return grade_answers(read, answers.answers_equivalent, completions, columns, column, value, format_value)
 
 
 # The runner calls these functions row by row, so that one slow expression does not use up the time limit of its batch.
@@ -235,20 +296,20 @@ def reasoning_gym(
     """
     library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
 
-    def score(completion, prompt, reference, metadata):
+    # The reference of a row may be None: a task with many right answers has a scorer that reads the metadata alone.
+    def score(text, prompt, reference, metadata):
         if not metadata:
             return None
-        answer = answers.extract_answer(answers.completion_text(completion), "strict", tag)
+        answer = answers.extract_answer(text, tag=tag)
         if answer is None:
             return 0.0
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         entry = {"question": question, "answer": reference, "metadata": metadata}
         score_answer = library.get_score_answer_fn(metadata["source_dataset"])
-        return float(value * score_answer(answer, entry))
+        return value * score_answer(answer, entry)
 
-    # The answer of a row may be None: a task with many right answers has a scorer that reads the metadata alone.
-    values = [columns[name] if completions else [] for name in (column, metadata_column)]
-    return [score(*row) for row in zip(completions, prompts, *values, strict=True)]
+    columns["prompts"] = prompts
+    return score_rows(score, completions, columns, "prompts", column, metadata_column)
 
 
 def countdown(
@@ -268,66 +329,62 @@ def countdown(
     left side of an equation (``(3 + 5) * 3 = 24``) that holds. An error where the row has other values than numbers.
     """
 
-    def score(completion, numbers, target):
+    def score(text, numbers, target):
         if numbers is None or target is None:
             return None
-        # Read before the completion, so that a row which no answer solves is an error from the first step on.
-        available = sorted(map(_fraction, numbers))
-        goal = _fraction(target)
-        text = answers.extract_answer(answers.completion_text(completion), tag=tag)
-        if text is None:
+        # Read before the answer, so that a row which no answer solves is an error from the first step on.
+        texts = [str(number).replace(",", "") for number in [*numbers, target]]
+        *available, goal = map(Fraction, texts)
+        answer = answers.extract_answer(text, tag=tag)
+        if answer is None:
             return 0.0
-        return float(value if _solves_countdown(text, available, goal) else format_value)
+        expression, *claimed = answer.split("=", 1)
+        try:
+            result, used = evaluate_expression(expression)
+        except ValueError:
+            return format_value
+        # The result, and what the right side of an equation says that it is.
+        results = {result, *map(answers.parse_number, claimed)}
+        is_solved = results == {goal} and sorted(used) == sorted(available)
+        return value if is_solved else format_value
 
-    values = [columns[name] if completions else [] for name in (numbers_column, target_column)]
-    return [score(*row) for row in zip(completions, *values, strict=True)]
-
-
-def _fraction(number: Any) -> Fraction:
-    return Fraction(str(number).replace(",", ""))
-
-
-def _solves_countdown(text: str, available: list[Fraction], goal: Fraction) -> bool:
-    expression, equals, claimed = text.partition("=")
-    try:
-        result, used = evaluate_expression(expression)
-    except ValueError:
-        return False
-    is_consistent = not equals or answers.parse_number(claimed) == result
-    return is_consistent and result == goal and sorted(used) == available
+    return score_rows(score, completions, columns, numbers_column, target_column)
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and its integers in order.
 
-    ``ValueError`` if ``text`` is anything else, divides by zero, or exceeds ``MAX_LENGTH`` or ``MAX_PARENTHESES``.
+    ``ValueError`` if ``text`` is anything else, divides by zero, exceeds ``MAX_LENGTH`` or opens 51 parentheses.
     """
     expression = " ".join(text.translate(_OTHER_OPERATORS).split())
-    is_too_long = len(text) > MAX_LENGTH or expression.count("(") > MAX_PARENTHESES
-    if is_too_long or re.search(r"[^-+*/() 0-9]", expression):
+    if len(text) > MAX_LENGTH or re.search(r"[^-+*/() 0-9]|(?:\([^(]*){51}", expression):
         raise ValueError("not an expression of integers, + - * / and parentheses, or too long")
     expression = re.sub(r"(?<![0-9])0+(?=[0-9])", "", expression)  # Python refuses 007
     try:
-        value = _value(ast.parse(expression, mode="eval").body)
-    # KeyError, AttributeError: an operator that is not allowed, or no operator but for example a call.
-    except (
-        SyntaxError,
-        ZeroDivisionError,
-        RecursionError,
-        MemoryError,
-        KeyError,
-        AttributeError,
-    ) as error:
+        # The quotient of two integers or fractions is a fraction.
+        value = evaluate(expression, ARITHMETIC | {ast.Div: Fraction})
+    except Exception as error:  # of any type: Python's parser has many for text that is no expression
         raise ValueError(f"an expression without a value: {error}") from None
-    integers = [int(digits) for digits in re.findall("[0-9]+", expression)]
-    return value, integers
+    integers = re.findall("[0-9]+", expression)
+    return Fraction(value), list(map(int, integers))
 
 
-def _value(node: Any) -> Fraction:
-    if isinstance(node, ast.Constant):
-        return Fraction(node.value)
-    operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
-    return _OPERATIONS[type(node.op)](*map(_value, operands))
+def evaluate(expression: str, operations: dict[type, Callable]) -> Any:
+    """The value of an expression of numbers and operators (a class of ``ast`` -> the function that computes it).
+
+    ``ValueError`` for any other expression of Python, and any error of Python's parser or of a function.
+    """
+
+    def value(node):
+        if type(getattr(node, "value", None)) in (int, float):
+            return node.value
+        operation = operations.get(type(getattr(node, "op", None)))
+        if operation is None:
+            raise ValueError("not an arithmetic expression")
+        operands = [child for child in ast.iter_child_nodes(node) if child is not node.op]
+        return operation(*map(value, operands))
+
+    return value(ast.parse(expression, mode="eval").body)
 
 
 class EnvironmentReward:
@@ -336,44 +393,13 @@ class EnvironmentReward:
     def __init__(self, class_name: str):
         self.class_name = class_name
 
-    def __call__(self, prompts, completions, environment_names=(), environment_rewards=(), **columns) -> Rewards:
+    def __call__(
+        self,
+        prompts,
+        completions,
+        environment_names=(),
+        environment_rewards=(),
+        **columns,
+    ) -> Rewards:
         pairs = zip(environment_names, environment_rewards, strict=True)
         return [reward if name == self.class_name else None for name, reward in pairs]
-
-
-def _compare(
-    read: Callable[[str], Any],
-    score: Callable[[Any, str], float | None],
-    completions: Sequence[Any],
-    columns: dict[str, Any],
-    column: str,
-) -> Rewards:
-    """For each completion the best ``score(read(text), reference)`` over the reference answers of its row.
-
-    0 where ``read`` finds no answer (``None``); ``None`` without a reference answer that ``score`` can use.
-    """
-    rewards: Rewards = []
-    values = columns[column] if completions else []
-    for completion, value in zip(completions, values, strict=True):
-        references = answers.reference_texts(value)
-        answer = read(answers.completion_text(completion)) if references else None
-        scores = []
-        for reference in references:
-            found = 0.0 if answer is None else score(answer, reference)
-            if found is not None:
-                scores.append(float(found))
-        rewards.append(max(scores, default=None))
-    return rewards
-
-
-def _group_reader(pattern: str, group: str) -> Callable[[str], str | None]:
-    """A function that reads a named group; ``None`` unless the whole text matches and the group takes part."""
-    compiled = re.compile(pattern, re.DOTALL)
-    if group not in compiled.groupindex:
-        raise ValueError(f"the answer is read from a group (?P<{group}>...), and {pattern!r} has no group of that name")
-
-    def read(text):
-        match = compiled.fullmatch(text)
-        return match[group] if match else None
-
-    return read

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grpo.rewards.answers import after_thinking, completion_text, is_text_of_list, reference_texts, tag_content
-from grpo.rewards.builtin import COMPARING, Rewards
+from grpo.rewards.answers import after_thinking, reference_texts, tag_content
+from grpo.rewards.builtin import COMPARING, Rewards, score_rows
 from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
@@ -16,8 +16,10 @@ FORMS = (
     "a row has a list of tests; each is a statement such as 'assert f(2) == 4', or {'input': ..., 'output': ...}; "
     "docs/rewards.md has other forms"
 )
-_BLOCK = re.compile(r"(?P<fence>`{3,}+)(?:[^\n`]*\n)?(?P<code>.*?)(?:(?P=fence)|\Z)", re.DOTALL)
+_BLOCK = r"(?s)(?P<fence>`{3,}+)(?:[^\n`]*\n)?(?P<code>.*?)(?:(?P=fence)|\Z)"
 """A fenced block. One without a closing fence, from a truncated response, counts too."""
+_TEXT_OF_LIST = r"""(?s)\s*+\[(?:[\s,]*+(?:"(?:\\.|[^"\\])*+"|'(?:\\.|[^'\\])*+'))++[\s,]*+\]\s*+"""
+"""Matches ``['70', '71']`` and ``["70"]``, but no interval: the items are texts in quotes."""
 _CALL_PROGRAM = """
 import io, json, sys, types
 arguments, output = json.load(sys.stdin), sys.stdout
@@ -36,47 +38,66 @@ result is JSON on stdout: the expected result is compared outside the sandbox.""
 
 
 def python_tests(
-    prompts, completions, *, value=1.0, tag=None, column="tests", test_seconds=Limits.test_seconds,
-    total_seconds=Limits.total_seconds, memory_mb=Limits.memory_mb, processes=Limits.processes,
-    output_kb=Limits.output_kb, allow_unsandboxed=False, **columns,
-) -> Rewards:  # fmt: skip
+    prompts,
+    completions,
+    *,
+    value=1.0,
+    tag=None,
+    column="tests",
+    test_seconds=Limits.test_seconds,
+    total_seconds=Limits.total_seconds,
+    memory_mb=Limits.memory_mb,
+    processes=Limits.processes,
+    output_kb=Limits.output_kb,
+    allow_unsandboxed=False,
+    **columns,
+) -> Rewards:
     """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
 
     :func:`extract_code` finds the code, :func:`read_tests` reads the tests. Outputs are compared outside the sandbox,
     those of a program up to white space at the ends of lines. ``total_seconds`` (all tests of one completion) must be
     less than ``reward.timeout_s``: code that hangs then scores 0, not ``None``.
     """
-    limits = Limits(test_seconds, total_seconds, memory_mb=memory_mb, processes=processes, output_kb=output_kb)
+    limits = Limits(
+        test_seconds,
+        total_seconds,
+        memory_mb,
+        processes=processes,
+        output_kb=output_kb,
+    )
     if not completions:  # this call checks a configuration: fail now on a machine that cannot provide the sandbox
         run_python("", [{"code": ""}], limits, allow_unsandboxed=allow_unsandboxed)
-    rewards: Rewards = []
-    tests_of_rows = columns[column] if completions else []
-    entry_points = columns.get("entry_point") or [None] * len(completions)
-    for completion, raw, entry_point in zip(completions, tests_of_rows, entry_points, strict=True):
+
+    def score(text, raw, entry_point):
         tests = read_tests(raw, entry_point)
-        code = extract_code(completion_text(completion), tag)
-        if not tests or code is None:
-            rewards.append(0.0 if tests else None)
-            continue
-        # The code must not see the expected outputs.
-        visible_tests = [{k: v for k, v in test.items() if k in ("code", "input")} for test in tests]
+        if not tests:
+            return None
+        code = extract_code(text, tag)
+        if code is None:
+            return 0.0
         if "function" in tests[0]:
             code = _CALL_PROGRAM.format(code=code, function=tests[0]["function"])
-        results = run_python(code, visible_tests, limits, allow_unsandboxed=allow_unsandboxed)
-        rewards.append(value * sum(map(_passed, tests, results)) / len(tests))
-    return rewards
+        # The code must not see the expected outputs.
+        expected = [test.pop("output", None) for test in tests]
+        results = run_python(code, tests, limits, allow_unsandboxed=allow_unsandboxed)
+        return value * sum(map(_passed, tests, expected, results)) / len(tests)
+
+    columns.setdefault("entry_point", [None] * len(completions))
+    return score_rows(score, completions, columns, column, "entry_point")
 
 
 python_tests.row_by_row = True
 
 
-def _passed(test: dict[str, str], result: SandboxResult) -> bool:
-    if result.status != "passed" or "code" in test:
-        return result.status == "passed"
+def _passed(test: dict, expected: str | None, result: SandboxResult) -> bool:
+    if result.status != "passed":
+        return False
+    if expected is None:
+        return True
     if "function" not in test:
-        return _lines(result.output) == _lines(test["output"])
+        return _lines(result.output) == _lines(expected)
     try:
-        return json.loads(result.output) in json.loads(test["output"])
+        return json.loads(result.output) in json.loads(expected)
     except (ValueError, RecursionError):  # the code wrote something else
         return False
 
@@ -92,14 +113,17 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
     With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag).
     """
     text = after_thinking(text) if tag is None else tag_content(text, tag) or ""
-    blocks = list(_BLOCK.finditer(text))
-    code = blocks[-1]["code"] if blocks else text
-    return textwrap.dedent(code) if code.strip() and len(code) <= MAX_CODE_LENGTH else None
+    code = text
+    for block in re.finditer(_BLOCK, text):
+        code = block["code"]
+    if not code.strip() or len(code) > MAX_CODE_LENGTH:
+        return None
+    return textwrap.dedent(code)
 
 
 def check_rows(
-    specs: Iterable[Any],
-    rows: Sequence[Mapping[str, Any]],
+    specs: Iterable,
+    rows: Sequence[Mapping],
     source: str,
     places: Sequence[str],
     *,
@@ -110,37 +134,30 @@ def check_rows(
     ``has_pattern``: the answers are what ``data.answer_pattern`` has found, so that each is meant as it is.
     """
     for spec in specs:
-        if spec.name == "python_tests":
-            column = spec.args.get("column", "tests")
-            check = _check_tests
-        elif spec.name in COMPARING:
-            column = spec.args.get("column", "answer")
-            check = _check_reference
-            if column == "answer" and has_pattern:
-                continue
-        else:
+        has_tests = spec.name == "python_tests"
+        if not has_tests and spec.name not in COMPARING:
+            continue
+        column = spec.args.get("column", "tests" if has_tests else "answer")
+        if not has_tests and has_pattern and column == "answer":
             continue
         for place, row in zip(places, rows, strict=True):
+            value = row.get(column)
             try:
-                check(row, column)
-            except ValueError as error:
-                raise ValueError(f"{source}, {place}, column {column}: {error}") from None
+                if has_tests:
+                    read_tests(value, row.get("entry_point"))
+                else:
+                    _check_reference(value)
+            except Exception as error:  # of any type: the dataset may hold anything
+                mistake = f"{value!r:.100} is no test that can be read ({error!r}); {FORMS}" if has_tests else error
+                raise ValueError(f"{source}, {place}, column {column}: {mistake}") from None
 
 
-def _check_tests(row: Mapping[str, Any], column: str) -> None:
-    try:
-        read_tests(row.get(column), row.get("entry_point"))
-    except Exception as error:  # of any type: the dataset may hold anything
-        mistake = f"{row.get(column)!r:.100} is no test that can be read ({error!r}); {FORMS}"
-        raise ValueError(mistake) from None
-
-
-def _check_reference(row: Mapping[str, Any], column: str) -> None:
-    value = row.get(column)
+def _check_reference(value: Any) -> None:
     if isinstance(value, Mapping):
-        keys = ", ".join(map(str, value))
-        raise ValueError(f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {keys}")
-    if is_text_of_list(value):
+        raise ValueError(
+            f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {', '.join(map(str, value))}"
+        )
+    if isinstance(value, str) and re.fullmatch(_TEXT_OF_LIST, value):
         raise ValueError(
             f"{value:.60} is the text of a list: data.answer_pattern takes an answer out of it, and "
             "'(?s)(.*)' the whole"
@@ -148,7 +165,7 @@ def _check_reference(row: Mapping[str, Any], column: str) -> None:
     reference_texts(value)
 
 
-def read_tests(raw: Any, entry_point: str | None = None) -> list[dict[str, str]]:
+def read_tests(raw: Any, entry_point: str | None = None) -> list[dict]:
     """The tests of a row in the forms in which datasets publish them; an exception for any other form.
 
     Each test is returned as ``{"code": ...}``, as ``{"input": ..., "output": ...}`` for a program, or as ``{"function":
@@ -161,35 +178,46 @@ def read_tests(raw: Any, entry_point: str | None = None) -> list[dict[str, str]]
     return tests
 
 
-def _list_of(raw: Any) -> Sequence[Any]:
+def _list_of(raw: Any) -> Sequence:
     """The tests of a row, each still in the form in which it was published."""
     if isinstance(raw, str):
-        if not raw.lstrip().startswith(("[", "{")):
+        if not re.match(r"\s*[\[{]", raw):
             return [raw]  # a statement
         raw = json.loads(raw)
-    if isinstance(raw, Mapping):
-        fields = {key: value for key, value in raw.items() if value is not None}  # a column of structs has every key
-        if "test_cases" in fields:
-            return fields["test_cases"]
-        inputs, outputs = (fields.get(f"{name}s", fields.get(name)) for name in ("input", "output"))
-        is_one = "inputs" not in fields and "fn_name" in fields
-        if is_one or not (isinstance(inputs, list) and isinstance(outputs, list)):
-            return [fields]
-        return [dict(fields, input=i, output=o) for i, o in zip(inputs, outputs, strict=True)]
-    return [] if raw is None else raw
+    if not isinstance(raw, Mapping):
+        return [] if raw is None else raw
+
+    # A column of structs has every key in every row.
+    fields = {key: value for key, value in raw.items() if value is not None}
+    if "test_cases" in fields:
+        return fields["test_cases"]
+    inputs = fields.get("inputs", fields.get("input"))
+    outputs = fields.get("outputs", fields.get("output"))
+    is_one_call = "inputs" not in fields and "fn_name" in fields
+    if type(inputs) is type(outputs) is list and not is_one_call:
+        return [fields | {"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+    return [fields]
 
 
-def _read_test(test: Any, entry_point: str | None) -> dict[str, str]:
+def _read_test(test: Any, entry_point: str | None) -> dict:
     if isinstance(test, str):
         return {"code": _statement(test, entry_point)}
-    arguments, result, metadata = test["input"], test["output"], test.get("metadata")
-    name = test.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
+    arguments = test["input"]
+    result = test["output"]
+    name = test.get("fn_name")
+    metadata = test.get("metadata")
+    if not name and isinstance(metadata, Mapping):
+        name = metadata.get("func_name")
     kind = test.get("type") or test.get("testtype") or ("functional" if name else "stdin")
     if kind in ("stdin", "stdin_stdout"):
         return {"input": _text(arguments), "output": _text(result)}
-    right = [result, *(result if isinstance(result, list) and len(result) == 1 else [])]  # APPS wraps results in a list
-    if isinstance(arguments, str):
-        arguments, right = [json.loads(line) for line in arguments.split("\n") if line.strip()], [json.loads(result)]
+
+    right = [result]
+    if isinstance(arguments, str):  # LiveCodeBench has a line of JSON for each argument
+        arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
+        right = [json.loads(result)]
+    elif isinstance(result, list) and len(result) == 1:  # APPS wraps results in a list
+        right += result
     if not name or not isinstance(arguments, list):
         raise ValueError(f"a test of type {kind} needs the name of a function (fn_name) and a list of arguments")
     return {"function": name, "input": json.dumps(arguments), "output": json.dumps(right)}
@@ -204,17 +232,23 @@ def _text(value: Any) -> str:
 
 def _statement(code: str, entry_point: str | None) -> str:
     """``code``, with the call that HumanEval leaves to its reader."""
-    statements = ast.parse(code).body
-    functions = [node for node in statements if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    if entry_point and any(function.name == "check" for function in functions):
-        return f"{code}\ncheck({entry_point})"
-    executed = [node for statement in statements if statement not in functions for node in ast.walk(statement)]
+    executed = []
+    for statement in ast.parse(code).body:
+        # A function or class has a name. Its body runs only if something calls it.
+        name = getattr(statement, "name", None)
+        if name is None:
+            executed += ast.walk(statement)
+        elif name == "check" and entry_point:
+            return f"{code}\ncheck({entry_point})"
     if not any(map(_can_fail, executed)):
         raise ValueError("it cannot fail: it has no assert, raise or call that is executed")
     return code
 
 
 def _can_fail(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assert):
-        return not isinstance(node.test, ast.Constant | ast.Tuple)
-    return isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await))
+    match node:
+        case ast.Assert():
+            return not isinstance(node.test, ast.Constant | ast.Tuple)
+        case ast.Raise() | ast.Expr(value=ast.Call() | ast.Await()):
+            return True
+    return False

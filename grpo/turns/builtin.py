@@ -3,12 +3,9 @@
 import ast
 import operator
 
+from grpo.rewards.builtin import ARITHMETIC, evaluate
 from grpo.rewards.sandbox import Limits, run_python
 
-OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos,
-}  # fmt: skip
 MAX_EXPONENT = 1000
 TRACEBACK = (
     "import sys, traceback\ntry:\n    exec(compile(sys.stdin.read(), '<code>', 'exec'), {'__name__': '__main__'})"
@@ -25,25 +22,23 @@ def calculator(expression: str) -> str:
     Returns:
         The number.
     """
-    value = _value(ast.parse(expression.strip().replace(",", ""), mode="eval").body)
+    value = evaluate(expression.strip().replace(",", ""), OPERATORS)
     if isinstance(value, complex):
         raise ValueError("not a real number")
     return f"{value:.15g}"
 
 
-def _value(node: ast.AST) -> int | float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        base, exponent = _value(node.left), _value(node.right)
-        if abs(exponent) > MAX_EXPONENT or abs(base) > 1e9:
-            raise ValueError("the power is too large")
-        return base**exponent
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.operand))
-    raise ValueError("not an arithmetic expression")
+def _power(base: int | float, exponent: int | float) -> int | float:
+    if abs(exponent) > MAX_EXPONENT or abs(base) > 1e9:
+        raise ValueError("the power is too large")
+    return base**exponent
+
+
+OPERATORS = ARITHMETIC | {
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
 
 
 def python(code: str) -> str:
