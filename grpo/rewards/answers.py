@@ -1,14 +1,13 @@
 """Extract the answer from a text and compare two answers.
 
-A policy can produce any text, also one that makes a regular expression backtrack. So every function takes linear time,
-but for those that call math-verify and for a pattern of the caller's.
+A policy can produce any text, also one that makes a regular expression backtrack. So every function
+takes linear time, but for those that call math-verify and for a pattern of the caller's.
 """
 
 import re
 import threading
 from fractions import Fraction
 from numbers import Number
-from typing import Any
 
 LONGEST_NUMBER = 400
 """Characters of the longest text that is read as a number."""
@@ -16,7 +15,8 @@ LONGEST_EXPRESSION = 1000
 """Characters of the longest answer that math-verify compares: longer ones take too long."""
 MODES = ("strict", "lenient", "boxed", "####")
 """The places from which :func:`extract_answer` reads an answer."""
-DEFAULT_FORMAT = r"\s*<think>{0}</think>\s*<answer>{0}</answer>\s*".format(r"(?:(?!</?(?:think|answer)>).)*+")
+_NO_TAG = r"(?:(?!</?(?:think|answer)>).)*+"
+DEFAULT_FORMAT = rf"\s*<think>{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
 """Matches a whole response in which each of the four tags occurs exactly once."""
 MINUS_SIGNS = str.maketrans("\u2212\u2012\u2013\ufe63\uff0d", "-----")
 """For ``str.translate``: the Unicode characters that are read as a minus sign."""
@@ -34,7 +34,8 @@ _NOT_OF_A_NUMBER = r"""(?x)
     | (?<!\w) (?:\\\$|[€£])
 """
 
-# Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length of a run of spaces.
+# Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length
+# of a run of spaces.
 _NUMBER = r"""(?x)
     \s*+ (?:=\s*+)?                                     # "= 5"
     (?P<number>
@@ -47,7 +48,8 @@ _NUMBER = r"""(?x)
     \s*+ (?:\\?%)? \s*+ \$? \.? \s*+                    # "50%", "$5$", "5."
 """
 
-# A minus is read as a sign only where it cannot be a subtraction: the last number of "10-5" is 5, not -5.
+# A minus is read as a sign only where it cannot be a subtraction: the last number of "10-5" is 5,
+# not -5.
 _LAST_NUMBER = r"""(?x)
     (?:\$- | (?:(?<![\w)\]])-)? \$?)
     (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
@@ -55,7 +57,7 @@ _LAST_NUMBER = r"""(?x)
 """
 
 
-def reference_texts(answer: Any) -> list[str]:
+def reference_texts(answer: object) -> list[str]:
     """The texts of a row's reference answer, each of which is right.
 
     Text and a number give one, a list gives those of its items; None, NaN and empty text give none.
@@ -78,7 +80,7 @@ def reference_texts(answer: Any) -> list[str]:
     return texts
 
 
-def equals_reference(answer: str | None, reference: Any) -> bool:
+def equals_reference(answer: str | None, reference: object) -> bool:
     """True if an answer equals one of :func:`reference_texts`; False where these cannot be read."""
     if answer is None:
         return False
@@ -89,7 +91,8 @@ def equals_reference(answer: str | None, reference: Any) -> bool:
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """The text of a completion: a string, or messages (``[{"role": "assistant", "content": ...}]``) joined by newlines.
+    """The text of a completion: a string, or messages (``[{"role": "assistant", "content": ...}]``)
+    joined by newlines.
 
     Content in parts (``[{"type": "text", "text": ...}]``) is concatenated.
     """
@@ -105,14 +108,18 @@ def completion_text(completion: str | list[dict]) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """The text after the last ``</think>``, up to a ``<think>`` that is not closed. Without tags the whole text."""
+    """The text after the last ``</think>``, up to a ``<think>`` that is not closed. Without tags
+    the whole text.
+    """
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def tag_content(text: str, tag: str) -> str | None:
-    """The text between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two occurs exactly once.
+    """The text between ``<tag>`` and ``</tag>``, unchanged; ``None`` unless each of the two occurs
+    exactly once.
 
-    ``None`` also if the tag lies inside the thinking: the next tag of thinking after it is ``</think>``.
+    ``None`` also if the tag lies inside the thinking: the next tag of thinking after it is
+    ``</think>``.
     """
     name = re.escape(tag)
     other = f"(?:(?!</?{name}>).)*+"
@@ -134,25 +141,33 @@ def last_tag_content(text: str, tag: str) -> str | None:
 
 
 def boxed_content(text: str) -> str | None:
-    """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, or ``None`` if it is missing or not closed."""
+    """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, or ``None`` if it is missing or
+    not closed.
+    """
     *before, content = re.split(_BOX, text)
     if not before:
         return None
     depth = 1
     for brace in re.finditer(_BRACE, content):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
         if depth == 0:
             return content[: brace.start()]
     return None
 
 
 def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str | None:
-    """The answer in a response, without surrounding white space, or ``None`` if there is none or it is empty.
+    """The answer in a response, without surrounding white space, or ``None`` if there is none or it
+    is empty.
 
-    - ``"strict"``: the text inside ``<tag>...</tag>``, if there is exactly one such tag, outside ``<think>...</think>``
+    - ``"strict"``: the text inside ``<tag>...</tag>``, if there is exactly one such tag, outside
+      ``<think>...</think>``
     - ``"lenient"``: the last number anywhere in the text
     - ``"boxed"``: the text inside the last ``\\boxed{...}`` or ``\\fbox{...}`` after the thinking
-    - ``"####"``: the rest of the line after the last ``####`` after the thinking, as in the answers of GSM8K
+    - ``"####"``: the rest of the line after the last ``####`` after the thinking, as in the answers
+      of GSM8K
 
     Any other mode is a ``ValueError``.
     """
@@ -201,8 +216,10 @@ def parse_number(text: str) -> Fraction | None:
     return Fraction(number) / int(match["denominator"] or 1)
 
 
-def comparable(answer: Any) -> Fraction | str:
-    """An answer as a number, or else as text: case folded, white space collapsed, one trailing period removed."""
+def comparable(answer: object) -> Fraction | str:
+    """An answer as a number, or else as text: case folded, white space collapsed, one trailing
+    period removed.
+    """
     text = str(answer)
     number = parse_number(text)
     if number is not None:
@@ -210,20 +227,27 @@ def comparable(answer: Any) -> Fraction | str:
     return " ".join(text.split()).casefold().removesuffix(".").rstrip()
 
 
-def answers_equal(a: Any, b: Any) -> bool:
-    """True if two answers are the same number (``0.33`` is not ``1/3``) or, where neither is one, the same text."""
+def answers_equal(a: object, b: object) -> bool:
+    """True if two answers are the same number (``0.33`` is not ``1/3``) or, where neither is one,
+    the same text.
+    """
     return comparable(a) == comparable(b)
 
 
 def answers_equivalent(answer: str, reference: str) -> bool:
-    """True if two answers are equal (:func:`answers_equal`) or math-verify finds the same expression in them."""
-    return answers_equal(answer, reference) or (
-        len(answer) <= LONGEST_EXPRESSION and same_expression(parse_answer(reference), parse_answer(answer))
-    )
+    """True if two answers are equal (:func:`answers_equal`) or math-verify finds the same
+    expression in them.
+    """
+    if answers_equal(answer, reference):
+        return True
+    is_short = len(answer) <= LONGEST_EXPRESSION
+    return is_short and same_expression(parse_answer(reference), parse_answer(answer))
 
 
 def parse_answer(text: str) -> list:
-    """The expressions that math-verify reads in an answer, also LaTeX without delimiters (``\\frac{1}{2}``), if any."""
+    """The expressions that math-verify reads in an answer, also LaTeX without delimiters
+    (``\\frac{1}{2}``), if any.
+    """
     text = plain_numbers(text).strip()
     if not re.search(r"\$|\\(?:boxed|\(|\[)", text):
         expressions = find_expression(f"${text}$")
@@ -233,11 +257,12 @@ def parse_answer(text: str) -> list:
 
 
 def find_expression(text: str) -> list:
-    """The last expression of a text that math-verify reads (LaTeX between delimiters, or a number); empty if none."""
+    """The last expression of a text that math-verify reads (LaTeX between delimiters, or a number);
+    empty if none.
+    """
     import math_verify
 
-    text = plain_numbers(text).strip()
-    return math_verify.parse(text, parsing_timeout=_math_verify_timeout())
+    return math_verify.parse(plain_numbers(text).strip(), parsing_timeout=_math_verify_timeout())
 
 
 def same_expression(expected: list, found: list) -> bool:
@@ -248,7 +273,6 @@ def same_expression(expected: list, found: list) -> bool:
 
 
 def _math_verify_timeout() -> int | None:
-    # Seconds per expression. The limit uses SIGALRM, which only a main thread may do; reward workers
-    # run in theirs.
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    return 3 if is_main_thread else None
+    # Seconds per expression. The limit uses SIGALRM, which only a main thread may do; reward
+    # workers run in theirs.
+    return 3 if threading.current_thread() is threading.main_thread() else None

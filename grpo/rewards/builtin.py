@@ -1,18 +1,17 @@
 """The built-in rewards that run no code of the completion.
 
-``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion; prompts and
-completions are texts or lists of messages. Where a docstring names a source, the defaults are those published there.
-Each function checks its arguments before any row, so a call without rows checks a configuration. The type of a default,
-or else the annotation, is that of the values which ``functions.check_arguments`` accepts.
+``fn(prompts, completions, *, <arguments>, **columns)`` gives one number or ``None`` per completion;
+prompts and completions are texts or lists of messages. Where a docstring names a source, the
+defaults are those published there. Each function checks its arguments before any row, so a call
+without rows checks a configuration. The type of a default, or else the annotation, is that of the
+values which ``functions.check_arguments`` accepts.
 """
 
 import ast
 import operator
 import re
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 from grpo.rewards import answers
 from grpo.system import import_extra
@@ -20,11 +19,15 @@ from grpo.system import import_extra
 Rewards = list[float | None]
 """One reward per completion. ``None`` marks a row that cannot be scored."""
 COMPARING = ("accuracy", "pattern_answer", "exact_or_stripped", "math_verify", "r1_zero")
-"""The built-in rewards that compare an answer with :func:`answers.reference_texts` of the column ``column``."""
+"""The built-in rewards that compare an answer with :func:`answers.reference_texts` of the column
+``column``.
+"""
 TAGS_PATTERN = r"(<think>)|(</think>)|(<answer>)|(</answer>)(\s*\Z)?"
 """Five groups: one for each tag, and one that matches if nothing follows the last tag."""
 MAX_LENGTH = 500
-"""Characters of an arithmetic expression. There is no power operator, so this bounds the size of every value too."""
+"""Characters of an arithmetic expression. There is no power operator, so this bounds the size of
+every value too.
+"""
 _OTHER_OPERATORS = str.maketrans("×·÷[]", "**/()") | answers.MINUS_SIGNS
 ARITHMETIC = {
     ast.Add: operator.add,
@@ -37,13 +40,10 @@ ARITHMETIC = {
 """Operators for :func:`evaluate`."""
 
 
-def score_rows(
-    score: Callable,
-    completions,
-    columns,
-    *names,
-) -> Rewards:
-    """``score(text, *values)`` for each completion: its text, and its row's values of the columns ``names``."""
+def score_rows(score, completions, columns, *names) -> Rewards:
+    """``score(text, *values)`` for each completion: its text, and its row's values of the columns
+    ``names``.
+    """
     # The call without rows, which checks a configuration, has no columns either.
     values = [columns[name] if completions else [] for name in names]
     texts = map(answers.completion_text, completions)
@@ -51,18 +51,20 @@ def score_rows(
 
 
 def grade_answers(
-    read: Callable,
-    grade: Callable,
+    read,
+    grade,
     completions,
     columns,
     column,
     value=1.0,
     otherwise=0.0,
 ) -> Rewards:
-    """The best score of each completion's answer, ``read(text)``, over the reference answers of its row.
+    """The best score of each completion's answer, ``read(text)``, over the reference answers of its
+    row.
 
-    ``grade(answer, reference)`` is ``True`` or a number by which ``value`` is multiplied, or ``False`` or 0 for
-    ``otherwise``. 0 without an answer; ``None`` without a reference answer, or if every grade is ``None``.
+    ``grade(answer, reference)`` is ``True`` or a number by which ``value`` is multiplied, or
+    ``False`` or 0 for ``otherwise``. 0 without an answer; ``None`` without a reference answer, or
+    if every grade is ``None``.
     """
 
     def score(text, value_of_row):
@@ -89,7 +91,9 @@ def accuracy(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference answer, else 0."""
+    """``value`` where the answer, found by :func:`answers.extract_answer`, equals the reference
+    answer, else 0.
+    """
     read = partial(answers.extract_answer, mode=mode, tag=tag)
     read("")  # checks the mode
     return grade_answers(read, answers.answers_equal, completions, columns, column, value)
@@ -103,15 +107,17 @@ def format(
     value=1.0,
     **columns,
 ) -> Rewards:
-    """``value`` where the whole response matches ``pattern``; the default is :data:`answers.DEFAULT_FORMAT`."""
+    """``value`` where the whole response matches ``pattern``; the default is
+    :data:`answers.DEFAULT_FORMAT`.
+    """
     if pattern is None:
         pattern = answers.DEFAULT_FORMAT
     compiled = re.compile(pattern, re.DOTALL)
-
-    def score(text):
-        return value if compiled.fullmatch(text) else 0.0
-
-    return score_rows(score, completions, columns)
+    return score_rows(
+        lambda text: value if compiled.fullmatch(text) else 0.0,
+        completions,
+        columns,
+    )
 
 
 def tag_groups(
@@ -123,9 +129,11 @@ def tag_groups(
     max_value=0.5,
     **columns,
 ) -> Rewards:
-    """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most ``max_value``.
+    """``per_group`` for each group of ``pattern`` that matches anywhere in the response, at most
+    ``max_value``.
 
-    A repeated match earns nothing. Source of the values (0.1 and 0.5): "The One Big Beautiful Blog on GRPO".
+    A repeated match earns nothing. Source of the values (0.1 and 0.5): "The One Big Beautiful Blog
+    on GRPO".
     """
     compiled = re.compile(pattern, re.DOTALL)
     if not compiled.groups:
@@ -150,14 +158,18 @@ def pattern_answer(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where the whole response matches ``pattern`` and the group equals the reference answer, else 0."""
-
-    read = _group_reader(pattern, group)
-
-    def grade(answer, reference):
-        return answer.strip() and answers.answers_equal(answer, reference)
-
-    return grade_answers(read, grade, completions, columns, column, value)
+    """``value`` where the whole response matches ``pattern`` and the group equals the reference
+    answer, else 0.
+    """
+    return grade_answers(
+        _group_reader(pattern, group),
+        # An empty answer would be equal to a reference answer that is a period alone.
+        lambda answer, reference: answer.strip() and answers.answers_equal(answer, reference),
+        completions,
+        columns,
+        column,
+        value,
+    )
 
 
 def exact_or_stripped(
@@ -171,10 +183,12 @@ def exact_or_stripped(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``exact`` where the text in the tag is the reference answer, ``stripped`` where white space around it differs.
+    """``exact`` where the text in the tag is the reference answer, ``stripped`` where white space
+    around it differs.
 
-    With ``pattern``, which the whole response must match, the text is its group ``(?P<answer>...)``; no tag is read.
-    Source of the values: "The Illustrated GRPO" and its Gemma 3 recipe (3.0 and 1.5, tag ``SOLUTION``).
+    With ``pattern``, which the whole response must match, the text is its group
+    ``(?P<answer>...)``; no tag is read. Source of the values: "The Illustrated GRPO" and its Gemma
+    3 recipe (3.0 and 1.5, tag ``SOLUTION``).
     """
     read = partial(answers.tag_content, tag=tag)
     if pattern is not None:
@@ -188,8 +202,10 @@ def exact_or_stripped(
     return grade_answers(read, grade, completions, columns, column)
 
 
-def _group_reader(pattern: str, group: str) -> Callable:
-    """A function that reads a named group; ``None`` unless the whole text matches and the group takes part."""
+def _group_reader(pattern: str, group: str):
+    """A function that reads a named group; ``None`` unless the whole text matches and the group
+    takes part.
+    """
     compiled = re.compile(pattern, re.DOTALL)
     if group not in compiled.groupindex:
         raise ValueError(f"the answer is read from a group (?P<{group}>...), and {pattern!r} has no group of that name")
@@ -212,7 +228,8 @@ def soft_overlong(
 ) -> Rewards:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13, with 20480 and 4096 tokens).
 
-    0 for up to ``max_length - cache_length`` tokens, then a linear decrease to -1 at ``max_length``, and -1 beyond.
+    0 for up to ``max_length - cache_length`` tokens, then a linear decrease to -1 at
+    ``max_length``, and -1 beyond.
     """
     if not 0 < cache_length <= max_length:
         raise ValueError(f"soft_overlong needs 0 < cache_length <= max_length, got {cache_length} and {max_length}")
@@ -230,10 +247,12 @@ def math_verify(
     column="answer",
     **columns,
 ) -> Rewards:
-    """``value`` where math-verify finds the answer after the thinking equal to the reference answer, else 0.
+    """``value`` where math-verify finds the answer after the thinking equal to the reference
+    answer, else 0.
 
-    The answer is the text inside the last ``<answer>...</answer>``, or without one the last expression. With ``tag`` it
-    is the text inside the last such tag. ``None`` also where the reference answer cannot be parsed.
+    The answer is the text inside the last ``<answer>...</answer>``, or without one the last
+    expression. With ``tag`` it is the text inside the last such tag. ``None`` also where the
+    reference answer cannot be parsed.
     """
     import_extra("math_verify", "math", "reward 'math_verify'")
 
@@ -260,10 +279,12 @@ def r1_zero(
     column="answer",
     **columns,
 ) -> Rewards:
-    """The reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end with ``<think>``.
+    """The reward of "Understanding R1-Zero-Like Training" (arXiv 2503.20783), for prompts that end
+    with ``<think>``.
 
-    ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is ``</think> <answer>``
-    and ``</answer>`` in the response. Answers are compared by :func:`answers.answers_equivalent`.
+    ``value`` for format and answer, ``format_value`` for the format alone, else 0. The format is
+    ``</think> <answer>`` and ``</answer>`` in the response. Answers are compared by
+    :func:`answers.answers_equivalent`.
     """
     import_extra("math_verify", "math", "reward 'r1_zero'")
 
@@ -272,10 +293,19 @@ def r1_zero(
             return None
         return text.split("<answer>")[-1].replace("</answer>", "")
 
-    return grade_answers(read, answers.answers_equivalent, completions, columns, column, value, format_value)
+    return grade_answers(
+        read,
+        answers.answers_equivalent,
+        completions,
+        columns,
+        column,
+        value,
+        otherwise=format_value,
+    )
 
 
-# The runner calls these functions row by row, so that one slow expression does not use up the time limit of its batch.
+# The runner calls these functions row by row, so that one slow expression does not use up the time
+# limit of its batch.
 math_verify.row_by_row = True
 r1_zero.row_by_row = True
 
@@ -290,13 +320,16 @@ def reasoning_gym(
     metadata_column="metadata",
     **columns,
 ) -> Rewards:
-    """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag; 0 without a well-formed tag.
+    """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag; 0 without a
+    well-formed tag.
 
-    The row's metadata names the task. Many of its scorers give a wrong answer 0.01, some give partial scores.
+    The row's metadata names the task. Many of its scorers give a wrong answer 0.01, some give
+    partial scores.
     """
     library = import_extra("reasoning_gym", "gym", "reward 'reasoning_gym'")
 
-    # The reference of a row may be None: a task with many right answers has a scorer that reads the metadata alone.
+    # The reference of a row may be None: a task with many right answers has a scorer that reads the
+    # metadata alone.
     def score(text, prompt, reference, metadata):
         if not metadata:
             return None
@@ -323,16 +356,19 @@ def countdown(
     target_column="target",
     **columns,
 ) -> Rewards:
-    """``value`` where the expression in the tag uses each number of the row exactly once and equals the row's target.
+    """``value`` where the expression in the tag uses each number of the row exactly once and equals
+    the row's target.
 
-    ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. The expression may be the
-    left side of an equation (``(3 + 5) * 3 = 24``) that holds. An error where the row has other values than numbers.
+    ``format_value`` (TinyZero: 0.1) where the tag contains anything else, 0 without a tag. The
+    expression may be the left side of an equation (``(3 + 5) * 3 = 24``) that holds. An error where
+    the row has other values than numbers.
     """
 
     def score(text, numbers, target):
         if numbers is None or target is None:
             return None
-        # Read before the answer, so that a row which no answer solves is an error from the first step on.
+        # Read before the answer, so that a row which no answer solves is an error from the first
+        # step on.
         texts = [str(number).replace(",", "") for number in [*numbers, target]]
         *available, goal = map(Fraction, texts)
         answer = answers.extract_answer(text, tag=tag)
@@ -352,9 +388,11 @@ def countdown(
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and its integers in order.
+    """The exact value of an expression of integers, ``+ - * /``, signs and parentheses, and its
+    integers in order.
 
-    ``ValueError`` if ``text`` is anything else, divides by zero, exceeds ``MAX_LENGTH`` or opens 51 parentheses.
+    ``ValueError`` if ``text`` is anything else, divides by zero, exceeds ``MAX_LENGTH`` or opens 51
+    parentheses.
     """
     expression = " ".join(text.translate(_OTHER_OPERATORS).split())
     if len(text) > MAX_LENGTH or re.search(r"[^-+*/() 0-9]|(?:\([^(]*){51}", expression):
@@ -363,16 +401,19 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
     try:
         # The quotient of two integers or fractions is a fraction.
         value = evaluate(expression, ARITHMETIC | {ast.Div: Fraction})
-    except Exception as error:  # of any type: Python's parser has many for text that is no expression
+    # Of any type: Python's parser has many for text that is no expression.
+    except Exception as error:
         raise ValueError(f"an expression without a value: {error}") from None
     integers = re.findall("[0-9]+", expression)
     return Fraction(value), list(map(int, integers))
 
 
-def evaluate(expression: str, operations: dict[type, Callable]) -> Any:
-    """The value of an expression of numbers and operators (a class of ``ast`` -> the function that computes it).
+def evaluate(expression: str, operations: dict) -> Fraction | float | complex:
+    """The value of an expression of numbers and operators (a class of ``ast`` -> the function that
+    computes it).
 
-    ``ValueError`` for any other expression of Python, and any error of Python's parser or of a function.
+    ``ValueError`` for any other expression of Python, and any error of Python's parser or of a
+    function.
     """
 
     def value(node):
@@ -388,7 +429,9 @@ def evaluate(expression: str, operations: dict[type, Callable]) -> Any:
 
 
 class EnvironmentReward:
-    """The reward that an environment of this class gives itself: ``get_reward()``, or the sum of its turns' rewards."""
+    """The reward that an environment of this class gives itself: ``get_reward()``, or the sum of
+    its turns' rewards.
+    """
 
     def __init__(self, class_name: str):
         self.class_name = class_name

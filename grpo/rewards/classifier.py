@@ -1,6 +1,7 @@
 """``classifier:<model>``: a Hugging Face sequence classifier with one label as a reward model.
 
-It runs in the training process on the rank's device, because a worker process would need a CUDA context of its own.
+It runs in the training process on the rank's device, because a worker process would need a CUDA
+context of its own.
 """
 
 import torch
@@ -24,12 +25,13 @@ class ClassifierReward:
                 "a reward model has num_labels=1, and its one logit is the reward; this one has "
                 f"{model.config.num_labels} labels, untrained weights: {untrained}"
             )
-        # Decoder classifiers read the logit at the last token that is not this pad id, and expect padding on the right.
+        # Decoder classifiers read the logit at the last token that is not this pad id, and expect
+        # padding on the right.
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         tokenizer.padding_side = "right"
         model.config.pad_token_id = tokenizer.pad_token_id
         self.tokenizer = tokenizer
-        self.model = model.eval().requires_grad_(False)
+        self.model = model.requires_grad_(False)
 
     def __call__(
         self,
@@ -39,12 +41,14 @@ class ClassifierReward:
         batch_size=16,
         max_length=None,
     ) -> list[float]:
-        """Score prompt and completion together: text is concatenated, messages go through the chat template, if any.
+        """Score prompt and completion together: text is concatenated, messages go through the chat
+        template, if any.
 
         ``max_length`` (tokens) truncates; by default nothing is truncated.
         """
         texts = list(map(self._text, prompts, completions))
-        # A chat template writes the special tokens into the text, so the tokenizer must not add them again.
+        # A chat template writes the special tokens into the text, so the tokenizer must not add
+        # them again.
         is_chat = prompts and not isinstance(prompts[0], str) and self.tokenizer.chat_template
         rewards = []
         for start in range(0, len(texts), batch_size):
@@ -65,7 +69,8 @@ class ClassifierReward:
         text = completion_text(completion)
         if isinstance(prompt, str):
             return prompt + text
-        if not self.tokenizer.chat_template:  # as prompts are rendered for a model without a chat template
+        # Prompts are rendered in this way for a model without a chat template.
+        if not self.tokenizer.chat_template:
             return "\n\n".join(message["content"] for message in prompt) + text
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]

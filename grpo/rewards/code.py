@@ -1,11 +1,12 @@
-"""The reward ``python_tests``: the fraction of a row's tests that the completion's code passes in the sandbox."""
+"""The reward ``python_tests``: the fraction of a row's tests that the completion's code passes in
+the sandbox.
+"""
 
 import ast
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from grpo.rewards.answers import after_thinking, reference_texts, tag_content
 from grpo.rewards.builtin import COMPARING, Rewards, score_rows
@@ -13,8 +14,8 @@ from grpo.rewards.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
 FORMS = (
-    "a row has a list of tests; each is a statement such as 'assert f(2) == 4', or {'input': ..., 'output': ...}; "
-    "docs/rewards.md has other forms"
+    "a row has a list of tests; each is a statement such as 'assert f(2) == 4', "
+    "or {'input': ..., 'output': ...}; docs/rewards.md has other forms"
 )
 _BLOCK = r"(?s)(?P<fence>`{3,}+)(?:[^\n`]*\n)?(?P<code>.*?)(?:(?P=fence)|\Z)"
 """A fenced block. One without a closing fence, from a truncated response, counts too."""
@@ -33,8 +34,9 @@ except SystemExit:
 owner = solution.Solution() if hasattr(getattr(solution, "Solution", None), {function!r}) else solution
 print(json.dumps(getattr(owner, {function!r})(*arguments)), file=output, flush=True)
 """
-"""A program that calls a function of ``code``, or of its class ``Solution``. The arguments are JSON on stdin, the
-result is JSON on stdout: the expected result is compared outside the sandbox."""
+"""A program that calls a function of ``code``, or of its class ``Solution``. The arguments are JSON
+on stdin, the result is JSON on stdout: the expected result is compared outside the sandbox.
+"""
 
 
 def python_tests(
@@ -54,9 +56,10 @@ def python_tests(
 ) -> Rewards:
     """``value`` times the fraction of tests passed; 0 without code, ``None`` without tests.
 
-    :func:`extract_code` finds the code, :func:`read_tests` reads the tests. Outputs are compared outside the sandbox,
-    those of a program up to white space at the ends of lines. ``total_seconds`` (all tests of one completion) must be
-    less than ``reward.timeout_s``: code that hangs then scores 0, not ``None``.
+    :func:`extract_code` finds the code, :func:`read_tests` reads the tests. Outputs are compared
+    outside the sandbox, those of a program up to white space at the ends of lines.
+    ``total_seconds`` (all tests of one completion) must be less than ``reward.timeout_s``: code
+    that hangs then scores 0, not ``None``.
     """
     limits = Limits(
         test_seconds,
@@ -65,7 +68,8 @@ def python_tests(
         processes=processes,
         output_kb=output_kb,
     )
-    if not completions:  # this call checks a configuration: fail now on a machine that cannot provide the sandbox
+    # A call without rows checks a configuration: fail now on a machine without the sandbox.
+    if not completions:
         run_python("", [{"code": ""}], limits, allow_unsandboxed=allow_unsandboxed)
 
     def score(text, raw, entry_point):
@@ -103,14 +107,17 @@ def _passed(test: dict, expected: str | None, result: SandboxResult) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    # Not splitlines() and rstrip() alone: for them a form feed and U+2028 are ends of lines and white space.
+    # Not splitlines() and rstrip() alone: for them a form feed and U+2028 are ends of lines and
+    # white space.
     return [line.rstrip(" \t\r") for line in text.rstrip(" \t\r\n").split("\n")]
 
 
 def extract_code(text: str, tag: str | None = None) -> str | None:
-    """The last fenced block after the thinking, or all text after it; ``None`` if that is empty or too long.
+    """The last fenced block after the thinking, or all text after it; ``None`` if that is empty or
+    too long.
 
-    With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that tag).
+    With ``tag``, only the text inside the only ``<tag>...</tag>`` is read (``None`` without that
+    tag).
     """
     text = after_thinking(text) if tag is None else tag_content(text, tag) or ""
     code = text
@@ -122,16 +129,18 @@ def extract_code(text: str, tag: str | None = None) -> str | None:
 
 
 def check_rows(
-    specs: Iterable,
-    rows: Sequence[Mapping],
+    specs: list,
+    rows: list[Mapping],
     source: str,
-    places: Sequence[str],
+    places: list[str],
     *,
     has_pattern: bool = False,
 ) -> None:
-    """Raise ``ValueError``, with the row's place, if a reward cannot read the tests or reference answer of a row.
+    """Raise ``ValueError``, with the row's place, if a reward cannot read the tests or reference
+    answer of a row.
 
-    ``has_pattern``: the answers are what ``data.answer_pattern`` has found, so that each is meant as it is.
+    ``has_pattern``: the answers are what ``data.answer_pattern`` has found, so that each is meant
+    as it is.
     """
     for spec in specs:
         has_tests = spec.name == "python_tests"
@@ -148,37 +157,46 @@ def check_rows(
                 else:
                     _check_reference(value)
             except Exception as error:  # of any type: the dataset may hold anything
-                mistake = f"{value!r:.100} is no test that can be read ({error!r}); {FORMS}" if has_tests else error
+                mistake = error
+                if has_tests:
+                    mistake = f"{value!r:.100} is no test that can be read ({error!r}); {FORMS}"
                 raise ValueError(f"{source}, {place}, column {column}: {mistake}") from None
 
 
-def _check_reference(value: Any) -> None:
+def _check_reference(value: object) -> None:
     if isinstance(value, Mapping):
-        raise ValueError(
-            f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {', '.join(map(str, value))}"
-        )
+        keys = ", ".join(map(str, value))
+        raise ValueError(f"a mapping is no answer: data.answer_column=COLUMN.KEY takes one of its keys, {keys}")
     if isinstance(value, str) and re.fullmatch(_TEXT_OF_LIST, value):
         raise ValueError(
-            f"{value:.60} is the text of a list: data.answer_pattern takes an answer out of it, and "
-            "'(?s)(.*)' the whole"
+            f"{value:.60} is the text of a list: data.answer_pattern takes an answer out of it, "
+            "and '(?s)(.*)' the whole"
         )
     reference_texts(value)
 
 
-def read_tests(raw: Any, entry_point: str | None = None) -> list[dict]:
-    """The tests of a row in the forms in which datasets publish them; an exception for any other form.
+def read_tests(raw: object, entry_point: str | None = None) -> list[dict]:
+    """The tests of a row in the forms in which datasets publish them; an exception for any other
+    form.
 
-    Each test is returned as ``{"code": ...}``, as ``{"input": ..., "output": ...}`` for a program, or as ``{"function":
-    ..., "input": ..., "output": ...}`` with JSON of the arguments and of the list of right results. ``docs/rewards.md``
-    lists the forms; ``entry_point`` is the function that a HumanEval test calls.
+    Each test is returned as ``{"code": ...}``, as ``{"input": ..., "output": ...}`` for a program,
+    or as ``{"function": ..., "input": ..., "output": ...}`` with JSON of the arguments and of the
+    list of right results. ``docs/rewards.md`` lists the forms; ``entry_point`` is the function that
+    a HumanEval test calls.
     """
-    tests = [_read_test(t, entry_point) for t in _list_of(raw) if not isinstance(t, str) or t.strip()]
+    tests = []
+    for test in _list_of(raw):
+        if not isinstance(test, str):
+            tests.append(_read_case(test))
+        elif test.strip():
+            tests.append({"code": _statement(test, entry_point)})
+    # One program runs all tests of a completion.
     if len({test.get("function") for test in tests}) > 1:
         raise ValueError("all tests of a row must call the same function, or none a function")
     return tests
 
 
-def _list_of(raw: Any) -> Sequence:
+def _list_of(raw: object) -> list:
     """The tests of a row, each still in the form in which it was published."""
     if isinstance(raw, str):
         if not re.match(r"\s*[\[{]", raw):
@@ -199,9 +217,10 @@ def _list_of(raw: Any) -> Sequence:
     return [fields]
 
 
-def _read_test(test: Any, entry_point: str | None) -> dict:
-    if isinstance(test, str):
-        return {"code": _statement(test, entry_point)}
+def _read_case(test: Mapping) -> dict:
+    """A test by input and output: of a program, or of a function, which the test or its metadata
+    names.
+    """
     arguments = test["input"]
     result = test["output"]
     name = test.get("fn_name")
@@ -223,7 +242,7 @@ def _read_test(test: Any, entry_point: str | None) -> dict:
     return {"function": name, "input": json.dumps(arguments), "output": json.dumps(right)}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str | int | float) for line in lines):
         raise ValueError("it has an input or output that is not text")
