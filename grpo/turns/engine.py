@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo.algorithm.batch import Completion, Group, Problem, ToolCall, Turns
@@ -18,7 +18,7 @@ from grpo.rollout.interface import ROWS_PER_CALL
 from grpo.system import UserError
 from grpo.turns.format import TurnFormat
 from grpo.turns.function import sample_by_function
-from grpo.turns.tools import COLUMN, ENVIRONMENT, TOOL, Tools
+from grpo.turns.tools import ENVIRONMENT, Tools
 from grpo.workers import Answer
 
 Message = dict[str, Any]
@@ -53,13 +53,17 @@ class Conversation:
     failure: str = ""
 
     def __post_init__(self) -> None:
-        self.schemas = self.tools.schemas_of(self.problem.columns)
-        self.name, self.info = self.tools.environment_of(self.problem.columns)
+        columns = self.problem.columns
+        self.schemas = self.tools.schemas_of(columns)
+        self.key_of_tool = {tool: key for key, info in self.tools.infos_of(columns).items() for tool in info.tools}
+        self.key = self.tools.environment_of(columns)
+        """The key of the environment."""
+        self.environment = self.tools.environments.get(self.key)
 
     def begin(self) -> str | list[Message] | None:
         """Reset the environment; what it adds to the prompt."""
         row = {"prompt": self.problem.prompt} | self.problem.columns
-        row.pop(COLUMN, None)
+        row.pop(ENVIRONMENT, None)
         return self._ask_environment("begin", "reset", row, self.group_seed)
 
     def reply(self, ids: Sequence[int]) -> list[int] | None:
@@ -69,7 +73,7 @@ class Conversation:
             return None
         is_last_turn = self.tools.max_turns is not None and self.num_turns >= self.tools.max_turns
         answers = []
-        if self.info is not None and self.info.steps:
+        if self.environment is not None and self.environment.steps:
             answers = self._step(text)
             if is_last_turn:
                 self.stop_reason = self.stop_reason or "max_turns"
@@ -105,26 +109,22 @@ class Conversation:
         return text, calls
 
     def _call(self, name: str, arguments: dict[str, Any] | str) -> Message:
+        key = self.key_of_tool.get(name)
         if isinstance(arguments, str):  # what is wrong with the call
             answer = Answer("error", message=arguments)
-        elif self.info is not None and name in self.info.methods:
-            key = (ENVIRONMENT, self.name)
-            answer = self.tools.ask(self.row, key, "call", self.row, name, arguments, self._next_seed())
-            is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
-            if is_lost:
-                self._fail(f"{name}: {self.tools.failure_text(answer)}")
-        elif name in self.tools.tools:
-            tool = self.tools.tools[name]
-            answer = self.tools.ask(self.row, (TOOL, tool.spec), "call", arguments, self._next_seed())
-        else:
+        elif key is None:
             answer = Answer("error", message=f"Tool {name} not found.")
+        else:
+            answer = self.tools.ask(self.row, key, "call", name, arguments, self._next_seed())
 
-        has_failed = answer.kind != "ok"
         content = answer.value
         error = ""
-        if has_failed:
+        if answer.kind != "ok":
             error = self.tools.failure_text(answer)
             content = {"error": error}  # the words of TRL
+            is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
+            if key == self.key and is_lost:
+                self._fail(f"{name}: {error}")
         self.calls.append(ToolCall(name, answer.seconds, error))
         return {"role": "tool", "name": name, "content": str(content)}
 
@@ -144,7 +144,7 @@ class Conversation:
 
         ``name``: of the user's method, for the message.
         """
-        answer = self.tools.ask(self.row, (ENVIRONMENT, self.name), method, self.row, *arguments)
+        answer = self.tools.ask(self.row, self.key, method, *arguments)
         if answer.kind == "ok":
             return answer.value
         self._fail(f"{name}: {answer.error or self.tools.failure_text(answer)}")
@@ -166,18 +166,17 @@ class Conversation:
             self.stop_reason = self.stop_reason or "length"
 
         reward = None
-        if self.stop_reason != "failed" and self.info is not None:
-            if not self.info.steps:
-                reward = self._ask_environment("reward", "get_reward") if self.info.has_reward else None
-            elif None not in self.rewards:
-                reward = float(sum(self.rewards))
         place = None
-        if self.info is not None:
-            place = Place((ENVIRONMENT, self.name), self.row)
+        name = None
+        if self.environment is not None:
+            place = Place(self.key, self.row)
+            name = self.environment.name
+            if self.environment.steps and self.stop_reason != "failed":
+                reward = None if None in self.rewards else float(sum(self.rewards))
+            elif self.environment.has_reward and self.stop_reason != "failed":
+                reward = self._ask_environment("reward", "get_reward")
 
-        known = {field.name: getattr(completion, field.name) for field in fields(Completion)}
-        known["text"] = self.last_text
-        known["finished"] = self.stop_reason != "length"
+        known = vars(completion) | {"text": self.last_text, "finished": self.stop_reason != "length"}
         return Turns(
             **known,
             num_turns=self.num_turns,
@@ -186,7 +185,7 @@ class Conversation:
             rewards=tuple(self.rewards),
             calls=tuple(self.calls),
             environment=place,
-            environment_name=self.info and self.info.class_name,
+            environment_name=name,
             environment_reward=reward,
         )
 
@@ -316,7 +315,7 @@ class TurnsEngine:
             said = [texts[c.row] for c in group if c.stop_reason != "failed"]
             if any(text != said[0] for text in said):
                 raise UserError(
-                    f"reset() of {group[0].info.class_name} gave the completions of one problem different "
+                    f"reset() of {group[0].environment.name} gave the completions of one problem different "
                     "prompts: draw from `seed`, an argument that they share, or from the module random"
                 )
             if not said or said[0] is None:

@@ -26,35 +26,22 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 @dataclasses.dataclass(frozen=True)
-class ToolInfo:
-    """Facts about a tool for the trainer, which does not import its function."""
+class Info:
+    """Facts about a tool or an environment for the trainer, which does not import it."""
 
-    spec: str
-    """Its name in the configuration."""
-    schema: dict[str, Any]
-    """As chat templates take it."""
-    source_files: dict[str, str]
-
-    @property
-    def name(self) -> str:
-        return self.schema["function"]["name"]
-
-
-@dataclasses.dataclass(frozen=True)
-class EnvironmentInfo:
-    """Facts about an environment for the trainer, which does not import its class."""
-
-    class_name: str
-    steps: bool
-    """True for reset/step, where a whole turn of the model is an action; False: its methods are tools."""
-    has_reward: bool
-    takes_seed: bool
+    name: str
+    """The name of the function or of the class."""
     schemas: list[dict[str, Any]]
+    """The schema of the tool, or those of the environment's methods, as chat templates take them."""
     source_files: dict[str, str]
+    steps: bool = False
+    """True for reset/step, where a whole turn of the model is an action; False: its methods are tools."""
+    has_reward: bool = False
+    takes_seed: bool = False
 
     @property
-    def methods(self) -> list[str]:
-        """The names of its methods that are tools."""
+    def tools(self) -> list[str]:
+        """The names of the tools."""
         return [schema["function"]["name"] for schema in self.schemas]
 
 
@@ -76,16 +63,17 @@ class LoadedTool:
             function = load_named("tool", spec, TOOLS)
         self._function = functools.partial(function, **args) if args else function
 
-    def describe(self) -> ToolInfo:
+    def describe(self) -> Info:
         """Return the tool's schema. This imports transformers."""
-        function = self._function
-        bare = function
-        while isinstance(bare, functools.partial):
+        bare = self._function
+        given = {}
+        if isinstance(bare, functools.partial):
+            given = bare.keywords
             bare = bare.func
         name = getattr(bare, "__name__", type(bare).__name__)
-        return ToolInfo(self._spec, _schema(name, function), functions.source_files(self._spec, bare))
+        return Info(name, [_schema(name, bare, given)], functions.source_files(self._spec, bare))
 
-    def call(self, arguments: dict[str, Any], seed: int) -> Any:
+    def call(self, slot: int, name: str, arguments: dict[str, Any], seed: int) -> Any:
         """Return the result as the model reads it."""
         set_seed(seed)
         return then(self._function(**arguments), as_content)
@@ -99,25 +87,27 @@ class LoadedEnvironment:
         self._make = load_named("environment", spec, {}) if make is None else make
         self.slots: dict[int, Any] = {}
 
-    def describe(self) -> EnvironmentInfo:
+    def describe(self) -> Info:
         """Construct an environment for its facts. This imports transformers."""
         try:
             environment = self.slots[0] = self._make()
         except TypeError as error:
             raise ValueError(f"environment {self._make.__name__!r} must be made without arguments: {error}") from error
-        class_name = type(environment).__name__
+        name = type(environment).__name__
+        begin = getattr(environment, "reset", None)
         steps = _steps(environment)
-        begin = _begin(environment)
+        if steps:
+            begin = getattr(environment, "init", begin)
         if not callable(begin):
-            raise ValueError(f"environment {class_name} has no method reset")
+            raise ValueError(f"environment {name} has no method reset")
         methods = {} if steps else _methods(environment)
-        return EnvironmentInfo(
-            class_name,
+        return Info(
+            name,
+            [_schema(method, function, {}) for method, function in methods.items()],
+            functions.source_files(self._spec, self._make),
             steps,
             has_reward=steps or callable(getattr(environment, "get_reward", None)),
             takes_seed=bool(_accepted(begin, {"seed": 0})),
-            schemas=[_schema(name, method) for name, method in methods.items()],
-            source_files=functions.source_files(self._spec, self._make),
         )
 
     def begin(self, slot: int, row: dict[str, Any], seed: int) -> Any:
@@ -148,7 +138,7 @@ class LoadedEnvironment:
 
     def call(self, slot: int, name: str, arguments: dict[str, Any], seed: int) -> Any:
         """Call a method as a tool. Returns the result as the model reads it."""
-        method = _methods(self._environment(slot))[name]
+        method = getattr(self._environment(slot), name)
         set_seed(seed)
         return then(method(**arguments), as_content)
 
@@ -197,12 +187,6 @@ def set_seed(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def _begin(environment: Any) -> Callable[..., Any] | None:
-    """The method that begins an episode: ``reset``, or ``init`` in SkyRL-gym."""
-    reset = getattr(environment, "reset", None)
-    return getattr(environment, "init", reset) if _steps(environment) else reset
-
-
 def _steps(environment: Any) -> bool:
     """True for reset/step environments; an environment of TRL may have a tool called ``step``, which returns text."""
     step = getattr(environment, "step", None)
@@ -218,14 +202,10 @@ def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
     return methods
 
 
-def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a tool, without the arguments that the configuration fills in."""
+def _schema(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool, without the given arguments, which the model does not choose."""
     from transformers.utils import get_json_schema
 
-    given = {}
-    if isinstance(function, functools.partial):
-        given = function.keywords
-        function = function.func
     try:
         schema = get_json_schema(function)
     except Exception as error:  # transformers has a class of its own for each mistake
@@ -233,9 +213,8 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
         raise ValueError(f"tool {name!r}: {first_line(error)} ({needs})") from error
     parameters = schema["function"]["parameters"]
     for argument in given:
-        if argument not in parameters["properties"]:
+        if parameters["properties"].pop(argument, None) is None:
             raise ValueError(f"tool {name!r} has no argument {argument!r}")
-        del parameters["properties"][argument]
         if argument in parameters.get("required", ()):
             parameters["required"].remove(argument)
     return schema

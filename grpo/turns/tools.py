@@ -18,18 +18,17 @@ from grpo.config.config import ENVIRONMENT_ROWS
 from grpo.rewards import RewardSpec
 from grpo.rewards.calls import Place
 from grpo.rewards.functions import ENVIRONMENT_PREFIX, source_files
-from grpo.turns.sessions import EnvironmentInfo, LoadedEnvironment, LoadedTool, ToolInfo, as_content, load_named
+from grpo.turns.sessions import Info, LoadedEnvironment, LoadedTool, as_content, load_named
 from grpo.workers import Answer, Here, Pool, Request, Worker
 
 MAX_WORKERS = 8
 """Worker processes per rank, if ``reward.num_workers`` is not set: most tools wait for something else."""
 MAX_MEMORY_BYTES = 8 * 1024**3
 """Of the data of one worker. A tool that asks for more gets Python's MemoryError."""
-COLUMN = "environment"
-"""The column that names the environment of a row, where there are several."""
 TOOL = "tool"
 ENVIRONMENT = "environment"
-"""They begin the keys of tools and environments in the workers."""
+"""The kinds of objects in the workers. The column of this name chooses the environment of a row, where there are
+several."""
 
 
 class Tools:
@@ -57,34 +56,29 @@ class Tools:
         self.several = isinstance(config.environment, dict)
         """True if a column of the rows names the environment."""
         self.pool = Pool(config.reward.num_workers or MAX_WORKERS, MAX_MEMORY_BYTES)
-        self.tools: dict[str, ToolInfo] = {}
-        """The tools of the configuration by name."""
-        self.environments: dict[str | None, EnvironmentInfo] = {}
-        """The environments by their names in rows; None: of all rows."""
+        self.tools: dict[Hashable, Info] = {}
+        """The tools of the configuration by their keys in the workers."""
+        self.environments: dict[Hashable, Info] = {}
         self._rows_per_worker = 1
+
+    @property
+    def infos(self) -> list[Info]:
+        return [*self.tools.values(), *self.environments.values()]
 
     @property
     def steps(self) -> bool:
         """True with a reset/step environment: turns are actions, and there are no calls."""
-        return any(info.steps for info in self.environments.values())
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The schemas of the tools of the configuration."""
-        return [tool.schema for tool in self.tools.values()]
+        return any(info.steps for info in self.infos)
 
     @property
     def all_schemas(self) -> list[dict[str, Any]]:
         """The schemas of the tools of the configuration and of all environments."""
-        schemas = self.schemas
-        for info in self.environments.values():
-            schemas += info.schemas
-        return schemas
+        return [schema for info in self.infos for schema in info.schemas]
 
     @property
     def names(self) -> list[str]:
         """The names of all tools."""
-        return list(dict.fromkeys(schema["function"]["name"] for schema in self.all_schemas))
+        return list(dict.fromkeys(name for info in self.infos for name in info.tools))
 
     @property
     def summary(self) -> str:
@@ -93,17 +87,15 @@ class Tools:
         if self.names:
             parts.append("tools " + ", ".join(self.names))
         if self.environments:
-            parts.append("environment " + ", ".join(info.class_name for info in self.environments.values()))
+            parts.append("environment " + ", ".join(info.name for info in self.environments.values()))
         return "; ".join(parts) or f"rollout.function {self.function}"
 
     @property
     def source_files(self) -> dict[str, str]:
         """Name for messages -> path of the files that define tools and environments."""
-        files = {}
-        for info in (*self.tools.values(), *self.environments.values()):
+        files = source_files(self.function, self.function_object) if self.function else {}
+        for info in self.infos:
             files |= info.source_files
-        if self.function:
-            files |= source_files(self.function, self.function_object)
         return files
 
     @property
@@ -116,28 +108,23 @@ class Tools:
         if self.function and not self.function_object:
             self.function_object = load_named("rollout.function", self.function, {})
         for tool in self._config.tools:
-            self._load_tool(tool.name, tool.args)
+            info = self._load((TOOL, tool.name), LoadedTool, tool.name, tool.args)
+            if info.name in self.names:
+                raise ValueError(f"two tools have the name {info.name!r}")
+            self.tools[TOOL, tool.name] = info
         named = self._config.environment
         if named and not self.several:
             named = {None: named}
         for row_name, name in (named or {}).items():
-            self.environments[row_name] = self.pool.load(
-                f"environment {name!r}",
-                (ENVIRONMENT, row_name),
-                LoadedEnvironment,
-                name,
-                user_object=self._objects.get(name),
-            )
+            key = (ENVIRONMENT, row_name)
+            self.environments[key] = self._load(key, LoadedEnvironment, name)
         self.close()  # the first worker has imported transformers, which no call needs
         self._check()
         return self
 
-    def _load_tool(self, spec: str, args: dict[str, Any]) -> None:
-        what = f"tool {spec!r}"
-        info = self.pool.load(what, (TOOL, spec), LoadedTool, spec, args, user_object=self._objects.get(spec))
-        if info.name in self.tools:
-            raise ValueError(f"two tools have the name {info.name!r}")
-        self.tools[info.name] = info
+    def _load(self, key: Hashable, make: Callable[..., Any], spec: str, *arguments: Any) -> Info:
+        user_object = self._objects.get(spec)
+        return self.pool.load(f"{key[0]} {spec!r}", key, make, spec, *arguments, user_object=user_object)
 
     def _check(self) -> None:
         """ValueError unless the tools and environments fit together, and give the prompts if nothing else does."""
@@ -151,7 +138,7 @@ class Tools:
                 raise ValueError("several environments need data.dataset, whose column `environment` chooses one")
             if not info.takes_seed:
                 raise ValueError(
-                    f"without data.dataset, reset() of {info.class_name} makes the prompt, and needs an argument "
+                    f"without data.dataset, reset() of {info.name} makes the prompt, and needs an argument "
                     "`seed`: the completions of a group must get the same prompt"
                 )
 
@@ -159,27 +146,31 @@ class Tools:
         """The reward functions, and those of the environments, of weight 1; or ValueError if there is none."""
         specs = list(functions)
         for info in self.environments.values():
-            name = ENVIRONMENT_PREFIX + info.class_name
+            name = ENVIRONMENT_PREFIX + info.name
             if info.has_reward and name not in [spec.name for spec in specs]:
                 specs.append(RewardSpec(name))
         if not specs:
             raise ValueError("nothing gives a reward: set reward.functions, or give the environment a get_reward()")
         return specs
 
-    def environment_of(self, columns: Mapping[str, Any]) -> tuple[str | None, EnvironmentInfo | None]:
-        """The environment of a row: its name and what is known of it; ValueError if its column names none."""
+    def environment_of(self, columns: Mapping[str, Any]) -> Hashable | None:
+        """The key of a row's environment, None without one; ValueError if its column names none."""
         if not self.environments:
-            return None, None
-        name = columns.get(COLUMN) if self.several else None
-        if name not in self.environments:
-            known = ", ".join(map(str, self.environments))
-            raise ValueError(f"a row has environment={name!r}, which is none of {known}")
-        return name, self.environments[name]
+            return None
+        key = (ENVIRONMENT, columns.get(ENVIRONMENT) if self.several else None)
+        if key not in self.environments:
+            known = ", ".join(str(name) for _, name in self.environments)
+            raise ValueError(f"a row has environment={key[1]!r}, which is none of {known}")
+        return key
+
+    def infos_of(self, columns: Mapping[str, Any]) -> dict[Hashable, Info]:
+        """The tools and the environment of a row."""
+        key = self.environment_of(columns)
+        return self.tools if key is None else self.tools | {key: self.environments[key]}
 
     def schemas_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The schemas of the tools of a row."""
-        _, info = self.environment_of(columns)
-        return self.schemas + (info.schemas if info else [])
+        return [schema for info in self.infos_of(columns).values() for schema in info.schemas]
 
     def keep_groups_together(self) -> None:
         """Give the rows of a group one worker, where a reward that compares their environments has all of them."""
@@ -192,7 +183,7 @@ class Tools:
     @property
     def live_in_workers(self) -> bool:
         """True if an environment lives in a worker process."""
-        return any((ENVIRONMENT, name) not in self.pool.keys_here for name in self.environments)
+        return not self.environments.keys() <= self.pool.keys_here
 
     def submit(self, row: int, job: Callable[..., Any], *arguments: Any) -> Future:
         """Run a job in the thread of a row's worker. Jobs call :meth:`ask`.
@@ -206,7 +197,7 @@ class Tools:
 
     def ask(self, row: int, key: Hashable, method: str, *arguments: Any) -> Answer:
         """Call a method of a tool or environment for a row (:mod:`grpo.turns.sessions`)."""
-        request = Request(key, method, arguments)
+        request = Request(key, method, (row, *arguments))
         worker = self.worker_of(Place(key, row))
         if worker is not self.pool.here:
             (answer,) = worker.ask([request], self.timeout_s)
@@ -235,4 +226,4 @@ class Tools:
 
     def close(self) -> None:
         """Close the environments and kill the workers. A later call starts new ones."""
-        self.pool.close([Request((ENVIRONMENT, name), "close") for name in self.environments])
+        self.pool.close([Request(key, "close") for key in self.environments])

@@ -59,7 +59,16 @@ def policy(random_model):
 
 
 def play(
-    policy, script, *settings, prompts=("q",), columns=None, length=2000, objects=None, score=False, rewards=None, times=1
+    policy,
+    script,
+    *settings,
+    prompts=("q",),
+    columns=None,
+    length=2000,
+    objects=None,
+    score=False,
+    rewards=None,
+    times=1,
 ):
     """The completions of one row of turns per completion, one problem per prompt.
 

@@ -27,8 +27,7 @@ def test_rewards_use_classes_of_the_script():
     assert first == second == "[[3.0, 1.0, 1.0], [-1.0, -1.0, 1.0], [3.0, 1.0, 1.0]] [0, 0, 0] {}"
     assert notes == [
         f"note: reward 'python:judge_here' {HERE} (TypeError: cannot pickle '_thread.lock' object)",
-        f"note: reward 'python:refuses' {HERE} "
-        "(RuntimeError: only in the process that made it)",
+        f"note: reward 'python:refuses' {HERE} (RuntimeError: only in the process that made it)",
     ]
 
 
