@@ -38,13 +38,12 @@ class Source:
     make: Callable[..., Any]
     arguments: tuple[Any, ...]
     user_object: Any = None
-    """An object of the user's program; in bytes, pickled. Default: none."""
+    """An object of the user's program, as bytes where it arrives in another process. Default: none."""
 
-    def pickled(self) -> "Source":
-        """Return the source as a worker process gets it, which cannot import the classes of a script."""
-        if self.user_object is None:
-            return self
-        return replace(self, user_object=cloudpickle.dumps(self.user_object))
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In bytes of its own, an object that cannot be loaded there is the error of one request.
+        data = None if self.user_object is None else cloudpickle.dumps(self.user_object)
+        return Source, (self.make, self.arguments, data)
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,11 @@ class Answer:
 class Host:
     """Loads objects and calls their methods, which may return awaitables."""
 
+    has_ended = False
+
     def __init__(self):
         self.objects: dict[Hashable, Any] = {HOST: self}
+        self.loaded = {HOST}
         self._loop = EventLoop()
 
     def load(self, key: Hashable, source: Source) -> None:
@@ -89,31 +91,30 @@ class Host:
             user_object = pickle.loads(user_object)
         self.objects[key] = source.make(self.objects, *source.arguments, user_object)
 
-    def answer(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
+    def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
         """Call one method after the other, then await together what they returned as awaitables.
 
         Each awaitable is cancelled after ``limit_s`` seconds. Nothing else is stopped here.
         """
-        found = [self._call(request) for request in requests]
-        waiting = [each for each in found if not isinstance(each, Answer)]
+        answers = [self._call(request) for request in requests]
+        waiting = [answer.value for answer in answers if inspect.isawaitable(answer.value)]
         if not waiting:
-            return found
+            return answers
         finished = iter(self._loop.run(_finish_all(waiting, limit_s)))
-        return [each if isinstance(each, Answer) else next(finished) for each in found]
+        return [next(finished) if inspect.isawaitable(answer.value) else answer for answer in answers]
 
-    def _call(self, request: Request) -> Answer | Awaitable[Any]:
+    def _call(self, request: Request) -> Answer:
         target = self.objects[request.key]
         started = time.perf_counter()
         try:
             value = getattr(target, request.method)(*request.arguments)
+            answer = Answer(value=value)
         except CAUGHT as error:
-            return failure(error, target, time.perf_counter() - started)
-        if inspect.isawaitable(value):
-            return value
-        return Answer(value=value, seconds=time.perf_counter() - started)
+            answer = failure(error, target)
+        return replace(answer, seconds=time.perf_counter() - started)
 
 
-def failure(error: BaseException, target: Any = None, seconds: float = 0.0) -> Answer:
+def failure(error: BaseException, target: Any = None) -> Answer:
     """Return the answer for an exception, with its traceback from the first frame outside of ``target``'s file on."""
     # The user knows nothing of the frames of this file and of the class that wraps the user's function.
     ours = {__file__, getattr(sys.modules[type(target).__module__], "__file__", None)}
@@ -127,7 +128,6 @@ def failure(error: BaseException, target: Any = None, seconds: float = 0.0) -> A
         message=str(error),
         error=f"{type(error).__name__}: {first_line(error)}",
         trace=text[-MAX_TRACEBACK_LENGTH:],
-        seconds=seconds,
     )
 
 
@@ -144,11 +144,9 @@ def then(result: Any, convert: Callable[[Any], Any]) -> Any:
 
 async def _finish_all(waiting: Sequence[Awaitable[Any]], limit_s: float) -> list[Answer]:
     tasks = [_finish(awaitable, limit_s) for awaitable in waiting]
-    answers = []
-    for found in await asyncio.gather(*tasks, return_exceptions=True):
-        # A task may have cancelled itself.
-        answers.append(found if isinstance(found, Answer) else failure(found))
-    return answers
+    finished = await asyncio.gather(*tasks, return_exceptions=True)
+    # A task may have cancelled itself.
+    return [each if isinstance(each, Answer) else failure(each) for each in finished]
 
 
 async def _finish(awaitable: Awaitable[Any], limit_s: float) -> Answer:
@@ -156,15 +154,14 @@ async def _finish(awaitable: Awaitable[Any], limit_s: float) -> Answer:
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
-            value = await awaitable
+            answer = Answer(value=await awaitable)
     except CAUGHT as error:
-        seconds = time.perf_counter() - started
-        if not limit.expired():
-            return failure(error, seconds=seconds)
-        # A thread that was started by asyncio.to_thread may still hang: the next calls get new threads.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
-        return Answer("timeout", message=f"it did not return within {limit_s:g} s", seconds=seconds)
-    return Answer(value=value, seconds=time.perf_counter() - started)
+        answer = failure(error)
+        if limit.expired():
+            answer = Answer("timeout", message=f"it did not return within {limit_s:g} s")
+            # A thread that was started by asyncio.to_thread may still hang: the next calls get new threads.
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+    return replace(answer, seconds=time.perf_counter() - started)
 
 
 class EventLoop:
@@ -202,16 +199,15 @@ def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
         os._exit(1)
     os.set_inheritable(descriptor, False)  # programs that an object starts do not get the connection
     if memory_bytes:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        with contextlib.suppress(ValueError):  # a lower limit is set
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
     connection = Connection(descriptor)
     own_id = os.getpid()
     host = Host()
     while True:
         requests, limit_s = connection.recv()
-        answers = host.answer(requests, limit_s)
+        answers = host.ask(requests, limit_s)
         # A child that an object forked has returned from the call, too. It must not answer a second time.
         if os.getpid() != own_id:
             os._exit(0)

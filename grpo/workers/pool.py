@@ -1,11 +1,12 @@
 """Worker processes that start when they are needed and again after they have ended, and the objects that they load."""
 
+import functools
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from grpo.workers.host import HOST, Answer, Host, Request, Source, failure
+from grpo.workers.host import HOST, Answer, Host, Request, Source
 from grpo.workers.process import WorkerProcess
 
 LOAD_SECONDS = 120.0
@@ -15,18 +16,16 @@ CLOSE_SECONDS = 5.0
 
 
 class Worker:
-    """A worker process, and the thread that starts it and waits for its answers.
+    """A process that answers, and the thread that starts it and waits for the answers.
 
     The thread lives as long as the process: the kernel kills a process when the thread that started it ends.
     """
 
-    def __init__(self, sources: dict[Hashable, Source], memory_bytes: int):
+    def __init__(self, sources: Mapping[Hashable, Source], start: Callable[[], WorkerProcess | Host]):
         self._sources = sources
-        self._memory_bytes = memory_bytes
-        # The working folder is that of the beginning, so that relative paths stay valid.
-        self._directory = os.getcwd()
+        self._start = start
         self._thread: ThreadPoolExecutor | None = None
-        self._process: WorkerProcess | None = None
+        self._process: WorkerProcess | Host | None = None
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
         """Run a job in the worker's thread, after those before it. Jobs may call :meth:`ask`."""
@@ -35,42 +34,28 @@ class Worker:
         return self._thread.submit(job, *arguments)
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
-        """Return the answers to requests, which are sent together. A process that does not answer in time is killed."""
-        for key in {request.key for request in requests}:
-            loaded = self._load(key)
+        """Return the answers to requests, which are made together. A process that does not answer in time is killed."""
+        if not self._is_running:
+            self.end()
+            self._process = self._start()
+        process = self._process
+        for key in {request.key for request in requests} - process.loaded:
+            request = Request(HOST, "load", (key, self._sources[key]))
+            (loaded,) = process.ask([request], LOAD_SECONDS)
             if loaded.kind != "ok":
                 return [loaded] * len(requests)
-        return self._process.ask(requests, limit_s)
-
-    def _load(self, key: Hashable) -> Answer:
-        """Load an object, unless the process has it."""
-        if self._process is None or self._process.has_ended:
-            self.end()
-            self._process = WorkerProcess(self._directory, self._memory_bytes)
-        process = self._process
-        if key in process.loaded:
-            return Answer()
-        try:
-            source = self._sources[key].pickled()
-        except Exception as error:  # of any type: each object may raise its own
-            return failure(error)
-        (answer,) = process.ask([Request(HOST, "load", (key, source))], LOAD_SECONDS)
-        if answer.kind == "ok":
             process.loaded.add(key)
-        return answer
+        return process.ask(requests, limit_s)
 
-    def begin_step(self) -> None:
-        """Print some output of the process again."""
-        if self._process is not None:
-            self._process.num_printed_bytes = 0
+    @property
+    def _is_running(self) -> bool:
+        return self._process is not None and not self._process.has_ended
 
     def say_goodbye(self, requests: Sequence[Request]) -> None:
-        """Make the last requests, to those objects that the process has."""
-        process = self._process
-        if process is None or process.has_ended:
-            return
-        known = [request for request in requests if request.key in process.loaded]
-        process.ask(known, CLOSE_SECONDS)
+        """Make the last requests, to those objects that a running process has."""
+        if self._is_running:
+            known = [request for request in requests if request.key in self._process.loaded]
+            self._process.ask(known, CLOSE_SECONDS)
 
     def end(self) -> None:
         """Kill the process. A later request starts another."""
@@ -86,28 +71,20 @@ class Worker:
             thread.shutdown(cancel_futures=True)
             self.end()  # the thread's last job may have started another process
 
+    def begin_step(self) -> None:
+        """Print some output of the process again."""
+        if self._process is not None:
+            self._process.num_printed_bytes = 0
 
-class Here:
-    """Answers in this process and in the calling thread, without any limit: the way of a :class:`Worker`."""
 
-    def __init__(self, sources: dict[Hashable, Source]):
-        self._sources = sources
-        self._host = Host()
+class Here(Worker):
+    """Answers in this process and in the calling thread: nothing is killed, only awaitables are cancelled."""
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
         """Run a job at once."""
         done = Future()
         done.set_result(job(*arguments))
         return done
-
-    def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
-        """Return the answers to requests. Only awaitables are cancelled at the limit."""
-        for key in {request.key for request in requests} - self._host.objects.keys():
-            request = Request(HOST, "load", (key, self._sources[key]))
-            (loaded,) = self._host.answer([request], LOAD_SECONDS)
-            if loaded.kind != "ok":
-                return [loaded] * len(requests)
-        return self._host.answer(requests, limit_s)
 
 
 class Pool:
@@ -120,8 +97,10 @@ class Pool:
 
     def __init__(self, num_workers: int, memory_bytes: int = 0):
         self._sources: dict[Hashable, Source] = {}
-        self.workers = tuple(Worker(self._sources, memory_bytes) for _ in range(num_workers))
-        self.here = Here(self._sources)
+        # The working folder is that of the beginning, so that relative paths stay valid.
+        start = functools.partial(WorkerProcess, os.getcwd(), memory_bytes)
+        self.workers = tuple(Worker(self._sources, start) for _ in range(num_workers))
+        self.here = Here(self._sources, Host)
         self.keys_here: set[Hashable] = set()
         """The objects that no worker can load."""
         self.notes: list[str] = []
@@ -180,8 +159,7 @@ class Pool:
     def close(self, goodbye: Sequence[Request] = ()) -> None:
         """End the workers after the last requests to objects that they have loaded. A later job starts others."""
         if goodbye:
-            self.here.ask([request for request in goodbye if request.key in self.keys_here], CLOSE_SECONDS)
-            said = [worker.submit(worker.say_goodbye, goodbye) for worker in self.workers]
+            said = [worker.submit(worker.say_goodbye, goodbye) for worker in (*self.workers, self.here)]
             wait(said, CLOSE_SECONDS)
         for worker in self.workers:
             worker.end()  # all at once: closing waits for each

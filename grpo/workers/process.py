@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import cloudpickle
 
-from grpo.workers.host import Answer, Request
+from grpo.workers.host import HOST, Answer, Request, failure
 
 MAX_OUTPUT_BYTES = 32 * 1024
 """Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
@@ -33,7 +33,7 @@ class WorkerProcess:
     """A process that runs :func:`grpo.workers.host.serve` in a folder. One thread at a time may ask it."""
 
     def __init__(self, directory: str, memory_bytes: int):
-        self.loaded: set[Hashable] = set()
+        self.loaded: set[Hashable] = {HOST}
         """The keys of the objects that it has loaded."""
         self.num_printed_bytes = 0
         self._is_late = False
@@ -68,7 +68,10 @@ class WorkerProcess:
         within the limit and some grace, the process is killed, and that is the answer to each of them.
         """
         started = time.perf_counter()
-        pickled = cloudpickle.dumps((requests, limit_s))
+        try:
+            pickled = cloudpickle.dumps((requests, limit_s))
+        except Exception as error:  # of any type: each object may raise its own
+            return [failure(error)] * len(requests)
         # A timer, since a process may stop in the middle of an answer, or never read the message.
         limit = threading.Timer(limit_s + GRACE_SECONDS, self._end_late)
         limit.daemon = True
@@ -77,9 +80,8 @@ class WorkerProcess:
             self._connection.send_bytes(pickled)
             return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
         except Exception as error:  # it has ended, or an object has written something else to the connection
-            seconds = time.perf_counter() - started
-            answer = replace(self._lost(limit_s, error), seconds=seconds, is_worker_lost=True)
-            return [answer] * len(requests)
+            answer = self._lost(limit_s, error)
+            return [replace(answer, seconds=time.perf_counter() - started)] * len(requests)
         finally:
             limit.cancel()
             limit.join()  # a late kill must not hit the next message
@@ -88,11 +90,15 @@ class WorkerProcess:
         """Kill the process, and say how it ended."""
         code = self.end()
         if self._is_late:
-            return Answer("timeout", message=f"its worker process did not answer within {limit_s:g} s")
-        death = f"exited with status {code}"
-        if code < 0:
-            death = f"ended by signal {-code}, {signal.strsignal(-code)}"
-        return Answer("died", message=f"its worker process {death} ({error!r})")
+            kind = "timeout"
+            cause = f"did not answer within {limit_s:g} s"
+        else:
+            kind = "died"
+            end = f"exited with status {code}"
+            if code < 0:
+                end = f"ended by signal {-code}, {signal.strsignal(-code)}"
+            cause = f"{end} ({error!r})"
+        return Answer(kind, message=f"its worker process {cause}", is_worker_lost=True)
 
     def end(self) -> int:
         """Kill the process and those that it has started. Returns its exit status: its own, if it ended before that."""

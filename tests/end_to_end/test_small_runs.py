@@ -186,9 +186,9 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
     assert "question" in done.stderr and "warning" not in done.stderr
     first, second = lines(tmp_path / "run")[1:]
     assert first["rewards/digits/errors"] == 0 == first["rewards/correctness/errors"]
-    assert first["tokens_seen_by_reward"] == pytest.approx(first["completions/mean_length"])
-    assert [first["reported_step"], second["reported_step"]] == pytest.approx([2000.0, 2001.0005])
-    assert {line.get("on_one_rank") for line in (first, second)} == {7.0, None}
+    assert first["logged/tokens_seen_by_reward"] == pytest.approx(first["completions/mean_length"])
+    assert [first["logged/reported_step"], second["logged/reported_step"]] == pytest.approx([2000.0, 2001.0005])
+    assert {line.get("logged/on_one_rank") for line in (first, second)} == {7.0, None}
     for record in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
         assert record["prompt"].endswith("+1="), "text as in the row"
         count = sum(c.isdigit() for c in record["completion"])

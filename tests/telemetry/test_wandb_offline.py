@@ -80,12 +80,12 @@ def test_an_offline_run_has_the_same_metrics_as_the_jsonl_file(tmp_path, random_
     table = json.loads(media.read_text())
     assert table["columns"] == [
         "step", "problem", "prompt", "answer", "completion", "reward", "advantage", "length", "finished",
-        "rewards/share_of_digits", "rewards/notes", "characters",
+        "rewards/share_of_digits", "rewards/notes", "logged/characters",
     ]  # fmt: skip
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     for name in ("step", "answer", "completion", "finished"):
         assert [row[name] for row in rows] == [record[name] for record in records], name
-    assert [row["characters"] for row in rows] == [str(len(row["completion"])) for row in rows]
+    assert [row["logged/characters"] for row in rows] == [str(len(row["completion"])) for row in rows]
 
 
 @pytest.mark.slow
