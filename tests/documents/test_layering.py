@@ -16,7 +16,7 @@ EVERY_FILE = [*FILES, ROOT / "train_grpo.py"]
 ORDER = [
     "system", "attention", "algorithm",  # helpers; tensors in, tensors out
     "config", "distributed",  # the ground that the parts stand on
-    "data", "telemetry", "rewards", "model", "rollout", "vllm", "turns", "evaluation", "checkpoint",  # the parts
+    "data", "telemetry", "workers", "rewards", "model", "rollout", "vllm", "turns", "evaluation", "checkpoint",  # the parts
     "run",  # puts the parts together; train_grpo.py as a function
     "report", "commands", "chat", "merge", "sweep",  # what is run beside training
 ]  # fmt: skip
@@ -29,6 +29,7 @@ ALONE = {
     "config": {"algorithm", "system"},
     "distributed": {"config", "system"},
     "report": {"config", "system", "telemetry"},
+    "workers": {"system"},
 }
 """Rooms that may import only these, fewer than the order allows."""
 
