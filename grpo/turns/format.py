@@ -1,8 +1,8 @@
 """The form of turns in tokens: calls read from what the model wrote, and the tokens of an answer.
 
 Sampled tokens are never encoded again. The tokens of an answer come from the chat template: it is
-rendered behind a short conversation, and what stands before the end of that conversation's last turn
-is cut off.
+rendered behind a short conversation, and what stands before the end of that conversation's last
+turn is cut off.
 """
 
 import json
@@ -21,9 +21,10 @@ from grpo.rewards.answers import after_thinking
 CALL_TAG = "tool_call"
 """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls."""
 QUESTION = {"role": "user", "content": "x"}
+"""The first message of the short conversation."""
 SAID = "said."
 TURN = {"role": "assistant", "content": "<think>\nx\n</think>\n\n" + SAID}
-"""A turn with thinking, which some templates drop, for the short conversation that begins with ``QUESTION``."""
+"""The model's turn in the short conversation, with thinking, which some templates drop later."""
 BREAK = "\ue000"
 """A character of no meaning, at which the text of an answer is split before it is encoded."""
 MAX_CHARACTERS_PER_TOKEN = 1000
@@ -62,28 +63,19 @@ class TurnFormat:
         # Some tokenizers have added tokens of white space, which control nothing.
         added = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         controls = [token for token in added if token.startswith(("<", "["))]
-        self._controls = sorted(
-            controls,
-            key=len,
-            reverse=True,
-        )
+        self._controls = sorted(controls, key=len, reverse=True)
         # Tokenizers written in Rust raise if two threads use them at the same time.
         self._lock = threading.Lock()
 
-    def check(
-        self,
-        *,
-        uses_tools: bool,
-        schemas: Schemas,
-    ) -> list[str]:
-        """Notes for the user; ValueError unless the chat template can render the conversations of the run.
+    def check(self, *, uses_tools: bool, schemas: Schemas) -> list[str]:
+        """Notes for the user; ValueError unless the chat template can render conversations of the run.
 
-        The template must keep earlier turns as they are when an answer follows: the model is trained on
-        these.
+        It must keep earlier turns as they are when an answer follows: the model is
+        trained on these.
         """
         if not self.tokenizer.chat_template:
             raise ValueError(
-                "turns need a chat template, and the model has none: set model.chat_template=FILE"
+                "turns need a chat template, and the model has none: set model.chat_template=FILE",
             )
         role = "tool" if uses_tools else "user"
         answer = {"role": role, "name": "f", "content": "x"}
@@ -103,7 +95,7 @@ class TurnFormat:
         if not schemas or with_tools != self._render([QUESTION]):
             return []
         return [
-            "note: the chat template does not show the tools: describe them in data.system_prompt"
+            "note: the chat template does not show the tools: describe them in data.system_prompt",
         ]
 
     def read(
@@ -117,7 +109,7 @@ class TurnFormat:
 
         Args:
             text: the turn as :meth:`grpo.rollout.Stops.text` gives it.
-            ids: its tokens, from which the tokenizer's own response template reads it, if it has one.
+            ids: its tokens, which the tokenizer's own response template reads, if it has one.
             prefix: the tokens before it, which may have opened its reasoning.
             schemas: of the tools.
         """
@@ -146,10 +138,7 @@ class TurnFormat:
         """The text, or its first ``most`` tokens and three dots."""
         longest = MAX_CHARACTERS_PER_TOKEN * most
         with self._lock:
-            ids = self.tokenizer.encode(
-                text[:longest],
-                add_special_tokens=False,
-            )
+            ids = self.tokenizer.encode(text[:longest], add_special_tokens=False)
             if len(ids) <= most and len(text) <= longest:
                 return text
             return self.tokenizer.decode(ids[:most]) + " ..."
@@ -160,17 +149,21 @@ class TurnFormat:
         last_id: int,
         room: int,
     ) -> list[int] | None:
-        """The tokens of an answer and of the beginning of the next turn; None unless they are fewer than ``room``.
+        """The tokens of an answer and of the beginning of the next turn.
+
+        None unless they are fewer than ``room``.
 
         Args:
             messages: results of tools, or of the user.
-            last_id: the last token of the turn before. If it ends no turn, because a stop string did, an EOS is added.
+            last_id: the last token of the turn before. If it ends no turn, because a stop string
+                did, an EOS is added.
         """
         num_characters = sum(len(message["content"]) for message in messages)
         if num_characters > MAX_CHARACTERS_PER_TOKEN * room:
             return None
 
-        # Control tokens inside a result are text: encoded in two halves, they are no tokens.
+        # Control tokens inside a result are text: encoded in two halves, they are no tokens. Those
+        # that the template writes around a result stay whole.
         answers = []
         for message in messages:
             content = message["content"].replace(BREAK, "")
@@ -185,12 +178,8 @@ class TurnFormat:
                 ids += self.tokenizer.encode(part, add_special_tokens=False)
         return ids if len(ids) < room else None
 
-    def _suffix(
-        self,
-        answers: list[Message],
-        num_earlier: int = 0,
-    ) -> str:
-        """The template's text from the end of a turn, with ``answers`` behind it, to the beginning of the next turn.
+    def _suffix(self, answers: list[Message], num_earlier: int = 0) -> str:
+        """The template's text from the end of a turn, over its answers, to the next turn's beginning.
 
         Before that turn stand ``num_earlier`` turns with the same answers.
         """
@@ -200,7 +189,7 @@ class TurnFormat:
             if self.uses_template:
                 call = _as_message(answers[0].get("name", "f"), {})
                 turn = {**TURN, "tool_calls": [call]}
-            # Prompts with tools are rendered in this one of several templates, so answers are too.
+            # Of several templates, prompts with tools are rendered in this one, so results are too.
             templates = self.tokenizer.chat_template
             if isinstance(templates, dict) and "tool_use" in templates:
                 name = "tool_use"
@@ -208,6 +197,7 @@ class TurnFormat:
         before = [QUESTION, *[turn, *answers] * num_earlier, turn]
         start = self._render(before, begins_next_turn=False, name=name)
         whole = self._render([*before, *answers], name=name)
+
         end = 0
         for token in self._ends:
             if token in start[start.rfind(SAID) :]:

@@ -1,4 +1,4 @@
-"""A rollout function of the user (``rollout.function``): it calls ``generate`` as it likes, and returns tokens."""
+"""The user's rollout function (``rollout.function``): it calls ``generate`` and returns tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,11 +23,12 @@ def sample_by_function(
 ) -> list[Group]:
     """The completions that ``rollout.function`` returns, one per problem and generation.
 
-    It is called with the prompts, each ``num_generations`` times, as rewards get them, and with ``generate``. It
-    returns lists with one entry per prompt: ``prompt_ids``, ``completion_ids``, ``logprobs`` (of each token of the
-    completion), if it wants ``env_mask`` (1 at tokens that the model sampled, 0 at others), and columns for rewards.
+    The function is called with the prompts, each ``num_generations`` times, as rewards get them,
+    and with ``generate``. It returns lists with one entry per prompt: ``prompt_ids``,
+    ``completion_ids``, ``logprobs`` (of each token of the completion), if it wants ``env_mask``
+    (1 at tokens that the model sampled, 0 at others), and columns for rewards.
 
-    UserError if it returns something else. Its own exceptions end the run.
+    UserError if it returns something else. The function's own exceptions end the run.
     """
     G = sampling.num_generations
     prompts = []
@@ -76,9 +77,7 @@ def sample_by_function(
         raise UserError(f"{setting} must return a dictionary with {', '.join(NEEDED)}")
     for name, values in returned.items():
         if len(values) != len(prompts):
-            raise UserError(
-                f"{setting} returned {len(values)} {name} for {len(prompts)} prompts"
-            )
+            raise UserError(f"{setting} returned {len(values)} {name} for {len(prompts)} prompts")
 
     stops = Stops(engine.policy, sampling.stop)
     groups = []

@@ -13,14 +13,17 @@ def add_turns(
     metrics: Accumulator,
     tools: Sequence[str],
 ) -> None:
-    """Add the calls, turns and endings of this rank's completions. ``tools``: those of the run, on every rank."""
+    """Add the calls, turns and endings of this rank's completions.
+
+    ``tools``: the names of all tools of the run, the same on every rank.
+    """
     completions = [c for group in groups for c in group.completions]
     count = len(completions)
     num_tokens = sum(len(c.ids) for c in completions)
-    metrics.add("completions/total_length", num_tokens, count)
     num_turns = sum(c.num_turns for c in completions)
+    metrics.add("completions/total_length", num_tokens, count)
     metrics.add("turns/mean", num_turns, count)
-    # A rank without an ending of some kind adds it, too: all ranks must have the same names.
+    # All ranks must add the same names, also those of endings that none of their completions had.
     for reason in STOP_REASONS:
         num_ended = sum(c.stop_reason == reason for c in completions)
         metrics.add(f"stop_reason/{reason}", num_ended, count)
@@ -28,13 +31,21 @@ def add_turns(
         return
 
     calls = [call for c in completions for call in c.calls]
-    num_failed = sum(call.failed for call in calls)
     metrics.add("tools/call_frequency", len(calls), count)
-    metrics.add("tools/failure_frequency", num_failed, len(calls))
+    metrics.add(
+        "tools/failure_frequency",
+        sum(call.failed for call in calls),
+        len(calls),
+    )
     for name in tools:
         own = [call for call in calls if call.name == name]
-        num_failed = sum(call.failed for call in own)
-        seconds = sum(call.seconds for call in own)
         metrics.total(f"tools/{name}/calls", len(own))
-        metrics.total(f"tools/{name}/errors", num_failed)
-        metrics.add(f"tools/{name}/seconds", seconds, len(own))
+        metrics.total(
+            f"tools/{name}/errors",
+            sum(call.failed for call in own),
+        )
+        metrics.add(
+            f"tools/{name}/seconds",
+            sum(call.seconds for call in own),
+            len(own),
+        )
