@@ -68,7 +68,7 @@ class TurnFormat:
         self._lock = threading.Lock()
 
     def check(self, *, uses_tools: bool, schemas: Schemas) -> list[str]:
-        """Notes for the user; ValueError unless the chat template can render conversations of the run.
+        """Notes for the user; ValueError unless the chat template can render the turns of the run.
 
         It must keep earlier turns as they are when an answer follows: the model is
         trained on these.
@@ -179,7 +179,7 @@ class TurnFormat:
         return ids if len(ids) < room else None
 
     def _suffix(self, answers: list[Message], num_earlier: int = 0) -> str:
-        """The template's text from the end of a turn, over its answers, to the next turn's beginning.
+        """The template's text from the end of a turn, over its answers, to the start of the next.
 
         Before that turn stand ``num_earlier`` turns with the same answers.
         """
