@@ -22,9 +22,9 @@ CALL_TAG = "tool_call"
 """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls."""
 QUESTION = {"role": "user", "content": "x"}
 """The first message of the short conversation."""
+THOUGHT = "<think>\nx\n</think>\n\n"
 SAID = "said."
-TURN = {"role": "assistant", "content": "<think>\nx\n</think>\n\n" + SAID}
-"""The model's turn in the short conversation, with thinking, which some templates drop later."""
+"""The model's turn in the short conversation, behind its thinking."""
 BREAK = "\ue000"
 """A character of no meaning, at which the text of an answer is split before it is encoded."""
 MAX_CHARACTERS_PER_TOKEN = 1000
@@ -183,14 +183,16 @@ class TurnFormat:
 
         Before that turn stand ``num_earlier`` turns with the same answers.
         """
-        turn = TURN
+        templates = self.tokenizer.chat_template
+        # A template that knows of thinking may drop that of earlier turns, which must be noticed.
+        thought = THOUGHT if "<think>" in str(templates) else ""
+        turn = {"role": "assistant", "content": thought + SAID}
         name = None
         if answers[0]["role"] == "tool":
             if self.uses_template:
                 call = _as_message(answers[0].get("name", "f"), {})
-                turn = {**TURN, "tool_calls": [call]}
+                turn["tool_calls"] = [call]
             # Of several templates, prompts with tools are rendered in this one, so results are too.
-            templates = self.tokenizer.chat_template
             if isinstance(templates, dict) and "tool_use" in templates:
                 name = "tool_use"
 
