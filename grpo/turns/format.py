@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.data.chat import apply_template
 from grpo.rewards.answers import after_thinking
+from grpo.system import first_line
 
 CALL_TAG = "tool_call"
 """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls."""
@@ -84,7 +85,7 @@ class TurnFormat:
                 if "x" not in self._suffix([answer], num_earlier):
                     raise ValueError(f"it does not show messages of the role {role}")
         except Exception as error:  # a chat template is a program that comes with the model
-            reason = str(error).splitlines()[0][:200]
+            reason = first_line(error)[:200]
             raise ValueError(
                 f"the model's chat template cannot go on after a message of the role {role} "
                 f"({reason}): set model.chat_template=FILE to one that keeps earlier turns as "
