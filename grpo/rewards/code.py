@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from grpo.rewards.answers import after_thinking, reference_texts, tag_content
 from grpo.rewards.builtin import COMPARING, Rewards, score_rows
-from grpo.rewards.sandbox import Limits, SandboxResult, run_python
+from grpo.workers.sandbox import Limits, SandboxResult, run_python
 
 MAX_CODE_LENGTH = 100_000
 FORMS = (

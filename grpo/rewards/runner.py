@@ -26,7 +26,7 @@ import cloudpickle
 
 from grpo.rewards.calls import OUTSIDE_TRAINING, LoadedReward, Logged, RewardContractError, TrainerState
 from grpo.rewards.functions import CLASSIFIER_PREFIX, ENVIRONMENTS, FunctionInfo, check_columns, unique_names
-from grpo.rewards.sandbox import Limits
+from grpo.workers.sandbox import Limits
 from grpo.system import printable
 from grpo.workers import Answer, Here, Pool, Request, Worker
 

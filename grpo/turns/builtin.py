@@ -4,7 +4,7 @@ import ast
 import operator
 
 from grpo.rewards.builtin import ARITHMETIC, evaluate
-from grpo.rewards.sandbox import Limits, run_python
+from grpo.workers.sandbox import Limits, run_python
 
 MAX_EXPONENT = 1000
 TRACEBACK = (

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo.rewards import RewardRunner, RewardSpec, load_reward, sandbox
+from grpo.rewards import RewardRunner, RewardSpec, load_reward
 from grpo.rewards.code import check_rows, extract_code, read_tests
-from grpo.rewards.sandbox import Limits, SandboxError, SandboxUnavailable, _results, run_python
+from grpo.workers import sandbox
+from grpo.workers.sandbox import Limits, SandboxError, SandboxUnavailable, _results, run_python
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 ROOT = Path(__file__).parents[2]
@@ -55,10 +56,10 @@ def attack(sandboxed, own_sandboxes):
 @pytest.fixture
 def own_sandboxes(tmp_path, monkeypatch):
     """``own_sandboxes()`` -> the processes of this test's sandboxes, whose path no other test has."""
-    folder = tmp_path / "rewards"
-    folder.symlink_to(ROOT / "grpo" / "rewards")
+    folder = tmp_path / "workers"
+    folder.symlink_to(ROOT / "grpo" / "workers")
     child = str(folder / "sandbox_child.py")
-    monkeypatch.setattr("grpo.rewards.sandbox._CHILD", child)
+    monkeypatch.setattr("grpo.workers.sandbox._CHILD", child)
 
     def processes():
         found = set()
@@ -258,8 +259,8 @@ print(socket.gethostname(), os.uname().nodename)
 
 MOUNTS = """
 import os, sys
-from grpo.rewards import sandbox_linux as linux
-from grpo.rewards.sandbox import run_python
+from grpo.workers import sandbox_linux as linux
+from grpo.workers.sandbox import run_python
 linux.unshare(linux.CLONE_NEWNS)
 linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
 
@@ -384,7 +385,7 @@ def test_time_is_shared_by_all_tests(sandboxed):
 @pytest.mark.parametrize("killed", ["the process that started it", "its launcher"])
 def test_the_sandbox_ends_with(sandboxed, own_sandboxes, killed):
     code = (
-        f"from grpo.rewards import sandbox; sandbox._CHILD = {sandbox._CHILD!r}; "
+        f"from grpo.workers import sandbox; sandbox._CHILD = {sandbox._CHILD!r}; "
         "print(sandbox.run_python('while True: pass', [{'code': ''}], sandbox.Limits(60, 60)))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
