@@ -11,11 +11,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
-_CHILD = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox_child.py")
-_LAUNCH_SECONDS = 5.0
-"""Time limit for setting up, in addition to the time limit of the tests. Then the sandbox is killed."""
+_CHILD = os.path.dirname(__file__) + "/sandbox_child.py"
 
 
 class SandboxUnavailable(ValueError):
@@ -39,10 +37,13 @@ class Limits:
     output_kb: int = 1024
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            kind = (int, float) if name.endswith("seconds") else int
-            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e6:
-                raise ValueError(f"{name} must be positive, and an integer unless it is seconds; got {value!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # Not isinstance: True is an int, too.
+            if type(value) not in (int, field.type) or not 0 < value < 1e6:
+                raise ValueError(
+                    f"{field.name} must be positive, and an integer unless it is seconds; got {value!r}"
+                )
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class SandboxResult:
 
     status: str
     """``"passed"`` (a program ended with status 0), ``"failed"``, ``"timeout"`` or ``"output"`` (too much of it)."""
-    output: str
+    output: str = ""
     """The text that a program printed."""
 
 
@@ -69,20 +70,38 @@ def run_python(
     text}``, ``code`` is a program and ``text`` its stdin; the program's output is returned, and the caller compares it.
     A missing layer raises :class:`SandboxUnavailable` unless ``allow_unsandboxed``. ``pretend_missing`` is for tests.
     """
-    folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"  # made only if a layer is missing
-    job = dict(code=code, tests=list(tests), allowed=allow_unsandboxed, missing=pretend_missing, folder=folder)
-    # The base interpreter: the sandbox has no virtual environment. The options keep site-packages and environment out.
-    python = [getattr(sys, "_base_executable", None) or sys.executable, "-I", "-S", "-B", "-X", "utf8", _CHILD]
-    streams = dict(input=json.dumps(job | asdict(limits)).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    seconds = limits.total_seconds + _LAUNCH_SECONDS
+    # The child makes this folder only if a layer is missing.
+    folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"
+    job = asdict(limits)
+    job.update(
+        code=code,
+        tests=tests,
+        allowed=allow_unsandboxed,
+        missing=[pretend_missing] if pretend_missing else [],
+        folder=folder,
+    )
+    # The base interpreter: the sandbox has no virtual environment. -I and -S keep environment variables and
+    # site-packages out.
+    python = [sys._base_executable, "-I", "-S", "-Xutf8", _CHILD]
     try:
-        output = subprocess.run(python, **streams, timeout=seconds, env={}, cwd="/", start_new_session=True).stdout
+        output = subprocess.run(
+            python,
+            input=json.dumps(job).encode(),
+            capture_output=True,
+            # The driver ends by itself after total_seconds, unless it hangs.
+            timeout=limits.total_seconds + 5.0,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        ).stdout
     except subprocess.TimeoutExpired as late:
         output = late.stdout or b""
-    with contextlib.suppress(RecursionError):  # the code has made thousands of nested folders
+    # RecursionError: the code has made thousands of nested folders.
+    with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     # A line without its end is of a driver that was killed.
-    return _results([json.loads(line) for line in output.split(b"\n")[:-1]], len(tests), allow_unsandboxed)
+    answers = [json.loads(line) for line in output.split(b"\n")[:-1]]
+    return _results(answers, len(tests), allow_unsandboxed)
 
 
 def _results(answers: list[dict], num_tests: int, allow_unsandboxed: bool) -> list[SandboxResult]:
@@ -91,9 +110,12 @@ def _results(answers: list[dict], num_tests: int, allow_unsandboxed: bool) -> li
     for answer in answers[:2] or [{"error": "it ended before the first test"}]:
         if "error" in answer:
             raise SandboxError(f"the sandbox failed: {answer['error']}")
-    if answers[0]["missing"] and not allow_unsandboxed:
-        remedy = "where untrusted code can do no harm, allow_unsandboxed: true runs it all the same"
-        raise SandboxUnavailable(f"this machine cannot give the sandbox {', '.join(answers[0]['missing'])}; {remedy}")
-    results = [SandboxResult(answer["status"], answer["output"]) for answer in answers[1:] if "error" not in answer]
+    missing = ", ".join(answers[0]["missing"])
+    if missing and not allow_unsandboxed:
+        raise SandboxUnavailable(
+            f"this machine cannot give the sandbox {missing}; where untrusted code can do no harm, "
+            "allow_unsandboxed: true runs it all the same"
+        )
+    results = [SandboxResult(**answer) for answer in answers[1:] if "error" not in answer]
     # The code may have ended the driver, by using up the machine's memory for example: tests that did not run failed.
-    return results + [SandboxResult("failed", "")] * (num_tests - len(results))
+    return results + [SandboxResult("failed")] * (num_tests - len(results))

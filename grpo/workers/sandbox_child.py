@@ -17,141 +17,160 @@ import json
 import math
 import os
 import resource
-import select
 import signal
 import sys
 import time
 import types
 
-sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # last: no file of that folder replaces a standard module
+# Last in the path, and not for long: no file of this folder replaces a standard module.
+sys.path.append(os.path.dirname(__file__))
 import sandbox_linux as linux
 
-del sys.path[-1], sys.modules["sandbox_linux"]
+sys.path.pop()
 
 
 def main() -> None:
     """Confine this process, run each test of the job in a child, and report the results."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller may have ignored it; then no child could be waited for
-    job = json.load(sys.stdin)
+    # A caller may have ignored it; then no child could be waited for.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # Process 1 of a namespace gets only the signals that it handles. Python handles this one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    job = types.SimpleNamespace(**json.load(sys.stdin))
+
+    missing = job.missing
     layers = {
-        "namespaces": linux.enter_namespaces,
-        "a file tree of its own": lambda: linux.enter_private_root(job["disk_mb"]),
+        "namespaces and a file tree of its own": lambda: linux.enter_namespaces(job.disk_mb),
         "an unprivileged user": linux.drop_user,
         "no capabilities": linux.drop_capabilities,
         "seccomp": linux.deny_system_calls,
     }
-    missing = [job["missing"]] if job["missing"] else []
     for layer, enter in layers.items():
         try:
             enter()
-        except (OSError, AttributeError, KeyError) as error:  # not Linux, or a machine without a table of system calls
+        except Exception as error:
+            # Whatever the reason is, this layer is missing: the kernel refuses it (OSError), this is not Linux, or
+            # the table of system calls has no column for this machine.
             missing.append(f"{layer} ({error})")
-    results = os.fdopen(os.dup(1), "w")
+
     # If the process that started this one has ended, this fails and no code is run.
-    print(json.dumps({"missing": missing}), file=results, flush=True)
-    if missing and not job["allowed"]:
+    print(json.dumps({"missing": missing}), flush=True)
+    if missing and not job.allowed:
         return
     try:
         if missing:
-            os.mkdir(job["folder"], 0o700)
-            os.chdir(job["folder"])
+            os.mkdir(job.folder, 0o700)
+            os.chdir(job.folder)
         os.environ.clear()
         os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace gets only the signals that it handles
-        null = os.open("/dev/null", os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(null, descriptor)
-        deadline = time.monotonic() + job["total_seconds"]
-        for test in job["tests"]:
-            print(json.dumps(_run_test(job, test, deadline, results)), file=results, flush=True)
+        deadline = time.monotonic() + job.total_seconds
+        for test in job.tests:
+            print(json.dumps(_run_test(job, test, deadline)), flush=True)
     except Exception as error:
-        print(json.dumps({"error": repr(error)}), file=results, flush=True)
+        print(json.dumps({"error": repr(error)}), flush=True)
 
 
-def _run_test(job: dict, test: dict, deadline: float, results) -> dict:
+def _run_test(job: types.SimpleNamespace, test: dict, deadline: float) -> dict:
     """Run one test in a child, and kill every process that the test leaves behind."""
-    if time.monotonic() >= deadline:
-        return {"status": "timeout", "output": ""}
-    deadline = min(deadline, time.monotonic() + job["test_seconds"])
+    start = time.monotonic()
+    if start >= deadline:
+        return {"status": "timeout"}
+    deadline = min(deadline, start + job.test_seconds)
+
     # The child writes this secret when a statement has passed. Code that ends the child early, by os._exit(0), fails.
     secret = os.urandom(16)
     output, output_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            results.close()
             os.close(output)
             _run_code(job, test, output_end, secret)
         except BaseException:
             os._exit(1)
-        raise SystemExit  # ends as any program: threads are waited for, atexit functions called, buffers written
+        # A program ends as any other: threads are waited for, atexit functions called, buffers written.
+        raise SystemExit
     os.close(output_end)
+
+    # The end of the output says nothing: code can close it, and a daemon can keep it open.
     os.set_blocking(output, False)
-    text, ended, code, limit = b"", 0, 0, job["output_kb"] * 1024
+    limit = job.output_kb * 1024
+    text = b""
+    ended = 0
     while not ended and len(text) <= limit and time.monotonic() < deadline:
-        select.select([output], [], [], 0.001)
+        time.sleep(0.0003)
         ended, code = os.waitpid(child, os.WNOHANG)
+        # What was written before the end is in the pipe, and is read in full: it fits.
         with contextlib.suppress(BlockingIOError):
-            if chunk := os.read(output, limit + 1):
-                text += chunk
-            elif not ended:
-                time.sleep(0.001)  # the child has closed its output and is still running
+            text += os.read(output, limit + 1)
     os.close(output)
     _kill_everything()
+
     if len(text) > limit:
-        return {"status": "output", "output": ""}
+        return {"status": "output"}
     if not ended:
-        return {"status": "timeout", "output": ""}
-    if "input" in test:
-        return {"status": "failed" if code else "passed", "output": text.decode(errors="replace")}
-    return {"status": "passed" if text == secret and not code else "failed", "output": ""}
+        return {"status": "timeout"}
+    if "code" in test:
+        return {"status": "passed" if text == secret else "failed"}
+    return {"status": "failed" if code else "passed", "output": text.decode(errors="replace")}
 
 
 def _kill_everything() -> None:
-    """Kill all other processes of the sandbox; without a process namespace all descendants: orphans become children."""
-    with contextlib.suppress(ChildProcessError):  # then none is left
+    """Kill all other processes of the sandbox, until none is left."""
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while True:
-            for process in [-1] if os.getpid() == 1 else _children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            processes = ["-1"]
+            # Without a process namespace, -1 would be all processes of this user. Orphans became children.
+            if os.getpid() != 1:
+                with open("/proc/thread-self/children") as file:
+                    processes = file.read().split()
+            for process in processes:
+                os.kill(int(process), signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(process) for process in file.read().split()]
-
-
-def _run_code(job: dict, test: dict, output: int, secret: bytes) -> None:
+def _run_code(job: types.SimpleNamespace, test: dict, output: int, secret: bytes) -> None:
     """Run the code and its test in this process. It returns after a program and ends after a statement that passed."""
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # without a process namespace it could outlive the driver
+    # Without a process namespace it could outlive the driver, and end it with a signal to its own group.
+    linux.end_with_parent()
     os.setsid()
+    # The child has the driver's streams, which lead out of the sandbox. They end here, before any code runs.
+    null = os.open("/dev/null", os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
     if "input" in test:
-        with open(secret.hex(), "x+b") as file:  # a file: some programs ask for the size of stdin
+        # A file: some programs ask for the size of stdin.
+        with open(".stdin", "x+") as file:
             os.unlink(file.name)
-            file.write(test["input"].encode())
+            file.write(test["input"])
             file.seek(0)
             os.dup2(file.fileno(), 0)
         os.dup2(output, 1)
+
     limits = {
-        resource.RLIMIT_AS: job["memory_mb"] << 20,
-        resource.RLIMIT_CPU: math.ceil(job["test_seconds"]) + 1,
-        resource.RLIMIT_FSIZE: job["disk_mb"] << 20,
-        resource.RLIMIT_NPROC: job["processes"] + 1,  # the driver is not part of the test
+        resource.RLIMIT_AS: job.memory_mb << 20,
+        resource.RLIMIT_CPU: math.ceil(job.test_seconds) + 1,
+        resource.RLIMIT_FSIZE: job.disk_mb << 20,
+        # The driver is not part of the test.
+        resource.RLIMIT_NPROC: job.processes + 1,
         resource.RLIMIT_NOFILE: 64,
-        **dict.fromkeys([resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE], 0),
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
     }
     for limit, value in limits.items():
-        with contextlib.suppress(ValueError):  # a lower limit is set
+        # ValueError: a lower limit is set.
+        with contextlib.suppress(ValueError):
             resource.setrlimit(limit, (value, value))
-    streams = [os.fdopen(number, mode) for number, mode in enumerate("rww")]
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
-    builtins.exit = builtins.quit = sys.exit  # the module site, which is not imported, defines them
+
+    # A new one: it may be a file, which can seek, and was a pipe.
+    sys.stdin = sys.__stdin__ = open(0)
+    sys.stdout.reconfigure(errors="strict")
+    # The module site, which is not imported, defines these.
+    builtins.exit = builtins.quit = sys.exit
     sys.argv = ["solution.py"]
     module = types.ModuleType("__main__" if "input" in test else "solution")
     sys.modules[module.__name__] = module
     try:
-        exec(compile(job["code"], "solution.py", "exec"), module.__dict__)
+        exec(compile(job.code, "solution.py", "exec"), module.__dict__)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -159,7 +178,8 @@ def _run_code(job: dict, test: dict, output: int, secret: bytes) -> None:
         exec(compile(test["code"], "test.py", "exec"), module.__dict__)
         os.write(output, secret)
         os._exit(0)
-    gc.freeze()  # the interpreter ends three times as fast if it does not search the objects of the driver
+    # The interpreter ends three times as fast if it does not search the objects of the driver.
+    gc.freeze()
 
 
 if __name__ == "__main__":
