@@ -4,10 +4,8 @@
 a layer, no code runs and :class:`SandboxUnavailable` names the layer.
 """
 
-import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -70,15 +68,12 @@ def run_python(
     text}``, ``code`` is a program and ``text`` its stdin; the program's output is returned, and the caller compares it.
     A missing layer raises :class:`SandboxUnavailable` unless ``allow_unsandboxed``. ``pretend_missing`` is for tests.
     """
-    # The child makes this folder only if a layer is missing.
-    folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"
     job = asdict(limits)
     job.update(
         code=code,
         tests=tests,
         allowed=allow_unsandboxed,
         missing=[pretend_missing] if pretend_missing else [],
-        folder=folder,
     )
     # The base interpreter: the sandbox has no virtual environment. -I and -S keep environment variables and
     # site-packages out.
@@ -96,9 +91,6 @@ def run_python(
         ).stdout
     except subprocess.TimeoutExpired as late:
         output = late.stdout or b""
-    # RecursionError: the code has made thousands of nested folders.
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
     # A line without its end is of a driver that was killed.
     answers = [json.loads(line) for line in output.split(b"\n")[:-1]]
     return _results(answers, len(tests), allow_unsandboxed)

@@ -17,10 +17,11 @@ import json
 import math
 import os
 import resource
+import select
 import signal
 import sys
 import time
-import types
+from types import ModuleType, SimpleNamespace
 
 # Last in the path, and not for long: no file of this folder replaces a standard module.
 sys.path.append(os.path.dirname(__file__))
@@ -35,7 +36,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Process 1 of a namespace gets only the signals that it handles. Python handles this one.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    job = types.SimpleNamespace(**json.load(sys.stdin))
+    job = SimpleNamespace(**json.load(sys.stdin))
 
     missing = job.missing
     layers = {
@@ -58,18 +59,25 @@ def main() -> None:
         return
     try:
         if missing:
-            os.mkdir(job.folder, 0o700)
-            os.chdir(job.folder)
+            # The working folder of the sandbox may be missing, too.
+            folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"
+            os.mkdir(folder, 0o700)
+            os.chdir(folder)
         os.environ.clear()
         os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
         deadline = time.monotonic() + job.total_seconds
         for test in job.tests:
             print(json.dumps(_run_test(job, test, deadline)), flush=True)
+        if missing:
+            # Not above: this module takes long to import.
+            import shutil
+
+            shutil.rmtree(folder, ignore_errors=True)
     except Exception as error:
         print(json.dumps({"error": repr(error)}), flush=True)
 
 
-def _run_test(job: types.SimpleNamespace, test: dict, deadline: float) -> dict:
+def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
     """Run one test in a child, and kill every process that the test leaves behind."""
     start = time.monotonic()
     if start >= deadline:
@@ -83,7 +91,10 @@ def _run_test(job: types.SimpleNamespace, test: dict, deadline: float) -> dict:
     if child == 0:
         try:
             os.close(output)
-            _run_code(job, test, output_end, secret)
+            _run_code(job, test, output_end)
+            if "code" in test:
+                os.write(output_end, secret)
+                os._exit(0)
         except BaseException:
             os._exit(1)
         # A program ends as any other: threads are waited for, atexit functions called, buffers written.
@@ -91,15 +102,13 @@ def _run_test(job: types.SimpleNamespace, test: dict, deadline: float) -> dict:
     os.close(output_end)
 
     # The end of the output says nothing: code can close it, and a daemon can keep it open.
-    os.set_blocking(output, False)
     limit = job.output_kb * 1024
     text = b""
     ended = 0
     while not ended and len(text) <= limit and time.monotonic() < deadline:
-        time.sleep(0.0003)
         ended, code = os.waitpid(child, os.WNOHANG)
-        # What was written before the end is in the pipe, and is read in full: it fits.
-        with contextlib.suppress(BlockingIOError):
+        # After the wait: so the last turn reads all that the child has left in the pipe.
+        if select.select([output], [], [], 0.001)[0]:
             text += os.read(output, limit + 1)
     os.close(output)
     _kill_everything()
@@ -127,8 +136,8 @@ def _kill_everything() -> None:
             os.waitpid(-1, 0)
 
 
-def _run_code(job: types.SimpleNamespace, test: dict, output: int, secret: bytes) -> None:
-    """Run the code and its test in this process. It returns after a program and ends after a statement that passed."""
+def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
+    """Run the code and its test in this process. An exception is a failed test."""
     # Without a process namespace it could outlive the driver, and end it with a signal to its own group.
     linux.end_with_parent()
     os.setsid()
@@ -167,7 +176,7 @@ def _run_code(job: types.SimpleNamespace, test: dict, output: int, secret: bytes
     # The module site, which is not imported, defines these.
     builtins.exit = builtins.quit = sys.exit
     sys.argv = ["solution.py"]
-    module = types.ModuleType("__main__" if "input" in test else "solution")
+    module = ModuleType("__main__" if "input" in test else "solution")
     sys.modules[module.__name__] = module
     try:
         exec(compile(job.code, "solution.py", "exec"), module.__dict__)
@@ -176,8 +185,6 @@ def _run_code(job: types.SimpleNamespace, test: dict, output: int, secret: bytes
             raise
     if "code" in test:
         exec(compile(test["code"], "test.py", "exec"), module.__dict__)
-        os.write(output, secret)
-        os._exit(0)
     # The interpreter ends three times as fast if it does not search the objects of the driver.
     gc.freeze()
 

@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import signal
-import struct
 import sys
 
 # Numbers of the kernel, from sched.h, mount.h and prctl.h. Python has names for some of them, since 3.12.
@@ -100,7 +99,12 @@ sched_setattr       314         274
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(function: str, *arguments: int | bytes) -> None:
+def _words(*values: int) -> ctypes.Array:
+    """A structure for the kernel, as 64-bit numbers."""
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+def _call(function: str, *arguments: int | bytes | ctypes.Array) -> None:
     """Call a function of libc; ``OSError`` if it fails."""
     if _libc[function](*arguments) < 0:
         error = ctypes.get_errno()
@@ -147,13 +151,14 @@ def enter_namespaces(disk_mb: int) -> None:
         drop_user()
         # Otherwise /proc/self belongs to root, and the files below cannot be written.
         prctl(PR_SET_DUMPABLE, 1)
-        user = os.geteuid()
-        group = os.getegid()
+        # The new namespace knows no ids until these are written.
+        uid_map = f"{os.geteuid()} {os.geteuid()} 1"
+        gid_map = f"{os.getegid()} {os.getegid()} 1"
         unshare(CLONE_NEWUSER | _NAMESPACES)
         # The kernel wants setgroups denied before an unprivileged user may map a group.
         _write("setgroups", "deny")
-        _write("uid_map", f"{user} {user} 1")
-        _write("gid_map", f"{group} {group} 1")
+        _write("uid_map", uid_map)
+        _write("gid_map", gid_map)
 
     # The first child is the first process in the new process namespace.
     if first := os.fork():
@@ -184,9 +189,9 @@ def drop_user() -> None:
 
 def _restrict(folder: str, flags: int) -> None:
     """Add flags to the mount ``folder`` and every mount below it: the host's mounts were bound, too."""
-    attributes = struct.pack("=4Q", flags, 0, 0, 0)
-    # mount_setattr(AT_FDCWD, folder, AT_RECURSIVE, ...), since Linux 5.12: not every libc has it.
-    _call("syscall", 442, -100, folder.encode(), 0x8000, attributes, len(attributes))
+    # mount_setattr(AT_FDCWD, folder, AT_RECURSIVE, {set, clear, propagation, user namespace}), since Linux 5.12:
+    # not every libc has it. Its flags have the values of mount.
+    _call("syscall", 442, -100, folder.encode(), 0x8000, _words(flags, 0, 0, 0), 32)
 
 
 def _enter_private_root(disk_mb: int) -> None:
@@ -217,13 +222,12 @@ def _enter_private_root(disk_mb: int) -> None:
         # It may lie in a folder that is bound, or not exist on this machine.
         if os.path.lexists(target) or not os.path.exists(path):
             continue
-        if path in files:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.mknod(target)
-        else:
-            os.makedirs(target)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        make = os.mknod if path in files else os.mkdir
+        make(target)
         mount(path, target, flags=MS_BIND | MS_REC)
-        if path in folders:
+        # No device but the four, wherever the host has more.
+        if path not in files:
             _restrict(target, MS_NODEV)
     # It exists if this Python is installed below /tmp.
     if not os.path.lexists(root + "/tmp"):
@@ -246,8 +250,8 @@ def drop_capabilities() -> None:
     """Drop all capabilities for good, and forbid other processes of the same user to trace this one."""
     # No program, setuid or with capabilities of its own, can give any back.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    # The header is _LINUX_CAPABILITY_VERSION_3 and "this process", the sets are empty.
-    _call("capset", struct.pack("=Ii", 0x20080522, 0), bytes(24))
+    # The header is _LINUX_CAPABILITY_VERSION_3 and, in its upper half, this process (0). The sets are empty.
+    _call("capset", _words(0x20080522), bytes(24))
     prctl(PR_SET_DUMPABLE, 0)
 
 
@@ -299,7 +303,6 @@ def deny_system_calls() -> None:
         program += [number << 32 | equal, refuse]
     program.append(allow)
 
-    code = (ctypes.c_uint64 * len(program))(*program)
-    filters = struct.pack("HP", len(program), ctypes.addressof(code))
-    # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-    _call("prctl", 22, 2, filters, 0, 0)
+    code = _words(*program)
+    # prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, {length, address})
+    _call("prctl", 22, 2, _words(len(program), ctypes.addressof(code)), 0, 0)
