@@ -1,11 +1,14 @@
-"""Run untrusted Python code in a sandbox made of operating system features. Each call creates a new sandbox.
+"""Run untrusted Python code in a sandbox made of operating system features.
 
-``docs/rewards.md`` lists the layers of the sandbox and what they do not protect against. If the machine cannot provide
-a layer, no code runs and :class:`SandboxUnavailable` names the layer.
+Each call creates a new sandbox. ``docs/rewards.md`` lists its layers and what they do not protect
+against. If the machine cannot provide a layer, no code runs and :class:`SandboxUnavailable` names
+the layer.
 """
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,12 +22,18 @@ class SandboxUnavailable(ValueError):
 
 
 class SandboxError(RuntimeError):
-    """The sandbox failed before the code ran. What fails later is a failed test, because the code can be its cause."""
+    """The sandbox failed before the code ran.
+
+    What fails later is a failed test, because the code can be its cause.
+    """
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one sandbox. ``memory_mb`` is per process: all processes take ``processes * memory_mb + disk_mb``."""
+    """Limits of one sandbox.
+
+    ``memory_mb`` is per process: all processes together take ``processes * memory_mb + disk_mb``.
+    """
 
     test_seconds: float = 2.0
     total_seconds: float = 6.0
@@ -35,13 +44,12 @@ class Limits:
     output_kb: int = 1024
 
     def __post_init__(self) -> None:
+        rule = "must be positive, and an integer unless it is seconds"
         for field in fields(self):
             value = getattr(self, field.name)
             # Not isinstance: True is an int, too.
             if type(value) not in (int, field.type) or not 0 < value < 1e6:
-                raise ValueError(
-                    f"{field.name} must be positive, and an integer unless it is seconds; got {value!r}"
-                )
+                raise ValueError(f"{field.name} {rule}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class SandboxResult:
     """The result of one test."""
 
     status: str
-    """``"passed"`` (a program ended with status 0), ``"failed"``, ``"timeout"`` or ``"output"`` (too much of it)."""
+    """``"passed"`` (a program: ended with status 0), ``"failed"``, ``"timeout"`` or ``"output"``:
+    too much of it."""
     output: str = ""
     """The text that a program printed."""
 
@@ -64,19 +73,23 @@ def run_python(
 ) -> list[SandboxResult]:
     """Run ``code`` once per test, each time in a new process.
 
-    A test ``{"code": source}`` runs after ``code`` in the same module and passes if it raises nothing. For ``{"input":
-    text}``, ``code`` is a program and ``text`` its stdin; the program's output is returned, and the caller compares it.
-    A missing layer raises :class:`SandboxUnavailable` unless ``allow_unsandboxed``. ``pretend_missing`` is for tests.
+    A test ``{"code": source}`` runs after ``code`` in the same module and passes if it raises
+    nothing. For ``{"input": text}``, ``code`` is a program and ``text`` its stdin; the program's
+    output is returned, and the caller compares it. A missing layer raises
+    :class:`SandboxUnavailable` unless ``allow_unsandboxed``. ``pretend_missing`` is for tests.
     """
+    # The child makes this folder, and only if a layer is missing.
+    folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"
     job = asdict(limits)
     job.update(
         code=code,
         tests=tests,
         allowed=allow_unsandboxed,
         missing=[pretend_missing] if pretend_missing else [],
+        folder=folder,
     )
-    # The base interpreter: the sandbox has no virtual environment. -I and -S keep environment variables and
-    # site-packages out.
+    # The base interpreter: the sandbox has no virtual environment. -I and -S keep environment
+    # variables and site-packages out.
     python = [sys._base_executable, "-I", "-S", "-Xutf8", _CHILD]
     try:
         output = subprocess.run(
@@ -91,13 +104,16 @@ def run_python(
         ).stdout
     except subprocess.TimeoutExpired as late:
         output = late.stdout or b""
+    # RecursionError: the code has made thousands of nested folders.
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
     # A line without its end is of a driver that was killed.
     answers = [json.loads(line) for line in output.split(b"\n")[:-1]]
     return _results(answers, len(tests), allow_unsandboxed)
 
 
 def _results(answers: list[dict], num_tests: int, allow_unsandboxed: bool) -> list[SandboxResult]:
-    """The result of each test. An error is the sandbox's only before the code ran: later, the code can cause it."""
+    """The result of each test. An error is the sandbox's only before the code ran."""
     # The first answer has the missing layers, the second the result of the first test.
     for answer in answers[:2] or [{"error": "it ended before the first test"}]:
         if "error" in answer:
@@ -109,5 +125,6 @@ def _results(answers: list[dict], num_tests: int, allow_unsandboxed: bool) -> li
             "allow_unsandboxed: true runs it all the same"
         )
     results = [SandboxResult(**answer) for answer in answers[1:] if "error" not in answer]
-    # The code may have ended the driver, by using up the machine's memory for example: tests that did not run failed.
+    # The code may have ended the driver, by using up the machine's memory for example: tests that
+    # did not run failed.
     return results + [SandboxResult("failed")] * (num_tests - len(results))

@@ -1,12 +1,14 @@
 """The processes of the sandbox: ``python -I -S sandbox_child.py``, started by ``sandbox.py``.
 
-The *launcher* stays outside the sandbox and waits for the *driver*, process 1 of the sandbox. The driver runs no
-untrusted code: it forks one child per test and kills all other processes of the sandbox after each test. Because the
-driver is process 1, has no ``/proc`` and cannot be traced, code in the sandbox cannot kill or change it. Every process
-of the sandbox dies with the driver, the driver with the launcher, and the launcher with the process that started it.
+The *launcher* stays outside the sandbox and waits for the *driver*, process 1 of the sandbox. The
+driver runs no untrusted code: it forks one child per test and kills all other processes of the
+sandbox after each test. Because the driver is process 1, has no ``/proc`` and cannot be traced,
+code in the sandbox cannot kill or change it. Every process of the sandbox dies with the driver,
+the driver with the launcher, and the launcher with the process that started it.
 
-Stdin has the job as JSON. Stdout has lines of JSON: first ``{"missing": [...]}``, the layers that this machine cannot
-provide (if there are any, nothing follows unless that is allowed), then ``{"status": ..., "output": ...}`` per test, or
+Stdin has the job as JSON. Stdout has lines of JSON: first ``{"missing": [...]}``, the layers that
+this machine cannot provide (if there are any, nothing follows unless that is allowed), then
+``{"status": ..., "output": ...}`` per test, without the output for a statement, or
 ``{"error": ...}`` if the driver itself fails.
 """
 
@@ -48,8 +50,8 @@ def main() -> None:
         try:
             enter()
         except Exception as error:
-            # Whatever the reason is, this layer is missing: the kernel refuses it (OSError), this is not Linux, or
-            # the table of system calls has no column for this machine.
+            # Whatever the reason is, this layer is missing: the kernel refuses it, this is not
+            # Linux, or the table of system calls has no column for this machine.
             missing.append(f"{layer} ({error})")
 
     # If the process that started this one has ended, this fails and no code is run.
@@ -59,19 +61,13 @@ def main() -> None:
     try:
         if missing:
             # The working folder of the sandbox may be missing, too.
-            folder = f"/tmp/grpo-sandbox-{os.urandom(8).hex()}"
-            os.mkdir(folder, 0o700)
-            os.chdir(folder)
+            os.mkdir(job.folder, 0o700)
+            os.chdir(job.folder)
         os.environ.clear()
         os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
         deadline = time.monotonic() + job.total_seconds
         for test in job.tests:
             print(json.dumps(_run_test(job, test, deadline)), flush=True)
-        if missing:
-            # Not above: this module takes long to import.
-            import shutil
-
-            shutil.rmtree(folder, ignore_errors=True)
     except Exception as error:
         print(json.dumps({"error": repr(error)}), flush=True)
 
@@ -83,7 +79,8 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
         return {"status": "timeout"}
     deadline = min(deadline, start + job.test_seconds)
 
-    # The child writes this secret when a statement has passed. Code that ends the child early, by os._exit(0), fails.
+    # The child writes this secret when a statement has passed. Code that ends the child early, by
+    # os._exit(0), fails.
     secret = os.urandom(16)
     output, output_end = os.pipe()
     child = os.fork()
@@ -96,7 +93,8 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
                 os._exit(0)
         except BaseException:
             os._exit(1)
-        # A program ends as any other: threads are waited for, atexit functions called, buffers written.
+        # A program ends as any other: threads are waited for, atexit functions called, buffers
+        # written.
         raise SystemExit
     os.close(output_end)
 
@@ -128,7 +126,8 @@ def _kill_everything() -> None:
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while True:
             processes = ["-1"]
-            # Without a process namespace, -1 would be all processes of this user. Orphans became children.
+            # Without a process namespace, -1 would be all processes of this user. Orphans have
+            # become children of this process.
             if os.getpid() != 1:
                 with open("/proc/thread-self/children") as file:
                     processes = file.read().split()
@@ -139,10 +138,10 @@ def _kill_everything() -> None:
 
 def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
     """Run the code and its test in this process. An exception is a failed test."""
-    # Without a process namespace it could outlive the driver, and end it with a signal to its own group.
+    # Without a process namespace it could outlive the driver, or end it by a signal to its group.
     linux.end_with_parent()
     os.setsid()
-    # The child has the driver's streams, which lead out of the sandbox. They end here, before any code runs.
+    # The streams of the driver lead out of the sandbox. They end here, before any code runs.
     null = os.open("/dev/null", os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
@@ -155,6 +154,8 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
             os.dup2(file.fileno(), 0)
         os.dup2(output, 1)
 
+    # Against allocation, loops, large files and fork bombs, and against taking memory of the host:
+    # core dumps, pages that cannot be swapped, message queues.
     limits = {
         resource.RLIMIT_AS: job.memory_mb << 20,
         resource.RLIMIT_CPU: math.ceil(job.test_seconds) + 1,
@@ -172,7 +173,7 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
             resource.setrlimit(limit, (value, value))
 
     # A new one: it may be a file, which can seek, and was a pipe.
-    sys.stdin = sys.__stdin__ = open(0)
+    sys.stdin = sys.__stdin__ = os.fdopen(0)
     sys.stdout.reconfigure(errors="strict")
     # The module site, which is not imported, defines these.
     builtins.exit = builtins.quit = sys.exit

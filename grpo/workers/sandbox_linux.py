@@ -1,6 +1,7 @@
-"""Linux kernel features that confine a process. Every function raises ``OSError`` if the kernel refuses.
+"""Linux kernel features that confine a process.
 
-``sandbox_child.py`` imports this file as a plain file, in an interpreter without site-packages.
+Every function raises ``OSError`` if the kernel refuses. ``sandbox_child.py`` imports this file as a
+plain file, in an interpreter without site-packages.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import re
 import signal
 import sys
 
-# Numbers of the kernel, from sched.h, mount.h and prctl.h. Python has names for some of them, since 3.12.
+# Numbers of the kernel, from sched.h, mount.h and prctl.h. Python has some of them, since 3.12.
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 _NAMESPACES = 0x6C020000
@@ -31,6 +32,8 @@ NOBODY = 65534
 WORK = "/sandbox"
 """The working folder inside the sandbox. It contains no Python installation."""
 
+# What is denied to the driver and the tests: names, and numbers on x86_64 and aarch64. Programming
+# exercises need none of them. The first row is the machine's own number in seccomp.
 _SYSTEM_CALLS = """
 architecture        0xC000003E  0xC00000B7
 
@@ -42,7 +45,8 @@ prlimit64           302         261
 # Connections. socketpair, which asyncio needs, is not denied.
 socket              41          198
 
-# New namespaces and other file trees: a user namespace gives capabilities, which sandboxes were escaped with.
+# New namespaces and other file trees. A user namespace gives capabilities inside it, with which
+# sandboxes were escaped.
 unshare             272         97
 setns               308         268
 mount               165         40
@@ -64,7 +68,7 @@ process_vm_writev   311         271
 pidfd_getfd         438         438
 kcmp                312         272
 
-# Parts of the kernel that sandboxes were escaped through. No programming exercise needs them.
+# Parts of the kernel that sandboxes were escaped through.
 add_key             248         217
 request_key         249         218
 keyctl              250         219
@@ -124,7 +128,10 @@ def mount(source: str, target: str, kind: str = "none", flags: int = 0, data: st
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. A fork and a change of user clear this."""
+    """Let the kernel kill this process when its parent ends.
+
+    A fork and a change of user clear this.
+    """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -134,12 +141,13 @@ def _write(name: str, text: str) -> None:
 
 
 def enter_namespaces(disk_mb: int) -> None:
-    """Continue as process 1 of new namespaces, with a file tree of its own. The process before waits for it.
+    """Continue as process 1 of new namespaces, with a file tree of its own.
 
-    Root creates them directly and changes its user after the file tree is set up. Other users, and
-    root without the capability for that, create a user namespace too, in which they keep their id.
+    The process before waits for it. Root creates them directly and changes its user after the file
+    tree is set up. Other users, and root without the capability for that, create a user namespace
+    too, in which they keep their id.
     """
-    # Without a process namespace, orphans become children of this process, which can then find them.
+    # Without a process namespace, orphans become children of this process, which can find them.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     end_with_parent()
 
@@ -188,16 +196,17 @@ def drop_user() -> None:
 
 
 def _restrict(folder: str, flags: int) -> None:
-    """Add flags to the mount ``folder`` and every mount below it: the host's mounts were bound, too."""
-    # mount_setattr(AT_FDCWD, folder, AT_RECURSIVE, {set, clear, propagation, user namespace}), since Linux 5.12:
-    # not every libc has it. Its flags have the values of mount.
+    """Add flags to the mount ``folder`` and to those below it, which were bound with it."""
+    # mount_setattr(AT_FDCWD, folder, AT_RECURSIVE, {set, clear, propagation, user namespace}),
+    # since Linux 5.12: not every libc has it. Its flags have the values of mount.
     _call("syscall", 442, -100, folder.encode(), 0x8000, _words(flags, 0, 0, 0), 32)
 
 
 def _enter_private_root(disk_mb: int) -> None:
     """Change to a private file tree: read-only libraries, four devices and a small :data:`WORK`.
 
-    It is mounted over ``/sys`` in a mount namespace of this process: nothing changes or is left on the host.
+    It is mounted over ``/sys`` in a mount namespace of this process: nothing changes or is left on
+    the host.
     """
     # Without memory, the kernel ends the sandbox before the trainer.
     _write("oom_score_adj", "1000")
@@ -239,7 +248,8 @@ def _enter_private_root(disk_mb: int) -> None:
     options = f"size={disk_mb}m,nr_inodes=1k,mode=777"
     mount("tmpfs", root + WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
 
-    # Afterwards the old tree lies over the new one. Unmounting it (MNT_DETACH) leaves no way to the host's files.
+    # Afterwards the old tree lies over the new one. Unmounting it (MNT_DETACH) leaves no way to the
+    # files of the host.
     os.chdir(root)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", 2)
@@ -247,22 +257,23 @@ def _enter_private_root(disk_mb: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities for good, and forbid other processes of the same user to trace this one."""
+    """Drop all capabilities for good, and forbid processes of the same user to trace this one."""
     # No program, setuid or with capabilities of its own, can give any back.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    # The header is _LINUX_CAPABILITY_VERSION_3 and, in its upper half, this process (0). The sets are empty.
+    # The header is _LINUX_CAPABILITY_VERSION_3 and, in its upper half, this process (0). The sets
+    # are empty.
     _call("capset", _words(0x20080522), bytes(24))
     prctl(PR_SET_DUMPABLE, 0)
 
 
 def deny_system_calls() -> None:
-    """Install a seccomp filter for this process and its children: the calls above fail with EPERM."""
+    """Install a seccomp filter for this process and its children: denied calls fail with EPERM."""
     column = ("x86_64", "aarch64").index(os.uname().machine)
     rows = re.findall(r"^(\w+) +(\w+) +(\w+)$", _SYSTEM_CALLS, re.MULTILINE)
     numbers = {name: int(columns[column], 0) for name, *columns in rows}
 
-    # An instruction has 64 bits: a value (32), how many instructions to skip if a comparison is false (8)
-    # and if it is true (8), and the operation (16).
+    # An instruction has 64 bits: a value (32), how many instructions to skip if a comparison is
+    # false (8) and if it is true (8), and the operation (16). The number loaded last is compared.
     load_architecture = 0x00000004_00000020
     load_number = 0x00000000_00000020
     load_argument = 0x00000010_00000020
@@ -276,7 +287,8 @@ def deny_system_calls() -> None:
     unknown = 0x00050026_00000006
 
     program = [
-        # Programs could call by the numbers of another architecture or of the x32 ABI, which are not in the table.
+        # Another architecture and the x32 ABI have other numbers, by which a program could get
+        # around the table.
         load_architecture,
         numbers["architecture"] << 32 | not_equal,
         refuse,
@@ -289,10 +301,12 @@ def deny_system_calls() -> None:
         _ALL_NAMESPACES << 32 | any_bit,
         refuse,
         allow,
-        # The flags of clone3 lie behind a pointer, which a filter cannot read. With ENOSYS, libc falls back to clone.
+        # The flags of clone3 lie behind a pointer, which a filter cannot read. With ENOSYS, libc
+        # falls back to clone.
         numbers["clone3"] << 32 | equal,
         unknown,
-        # The limits of the process itself (0) may be changed, those of another, such as the driver, not.
+        # The limits of the process itself (0) may be changed, those of another, such as the driver,
+        # not.
         numbers["prlimit64"] << 32 | equal_else_skip_4,
         load_argument,
         1 << 32 | at_least,
