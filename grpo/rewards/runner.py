@@ -26,9 +26,9 @@ import cloudpickle
 
 from grpo.rewards.calls import OUTSIDE_TRAINING, LoadedReward, Logged, RewardContractError, TrainerState
 from grpo.rewards.functions import CLASSIFIER_PREFIX, ENVIRONMENTS, FunctionInfo, check_columns, unique_names
-from grpo.workers.sandbox import Limits
 from grpo.system import printable
 from grpo.workers import Answer, Here, Pool, Request, Worker
+from grpo.workers.sandbox import Limits
 
 logger = logging.getLogger(__name__)
 
