@@ -210,7 +210,7 @@ class Reader:
         path = os.path.join(self.folder.name, "text")
         with open(path, "w") as file:
             file.write("first\nsecond\nthird\n")
-        self.file = open(path)
+        self.file = open(path)  # noqa: SIM115 - it stays open from call to call
 
     def line(self) -> str:
         """Read the next line."""
