@@ -24,11 +24,12 @@ import sys
 import time
 from types import ModuleType, SimpleNamespace
 
-# Last in the path, and not for long: no file of this folder replaces a standard module.
+# Last in the path, and not for long: no file of this folder replaces a standard module, and the
+# code of a test cannot import one.
 sys.path.append(os.path.dirname(__file__))
 import sandbox_linux as linux
 
-sys.path.pop()
+del sys.path[-1], sys.modules["sandbox_linux"]
 
 
 def main() -> None:
