@@ -110,16 +110,10 @@ def read_samples(path: str | Path) -> list[dict[str, Any]]:
     """The records that :func:`write_samples` wrote."""
     records = pyarrow.parquet.read_table(path).to_pylist()
     for record in records:
-        record["rewards"] = _pop_columns(record, REWARD_PREFIX)
-        logged = _pop_columns(record, LOGGED_PREFIX)
-        if logged:
-            record["logged"] = logged
+        for field, prefix in (("rewards", REWARD_PREFIX), ("logged", LOGGED_PREFIX)):
+            names = [name for name in record if name.startswith(prefix)]
+            record[field] = {name.removeprefix(prefix): record.pop(name) for name in names}
     return records
-
-
-def _pop_columns(record: dict[str, Any], prefix: str) -> dict[str, Any]:
-    names = [name for name in record if name.startswith(prefix)]
-    return {name.removeprefix(prefix): record.pop(name) for name in names}
 
 
 def _storable(value: Any) -> Any:
