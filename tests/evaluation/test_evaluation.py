@@ -173,6 +173,22 @@ def test_neither_the_order_of_problems_nor_a_bound_on_memory_changes_a_count(pol
     assert found == pytest.approx(same, rel=1e-12)
 
 
+def test_an_engine_says_how_many_completions_a_call_may_have(policy):
+    """Environments are limited by the completions of a step, and so are the calls of an evaluation."""
+    rows = []
+
+    def grade(groups):
+        rows.append(sum(len(group.completions) for group in groups))
+        return by_length(groups)
+
+    engine = BuiltinEngine(policy)
+    engine.rows_per_call = 6
+    sampling = SamplingParams(4, 9, temperature=1.0)
+    few = evaluate(engine, problems_of(policy, 7), grade, ALONE, sampling, seed=0).metrics
+    assert rows == [6, 1] + [4] * 7
+    assert few == pytest.approx(evaluated(policy, 7, by_length, sampling).metrics, rel=1e-12)
+
+
 def test_samples_of_a_problem_count_as_one_if_they_are_alike_and_as_more_if_they_differ():
     value, *interval = rate_of([1.0] * 3 + [0.0] * 7, 1)
     assert value == 0.3 and interval == pytest.approx(wilson(0.3, 10)), "one sample per problem: the plain interval"

@@ -1,5 +1,6 @@
 """Conversations with real workers: a scripted engine gives the turns, as tokens, so that each case is known by hand."""
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 
@@ -245,6 +246,13 @@ def test_an_environment_lives_in_its_worker(policy, monkeypatch, tmp_path):
     assert play.result.values == [[1.0]] * 4
     # One more is made at the start, which tells what tools there are.
     assert Counter(log.read_text().split()) == {"made": 5, "reset": 12, "closed": 5}
+
+
+def test_an_evaluation_needs_no_more_environments_than_a_step(policy):
+    for settings, expected in (["tools=[calculator]"], 256), ([f"environment={USER}:Counter"], 8 * 8 // 4):
+        config = load_config(["data.dataset=builtin:arithmetic", *settings])
+        with contextlib.closing(Tools(config).load()) as tools:
+            assert TurnsEngine(Scripted(policy, []), tools, config, num_ranks=4).rows_per_call == expected
 
 
 def test_a_killed_neighbour_costs_the_rows_of_its_worker(policy):
