@@ -1,4 +1,8 @@
-"""Worker processes that start when they are needed and again after they have ended, and the objects that they load."""
+"""Workers, each with a process that starts when it is needed and again after it has ended.
+
+:class:`Pool` knows the sources of all objects, and each worker loads those that it is asked about. :class:`Here` takes
+the place of a worker for objects that only this process has.
+"""
 
 import functools
 import os
@@ -21,7 +25,11 @@ class Worker:
     The thread lives as long as the process: the kernel kills a process when the thread that started it ends.
     """
 
-    def __init__(self, sources: Mapping[Hashable, Source], start: Callable[[], WorkerProcess | Host]):
+    def __init__(
+        self,
+        sources: Mapping[Hashable, Source],
+        start: Callable[[], WorkerProcess | Host],
+    ):
         self._sources = sources
         self._start = start
         self._thread: ThreadPoolExecutor | None = None
@@ -39,11 +47,14 @@ class Worker:
             self.end()
             self._process = self._start()
         process = self._process
-        for key in {request.key for request in requests} - process.loaded:
-            request = Request(HOST, "load", (key, self._sources[key]))
-            (loaded,) = process.ask([request], LOAD_SECONDS)
-            if loaded.kind != "ok":
-                return [loaded] * len(requests)
+        for request in requests:
+            key = request.key
+            if key in process.loaded:
+                continue
+            load = Request(HOST, "load", (key, self._sources[key]))
+            (answer,) = process.ask([load], LOAD_SECONDS)
+            if answer.kind != "ok":
+                return [answer] * len(requests)
             process.loaded.add(key)
         return process.ask(requests, limit_s)
 

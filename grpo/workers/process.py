@@ -1,4 +1,9 @@
-"""One worker process: started, asked with a time limit, and killed with all that it has started."""
+"""One worker process: started, asked with a time limit, and killed with all that it has started.
+
+A call that hangs is ended here. :meth:`WorkerProcess.ask` starts a timer, sends the requests and waits for the answers.
+The timer kills the process and its children. That ends the connection, and so the wait, and each request gets an answer
+of the kind ``"timeout"``. The next request starts another process (:class:`grpo.workers.pool.Worker`).
+"""
 
 import contextlib
 import os
