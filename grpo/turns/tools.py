@@ -1,7 +1,7 @@
 """The tools and environments of a run, loaded in worker processes that may be killed.
 
-An object of the user's program that no worker can load, such as a function that holds a connection to
-a database, is loaded in this process instead.
+An object of the user's program that no worker can load, such as a function that holds a connection
+to a database, is loaded in this process instead.
 """
 
 from __future__ import annotations
@@ -18,67 +18,115 @@ from grpo.config.config import ENVIRONMENT_ROWS
 from grpo.rewards import RewardSpec
 from grpo.rewards.calls import Place
 from grpo.rewards.functions import ENVIRONMENT_PREFIX, source_files
-from grpo.turns.sessions import Info, LoadedEnvironment, LoadedTool, as_content, load_named
-from grpo.workers import Answer, Here, Pool, Request, Worker
+from grpo.turns.sessions import Info, LoadedEnvironment, LoadedTool, load_named
+from grpo.workers import Here, Pool, Request, Worker
 
 MAX_WORKERS = 8
-"""Worker processes per rank, if ``reward.num_workers`` is not set: most tools wait for something else."""
+"""Worker processes per rank, if ``reward.num_workers`` is not set: most tools wait for others."""
 MAX_MEMORY_BYTES = 8 * 1024**3
 """Of the data of one worker. A tool that asks for more gets Python's MemoryError."""
 TOOL = "tool"
 ENVIRONMENT = "environment"
-"""The kinds of objects in the workers. The column of this name chooses the environment of a row, where there are
-several."""
+"""The kinds of objects in the workers. The column of this name chooses the environment of a row,
+where there are several."""
 
 
 class Tools:
     """The tools and environments of a run, and the worker processes that run them.
 
-    A row of a rollout has one worker, so that its calls run in order, and an environment lives there. Rows of other
-    workers run at the same time.
+    A row of a rollout has one worker, so that its calls run in order, and an environment lives
+    there. Rows of other workers run at the same time.
 
     Args:
         objects: name in the configuration -> the Python object that a program passed in its place.
     """
 
     def __init__(self, config: Config, objects: Mapping[str, Any] | None = None):
-        self._config = config
+        self.config = config
         self._objects = objects or {}
-        self.format = config.tools_format
-        self.max_turns = config.rollout.max_turns
-        self.max_tool_tokens = config.rollout.max_tool_tokens
-        self.timeout_s = config.reward.timeout_s
         self.function = config.rollout.function
         """The name of a rollout function; None without one."""
-        self.function_object = self._objects.get(self.function)
+        self.function_object: Callable[..., Any] | None = None
         self.owns_prompts = config.data.dataset == ENVIRONMENT_ROWS
         """True if the prompts are those of the environment's reset."""
         self.several = isinstance(config.environment, dict)
         """True if a column of the rows names the environment."""
         self.pool = Pool(config.reward.num_workers or MAX_WORKERS, MAX_MEMORY_BYTES)
-        self.tools: dict[Hashable, Info] = {}
-        """The tools of the configuration by their keys in the workers."""
+        self.notes = self.pool.notes
+        """Messages of :meth:`load` for the user, one line each."""
+        self.infos: dict[Hashable, Info] = {}
+        """All tools and environments by their keys in the workers."""
         self.environments: dict[Hashable, Info] = {}
+        self.source_files: dict[str, str] = {}
+        """Name for messages -> path of the files that define tools and environments."""
         self._rows_per_worker = 1
 
-    @property
-    def infos(self) -> list[Info]:
-        return [*self.tools.values(), *self.environments.values()]
+    def load(self) -> Tools:
+        """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
+        if self.function:
+            given = self._objects.get(self.function)
+            self.function_object = given or load_named("rollout.function", self.function, {})
+            self.source_files |= source_files(self.function, self.function_object)
+        for tool in self.config.tools:
+            before = self.names
+            info = self._load((TOOL, tool.name), LoadedTool, tool.name, tool.args)
+            if info.name in before:
+                raise ValueError(f"two tools have the name {info.name!r}")
+        named = self.config.environment or {}
+        if isinstance(named, str):
+            named = {None: named}
+        for row_name, name in named.items():
+            key = (ENVIRONMENT, row_name)
+            self.environments[key] = self._load(key, LoadedEnvironment, name)
+        self.close()  # the first worker has imported transformers, which no call needs
+        self._check()
+        return self
 
-    @property
-    def steps(self) -> bool:
-        """True with a reset/step environment: turns are actions, and there are no calls."""
-        return any(info.steps for info in self.infos)
+    def _load(
+        self,
+        key: tuple[str, str | None],
+        make: Callable[..., Any],
+        spec: str,
+        *arguments: Any,
+    ) -> Info:
+        info = self.pool.load(
+            f"{key[0]} {spec!r}",
+            key,
+            make,
+            spec,
+            *arguments,
+            user_object=self._objects.get(spec),
+        )
+        self.infos[key] = info
+        self.source_files |= info.source_files
+        return info
 
-    @property
-    def all_schemas(self) -> list[dict[str, Any]]:
-        """The schemas of the tools of the configuration and of all environments."""
-        return [schema for info in self.infos for schema in info.schemas]
+    def _check(self) -> None:
+        """ValueError unless all fit together, and give the prompts if nothing else does."""
+        if len({info.steps for info in self.infos.values()}) > 1:
+            raise ValueError(
+                "a reset/step environment takes whole turns as actions, "
+                "so it cannot stand beside tools"
+            )
+        if not self.owns_prompts:
+            return
+        if self.several:
+            raise ValueError(
+                "several environments need data.dataset, "
+                "whose column `environment` chooses one"
+            )
+        for info in self.environments.values():
+            if not info.takes_seed:
+                raise ValueError(
+                    f"without data.dataset, reset() of {info.name} makes the prompt, "
+                    "and needs an argument `seed`: "
+                    "the completions of a group must get the same prompt"
+                )
 
     @property
     def names(self) -> list[str]:
         """The names of all tools."""
-        return list(dict.fromkeys(name for info in self.infos for name in info.tools))
+        return list({name: None for info in self.infos.values() for name in info.tools})
 
     @property
     def summary(self) -> str:
@@ -87,74 +135,29 @@ class Tools:
         if self.names:
             parts.append("tools " + ", ".join(self.names))
         if self.environments:
-            parts.append("environment " + ", ".join(info.name for info in self.environments.values()))
+            names = [info.name for info in self.environments.values()]
+            parts.append("environment " + ", ".join(names))
         return "; ".join(parts) or f"rollout.function {self.function}"
 
-    @property
-    def source_files(self) -> dict[str, str]:
-        """Name for messages -> path of the files that define tools and environments."""
-        files = source_files(self.function, self.function_object) if self.function else {}
-        for info in self.infos:
-            files |= info.source_files
-        return files
-
-    @property
-    def notes(self) -> list[str]:
-        """Messages of :meth:`load` for the user, one line each."""
-        return self.pool.notes
-
-    def load(self) -> Tools:
-        """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
-        if self.function and not self.function_object:
-            self.function_object = load_named("rollout.function", self.function, {})
-        for tool in self._config.tools:
-            info = self._load((TOOL, tool.name), LoadedTool, tool.name, tool.args)
-            if info.name in self.names:
-                raise ValueError(f"two tools have the name {info.name!r}")
-            self.tools[TOOL, tool.name] = info
-        named = self._config.environment
-        if named and not self.several:
-            named = {None: named}
-        for row_name, name in (named or {}).items():
-            key = (ENVIRONMENT, row_name)
-            self.environments[key] = self._load(key, LoadedEnvironment, name)
-        self.close()  # the first worker has imported transformers, which no call needs
-        self._check()
-        return self
-
-    def _load(self, key: Hashable, make: Callable[..., Any], spec: str, *arguments: Any) -> Info:
-        user_object = self._objects.get(spec)
-        return self.pool.load(f"{key[0]} {spec!r}", key, make, spec, *arguments, user_object=user_object)
-
-    def _check(self) -> None:
-        """ValueError unless the tools and environments fit together, and give the prompts if nothing else does."""
-        kinds = {info.steps for info in self.environments.values()}
-        if len(kinds) > 1 or (True in kinds and self.tools):
-            raise ValueError("a reset/step environment takes whole turns as actions, so it cannot stand beside tools")
-        if not self.owns_prompts:
-            return
-        for info in self.environments.values():
-            if self.several:
-                raise ValueError("several environments need data.dataset, whose column `environment` chooses one")
-            if not info.takes_seed:
-                raise ValueError(
-                    f"without data.dataset, reset() of {info.name} makes the prompt, and needs an argument "
-                    "`seed`: the completions of a group must get the same prompt"
-                )
-
     def reward_specs(self, functions: Sequence[Any]) -> list[Any]:
-        """The reward functions, and those of the environments, of weight 1; or ValueError if there is none."""
+        """The reward functions, and those of the environments, of weight 1.
+
+        ValueError if there is none.
+        """
         specs = list(functions)
         for info in self.environments.values():
             name = ENVIRONMENT_PREFIX + info.name
             if info.has_reward and name not in [spec.name for spec in specs]:
                 specs.append(RewardSpec(name))
         if not specs:
-            raise ValueError("nothing gives a reward: set reward.functions, or give the environment a get_reward()")
+            raise ValueError(
+                "nothing gives a reward: set reward.functions, "
+                "or give the environment a get_reward()"
+            )
         return specs
 
     def environment_of(self, columns: Mapping[str, Any]) -> Hashable | None:
-        """The key of a row's environment, None without one; ValueError if its column names none."""
+        """The key of a row's environment, None without one; ValueError for an unknown name."""
         if not self.environments:
             return None
         key = (ENVIRONMENT, columns.get(ENVIRONMENT) if self.several else None)
@@ -165,16 +168,21 @@ class Tools:
 
     def infos_of(self, columns: Mapping[str, Any]) -> dict[Hashable, Info]:
         """The tools and the environment of a row."""
-        key = self.environment_of(columns)
-        return self.tools if key is None else self.tools | {key: self.environments[key]}
+        own = self.environment_of(columns)
+        others = self.environments.keys() - {own}
+        return {key: info for key, info in self.infos.items() if key not in others}
 
     def schemas_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The schemas of the tools of a row."""
-        return [schema for info in self.infos_of(columns).values() for schema in info.schemas]
+        infos = self.infos_of(columns).values()
+        return [schema for info in infos for schema in info.tools.values()]
 
     def keep_groups_together(self) -> None:
-        """Give the rows of a group one worker, where a reward that compares their environments has all of them."""
-        self._rows_per_worker = self._config.rollout.num_generations
+        """Give the rows of a group one worker.
+
+        A reward that compares their environments has all of them there.
+        """
+        self._rows_per_worker = self.config.rollout.num_generations
 
     def worker_of(self, place: Place) -> Worker | Here:
         """The worker where an environment lives."""
@@ -186,43 +194,20 @@ class Tools:
         return not self.environments.keys() <= self.pool.keys_here
 
     def submit(self, row: int, job: Callable[..., Any], *arguments: Any) -> Future:
-        """Run a job in the thread of a row's worker. Jobs call :meth:`ask`.
+        """Run a job, which may call tools, in the thread of a row's worker.
 
-        A tool or environment that lives in this process may refuse other threads, as a connection of
-        sqlite3 does. If there is one, all jobs run in this thread, one after the other.
+        A tool or environment that lives in this process may refuse other threads, as a connection
+        of sqlite3 does. If there is one, all jobs run in this thread, one after the other.
         """
-        if self.pool.keys_here:
-            return self.pool.here.submit(job, *arguments)
-        return self.worker_of(Place(None, row)).submit(job, *arguments)
-
-    def ask(self, row: int, key: Hashable, method: str, *arguments: Any) -> Answer:
-        """Call a method of a tool or environment for a row (:mod:`grpo.turns.sessions`)."""
-        request = Request(key, method, (row, *arguments))
-        worker = self.worker_of(Place(key, row))
-        if worker is not self.pool.here:
-            (answer,) = worker.ask([request], self.timeout_s)
-            return answer
-
-        # The call seeds the global generators, which this process uses too.
+        if not self.pool.keys_here:
+            return self.worker_of(Place(None, row)).submit(job, *arguments)
+        # The tools seed the global generators, which this process uses too.
         state = random.getstate()
         numpy_state = numpy.random.get_state()
-        try:
-            (answer,) = worker.ask([request], self.timeout_s)
-        finally:
-            random.setstate(state)
-            numpy.random.set_state(numpy_state)
-        return answer
-
-    def failure_text(self, answer: Answer) -> str:
-        """What the model reads about a call that failed."""
-        if answer.kind == "timeout":
-            return f"no result within {self.timeout_s:g} seconds"
-        if answer.kind == "died":
-            return "the tool has died"
-        return as_content(answer.message or answer.error.partition(":")[0])
-
-    def begin_rollout(self) -> None:
-        self.pool.begin_step()
+        done = self.pool.here.submit(job, *arguments)
+        random.setstate(state)
+        numpy.random.set_state(numpy_state)
+        return done
 
     def close(self) -> None:
         """Close the environments and kill the workers. A later call starts new ones."""
