@@ -25,10 +25,6 @@ from grpo.workers.host import CAUGHT
 MAX_RESULT_LENGTH = 2**20
 """Characters of a tool's result that the trainer gets."""
 NOT_TOOLS = ("reset", "get_reward")
-TOOL_NEEDS = (
-    "a tool needs type hints and a Google docstring with `Args:`; "
-    "a method is no tool if it begins with _"
-)
 
 Message = dict[str, Any]
 """A chat message."""
@@ -48,6 +44,8 @@ class Info:
     """True for reset/step, where a whole turn of the model is an action."""
     has_reward: bool = False
     takes_seed: bool = False
+    key: Hashable = None
+    """The key in the workers, which the trainer gives."""
 
 
 class LoadedTool:
@@ -55,10 +53,10 @@ class LoadedTool:
 
     def __init__(
         self,
-        objects: Mapping[Hashable, Any],
+        objects: Any,
         spec: str,
         args: dict[str, Any],
-        function: Callable[..., Any] | None,
+        function: Any,
     ):
         self._spec = spec
         function = function or load_named("tool", spec, TOOLS)
@@ -85,9 +83,9 @@ class LoadedEnvironment:
 
     def __init__(
         self,
-        objects: Mapping[Hashable, Any],
+        objects: Any,
         spec: str,
-        make: Callable[[], Any] | None,
+        make: Any,
     ):
         self._spec = spec
         self._make = make or load_named("environment", spec, {})
@@ -101,7 +99,8 @@ class LoadedEnvironment:
         steps = _steps(environment)
         tools = {}
         for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
-            if not steps and name not in NOT_TOOLS and not name.startswith("_"):
+            is_tool = not name.startswith("_") and name not in NOT_TOOLS
+            if is_tool and not steps:
                 tools |= _schema(getattr(environment, name), {})
         return Info(
             type(environment).__name__,
@@ -118,6 +117,7 @@ class LoadedEnvironment:
         Returns what it adds to the prompt: text, or messages in place of the prompt, or None.
         """
         if slot not in self.slots:
+            # Its constructor may draw too.
             set_seed(slot)
             self.slots[slot] = self._make()
         # One whose reset fails is not used again.
@@ -134,8 +134,9 @@ class LoadedEnvironment:
         def prompt_of(found: Any) -> str | list[Message] | None:
             self.slots[slot] = environment
             if _steps(environment):
-                is_pair = isinstance(found, tuple)  # Gymnasium and SkyRL-gym, else OpenEnv
-                found = found[0] if is_pair else getattr(found, "observation", found)
+                if isinstance(found, tuple):  # Gymnasium and SkyRL-gym: observation, info
+                    found = found[0]
+                found = getattr(found, "observation", found)  # OpenEnv
             elif found is not None and not isinstance(found, str):
                 raise TypeError(f"reset returned {type(found).__name__}: expected text or None")
             return None if found is None else as_content(found)
@@ -166,7 +167,8 @@ class LoadedEnvironment:
         for environment in self.slots.values():
             # The user's code: an error of one leaves the others.
             with contextlib.suppress(*CAUGHT):
-                closed = getattr(environment, "close", bool)()
+                close = getattr(environment, "close", bool)
+                closed = close()
                 if inspect.isawaitable(closed):
                     await closed
         self.slots.clear()
@@ -194,8 +196,10 @@ def load_named(kind: str, spec: str, builtin: Mapping[str, Any]) -> Any:
 def set_seed(seed: int) -> None:
     """Seed the global generators, so that a tool that draws from them gives the same again."""
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    # A tool that draws from numpy has imported it; for others that would take a second.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 def _steps(environment: Any) -> bool:
@@ -204,7 +208,11 @@ def _steps(environment: Any) -> bool:
     An environment of TRL may have a tool called ``step``, which returns text.
     """
     step = getattr(environment, "step", None)
-    return callable(step) and inspect.signature(step).return_annotation not in (str, "str")
+    if not callable(step):
+        return False
+    annotation = inspect.signature(step).return_annotation
+    # A text with `from __future__ import annotations`.
+    return annotation not in (str, "str")
 
 
 def _is_sky_rl(environment: Any) -> bool:
@@ -226,10 +234,13 @@ def _schema(
     try:
         schema = get_json_schema(function)
     except Exception as error:  # transformers has a class of its own for each mistake
-        raise ValueError(f"{tool}: {first_line(error)} ({TOOL_NEEDS})") from error
+        needs = "a tool needs type hints and a Google docstring with `Args:`"
+        hint = f"{needs}; a method is no tool if it begins with _"
+        raise ValueError(f"{tool}: {first_line(error)} ({hint})") from error
     parameters = schema["function"]["parameters"]
+    properties = parameters["properties"]
     for argument in given:
-        if parameters["properties"].pop(argument, None) is None:
+        if properties.pop(argument, None) is None:
             raise ValueError(f"{tool} has no argument {argument!r}")
         if argument in parameters.get("required", ()):
             parameters["required"].remove(argument)
@@ -239,7 +250,8 @@ def _schema(
 def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """The values whose names a function takes."""
     parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         return values
     return {name: value for name, value in values.items() if name in parameters}
 
@@ -255,7 +267,9 @@ def _step_result(found: Any) -> tuple[list[Message], float | None, bool]:
         observation = found.observation
         reward = found.reward
         ends = [found.done]
-    content = "" if observation in (None, []) else as_content(observation)
+    if observation in (None, []):  # the next turn begins all the same
+        observation = ""
+    content = as_content(observation)
     if isinstance(content, str):
         content = [{"role": "user", "content": content}]
     return content, as_reward(reward), any(ends)
@@ -265,12 +279,14 @@ def as_content(value: Any) -> str | list[Message]:
     """A result as the model reads it: messages as they are, anything else as text."""
     is_list = isinstance(value, list) and value
     if is_list and all(isinstance(m, dict) and "content" in m for m in value):
-        return [
-            {"role": "user", **message, "content": as_content(message["content"])}
-            for message in value
-        ]
+        messages = []
+        for message in value:
+            content = as_content(message["content"])
+            messages.append({"role": "user", **message, "content": content})
+        return messages
     # Broken Unicode, which no tokenizer takes, becomes question marks.
-    return str(value)[:MAX_RESULT_LENGTH].encode("utf-8", "replace").decode()
+    text = str(value)[:MAX_RESULT_LENGTH]
+    return text.encode("utf-8", "replace").decode()
 
 
 def as_reward(value: Any) -> float | None:

@@ -7,8 +7,9 @@ to a database, is loaded in this process instead.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -29,6 +30,7 @@ TOOL = "tool"
 ENVIRONMENT = "environment"
 """The kinds of objects in the workers. The column of this name chooses the environment of a row,
 where there are several."""
+NO_ENVIRONMENT = Info(name=None, tools={}, source_files={})
 
 
 class Tools:
@@ -49,14 +51,13 @@ class Tools:
         self.function_object: Callable[..., Any] | None = None
         self.owns_prompts = config.data.dataset == ENVIRONMENT_ROWS
         """True if the prompts are those of the environment's reset."""
-        self.several = isinstance(config.environment, dict)
-        """True if a column of the rows names the environment."""
         self.pool = Pool(config.reward.num_workers or MAX_WORKERS, MAX_MEMORY_BYTES)
         self.notes = self.pool.notes
         """Messages of :meth:`load` for the user, one line each."""
-        self.infos: dict[Hashable, Info] = {}
-        """All tools and environments by their keys in the workers."""
-        self.environments: dict[Hashable, Info] = {}
+        self.tools: list[Info] = []
+        """The tools of the configuration."""
+        self.environments: dict[str | None, Info] = {}
+        """The environments by the name that a row has for each; None: the only one, of all rows."""
         self.source_files: dict[str, str] = {}
         """Name for messages -> path of the files that define tools and environments."""
         self._rows_per_worker = 1
@@ -64,20 +65,25 @@ class Tools:
     def load(self) -> Tools:
         """Load everything in one worker, so that a mistake (``ValueError``) shows early."""
         if self.function:
-            given = self._objects.get(self.function)
-            self.function_object = given or load_named("rollout.function", self.function, {})
+            # It samples, so it runs in this process, and is not loaded in a worker.
+            self.function_object = self._objects.get(self.function) or load_named(
+                "rollout.function",
+                self.function,
+                {},
+            )
             self.source_files |= source_files(self.function, self.function_object)
         for tool in self.config.tools:
-            before = self.names
             info = self._load((TOOL, tool.name), LoadedTool, tool.name, tool.args)
-            if info.name in before:
+            # The model calls tools by name.
+            if info.name in self.names:
                 raise ValueError(f"two tools have the name {info.name!r}")
+            self.tools.append(info)
         named = self.config.environment or {}
         if isinstance(named, str):
             named = {None: named}
         for row_name, name in named.items():
-            key = (ENVIRONMENT, row_name)
-            self.environments[key] = self._load(key, LoadedEnvironment, name)
+            info = self._load((ENVIRONMENT, row_name), LoadedEnvironment, name)
+            self.environments[row_name] = info
         self.close()  # the first worker has imported transformers, which no call needs
         self._check()
         return self
@@ -97,25 +103,21 @@ class Tools:
             *arguments,
             user_object=self._objects.get(spec),
         )
-        self.infos[key] = info
         self.source_files |= info.source_files
-        return info
+        return replace(info, key=key)
 
     def _check(self) -> None:
         """ValueError unless all fit together, and give the prompts if nothing else does."""
-        if len({info.steps for info in self.infos.values()}) > 1:
-            raise ValueError(
-                "a reset/step environment takes whole turns as actions, "
-                "so it cannot stand beside tools"
-            )
+        # Tools are no reset/step environments, so this also finds one beside tools.
+        if len({info.steps for info in self.infos}) > 1:
+            reason = "a reset/step environment takes whole turns as actions"
+            raise ValueError(f"{reason}, so it cannot stand beside tools")
         if not self.owns_prompts:
             return
-        if self.several:
-            raise ValueError(
-                "several environments need data.dataset, "
-                "whose column `environment` chooses one"
-            )
-        for info in self.environments.values():
+        for row_name, info in self.environments.items():
+            if row_name is not None:
+                need = "several environments need data.dataset"
+                raise ValueError(f"{need}, whose column `environment` chooses one")
             if not info.takes_seed:
                 raise ValueError(
                     f"without data.dataset, reset() of {info.name} makes the prompt, "
@@ -124,19 +126,26 @@ class Tools:
                 )
 
     @property
+    def infos(self) -> list[Info]:
+        return [*self.tools, *self.environments.values()]
+
+    @property
     def names(self) -> list[str]:
         """The names of all tools."""
-        return list({name: None for info in self.infos.values() for name in info.tools})
+        # Methods of several environments may have one name, and count as one tool.
+        tools = {}
+        for info in self.infos:
+            tools |= info.tools
+        return list(tools)
 
     @property
     def summary(self) -> str:
         """One line about the tools and environments."""
+        environments = [info.name for info in self.environments.values()]
         parts = []
-        if self.names:
-            parts.append("tools " + ", ".join(self.names))
-        if self.environments:
-            names = [info.name for info in self.environments.values()]
-            parts.append("environment " + ", ".join(names))
+        for kind, names in (("tools", self.names), ("environment", environments)):
+            if names:
+                parts.append(f"{kind} {', '.join(names)}")
         return "; ".join(parts) or f"rollout.function {self.function}"
 
     def reward_specs(self, functions: Sequence[Any]) -> list[Any]:
@@ -147,35 +156,37 @@ class Tools:
         specs = list(functions)
         for info in self.environments.values():
             name = ENVIRONMENT_PREFIX + info.name
-            if info.has_reward and name not in [spec.name for spec in specs]:
+            # The user may have named it, with a weight, or two environments may have one class name.
+            names = [spec.name for spec in specs]
+            if info.has_reward and name not in names:
                 specs.append(RewardSpec(name))
         if not specs:
-            raise ValueError(
-                "nothing gives a reward: set reward.functions, "
-                "or give the environment a get_reward()"
-            )
+            remedy = "set reward.functions, or give the environment a get_reward()"
+            raise ValueError(f"nothing gives a reward: {remedy}")
         return specs
 
-    def environment_of(self, columns: Mapping[str, Any]) -> Hashable | None:
-        """The key of a row's environment, None without one; ValueError for an unknown name."""
-        if not self.environments:
-            return None
-        key = (ENVIRONMENT, columns.get(ENVIRONMENT) if self.several else None)
-        if key not in self.environments:
-            known = ", ".join(str(name) for _, name in self.environments)
-            raise ValueError(f"a row has environment={key[1]!r}, which is none of {known}")
-        return key
+    def infos_of(self, columns: Mapping[str, Any]) -> list[Info]:
+        """The tools of a row, and its environment as the last: :data:`NO_ENVIRONMENT` without one.
 
-    def infos_of(self, columns: Mapping[str, Any]) -> dict[Hashable, Info]:
-        """The tools and the environment of a row."""
-        own = self.environment_of(columns)
-        others = self.environments.keys() - {own}
-        return {key: info for key, info in self.infos.items() if key not in others}
+        ValueError if the row names an unknown environment.
+        """
+        environment = NO_ENVIRONMENT
+        if self.environments:
+            name = columns.get(ENVIRONMENT)
+            if None in self.environments:
+                name = None
+            if name not in self.environments:
+                known = ", ".join(map(str, self.environments))
+                raise ValueError(f"a row has environment={name!r}, which is none of {known}")
+            environment = self.environments[name]
+        return [*self.tools, environment]
 
     def schemas_of(self, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The schemas of the tools of a row."""
-        infos = self.infos_of(columns).values()
-        return [schema for info in infos for schema in info.tools.values()]
+        schemas = []
+        for info in self.infos_of(columns):
+            schemas += info.tools.values()
+        return schemas
 
     def keep_groups_together(self) -> None:
         """Give the rows of a group one worker.
@@ -191,7 +202,8 @@ class Tools:
     @property
     def live_in_workers(self) -> bool:
         """True if an environment lives in a worker process."""
-        return not self.environments.keys() <= self.pool.keys_here
+        keys = {info.key for info in self.environments.values()}
+        return not keys <= self.pool.keys_here
 
     def submit(self, row: int, job: Callable[..., Any], *arguments: Any) -> Future:
         """Run a job, which may call tools, in the thread of a row's worker.
@@ -200,8 +212,10 @@ class Tools:
         of sqlite3 does. If there is one, all jobs run in this thread, one after the other.
         """
         if not self.pool.keys_here:
-            return self.worker_of(Place(None, row)).submit(job, *arguments)
+            worker = self.worker_of(Place(None, row))
+            return worker.submit(job, *arguments)
         # The tools seed the global generators, which this process uses too.
+        # They are as before afterwards, so that tools change nothing of a user's reward here.
         state = random.getstate()
         numpy_state = numpy.random.get_state()
         done = self.pool.here.submit(job, *arguments)
@@ -211,4 +225,5 @@ class Tools:
 
     def close(self) -> None:
         """Close the environments and kill the workers. A later call starts new ones."""
-        self.pool.close([Request(key, "close") for key in self.environments])
+        infos = self.environments.values()
+        self.pool.close([Request(info.key, "close") for info in infos])
