@@ -63,10 +63,10 @@ def converse(
     seeds = (derive_seed(seed, "tool", number) for number in itertools.count(1))
     failure = ""
     stop_reason = ""
-    ids = []
+    ids = []  # of all turns and answers
     messages = []
     texts = []  # of the model's turns
-    rewards = []
+    rewards = []  # of the turns, in a reset/step environment
     calls = []
 
     def ask(key: Any, method: str, *arguments: Any) -> Answer:
@@ -115,6 +115,7 @@ def converse(
         texts.append(message["content"])
         return found
 
+    # First the reset. All of a group must begin with the same prompt, so the engine compares them.
     said = None
     if environment.key:
         columns = {"prompt": problem.prompt} | problem.columns
@@ -126,11 +127,12 @@ def converse(
         said = ask(environment.key, "reset", columns, group_seed).value
     problem, failure = yield said, failure
 
+    # Then the turns. Behind one without an answer the engine samples no more.
     turn = yield
     while not isinstance(turn, Completion):
         found = read(turn)
         answers = []
-        if environment.steps and not failure:
+        if environment.steps and not failure:  # that of the reset costs the first turn alone
             # The action is the whole turn, in which no calls are read.
             answer = ask(environment.key, "step", texts[-1], next(seeds))
             if not failure:
@@ -158,14 +160,17 @@ def converse(
                 ids += answer_ids
         turn = yield answer_ids
 
+    # Last the record.
     completion = turn
     rest = completion.ids[len(ids) :]
     if rest:  # a turn without an end has had no reply
         read(rest)
+
     reward = None
     if environment.has_reward and not failure:
         if not environment.steps:
             reward = ask(environment.key, "get_reward").value
+        # A turn without a reward leaves the completion without one.
         elif None not in rewards:
             reward = float(sum(rewards))
     stop_reason = "failed" if failure else stop_reason or "length"
@@ -281,6 +286,7 @@ class TurnsEngine:
             for row in range(len(problems) * G)
         ]
 
+        # All calls of a row are made in the thread of its worker, one after the other.
         def resume(row: int, sent: Any) -> Future:
             return tools.submit(row, conversations[row].send, sent)
 
@@ -329,6 +335,7 @@ class TurnsEngine:
                 "prompts: draw from `seed`, an argument that they share, or from the module random"
             )
         if not texts or texts[0] is None:
+            # Each has failed, or none says anything.
             return [(problem, failure) for _, failure in said]
 
         text = texts[0]

@@ -156,7 +156,7 @@ class Tools:
         specs = list(functions)
         for info in self.environments.values():
             name = ENVIRONMENT_PREFIX + info.name
-            # The user may have named it, with a weight, or two environments may have one class name.
+            # The user may have named it, with a weight. Two environments of one name share it.
             names = [spec.name for spec in specs]
             if info.has_reward and name not in names:
                 specs.append(RewardSpec(name))
