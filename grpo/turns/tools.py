@@ -90,8 +90,8 @@ class Tools:
 
     def _load(
         self,
-        key: tuple[str, str | None],
-        make: Callable[..., Any],
+        key: tuple[str, Any],
+        make: type,
         spec: str,
         *arguments: Any,
     ) -> Info:
