@@ -252,7 +252,7 @@ def test_an_evaluation_needs_no_more_environments_than_a_step(policy):
     for settings, expected in (["tools=[calculator]"], 256), ([f"environment={USER}:Counter"], 8 * 8 // 4):
         config = load_config(["data.dataset=builtin:arithmetic", *settings])
         with contextlib.closing(Tools(config).load()) as tools:
-            assert TurnsEngine(Scripted(policy, []), tools, config, num_ranks=4).rows_per_call == expected
+            assert TurnsEngine(BuiltinEngine(policy), tools, config, num_ranks=4).rows_per_call == expected
 
 
 def test_a_killed_neighbour_costs_the_rows_of_its_worker(policy):
