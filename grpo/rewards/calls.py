@@ -1,12 +1,21 @@
-"""One reward function in the process that calls it: its inputs, its values, and what it logs. Imports no torch."""
+"""One reward function in the process that calls it: its inputs, its values, and what it logs.
+Imports no torch.
+"""
 
 import math
 import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from grpo.rewards import functions
+from grpo.rewards.functions import (
+    CLASSIFIER_PREFIX,
+    ENVIRONMENTS,
+    FunctionInfo,
+    check_arguments,
+    load_reward,
+    source_files,
+)
 from grpo.system import UserError
 from grpo.workers import then
 
@@ -15,12 +24,16 @@ MAX_REWARD = 3.4028234663852886e38
 
 
 class RewardContractError(UserError):
-    """A reward did not return one float or ``None`` per completion, or misused ``log_metric`` or ``log_extra``."""
+    """A reward did not return one float or ``None`` per completion, or misused ``log_metric`` or
+    ``log_extra``.
+    """
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The position of the run, under the names of ``transformers.TrainerState``. Outside training all are 0."""
+    """The position of the run, under the names of ``transformers.TrainerState``. Outside training
+    all are 0.
+    """
 
     global_step: int = 0
     """Steps that are complete: 0 in the first step."""
@@ -41,32 +54,36 @@ class Place:
     """The row of the rollout that it serves, which also chooses the worker."""
 
 
-@dataclass
 class Logged:
     """The metrics and columns that one call of a reward with ``num_rows`` completions reported."""
 
-    num_rows: int
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Name -> ``(sum, count)`` of its values. Each value counts once per completion of the call."""
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    """Column -> one value per completion."""
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self.metrics = []
+        """``(name, value)``. Each counts once per completion of the call."""
+        self.extra = {}
+        """Column -> one value per completion."""
 
     def log_metric(self, name: str, value: Any) -> None:
         """Report a number for this batch. NaN is left out."""
         number = _number(value)
         if math.isinf(number):
-            raise RewardContractError(f"called log_metric({name!r}, {value!r:.100}): expected a finite number")
+            called = f"log_metric({name!r}, {value!r:.100})"
+            raise RewardContractError(f"called {called}: expected a finite number")
         if not math.isnan(number):
-            total, count = self.metrics.get(name, (0.0, 0.0))
-            self.metrics["".join(name)] = (total + number * self.num_rows, count + self.num_rows)
+            self.metrics.append((str(name), number))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Report a column for the completions that the run keeps. What is no number or ``None`` is kept as its text."""
-        values = list(_as_list(values))
+        """Report a column for the completions that the run keeps. What is no number or ``None`` is
+        kept as its text.
+        """
+        values = [_plain(value) for value in _as_list(values)]
         if len(values) != self.num_rows:
-            number = f"{len(values)} values for {self.num_rows} completions"
-            raise RewardContractError(f"called log_extra({column!r}, ...) with {number}: expected one per completion")
-        self.extra["".join(column)] = [_plain(value) for value in values]
+            raise RewardContractError(
+                f"called log_extra({column!r}, ...) with {len(values)} values for "
+                f"{self.num_rows} completions: expected one per completion"
+            )
+        self.extra[str(column)] = values
 
 
 def _as_list(values: Any) -> Any:
@@ -74,17 +91,23 @@ def _as_list(values: Any) -> Any:
 
 
 def _plain(value: Any) -> str | int | float | None:
-    """Numbers and text as Python's own types: the trainer cannot import the classes of the reward's module."""
+    """Numbers and text as Python's own types: the trainer cannot import the classes of the
+    reward's module.
+    """
     if hasattr(value, "item"):  # numpy, torch
         value = value.item()
-    is_exact = type(value) in (bool, float) or (type(value) is int and abs(value) <= 2**53)  # in a float
-    if value is None or is_exact:
+    if value is None or type(value) in (bool, float):
         return value
-    return "".join(str(value))
+    # Beyond 2**53 an integer is not exact in a float, which tables make of a column.
+    if type(value) is int and abs(value) <= 2**53:
+        return value
+    return str(value)
 
 
 def _number(value: Any) -> float:
-    """``value`` as a float; infinity for what is no number: text, which ``float`` would read, a list, a mapping."""
+    """``value`` as a float; infinity for what is no number: text, which ``float`` would read, a
+    list, a mapping.
+    """
     return float(value) if hasattr(value, "__float__") else math.inf
 
 
@@ -95,63 +118,77 @@ def call_reward(
     logged: Logged,
     trainer_state: TrainerState = OUTSIDE_TRAINING,
 ) -> Any:
-    """Call a reward by keyword, as TRL does, with the inputs that its signature takes, and with ``args``."""
+    """Call a reward by keyword, as TRL does, with the inputs that its signature takes, and with
+    ``args``.
+    """
     available = {
         **inputs,
         "trainer_state": trainer_state,
         "log_metric": logged.log_metric,
         "log_extra": logged.log_extra,
     }
-    passed = {name: available[name] for name in functions.passed_names(function, available, args)}
-    return function(**passed, **args)
+    passed = FunctionInfo(function, args).passed(available, args)
+    return function(**passed)
 
 
 def checked(values: Any, logged: Logged) -> list[float | None]:
-    """The return value of a reward (list, tuple, array or tensor) as one float or ``None`` per row. NaN is ``None``."""
+    """The return value of a reward (list, tuple, array or tensor) as one float or ``None`` per
+    row. NaN is ``None``.
+    """
     values = _as_list(values)
-    expected = f"expected a list of {logged.num_rows} values, each a float or None, one per completion"
-    if not isinstance(values, list | tuple):
-        raise RewardContractError(f"returned a {type(values).__name__}: {values!r:.100}; {expected}")
-    if len(values) != logged.num_rows:
-        found = f"{len(values)} values for {logged.num_rows} completions"
-        raise RewardContractError(f"returned {found}: {values!r:.100}; {expected}")
-
+    # Strings and generators have no place here, although one could iterate over them.
+    wrong = None
     rewards = []
-    for row, value in enumerate(values):
-        number = math.nan if value is None else _number(value)
-        if abs(number) > MAX_REWARD:
-            wrong = f"{value!r:.100} of type {type(value).__name__}"
-            raise RewardContractError(f"returned {wrong} for completion {row}; {expected}")
-        rewards.append(None if math.isnan(number) else number)
+    if not isinstance(values, list | tuple):
+        wrong = f"a {type(values).__name__}: {values!r:.100}"
+    elif len(values) != logged.num_rows:
+        wrong = f"{len(values)} values for {logged.num_rows} completions: {values!r:.100}"
+    else:
+        for row, value in enumerate(values):
+            number = math.nan if value is None else _number(value)
+            # Beyond that, and for infinity, the fp32 tensor of rewards would hold infinity.
+            if abs(number) > MAX_REWARD:
+                wrong = f"{value!r:.100} of type {type(value).__name__} for completion {row}"
+                break
+            rewards.append(None if math.isnan(number) else number)
+    if wrong:
+        right = f"a list of {logged.num_rows} values, each a float or None, one per completion"
+        raise RewardContractError(f"returned {wrong}; expected {right}")
     return rewards
 
 
 class LoadedReward:
-    """A reward function with the ``args`` of its configuration (:class:`grpo.workers.host.Source`)."""
+    """A reward function with the ``args`` of its configuration
+    (:class:`grpo.workers.host.Source`).
+    """
 
     def __init__(
         self,
         objects: Mapping[Hashable, Any],
         spec: str,
         args: dict[str, Any],
+        device: str,
         function: Callable[..., Any] | None,
     ):
+        if function is None:
+            function = load_reward(spec)
+        check_arguments(spec, function, args)
         self._objects = objects
-        self._spec = spec
+        self._function = function
         self._args = args
-        self._function = functions.load_reward(spec) if function is None else function
-        functions.check_arguments(spec, self._function, args)
-        # A built-in checks its arguments before any row, so a call without rows checks them.
-        if functions.is_builtin(self._function):
+        self._info = FunctionInfo(function, args)
+        self._info.source_files = source_files(spec, function)
+        # A built-in checks its arguments before any row, so a call without rows checks them: the
+        # run shall not start with a pattern that no regular expression can have.
+        if self._info.is_builtin:
             no_rows = {"prompts": [], "completions": [], "completion_ids": []}
-            call_reward(self._function, args, no_rows, Logged(0))
+            call_reward(function, args, no_rows, Logged(0))
+        # The model is read on the CPU, whatever the rank's device is.
+        if spec.startswith(CLASSIFIER_PREFIX):
+            function.model.to(device)
 
-    def describe(self) -> functions.FunctionInfo:
-        return functions.describe(self._spec, self._function, self._args)
-
-    def to(self, device: Any) -> None:
-        """Move the model of a classifier."""
-        self._function.model.to(device)
+    def describe(self) -> FunctionInfo:
+        return self._info
 
     def score(self, pickled: bytes) -> Any:
         """Return the values of some rows, and what the function logged about them.
@@ -159,11 +196,10 @@ class LoadedReward:
         ``pickled``: the inputs and the :class:`TrainerState`. Each call gets a copy of its own.
         """
         inputs, trainer_state = pickle.loads(pickled)
-        logged = Logged(len(inputs["completions"]))  # counted before the call, which may empty the lists
-        if functions.takes_environments(self._function) and "environments" in inputs:
-            inputs["environments"] = [self._environment(place) for place in inputs["environments"]]
+        # Counted before the call, which may empty the lists.
+        logged = Logged(len(inputs["completions"]))
+        if ENVIRONMENTS in inputs and ENVIRONMENTS in self._info.named:
+            places = inputs[ENVIRONMENTS]
+            inputs[ENVIRONMENTS] = [self._objects[p.key].slots[p.slot] for p in places]
         values = call_reward(self._function, self._args, inputs, logged, trainer_state)
         return then(values, lambda values: (checked(values, logged), logged))
-
-    def _environment(self, place: Place | None) -> Any:
-        return None if place is None else self._objects[place.key].slots[place.slot]

@@ -1,34 +1,52 @@
-"""Score completions with several reward functions. In a worker process none can hang or kill the training process.
+"""Score completions with several reward functions. In a worker process none can hang or kill the
+training process.
 
 ``B`` rows (completions), ``F`` functions. A group is a run of neighbouring rows with equal prompts.
 
-Each function is called once with the whole batch. If that call raises, hangs or kills its worker,
-the function is called once per group, and where a group fails too, once per row, each with
-``timeout_s``. After ``MAX_LOST_WORKERS`` groups that hung or killed a worker, the other groups go
-straight to rows; after so many rows, the rest is not called.
+How a function that hangs is ended:
+
+1. The first call has the whole batch and runs in a worker process. A timer kills that process a
+   second after ``timeout_s`` (:meth:`grpo.workers.process.WorkerProcess.ask`).
+2. The answer to the call is then of the kind ``"timeout"``. It is ``"died"`` for a function that
+   has killed its worker, and ``"error"`` for one that raised (:meth:`RewardRunner._make`).
+3. A call that failed is made again for each of its groups, and where a group fails too, for each of
+   its rows, each with ``timeout_s`` and in a new process if need be (:meth:`Batch.split`).
+4. After ``MAX_LOST_WORKERS`` groups that hung or killed a worker, the other groups go straight to
+   rows; after so many rows, the others are not called (``SKIPPED``).
+5. A row that fails alone has the value ``None`` and is counted, and the first failure of each kind
+   is logged (:meth:`RewardRunner._record_failures`).
 
 A function that takes ``environments`` is called in each process where environments of the batch
 live, with the rows of that process.
 
-This module does not communicate between ranks: the training loop makes all ranks agree on a failure.
+This module does not communicate between ranks: the training loop makes all ranks agree on a
+failure.
 """
 
 import contextlib
 import itertools
 import logging
-import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 
-from grpo.rewards.calls import OUTSIDE_TRAINING, LoadedReward, Logged, RewardContractError, TrainerState
-from grpo.rewards.functions import CLASSIFIER_PREFIX, ENVIRONMENTS, FunctionInfo, check_columns, unique_names
+from grpo.rewards.calls import (
+    OUTSIDE_TRAINING,
+    LoadedReward,
+    RewardContractError,
+    TrainerState,
+)
+from grpo.rewards.functions import (
+    CLASSIFIER_PREFIX,
+    ENVIRONMENTS,
+    FunctionInfo,
+    unique_names,
+)
 from grpo.system import printable
 from grpo.workers import Answer, Here, Pool, Request, Worker
-from grpo.workers.sandbox import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +55,8 @@ MAX_LOST_WORKERS = 8
 worker. After so many groups the others are called row by row; after so many rows the others are not
 called."""
 BATCH, GROUP, ROW = range(3)
-"""The levels of a call: with all rows, with those of one prompt, with one row."""
+"""The levels of a call: with rows of several groups, with several rows of one group, with one row.
+"""
 WAYS = {GROUP: "group by group", ROW: "row by row"}
 SKIPPED = Answer(
     "skipped",
@@ -47,13 +66,40 @@ SKIPPED = Answer(
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One entry of ``reward.functions``. Any object with its name, weight and args is accepted in its place."""
+    """One entry of ``reward.functions``. Any object with its name, weight and args is accepted in
+    its place.
+    """
 
     name: str
     weight: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
     """The function itself; None: the one that ``name`` names."""
+
+
+class RewardResult:
+    """The rewards of one batch and the failures of its functions, in the order of ``names``."""
+
+    def __init__(self, names: list[str], num_rows: int):
+        self.names = names
+        self.values = [[None] * len(names) for _ in range(num_rows)]
+        """``[B][F]``; ``None`` where the function gave no score."""
+        self.failures = [0] * len(names)
+        """``[F]`` rows in which the function raised, hung, killed its worker, or was skipped after
+        too many of them."""
+        self.num_failed_environments = 0
+        """Rows that no function got, because their environment has failed."""
+        self.first_traceback = {}
+        """Function name -> its failure in the first row: a traceback, or a sentence for a timeout
+        or a death."""
+        self.first_failed = {}
+        """Function name -> that row."""
+        self.metrics = {}
+        """Name -> ``(sum, count)`` of what the functions gave to ``log_metric``. As in TRL they may
+        share a name."""
+        self.extra = {}
+        """Column -> ``[B]`` of what they gave to ``log_extra``; ``None`` for rows of calls that
+        gave nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,126 +109,67 @@ class Call:
     function: int
     rows: tuple[int, ...]
     level: int
-    """BATCH, GROUP or ROW. A batch of one group is called as a group, and a group of one row as a row."""
+    """BATCH, GROUP or ROW."""
     places: tuple[Worker | Here, ...]
-    """The workers that may make it."""
-    is_alone: bool
-    """False: the calls of all async functions in the same places are made at once."""
+    """The workers of which one makes it."""
 
 
-class RewardResult:
-    """The rewards of one batch and the failures of its functions, in the order of ``names``."""
+class Batch:
+    """The inputs of one call of :meth:`RewardRunner.score`, and the answers so far.
 
-    def __init__(self, names: Sequence[str], prompts: Sequence[Any]):
-        self.names = names
-        self.values: list[list[float | None]] = [[None] * len(names) for _ in prompts]
-        """``[B][F]``; ``None`` where the function gave no score."""
-        self.failures = [0] * len(names)
-        """``[F]`` rows in which the function raised, hung, killed its worker, or was skipped after too many of them."""
-        self.num_failed_environments = 0
-        """Rows that no function got, because their environment has failed."""
-        self.first_traceback: dict[str, str] = {}
-        """Function name -> its failure in the first row: a traceback, or a sentence for a timeout or a death."""
-        self.first_failed: dict[str, int] = {}
-        """Function name -> that row."""
-        self.metrics: dict[str, tuple[float, float]] = {}
-        """Name -> ``(sum, count)`` of what the functions gave to ``log_metric``. As in TRL they may share a name."""
-        self.extra: dict[str, list[Any]] = {}
-        """Column -> ``[B]`` of what they gave to ``log_extra``; ``None`` for rows of calls that gave nothing."""
+    The threads of several workers use it at the same time. They only add to its answers.
+    """
 
-        self.group_of: list[int] = []
+    def __init__(self, inputs: Mapping[str, Sequence[Any]], trainer_state: TrainerState):
+        self.inputs = inputs
+        self.trainer_state = trainer_state
+        self.answers = {}
+        """:class:`Call` -> its answer."""
+        self.lost = defaultdict(list)
+        """Function -> the level of each of its calls that hung or killed its worker."""
+        self.alone = set()
+        """The functions with a call in a process that has been killed or has died."""
+        self.group_of = []
         """``[B]`` the number of each row's group."""
-        for number, (_, group) in enumerate(itertools.groupby(prompts)):
+        for number, (_, group) in enumerate(itertools.groupby(inputs["prompts"])):
             self.group_of += [number for _ in group]
-        self.num_lost = Counter()
-        """``(function, level)`` -> calls that hung or killed their worker."""
-        self.retried = defaultdict(list)
-        """Function -> ``(call, answer)`` of each call with several rows that failed or was skipped, in order."""
-        self._logged_by: dict[str, int] = {}
-        # Several threads make calls and record their answers at the same time.
-        self._lock = threading.Lock()
 
-    @property
-    def num_groups(self) -> int:
-        return self.group_of[-1] + 1
+    def split(self, call: Call, level: int) -> list[Call]:
+        """Return a call for all rows of another, one for each group, or one for each row.
 
-    def calls(self, function: int, rows: Sequence[int], level: int, **how: Any) -> list[Call]:
-        """The calls of a function at a level that cover some rows, which are in order."""
-        parts = [rows]
-        if level != BATCH:
-            key = self.group_of.__getitem__ if level == GROUP else None
-            parts = [tuple(part) for _, part in itertools.groupby(rows, key)]
+        A call with one group has the level GROUP, and a call with one row the level ROW.
+        """
+        key = (lambda row: BATCH, self.group_of.__getitem__, None)[level]
         calls = []
-        for part in parts:
-            part_level = BATCH
-            if self.group_of[part[0]] == self.group_of[part[-1]]:
-                part_level = ROW if len(part) == 1 else GROUP
-            calls.append(Call(function, tuple(part), part_level, **how))
+        for _, part in itertools.groupby(call.rows, key):
+            rows = tuple(part)
+            groups = {self.group_of[row] for row in rows}
+            level = BATCH if len(groups) > 1 else GROUP if len(rows) > 1 else ROW
+            calls.append(Call(call.function, rows, level, call.places))
         return calls
 
-    def record(self, call: Call, answer: Answer) -> bool:
-        """Store the answer to a call. Returns False if the function must be called again with fewer rows at once."""
-        function = call.function
-        name = self.names[function]
-        with self._lock:
-            if isinstance(answer.value, RewardContractError):
-                raise RewardContractError(f"reward {name!r} {answer.value}")
-            if answer.kind == "ok":
-                self._store(call, *answer.value)
-                return True
-
-            if answer.kind in ("timeout", "died"):
-                self.num_lost[function, call.level] += 1
-            if call.level != ROW:
-                self.retried[function].append((call, answer))
-                return False
-
-            self.failures[function] += 1
-            (row,) = call.rows
-            if row <= self.first_failed.get(name, row):
-                self.first_failed[name] = row
-                self.first_traceback[name] = answer.trace or answer.message
-            return True
-
-    def _store(self, call: Call, values: list[float | None], logged: Logged) -> None:
-        for metric, (total, count) in logged.metrics.items():
-            known_total, known_count = self.metrics.get(metric, (0.0, 0.0))
-            self.metrics[metric] = (known_total + total, known_count + count)
-        for column in logged.extra:
-            if self._logged_by.setdefault(column, call.function) != call.function:
-                reason = f"called log_extra({column!r}, ...), as another reward did: choose another name"
-                raise RewardContractError(f"reward {self.names[call.function]!r} {reason}")
-            self.extra.setdefault(column, [None] * len(self.values))
-        for position, row in enumerate(call.rows):
-            self.values[row][call.function] = values[position]
-            for column, entries in logged.extra.items():
-                self.extra[column][row] = entries[position]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The inputs of one call of :meth:`RewardRunner.score`, and its result so far."""
-
-    inputs: Mapping[str, Sequence[Any]]
-    trainer_state: TrainerState
-    result: RewardResult
-
     def request(self, call: Call) -> Request:
-        part = {name: [entries[row] for row in call.rows] for name, entries in self.inputs.items()}
+        part = {}
+        for name, entries in self.inputs.items():
+            part[name] = [entries[row] for row in call.rows]
         # Columns may hold objects of the user's script, whose classes a worker cannot import.
-        return Request(_key(call.function), "score", (cloudpickle.dumps((part, self.trainer_state)),))
+        return Request(call.function, "score", (cloudpickle.dumps((part, self.trainer_state)),))
 
 
 class RewardRunner(contextlib.AbstractContextManager):
-    """Runs the configured rewards. Each rank has one runner, which ends with :meth:`close` or by leaving its context.
+    """Runs the configured rewards. Each rank has one runner, which ends with :meth:`close` or by
+    leaving its context.
 
     Args:
-        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check` loads them. A
-            ``function`` that cannot be sent to a worker runs in this process; :attr:`notes` says so.
+        functions: ``RewardSpec``s, or objects with ``name``, ``weight`` and ``args``. :meth:`check`
+            loads them. A ``function`` that cannot be sent to a worker runs in this process;
+            :attr:`notes` says so.
         timeout_s: time limit of one call, in seconds.
-        num_workers: worker processes. More than one help if several functions are slow, or one that is called by row.
+        num_workers: worker processes. More than one help if several functions are slow, or one that
+            is called by row. Default: 1.
         device: where ``classifier:`` rewards run, in this process.
-        environments: the :class:`grpo.turns.tools.Tools` of the run, where functions that take ``environments`` run.
+        environments: the :class:`grpo.turns.tools.Tools` of the run, where functions that take
+            ``environments`` run.
     """
 
     def __init__(
@@ -199,19 +186,24 @@ class RewardRunner(contextlib.AbstractContextManager):
 
         self.specs = []
         for f in functions:
-            name = str(f.name).strip()
-            args = with_environment(dict(f.args or {}), f"reward {name!r}")
-            self.specs.append(RewardSpec(name, float(f.weight), args, getattr(f, "function", None)))
+            args = with_environment(f.args, f"reward {f.name!r}")
+            function = getattr(f, "function", None)
+            self.specs.append(RewardSpec(f.name.strip(), float(f.weight), args, function))
         self.names = unique_names([spec.name for spec in self.specs])
         self.weights = [spec.weight for spec in self.specs]
-        self.timeout_s = float(timeout_s)
-        self._device = device
+        self.timeout_s = timeout_s
+        # As text, because a torch.device would make the workers import torch.
+        self._device = str(device)
         self._environments = environments
-        self._infos: list[FunctionInfo] = []
+        self._beside_environments = set()
+        """The functions that run where the environments live."""
         self._pool = Pool(num_workers or 1)
+        self._infos = []
+        """:class:`FunctionInfo` of each function, once :meth:`check` has loaded them."""
         self._levels = [BATCH] * len(self.specs)
         """The level at which each function is called first."""
-        self._logged: set[tuple[str, ...]] = set()
+        self._logged = set()
+        """The kinds of failures that the run has logged."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -225,12 +217,20 @@ class RewardRunner(contextlib.AbstractContextManager):
         columns: Collection[str] | None = None,
         source: str = "the rows",
     ) -> None:
-        """Load every function, so that a mistake (``ValueError``) shows early, and check that its columns are there."""
+        """Load every function, so that a mistake (``ValueError``) shows early, and check that its
+        columns are there.
+        """
         if not self._infos:
             self._infos = [self._load(number) for number in range(len(self.specs))]
-        if columns is not None:
-            for name, info in zip(self.names, self._infos, strict=True):
-                check_columns(name, info.needed_columns, columns, source)
+        if columns is None:
+            return
+        for name, info in zip(self.names, self._infos, strict=True):
+            missing = sorted(info.needed_columns - set(columns))
+            if missing:
+                raise ValueError(
+                    f"reward {name!r} needs the column(s) {', '.join(missing)}; "
+                    f"{source} have {', '.join(sorted(columns))}"
+                )
 
     @property
     def notes(self) -> list[str]:
@@ -240,42 +240,46 @@ class RewardRunner(contextlib.AbstractContextManager):
     @property
     def source_files(self) -> dict[str, str]:
         """Name -> path of the files of the user's functions, once :meth:`check` has loaded them."""
-        return {name: path for info in self._infos for name, path in info.source_files.items()}
+        files = {}
+        for info in self._infos:
+            files |= info.source_files
+        return files
 
     @property
     def classifier_models(self) -> list[str]:
         """The folders or Hub ids of ``classifier:`` rewards."""
-        return [s.name.removeprefix(CLASSIFIER_PREFIX) for s in self.specs if s.name.startswith(CLASSIFIER_PREFIX)]
+        prefix = CLASSIFIER_PREFIX
+        return [s.name.removeprefix(prefix) for s in self.specs if s.name.startswith(prefix)]
 
     def _load(self, number: int) -> FunctionInfo:
+        """Load a function. Its number is its key in the processes of its pool."""
         spec = self.specs[number]
         what = f"reward {spec.name!r}"
-        key = _key(number)
-        is_classifier = spec.name.startswith(CLASSIFIER_PREFIX)
-        pool = self._pool
-        source = (LoadedReward, spec.name, spec.args)
-        info = pool.load(what, key, *source, user_object=spec.function, here=is_classifier)
-        if is_classifier:
-            pool.here.ask([Request(key, "to", (self._device,))], self.timeout_s)
-        if self._runs_beside_environments(info):
-            pool = self._environments.pool
-            pool.load(what, key, *source, user_object=spec.function)
-            self._environments.keep_groups_together()
-            if key in pool.keys_here and self._environments.live_in_workers:
-                raise ValueError(
-                    f"{what} takes `environments`, which live in worker processes, and cannot be sent there: "
-                    "put what it needs into the environment, and its reward into a method get_reward()"
-                )
-
-        seconds = spec.args.get("total_seconds", Limits.total_seconds)
-        if spec.name == "python_tests" and seconds >= self.timeout_s:  # then code that hangs would score None, not 0
-            raise ValueError(f"{what}: total_seconds = {seconds:g} must be less than reward.timeout_s")
+        source = (LoadedReward, spec.name, spec.args, self._device)
+        # A classifier runs on the device of the rank, and so in its process.
+        here = spec.name.startswith(CLASSIFIER_PREFIX)
+        info = self._pool.load(what, number, *source, user_object=spec.function, here=here)
         if info.row_by_row:
             self._levels[number] = ROW
-        return info
+        # Code that hangs shall score 0 by the reward's own limit, not None by the runner's.
+        if info.total_seconds >= self.timeout_s:
+            limit = f"total_seconds = {info.total_seconds:g}"
+            raise ValueError(f"{what}: {limit} must be less than reward.timeout_s")
 
-    def _runs_beside_environments(self, info: FunctionInfo) -> bool:
-        return info.takes_environments and self._environments is not None and self._environments.environments
+        tools = self._environments
+        if ENVIRONMENTS in info.named and tools is not None and tools.environments:
+            # An environment cannot leave its process, so the function is loaded there too.
+            self._beside_environments.add(number)
+            tools.pool.load(what, number, *source, user_object=spec.function)
+            # A function that compares the environments of a group needs all of them in one process.
+            tools.keep_groups_together()
+            if number in tools.pool.keys_here and tools.live_in_workers:
+                raise ValueError(
+                    f"{what} takes `environments`, which live in worker processes, and cannot be "
+                    "sent there: put what it needs into the environment, and its reward into a "
+                    "method get_reward()"
+                )
+        return info
 
     def score(
         self,
@@ -286,158 +290,196 @@ class RewardRunner(contextlib.AbstractContextManager):
         trainer_state: TrainerState = OUTSIDE_TRAINING,
         is_scored: Sequence[bool] | None = None,
     ) -> RewardResult:
-        """Score ``B`` completions; every argument has ``B`` entries (``columns``: each of its values).
+        """Score ``B`` completions; every argument has ``B`` entries (``columns``: each of its
+        values).
 
         ``is_scored``: False for completions that no function gets. Default: all True.
         """
-        inputs = {**columns, "prompts": prompts, "completions": completions}
+        inputs = dict(columns, prompts=prompts, completions=completions)
         if completion_ids is not None:
             inputs["completion_ids"] = completion_ids
         num_rows = len(completions)
         for name, entries in inputs.items():
             if len(entries) != num_rows:
-                raise ValueError(f"expected one value per completion ({num_rows}), got {len(entries)} for {name}")
+                found = f"{len(entries)} for {name}"
+                raise ValueError(f"expected one value per completion ({num_rows}), got {found}")
         self.check(columns)
 
-        result = RewardResult(self.names, prompts)
+        batch = Batch(inputs, trainer_state)
         rows = [row for row in range(num_rows) if is_scored is None or is_scored[row]]
-        if rows:
-            batch = Batch(inputs, trainer_state, result)
-            self._pool.begin_step()
-            calls = self._first_calls(batch, rows)
-            try:
-                while calls:
-                    calls = self._make(calls, batch)
-            except BaseException:  # after a Ctrl-C, threads would wait for workers whose result nobody reads
-                self.close()
-                raise
-            self._log_retries(result)
-            self._log_failures(result, prompts)
+        self._pool.begin_step()
+        try:
+            calls = self._first_calls(rows, batch)
+            while calls:
+                calls = self._make_all(calls, batch)
+        except BaseException:
+            # After a Ctrl-C, threads would wait for workers whose result nobody reads.
+            self.close()
+            raise
+        result = RewardResult(self.names, num_rows)
+        self._record_values(batch, result)
+        for number in range(len(self.names)):
+            self._record_failures(number, batch, result)
         return result
 
-    def _first_calls(self, batch: Batch, rows: Sequence[int]) -> list[Call]:
-        """Every function with the whole batch."""
+    def _first_calls(self, rows: Sequence[int], batch: Batch) -> list[Call]:
+        """Every function with the whole batch, or with the rows of each place."""
         calls = []
-        for number, info in enumerate(self._infos):
-            rows_of = defaultdict(list)
-            for row in rows:
-                rows_of[self._places(number, row, batch)].append(row)
-            for places, of_places in rows_of.items():
-                how = {"places": places, "is_alone": not info.is_async}
-                calls += batch.result.calls(number, of_places, self._levels[number], **how)
+        for number, level in enumerate(self._levels):
+            places = self._pool.workers
+            if number in self._pool.keys_here:
+                places = (self._pool.here,)
+            rows_of = {places: rows}
+            if number in self._beside_environments:
+                rows_of = defaultdict(list)
+                for row in rows:
+                    worker = self._environments.worker_of(batch.inputs[ENVIRONMENTS][row])
+                    rows_of[(worker,)].append(row)
+            for places, part in rows_of.items():
+                calls += batch.split(Call(number, part, BATCH, places), level)
         return calls
 
-    def _places(self, number: int, row: int, batch: Batch) -> tuple[Worker | Here, ...]:
-        """The workers that may call a function with a row."""
-        if self._runs_beside_environments(self._infos[number]):
-            environment = batch.inputs[ENVIRONMENTS][row]
-            return (self._environments.worker_of(environment),)
-        if _key(number) in self._pool.keys_here:
-            return (self._pool.here,)
-        return self._pool.workers
-
-    def _make(self, calls: Sequence[Call], batch: Batch) -> list[Call]:
-        """Make calls, those of different workers at the same time. Returns calls for the rows of those that failed."""
-        at_once = defaultdict(list)
-        jobs = defaultdict(list)
-        for call in calls:
-            if call.is_alone:
-                jobs[call.places].append([call])
-            else:
-                at_once[call.places].append(call)
-        for places, together in at_once.items():
-            jobs[places].append(together)
-
-        # Those of this process keep this thread busy, while the workers make the others.
-        in_order = sorted(jobs, key=lambda places: isinstance(places[0], Here))
-        futures = []
-        for places in in_order:
-            remaining = iter(jobs[places])  # each of the workers takes the next
-            for worker in places:
-                futures.append(worker.submit(self._work, worker, remaining, batch))
-        return [call for future in futures for call in future.result()]
-
-    def _work(self, worker: Worker | Here, jobs: Iterable[list[Call]], batch: Batch) -> list[Call]:
-        following = []
-        for calls in jobs:
-            following += self._make_at_once(worker, calls, batch)
-        return following
-
-    def _make_at_once(self, worker: Worker | Here, calls: list[Call], batch: Batch) -> list[Call]:
-        """Make calls at once, and record the answers. Returns calls for the rows of those that failed."""
-        result = batch.result
-        answers = dict.fromkeys(calls, SKIPPED)
-        made = [call for call in calls if result.num_lost[call.function, call.level] < MAX_LOST_WORKERS]
-        is_lost = False
-        if made:
-            found = worker.ask([batch.request(call) for call in made], self.timeout_s)
-            answers.update(zip(made, found, strict=True))
-            is_lost = found[0].is_worker_lost
-        if is_lost and len(calls) > 1:
-            # Any of them may have hung or killed the worker: each counts as lost, and is made alone.
-            result.num_lost.update({(call.function, call.level) for call in made})
-            return [replace(call, is_alone=True) for call in calls]
-
-        following = []
-        for call, answer in answers.items():
-            if not result.record(call, answer):
-                is_alone = is_lost or not self._infos[call.function].is_async
-                how = {"places": call.places, "is_alone": is_alone}
-                following += result.calls(call.function, call.rows, call.level + 1, **how)
-        return following
-
-    def _log_retries(self, result: RewardResult) -> None:
-        """Log that functions failed with several rows at once: once per run, function and type of error.
-
-        A reward that compares the completions of a prompt gives other values row by row.
+    def _make_all(self, calls: Sequence[Call], batch: Batch) -> list[Call]:
+        """Make calls, in all workers at the same time. Returns calls for the rows of those that
+        failed.
         """
-        for number, retried in result.retried.items():
-            name = self.names[number]
+        # A job is a list of calls that are made at once: those of async functions, or a single one.
+        # After a process has ended under an async function, each of its calls is made alone.
+        jobs = defaultdict(lambda: defaultdict(list))
+        for call in calls:
+            is_async = self._infos[call.function].is_async
+            key = "async" if is_async and call.function not in batch.alone else call
+            jobs[call.places][key].append(call)
+
+        futures = []
+        # Jobs of this process keep this thread busy, while the workers do the others.
+        for places in sorted(jobs, key=lambda places: isinstance(places[0], Here)):
+            # Each of the workers takes the next job, so that one that hangs holds up a single one.
+            queue = iter(jobs[places].values())
+            for worker in places:
+                futures.append(worker.submit(self._make, queue, worker, batch))
+        # The result has nothing, but an exception of the thread is raised here.
+        for future in futures:
+            future.result()
+
+        following = []
+        for call in calls:
+            # The threads leave out the calls of a function that has lost too many workers.
+            answer = batch.answers.setdefault(call, SKIPPED)
+            if answer.kind != "ok" and call.level != ROW:
+                following += batch.split(call, call.level + 1)
+        return following
+
+    def _make(
+        self,
+        jobs: Iterable[list[Call]],
+        worker: Worker | Here,
+        batch: Batch,
+    ) -> None:
+        """Make the calls of jobs, one job after the other."""
+        for job in jobs:
+            made = []
+            for call in job:
+                if batch.lost[call.function].count(call.level) < MAX_LOST_WORKERS:
+                    made.append(call)
+            if not made:
+                continue
+
+            answers = worker.ask([batch.request(call) for call in made], self.timeout_s)
+            if answers[0].is_worker_lost:
+                batch.alone.update(call.function for call in made)
+            if answers[0].is_worker_lost and len(made) > 1:
+                # Any of them may have hung or killed the worker, so that each function counts as if
+                # it had done so once, and each call is made alone.
+                for function, level in {(call.function, call.level) for call in made}:
+                    batch.lost[function].append(level)
+                self._make([[call] for call in made], worker, batch)
+                continue
+            for call, answer in zip(made, answers, strict=True):
+                # A mistake of the function, not of a row: no smaller call would help.
+                if isinstance(answer.value, RewardContractError):
+                    name = self.names[call.function]
+                    raise RewardContractError(f"reward {name!r} {answer.value}")
+                if answer.kind in ("timeout", "died"):
+                    batch.lost[call.function].append(call.level)
+                batch.answers[call] = answer
+
+    def _record_values(self, batch: Batch, result: RewardResult) -> None:
+        """Store the values that the functions returned, and what they logged."""
+        logged_by = {}
+        for call, answer in batch.answers.items():
+            if answer.kind != "ok":
+                continue
+            values, logged = answer.value
+            # A value counts once per row, so that calls row by row give the mean of one call.
+            for name, number in logged.metrics:
+                total, count = result.metrics.get(name, (0.0, 0.0))
+                num_rows = logged.num_rows
+                result.metrics[name] = (total + number * num_rows, count + num_rows)
+            for column, entries in logged.extra.items():
+                if logged_by.setdefault(column, call.function) != call.function:
+                    raise RewardContractError(
+                        f"reward {self.names[call.function]!r} called log_extra({column!r}, ...), "
+                        "as another reward did: choose another name"
+                    )
+                # Rows of calls that failed keep None.
+                stored = result.extra.setdefault(column, [None] * len(result.values))
+                for position, row in enumerate(call.rows):
+                    stored[row] = entries[position]
+            for position, row in enumerate(call.rows):
+                result.values[row][call.function] = values[position]
+
+    def _record_failures(self, number: int, batch: Batch, result: RewardResult) -> None:
+        """Count the rows in which a function failed, and log its failures.
+
+        They are logged once per run and type of error. Those with several rows too: a reward that
+        compares the completions of a prompt gives other values row by row.
+        """
+        name = self.names[number]
+        retried = []
+        failed = []
+        for call, answer in batch.answers.items():
+            if call.function == number and answer.kind != "ok":
+                those = failed if call.level == ROW else retried
+                those.append((call, answer))
+
+        if retried:
             call, answer = retried[0]
+            num_groups = batch.group_of[-1] + 1
+            num_by_row = sum(call.level == GROUP for call, _ in retried)
             # If no single row failed, only the number of rows was too slow. The calls of an async
             # function share one event loop, so that a late one shows nothing about the others.
-            is_slow = answer.kind == "timeout" and not result.failures[number]
-            if is_slow and not self._infos[number].is_async:
-                late = [c for c, a in retried if a.kind == "timeout" and c.level == GROUP]
+            if answer.kind == "timeout" and not failed and not self._infos[number].is_async:
                 # One late group of several may have had a slow moment.
-                level = ROW if len(late) == result.num_groups else GROUP
+                level = ROW if num_by_row == num_groups else GROUP
                 self._levels[number] = level
-                logger.warning("reward %r is slower than reward.timeout_s: now called %s", name, WAYS[level])
-                continue
-
-            error = answer.error or answer.message
-            if not self._is_new(name, error.partition(":")[0], "with several rows"):
-                continue
-            way = WAYS[call.level + 1]
-            num_by_row = sum(tried.level == GROUP for tried, _ in retried)
-            if call.level == BATCH and num_by_row:
-                way += f" (row by row for {num_by_row} of {result.num_groups} groups)"
-            verb = "raised" if answer.error else "failed"
-            text = "reward %r %s on %d completions at once, and was called %s: %s"
-            logger.warning(text, name, verb, len(call.rows), way, printable(error))
-
-    def _log_failures(self, result: RewardResult, prompts: Sequence[Any]) -> None:
-        """Print a traceback once per run for each function and type of error."""
-        for name, trace in result.first_traceback.items():
-            last_line = trace.rstrip().rpartition("\n")[2]
-            if not self._is_new(name, last_line.partition(":")[0]):
-                continue
-            logger.warning(
-                "reward %r failed on %d of %d completions (logged once per run); first for prompt %.200r:\n%s",
-                name,
-                result.failures[self.names.index(name)],
-                len(result.values),
-                prompts[result.first_failed[name]],
-                printable(trace),
+                way = WAYS[level]
+                logger.warning(f"reward {name!r} is slower than reward.timeout_s: now called {way}")
+            else:
+                way = WAYS[call.level + 1]
+                if call.level == BATCH and num_by_row:
+                    way += f" (row by row for {num_by_row} of {num_groups} groups)"
+                verb = "raised" if answer.error else "failed"
+                done = f"{verb} on {len(call.rows)} completions at once, and was called {way}: "
+                self._warn_once(call, answer, done + (answer.error or answer.message))
+        if failed:
+            # Answers come in the order of the threads, and the first row is the same in each run.
+            call, answer = min(failed, key=lambda each: each[0].rows)
+            (row,) = call.rows
+            trace = answer.trace or answer.message
+            result.failures[number] = len(failed)
+            result.first_failed[name] = row
+            result.first_traceback[name] = trace
+            done = (
+                f"failed on {len(failed)} of {len(result.values)} completions (logged once per "
+                f"run); first for prompt {batch.inputs['prompts'][row]!r:.200}:\n"
             )
+            self._warn_once(call, answer, done + trace)
 
-    def _is_new(self, *kind: str) -> bool:
-        """True the first time that a kind of failure is reported in this run."""
-        is_new = kind not in self._logged
-        self._logged.add(kind)
-        return is_new
-
-
-def _key(number: int) -> tuple[str, int]:
-    """The key of a function in the processes of its pool."""
-    return "reward", number
+    def _warn_once(self, call: Call, answer: Answer, text: str) -> None:
+        """Log a failure, unless the run has logged one of this function and type of error."""
+        error_type = answer.error.partition(":")[0] or answer.message
+        kind = (call.function, call.level == ROW, error_type)
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning(f"reward {self.names[call.function]!r} {printable(text)}")

@@ -1,4 +1,6 @@
-"""Score sampled groups. This module imports torch, which reward workers do not need: they do not import it."""
+"""Score sampled groups. This module imports torch, which reward workers do not need: they do not
+import it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,34 +19,38 @@ def score_groups(
     """Score every completion of some groups, but for those whose environment has failed."""
     prompts = []
     completions = []
+    completion_ids = []
     is_scored = []
     records = []
     for group in groups:
         problem = group.problem
         prompt = problem.prompt if problem.reward_prompt is None else problem.reward_prompt
         for completion in group.completions:
-            record = dict(problem.columns)
-            is_failed = False
-            if isinstance(completion, Turns):
-                record |= completion.fields
-                is_failed = completion.stop_reason == "failed"
-                if completion.environment_name:
-                    record |= {
-                        "environments": completion.environment,
-                        "environment_names": completion.environment_name,
-                        "environment_rewards": completion.environment_reward,
-                    }
             prompts.append(prompt)
             completions.append(_as_rewards_get_it(prompt, completion))
+            completion_ids.append(list(completion.sampled_ids))
+            is_failed = False
+            record = dict(problem.columns)
+            # Columns that a rollout function returned replace those of the dataset.
+            if isinstance(completion, Turns):
+                is_failed = completion.stop_reason == "failed"
+                record |= completion.fields
+                if completion.environment_name:
+                    record["environments"] = completion.environment
+                    record["environment_names"] = completion.environment_name
+                    record["environment_rewards"] = completion.environment_reward
             is_scored.append(not is_failed)
             records.append(record)
 
-    names = dict.fromkeys(name for record in records for name in record)
+    # Only some completions have the fields of a rollout function or of an environment.
+    columns = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        columns[name] = [record.get(name) for record in records]
     result = rewards.score(
         prompts=prompts,
         completions=completions,
-        columns={name: [record.get(name) for record in records] for name in names},
-        completion_ids=[list(c.sampled_ids) for group in groups for c in group.completions],
+        columns=columns,
+        completion_ids=completion_ids,
         trainer_state=trainer_state,
         is_scored=is_scored,
     )
@@ -54,7 +60,8 @@ def score_groups(
 
 def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
     """As in TRL, completions of conversational prompts are lists of messages, others text."""
-    if isinstance(prompt, str):  # of several turns the last
+    # Of several turns, the text is that of the last.
+    if isinstance(prompt, str):
         return completion.text
     if isinstance(completion, Turns) and completion.messages:
         return [dict(message) for message in completion.messages]
@@ -62,10 +69,17 @@ def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
 
 
 def messages_warning(config: Config, problems: Sequence[Problem]) -> str | None:
-    """A note if ``data.conversational=auto`` made messages of text rows, and rewards of the user's own get them."""
-    own = [function.name for function in config.reward.functions if ":" in function.name]
-    is_changed = any(isinstance(p.prompt, str) and isinstance(p.reward_prompt, list) for p in problems)
-    if config.data.conversational != "auto" or not is_changed or not own or config.uses_turns:
-        return None
-    why = "since data.system_prompt or data.few_shot is set: data.conversational=false gives them as text"
-    return f"note: for {', '.join(own)} completions are lists of messages, {why}, true ends this note"
+    """A note if ``data.conversational=auto`` made messages of text rows, and rewards of the user's
+    own get them.
+    """
+    own = ", ".join(f.name for f in config.reward.functions if ":" in f.name)
+    is_asked = config.data.conversational == "auto" and not config.uses_turns
+    for problem in problems:
+        is_text = isinstance(problem.prompt, str)
+        if own and is_asked and is_text and isinstance(problem.reward_prompt, list):
+            return (
+                f"note: for {own} completions are lists of messages, since data.system_prompt or "
+                "data.few_shot is set: data.conversational=false gives them as text, true ends "
+                "this note"
+            )
+    return None
