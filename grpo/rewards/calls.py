@@ -199,7 +199,13 @@ class LoadedReward:
         # Counted before the call, which may empty the lists.
         logged = Logged(len(inputs["completions"]))
         if ENVIRONMENTS in inputs and ENVIRONMENTS in self._info.named:
-            places = inputs[ENVIRONMENTS]
-            inputs[ENVIRONMENTS] = [self._objects[p.key].slots[p.slot] for p in places]
+            inputs[ENVIRONMENTS] = [self._environment(place) for place in inputs[ENVIRONMENTS]]
         values = call_reward(self._function, self._args, inputs, logged, trainer_state)
         return then(values, lambda values: (checked(values, logged), logged))
+
+    def _environment(self, place: Place) -> Any:
+        try:
+            return self._objects[place.key].slots[place.slot]
+        except KeyError:
+            # This process has taken the place of one that was killed.
+            raise RuntimeError("its environment was in a worker process that was killed") from None

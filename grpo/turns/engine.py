@@ -1,20 +1,21 @@
 """Plays conversations: an engine samples turns of the model, and tools or an environment answer.
 
-:meth:`TurnsEngine.generate` plays each completion by a generator, :func:`converse`, which gets the
-turns that the engine samples, and yields the tokens that follow each:
+:meth:`TurnsEngine.generate` has a :class:`Conversation` for each completion. Its methods run in the
+thread of the worker that the row has, in this order:
 
-1. the format reads the turn as a message and the calls in it,
-2. each call goes to the worker of the row, or the whole turn does, as the action of an environment,
-3. the results are messages, whose tokens the engine puts behind the turn, without a loss.
+1. ``begin`` resets the environment, which may add to the prompt,
+2. ``reply`` gets each turn that the engine samples: the format reads it as a message and the calls
+   in it. Each call goes to the worker, or the whole turn does, as the action of an environment. The
+   results become messages, and their tokens follow the turn, without a loss,
+3. ``end`` asks for the environment's own reward, and makes the record of the completion.
 
-A call that fails, or whose worker is killed, is a result that the model reads. An environment that
-is lost with its worker, or whose reset or step fails, ends the conversation: it has no reward.
+A call that fails, or whose worker is killed, is a result that the model reads. If a reset, a step
+or ``get_reward`` fails, or the environment's worker is killed, the completion has no reward.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -26,171 +27,202 @@ from grpo.data import Rows, make_problems
 from grpo.data.tiny import is_tiny_tokenizer
 from grpo.rewards.calls import Place
 from grpo.rollout import Engine, SamplingParams, Stops
+from grpo.rollout.interface import ROWS_PER_CALL
 from grpo.system import UserError
 from grpo.turns.format import Call, TurnFormat
 from grpo.turns.function import sample_by_function
 from grpo.turns.sessions import Message, as_content
 from grpo.turns.tools import ENVIRONMENT, Tools
-from grpo.workers import Answer, Request
+from grpo.workers import Answer, Here, Request, Worker
 
 
-def converse(
-    tools: Tools,
-    form: TurnFormat,
-    stops: Stops,
-    sampling: SamplingParams,
-    problem: Problem,
-    row: int,
-    seed_key: tuple[int, str, int],
-) -> Generator[Any, Any, None]:
-    """Play one completion of a problem. A thread of the row's worker resumes this generator.
-
-    It yields what the reset of the environment says, and gets the problem with that in its prompt.
-    Then it gets turns, and yields the tokens that follow each, or None
-    (:data:`grpo.rollout.interface.Replies`). Last it gets the completion, and yields its record.
-    With the first and the last goes the reason why the environment has failed, or "".
+class Conversation:
+    """One completion of a problem, its environment, and its turns so far.
 
     Args:
         stops: gives the texts of turns.
         row: number in the rollout, which chooses the worker and the environment.
     """
-    config = tools.config
-    infos = tools.infos_of(problem.columns)
-    schemas = tools.schemas_of(problem.columns)
-    key_of_tool = {tool: info.key for info in infos for tool in info.tools}
-    environment = infos[-1]
-    seed = derive_seed(*seed_key, problem.index, row % sampling.num_generations)
-    seeds = (derive_seed(seed, "tool", number) for number in itertools.count(1))
-    failure = ""
-    stop_reason = ""
-    ids = []  # of all turns and answers
-    messages = []
-    texts = []  # of the model's turns
-    rewards = []  # of the turns, in a reset/step environment
-    calls = []
 
-    def ask(key: Any, method: str, *arguments: Any) -> Answer:
+    def __init__(
+        self,
+        tools: Tools,
+        form: TurnFormat,
+        stops: Stops,
+        sampling: SamplingParams,
+        problem: Problem,
+        row: int,
+        seed_key: tuple[int, str, int],
+    ):
+        self.tools = tools
+        self.form = form
+        self.stops = stops
+        self.problem = problem
+        self.row = row
+        self.max_length = sampling.max_completion_length
+        infos = tools.infos_of(problem.columns)
+        self.environment = infos[-1]
+        self.schemas = tools.schemas_of(problem.columns)
+        self.key_of_tool = {tool: info.key for info in infos for tool in info.tools}
+
+        # The completions of a group share the seed of the reset. Without a dataset, a row is a seed.
+        self.group_seed = derive_seed(*seed_key, problem.index, -1)
+        if tools.owns_prompts:
+            self.group_seed = problem.columns["seed"]
+        self.seed = derive_seed(*seed_key, problem.index, row % sampling.num_generations)
+        self.num_seeds = 0
+
+        self.ids: list[int] = []
+        """The tokens of all turns and answers."""
+        self.messages: list[Message] = []
+        self.texts: list[str] = []
+        """The texts of the model's turns."""
+        self.rewards: list[float | None] = []
+        """The rewards of the turns, in a reset/step environment."""
+        self.calls: list[ToolCall] = []
+        self.stop_reason = ""
+        self.failure = ""
+        """The reason why the environment has failed."""
+
+    def begin(self) -> str | list[Message] | None:
+        """Reset the environment. Returns what it says: text behind the prompt, or messages."""
+        if self.environment.key is None:
+            return None
+        columns = {"prompt": self.problem.prompt} | self.problem.columns
+        columns.pop(ENVIRONMENT, None)
+        return self._ask(self.environment.key, "reset", columns, self.group_seed).value
+
+    def reply(self, turn: Sequence[int]) -> list[int] | None:
+        """Return the tokens that follow a turn (:data:`grpo.rollout.interface.Replies`)."""
+        calls = self._read(turn)
+        # After a failed reset the model still samples one turn, which no environment gets.
+        if self.failure:
+            return None
+
+        answers = []
+        if self.environment.steps:
+            answers = self._step()
+        elif not calls:
+            self.stop_reason = "stop"
+        if len(self.texts) == self.tools.config.rollout.max_turns:
+            # No turn would read the results of the calls, so they are not made.
+            self.stop_reason = self.stop_reason or "max_turns"
+        if not self._has_ended:
+            answers += [self._call(*call) for call in calls]
+        if self._has_ended:  # a call may have lost the environment
+            return None
+
+        most = self.tools.config.rollout.max_tool_tokens
+        if most is not None:
+            for message in answers:
+                message["content"] = self.form.cut(message["content"], most)
+        answer_ids = self.form.answer(answers, turn[-1], self.max_length - len(self.ids))
+        if answer_ids is not None:  # else it does not fit, and the completion ends here
+            self.messages += answers
+            self.ids += answer_ids
+        return answer_ids
+
+    def end(self, completion: Completion) -> Turns:
+        """Return the record of a complete completion, with the environment's own reward."""
+        rest = completion.ids[len(self.ids) :]
+        if rest:  # a turn without an end has had no reply
+            self._read(rest)
+
+        environment = self.environment
+        reward = None
+        if environment.has_reward and not self.failure:
+            if not environment.steps:
+                reward = self._ask(environment.key, "get_reward").value
+            # A turn without a reward leaves the completion without one.
+            elif None not in self.rewards:
+                reward = float(sum(self.rewards))
+        stop_reason = "failed" if self.failure else self.stop_reason or "length"
+        return Turns(
+            completion.ids,
+            self.texts[-1],
+            stop_reason != "length",
+            completion.sampling_logprobs,
+            completion.allowed,
+            loss_mask=completion.loss_mask,
+            messages=tuple(self.messages),
+            stop_reason=stop_reason,
+            rewards=tuple(self.rewards),
+            calls=tuple(self.calls),
+            environment=Place(environment.key, self.row) if environment.key else None,
+            environment_name=environment.name,
+            environment_reward=reward,
+            num_turns=len(self.texts),
+        )
+
+    @property
+    def _has_ended(self) -> bool:
+        return bool(self.stop_reason or self.failure)
+
+    def _read(self, turn: Sequence[int]) -> list[Call]:
+        """Add a turn of the model. Returns its calls."""
+        text = self.stops.text(turn)
+        prefix = [*self.problem.prompt_ids, *self.ids]
+        message, calls = self.form.read(text, turn, prefix, self.schemas)
+        self.ids += turn
+        self.messages.append(message)
+        self.texts.append(message["content"])
+        return calls
+
+    def _step(self) -> list[Message]:
+        """Give the last turn to the environment as an action. Returns its observation."""
+        answer = self._ask(self.environment.key, "step", self.texts[-1], self._next_seed())
+        if self.failure:
+            return []
+        messages, reward, is_done = answer.value
+        self.rewards.append(reward)
+        if is_done:
+            self.stop_reason = "environment"
+        return messages
+
+    def _call(self, name: str, arguments: dict[str, Any] | str) -> Message:
+        """Call a tool. Returns the message of its result."""
+        if isinstance(arguments, str):  # what is wrong with the call
+            answer = Answer("error", message=arguments)
+        elif name not in self.key_of_tool:
+            answer = Answer("error", message=f"Tool {name} not found.")
+        else:
+            key = self.key_of_tool[name]
+            answer = self._ask(key, "call", name, arguments, self._next_seed())
+        error = as_content(answer.message)
+        self.calls.append(ToolCall(name, answer.seconds, error))
+        content = {"error": error} if error else answer.value  # the words of TRL
+        return {"role": "tool", "name": name, "content": str(content)}
+
+    def _ask(self, key: Any, method: str, *arguments: Any) -> Answer:
         """Call a method of :mod:`grpo.turns.sessions`.
 
         The answer is a value, or a message about the failure as the model reads it.
         """
-        nonlocal failure
-        request = Request(key, method, (row, *arguments))
-        limit_s = config.reward.timeout_s
-        (answer,) = tools.worker_of(Place(key, row)).ask([request], limit_s)
+        worker = self.tools.worker_of(Place(key, self.row))
+        limit_s = self.tools.config.reward.timeout_s
+        request = Request(key, method, (self.row, *arguments))
+        (answer,) = worker.ask([request], limit_s)
         if answer.kind == "ok":
             return answer
 
-        # What the worker says about its process is for the user. The model knows of tools alone.
+        # The user reads what happened to the process. The model knows of tools alone.
         known = {"timeout": f"no result within {limit_s:g} seconds", "died": "the tool has died"}
         error = known.get(answer.kind) or answer.message or answer.error.partition(":")[0]
-        if key == environment.key:
-            is_lost = answer.is_worker_lost or isinstance(answer.value, UserError)
-            if method != "call":
-                failure = f"{method}: {answer.error or error}"
-            elif is_lost:  # else the method of the environment has just raised
-                failure = f"{arguments[0]}: {error}"
+        if method != "call":
+            self.failure = f"{method}: {answer.error or error}"
+        elif self._has_lost_environment(worker, answer):
+            self.failure = f"{arguments[0]}: {error}"
         return Answer("error", message=error, seconds=answer.seconds)
 
-    def call(name: str, arguments: dict[str, Any] | str) -> Message:
-        """Call a tool. Returns the message of its result."""
-        if isinstance(arguments, str):  # what is wrong with the call
-            answer = Answer("error", message=arguments)
-        elif name not in key_of_tool:
-            answer = Answer("error", message=f"Tool {name} not found.")
-        else:
-            answer = ask(key_of_tool[name], "call", name, arguments, next(seeds))
-        error = as_content(answer.message)
-        calls.append(ToolCall(name, answer.seconds, error))
-        content = {"error": error} if error else answer.value  # the words of TRL
-        return {"role": "tool", "name": name, "content": str(content)}
+    def _has_lost_environment(self, worker: Worker | Here, answer: Answer) -> bool:
+        """True if a call shows that the environment is gone, with the worker or before it."""
+        home = self.tools.worker_of(Place(self.environment.key, self.row))
+        is_killed = answer.is_worker_lost and worker is home
+        return self.environment.key is not None and (is_killed or isinstance(answer.value, UserError))
 
-    def read(turn: Sequence[int]) -> list[Call]:
-        """Add a turn of the model. Returns its calls."""
-        text = stops.text(turn)
-        prefix = [*problem.prompt_ids, *ids]
-        message, found = form.read(text, turn, prefix, schemas)
-        ids.extend(turn)
-        messages.append(message)
-        texts.append(message["content"])
-        return found
-
-    # First the reset. All of a group must begin with the same prompt, so the engine compares them.
-    said = None
-    if environment.key:
-        columns = {"prompt": problem.prompt} | problem.columns
-        columns.pop(ENVIRONMENT, None)
-        # The completions of a group share this seed. Without a dataset, a row is its seed.
-        group_seed = derive_seed(*seed_key, problem.index, -1)
-        if tools.owns_prompts:
-            group_seed = columns["seed"]
-        said = ask(environment.key, "reset", columns, group_seed).value
-    problem, failure = yield said, failure
-
-    # Then the turns. Behind one without an answer the engine samples no more.
-    turn = yield
-    while not isinstance(turn, Completion):
-        found = read(turn)
-        answers = []
-        if environment.steps and not failure:  # that of the reset costs the first turn alone
-            # The action is the whole turn, in which no calls are read.
-            answer = ask(environment.key, "step", texts[-1], next(seeds))
-            if not failure:
-                answers, reward, is_done = answer.value
-                rewards.append(reward)
-                stop_reason = "environment" if is_done else ""
-        elif not found:
-            stop_reason = "stop"
-        if len(texts) == config.rollout.max_turns:
-            # No turn would read the results of the calls, so they are not made.
-            stop_reason = stop_reason or "max_turns"
-        if not (stop_reason or failure):
-            answers += [call(*each) for each in found]
-
-        answer_ids = None
-        if not (stop_reason or failure):  # a call may have lost the environment
-            most = config.rollout.max_tool_tokens
-            if most is not None:
-                for message in answers:
-                    message["content"] = form.cut(message["content"], most)
-            room = sampling.max_completion_length - len(ids)
-            answer_ids = form.answer(answers, turn[-1], room)
-            if answer_ids is not None:  # else it does not fit, and the completion ends here
-                messages += answers
-                ids += answer_ids
-        turn = yield answer_ids
-
-    # Last the record.
-    completion = turn
-    rest = completion.ids[len(ids) :]
-    if rest:  # a turn without an end has had no reply
-        read(rest)
-
-    reward = None
-    if environment.has_reward and not failure:
-        if not environment.steps:
-            reward = ask(environment.key, "get_reward").value
-        # A turn without a reward leaves the completion without one.
-        elif None not in rewards:
-            reward = float(sum(rewards))
-    stop_reason = "failed" if failure else stop_reason or "length"
-    record = Turns(
-        completion.ids,
-        texts[-1],
-        stop_reason != "length",
-        completion.sampling_logprobs,
-        completion.allowed,
-        loss_mask=completion.loss_mask,
-        messages=tuple(messages),
-        stop_reason=stop_reason,
-        rewards=tuple(rewards),
-        calls=tuple(calls),
-        environment=Place(environment.key, row) if environment.key else None,
-        environment_name=environment.name,
-        environment_reward=reward,
-        num_turns=len(texts),
-    )
-    yield record, failure
+    def _next_seed(self) -> int:
+        self.num_seeds += 1
+        return derive_seed(self.seed, "tool", self.num_seeds)
 
 
 class TurnsEngine:
@@ -212,12 +244,15 @@ class TurnsEngine:
         self.engine = engine
         self.tools = tools
         self.warn = warn
+        self.policy = engine.policy
+        self.communicates = engine.communicates
         self.form = TurnFormat(
             self.policy.tokenizer,
             self.policy.eos_ids,
             config.tools_format,
             config.data.chat_template_kwargs,
         )
+        self.rows_per_call = ROWS_PER_CALL
         if tools.environments:
             # An evaluation needs no more environments, and so no more sessions of a server,
             # than a step.
@@ -228,7 +263,7 @@ class TurnsEngine:
         """The tools that a warning has been printed about."""
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the wrapped engine: its policy, its weights."""
+        """Other attributes are those of the wrapped engine: its weights, its dry run."""
         return getattr(self.engine, name)
 
     def __str__(self) -> str:
@@ -281,91 +316,92 @@ class TurnsEngine:
         tools.pool.begin_step()
         stops = Stops(self.policy, sampling.stop)
         G = sampling.num_generations
-        conversations = [
-            converse(tools, self.form, stops, sampling, problems[row // G], row, seed_key)
-            for row in range(len(problems) * G)
-        ]
+        conversations = []
+        for row in range(len(problems) * G):
+            problem = problems[row // G]
+            conversation = Conversation(
+                tools,
+                self.form,
+                stops,
+                sampling,
+                problem,
+                row,
+                seed_key,
+            )
+            conversations.append(conversation)
+        groups = [conversations[p * G : (p + 1) * G] for p in range(len(problems))]
+
+        futures = [tools.submit(c.row, c.begin) for c in conversations]
+        texts = [future.result() for future in futures]
+        for group in groups:
+            self._add_to_prompt(group, texts)
 
         # All calls of a row are made in the thread of its worker, one after the other.
-        def resume(row: int, sent: Any) -> Future:
-            return tools.submit(row, conversations[row].send, sent)
+        def reply(row: int, turn: Sequence[int]) -> Future:
+            return tools.submit(row, conversations[row].reply, turn)
 
-        def resume_all(sent: Sequence[Any]) -> list[Any]:
-            futures = [resume(row, each) for row, each in enumerate(sent)]
-            return [future.result() for future in futures]
-
-        said = resume_all([None] * len(conversations))
-        begun = []
-        for p, problem in enumerate(problems):
-            begun += self._begin(problem, said[p * G : (p + 1) * G])
-        resume_all(begun)
-
-        asked = [problem for problem, _ in begun[::G]]
-        groups = self.engine.generate(
-            asked,
+        sampled = self.engine.generate(
+            [group[0].problem for group in groups],
             sampling,
             seed_key=seed_key,
             on_tokens=on_tokens,
-            replies=resume,
+            replies=reply,
         )
-        sampled = [completion for group in groups for completion in group.completions]
-        ended = resume_all(sampled)
-        completions = [completion for completion, _ in ended]
-        self._warn_of_failures(completions, [failure for _, failure in ended if failure])
-        finished = []
-        for p, problem in enumerate(asked):
-            of_problem = completions[p * G : (p + 1) * G]
-            finished.append(Group(problem, tuple(of_problem)))
-        return finished
+        futures = []
+        for group, of_group in zip(groups, sampled, strict=True):
+            for conversation, completion in zip(group, of_group.completions, strict=True):
+                futures.append(tools.submit(conversation.row, conversation.end, completion))
+        completions = [future.result() for future in futures]
+        self._warn_of_failures(conversations)
+        return [Group(group[0].problem, tuple(completions[p * G : (p + 1) * G])) for p, group in enumerate(groups)]
 
-    def _begin(
-        self,
-        problem: Problem,
-        said: Sequence[tuple[Any, str]],
-    ) -> list[tuple[Problem, str]]:
-        """Put what the resets of a group say behind the last message of its prompt.
+    def _add_to_prompt(self, group: Sequence[Conversation], texts: Sequence[Any]) -> None:
+        """Put what the resets of a group said behind the last message of its prompt.
 
-        Messages take the place of the prompt. Returns what each conversation of the group gets.
+        Messages take the place of the prompt.
+
+        Args:
+            texts: what the reset of each row of the rollout said.
         """
-        texts = [text for text, failure in said if not failure]
-        if any(text != texts[0] for text in texts):
-            environment = self.tools.infos_of(problem.columns)[-1]
+        said = [texts[c.row] for c in group if not c.failure]
+        if any(text != said[0] for text in said):
             raise UserError(
-                f"reset() of {environment.name} gave the completions of one problem different "
-                "prompts: draw from `seed`, an argument that they share, or from the module random"
+                f"reset() of {group[0].environment.name} gave the completions of one problem "
+                "different prompts: draw from `seed`, an argument that they share, or from the "
+                "module random"
             )
-        if not texts or texts[0] is None:
-            # Each has failed, or none says anything.
-            return [(problem, failure) for _, failure in said]
+        # Each has failed, or none says anything.
+        if not said or said[0] is None:
+            return
 
-        text = texts[0]
+        problem = group[0].problem
         prompt = problem.prompt
-        if isinstance(text, list):
-            prompt = text
+        if isinstance(said[0], list):
+            prompt = said[0]
         elif isinstance(prompt, list):
-            last = prompt[-1] | {"content": prompt[-1]["content"] + text}
+            last = prompt[-1] | {"content": prompt[-1]["content"] + said[0]}
             prompt = [*prompt[:-1], last]
         else:
-            prompt += text
+            prompt = (prompt or "") + said[0]
         rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
-        wrong = ""
+        tokenizer = self.policy.tokenizer
+        schemas_of = self.tools.schemas_of
+        data = self.tools.config.data
         try:
-            made = make_problems(
-                rows,
-                self.tools.config.data,
-                self.policy.tokenizer,
-                schemas_of=self.tools.schemas_of,
-            )
-            problem = replace(made.problems[0], index=problem.index)
+            (made,) = make_problems(rows, data, tokenizer, schemas_of=schemas_of).problems
         except ValueError as error:  # the user's environment has made a prompt that is too long
-            wrong = str(error)
-        return [(problem, wrong or failure) for _, failure in said]
+            for conversation in group:
+                conversation.failure = str(error)
+            return
+        for conversation in group:
+            conversation.problem = replace(made, index=problem.index)
 
-    def _warn_of_failures(self, completions: Sequence[Turns], failures: Sequence[str]) -> None:
+    def _warn_of_failures(self, conversations: Sequence[Conversation]) -> None:
+        failures = [c.failure for c in conversations if c.failure]
         if failures:
             what = f"the environments of {len(failures)} completions have failed"
             self.warn(f"warning: {what}, first with {failures[0]}")
-        calls = [call for completion in completions for call in completion.calls]
+        calls = [call for conversation in conversations for call in conversation.calls]
         for name in self.tools.names:
             errors = [call.error for call in calls if call.name == name]
             if errors and all(errors) and name not in self._reported:

@@ -43,10 +43,10 @@ class Worker:
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
         """Return the answers to requests, which are made together. A process that does not answer in time is killed."""
-        if not self._is_running:
-            self.end()
-            self._process = self._start()
         process = self._process
+        if process is None or process.has_ended:
+            self.end()
+            process = self._process = self._start()
         for request in requests:
             key = request.key
             if key in process.loaded:
@@ -58,20 +58,19 @@ class Worker:
             process.loaded.add(key)
         return process.ask(requests, limit_s)
 
-    @property
-    def _is_running(self) -> bool:
-        return self._process is not None and not self._process.has_ended
-
     def say_goodbye(self, requests: Sequence[Request]) -> None:
         """Make the last requests, to those objects that a running process has."""
-        if self._is_running:
-            known = [request for request in requests if request.key in self._process.loaded]
-            self._process.ask(known, CLOSE_SECONDS)
+        process = self._process
+        if process is not None and not process.has_ended:
+            known = [request for request in requests if request.key in process.loaded]
+            process.ask(known, CLOSE_SECONDS)
 
     def end(self) -> None:
-        """Kill the process. A later request starts another."""
-        if self._process is not None:
-            self._process.end()
+        """Kill the process and forget its connection. A later request starts another."""
+        process = self._process
+        self._process = None
+        if process is not None:
+            process.end()
 
     def close(self) -> None:
         """Kill the process and end the thread, without the jobs that wait. A later job starts others."""

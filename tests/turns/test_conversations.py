@@ -70,6 +70,7 @@ def play(
     score=False,
     rewards=None,
     times=1,
+    timeout_s=5,
 ):
     """The completions of one row of turns per completion, one problem per prompt.
 
@@ -90,7 +91,7 @@ def play(
         sampling = SamplingParams(len(script) // len(prompts), length)
         result = None
         specs = tools.reward_specs(rewards or config.reward.functions) if score or rewards else []
-        with RewardRunner(specs, timeout_s=5, environments=tools) as runner:
+        with RewardRunner(specs, timeout_s=timeout_s, environments=tools) as runner:
             runner.check()
             for _ in range(times):
                 groups = engine.generate(problems.problems, sampling, seed_key=(0, "rollout", 0))
@@ -267,6 +268,20 @@ def test_a_killed_neighbour_costs_the_rows_of_its_worker(policy):
     script[2] = script[0]
     play(policy, script, *two, score=True, times=2)
     assert play.result.values == [[10.0], [6.0], [10.0], [6.0]]
+
+
+def test_a_reward_that_takes_environments_and_hangs_costs_the_rows_of_its_worker(policy, caplog):
+    """Groups of two rows on two workers. The next rollout has new environments, also in the worker that was killed."""
+    script = [["ok"]] * 4
+    settings = [f"environment={USER}:Counter", "reward.num_workers=2", "rollout.num_generations=2"]
+    columns = [{"start": 13}, {"start": 1}]
+    rewards = [RewardSpec(f"{USER}:hangs_at_13"), RewardSpec(f"{USER}:count_of")]
+    options = dict(prompts=["a", "b"], columns=columns, rewards=rewards, times=2, timeout_s=1)
+    play(policy, script, *settings, **options)
+    assert play.result.values == [[None, None, 13.0]] * 2 + [[1.0, 1.0, 1.0]] * 2
+    assert play.result.failures == [2, 2, 0]
+    assert "did not answer within 1 s" in caplog.text
+    assert "its environment was in a worker process that was killed" in caplog.text
 
 
 def test_environments_by_row_and_their_own_prompts(policy):

@@ -93,6 +93,12 @@ def count_of(environments, **columns):
     return [environment.count for environment in environments]
 
 
+def hangs_at_13(environments, **columns):
+    if any(environment.count == 13 for environment in environments):
+        time.sleep(60)
+    return [1.0] * len(environments)
+
+
 def secret_of(environments, **columns):
     return [environment.secret for environment in environments]
 
