@@ -197,7 +197,7 @@ class Tools:
 
     def worker_of(self, place: Place) -> Worker | Here:
         """The worker where an environment lives."""
-        return self.pool.place(place.key, place.slot // self._rows_per_worker)
+        return self.pool.worker_of(place.key, place.slot // self._rows_per_worker)
 
     @property
     def live_in_workers(self) -> bool:

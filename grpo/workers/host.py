@@ -1,7 +1,8 @@
 """The objects that one process has loaded, and its answers to requests about them.
 
-A worker process runs :func:`serve`. It calls every object in its main thread, because ``math_verify`` and others use
-SIGALRM. The trainer's process has a :class:`Host` too, for the objects that no other process can load.
+A worker process runs :func:`serve`. It calls every object in its main thread, because
+``math_verify`` and others use SIGALRM. The trainer's process has a :class:`Host` too, for the
+objects that no other process can load.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -28,20 +29,25 @@ MAX_TRACEBACK_LENGTH = 8000
 HOST = "host"
 """The key of the host itself, which answers the request to load an object."""
 CAUGHT = (Exception, SystemExit, asyncio.CancelledError)
-"""The exceptions of an object that cost one request. Any other, such as KeyboardInterrupt, ends a worker process."""
+"""The exceptions of an object that cost one request. Any other, such as KeyboardInterrupt, ends a
+worker process."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The way to load an object: ``make(objects, *arguments, user_object)``, with all objects of the process by key."""
+    """The way to load an object: ``make(objects, *arguments, user_object)``.
+
+    ``objects`` has all objects of the process by key.
+    """
 
     make: Callable[..., Any]
     arguments: tuple[Any, ...]
     user_object: Any = None
-    """An object of the user's program, as bytes where it arrives in another process. Default: none."""
+    """An object of the user's program; bytes are a pickled one. Default: none."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In bytes of its own, an object that cannot be loaded there is the error of one request.
+        # Pickled apart from the rest, so that an object which a worker cannot unpickle is an error
+        # of its request, and not of the connection.
         data = None if self.user_object is None else cloudpickle.dumps(self.user_object)
         return Source, (self.make, self.arguments, data)
 
@@ -60,7 +66,8 @@ class Answer:
     """The result of one request."""
 
     kind: str = "ok"
-    """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process ended."""
+    """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process ended;
+    ``"skipped"``: the request was not made."""
     value: Any = None
     """What the method returned; of an error, the exception if it is a :class:`UserError`."""
     message: str = ""
@@ -68,7 +75,7 @@ class Answer:
     error: str = ""
     """Type and message of an exception, in one line."""
     trace: str = ""
-    """Its traceback from the user's code on."""
+    """The traceback of an exception, from the user's code on."""
     seconds: float = 0.0
     is_worker_lost: bool = False
     """True if the worker process ended, and what it kept with it."""
@@ -96,12 +103,18 @@ class Host:
 
         Each awaitable is cancelled after ``limit_s`` seconds. Nothing else is stopped here.
         """
-        answers = [self._call(request) for request in requests]
-        waiting = [answer.value for answer in answers if inspect.isawaitable(answer.value)]
-        if not waiting:
-            return answers
-        finished = iter(self._loop.run(_finish_all(waiting, limit_s)))
-        return [next(finished) if inspect.isawaitable(answer.value) else answer for answer in answers]
+        answers = []
+        waiting = {}
+        for number, request in enumerate(requests):
+            answer = self._call(request)
+            answers.append(answer)
+            if inspect.isawaitable(answer.value):
+                waiting[number] = answer.value
+        if waiting:
+            finished = self._loop.run(_finish_all(waiting.values(), limit_s))
+            for number, answer in zip(waiting, finished, strict=True):
+                answers[number] = answer
+        return answers
 
     def _call(self, request: Request) -> Answer:
         target = self.objects[request.key]
@@ -115,8 +128,9 @@ class Host:
 
 
 def failure(error: BaseException, target: Any = None) -> Answer:
-    """Return the answer for an exception, with its traceback from the first frame outside of ``target``'s file on."""
-    # The user knows nothing of the frames of this file and of the class that wraps the user's function.
+    """Return the answer for an exception of ``target``."""
+    # The traceback begins with the user's code: the user knows nothing of the frames of this file
+    # and of the class that wraps the user's function.
     ours = {__file__, getattr(sys.modules[type(target).__module__], "__file__", None)}
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
@@ -142,7 +156,7 @@ def then(result: Any, convert: Callable[[Any], Any]) -> Any:
     return finish()
 
 
-async def _finish_all(waiting: Sequence[Awaitable[Any]], limit_s: float) -> list[Answer]:
+async def _finish_all(waiting: Iterable[Awaitable[Any]], limit_s: float) -> list[Answer]:
     tasks = [_finish(awaitable, limit_s) for awaitable in waiting]
     finished = await asyncio.gather(*tasks, return_exceptions=True)
     # A task may have cancelled itself.
@@ -159,7 +173,8 @@ async def _finish(awaitable: Awaitable[Any], limit_s: float) -> Answer:
         answer = failure(error)
         if limit.expired():
             answer = Answer("timeout", message=f"it did not return within {limit_s:g} s")
-            # A thread that was started by asyncio.to_thread may still hang: the next calls get new threads.
+            # A thread that was started by asyncio.to_thread may still hang, so the next calls get
+            # new threads.
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     return replace(answer, seconds=time.perf_counter() - started)
 
@@ -172,7 +187,10 @@ class EventLoop:
         self._has_thread = False
 
     def run(self, coroutine: Awaitable[Any]) -> Any:
-        """Return the result of a coroutine, which runs in this thread unless an event loop runs here already."""
+        """Return the result of a coroutine.
+
+        It runs in this thread, unless an event loop runs here already.
+        """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # The cell of a notebook runs inside of an event loop, and a thread can run only one.
@@ -197,7 +215,8 @@ def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
     end_with_parent()
     if os.getppid() != parent:  # the parent ended before end_with_parent() took effect
         os._exit(1)
-    os.set_inheritable(descriptor, False)  # programs that an object starts do not get the connection
+    # Programs that an object starts do not get the connection.
+    os.set_inheritable(descriptor, False)
     if memory_bytes:
         with contextlib.suppress(ValueError):  # a lower limit is set
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
@@ -208,7 +227,8 @@ def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
     while True:
         requests, limit_s = connection.recv()
         answers = host.ask(requests, limit_s)
-        # A child that an object forked has returned from the call, too. It must not answer a second time.
+        # A child that an object forked has returned from the call, too. It must not answer a second
+        # time.
         if os.getpid() != own_id:
             os._exit(0)
         connection.send(answers)

@@ -1,7 +1,7 @@
 """Workers, each with a process that starts when it is needed and again after it has ended.
 
-:class:`Pool` knows the sources of all objects, and each worker loads those that it is asked about. :class:`Here` takes
-the place of a worker for objects that only this process has.
+:class:`Pool` knows the sources of all objects, and each worker loads those that it is asked about.
+:class:`Here` takes the place of a worker for objects that only this process has.
 """
 
 import functools
@@ -22,7 +22,8 @@ CLOSE_SECONDS = 5.0
 class Worker:
     """A process that answers, and the thread that starts it and waits for the answers.
 
-    The thread lives as long as the process: the kernel kills a process when the thread that started it ends.
+    The thread lives as long as the process, because the kernel kills a process when the thread that
+    started it ends (:func:`grpo.system.end_with_parent`).
     """
 
     def __init__(
@@ -42,7 +43,10 @@ class Worker:
         return self._thread.submit(job, *arguments)
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
-        """Return the answers to requests, which are made together. A process that does not answer in time is killed."""
+        """Return the answers to requests, which are made together.
+
+        A process that does not answer in time is killed.
+        """
         process = self._process
         if process is None or process.has_ended:
             self.end()
@@ -73,13 +77,17 @@ class Worker:
             process.end()
 
     def close(self) -> None:
-        """Kill the process and end the thread, without the jobs that wait. A later job starts others."""
+        """Kill the process and end the thread, without the jobs that wait.
+
+        A later job starts others.
+        """
         thread = self._thread
         self._thread = None
         self.end()
         if thread is not None:
             thread.shutdown(cancel_futures=True)
-            self.end()  # the thread's last job may have started another process
+            # The thread's last job may have started another process.
+            self.end()
 
     def begin_step(self) -> None:
         """Print some output of the process again."""
@@ -88,7 +96,10 @@ class Worker:
 
 
 class Here(Worker):
-    """Answers in this process and in the calling thread: nothing is killed, only awaitables are cancelled."""
+    """Answers in this process and in the calling thread.
+
+    Nothing is killed here, only awaitables are cancelled.
+    """
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future:
         """Run a job at once."""
@@ -125,9 +136,9 @@ class Pool:
         user_object: Any = None,
         here: bool = False,
     ) -> Any:
-        """Return what ``describe()`` of an object says, which is loaded in one worker, or here if no worker can.
+        """Load an object in one worker, or here if no worker can. Returns its ``describe()``.
 
-        Other workers load it when they need it.
+        Other workers load it when they are asked about it.
 
         Args:
             what: names the object in messages.
@@ -143,20 +154,27 @@ class Pool:
         first = self.here if here else self.workers[0]
         (answer,) = first.submit(first.ask, [request], LOAD_SECONDS).result()
         if answer.kind != "ok" and user_object is not None:
-            reason = f"it cannot be sent to a worker process ({answer.error or answer.message})"
+            # It holds a connection, for example, or its class is not importable there.
+            cause = answer.error or answer.message
             (answer,) = self.here.ask([request], LOAD_SECONDS)
             here = True
             if answer.kind == "ok":
-                self.notes.append(f"note: {what} runs in this process, where a hang cannot end: {reason}")
+                self.notes.append(
+                    f"note: {what} runs in this process, where a hang cannot end: "
+                    f"it cannot be sent to a worker process ({cause})"
+                )
         if answer.kind != "ok":
-            message = answer.error.removeprefix("ValueError: ") or f"{what} cannot be loaded: {answer.message}"
+            message = answer.error.removeprefix("ValueError: ")
+            message = message or f"{what} cannot be loaded: {answer.message}"
             raise ValueError(message if what in message else f"{what}: {message}")
         if here:
             self.keys_here.add(key)
         return answer.value
 
-    def place(self, key: Hashable, number: int) -> Worker | Here:
-        """Return the place of an object: this process, or else the worker of that number, counted round and round."""
+    def worker_of(self, key: Hashable, number: int) -> Worker:
+        """Return the worker of a number, counted round and round, or :class:`Here` for an object
+        that no worker can load.
+        """
         if key in self.keys_here:
             return self.here
         return self.workers[number % len(self.workers)]
@@ -167,11 +185,18 @@ class Pool:
             worker.begin_step()
 
     def close(self, goodbye: Sequence[Request] = ()) -> None:
-        """End the workers after the last requests to objects that they have loaded. A later job starts others."""
+        """End the workers. A later job starts others.
+
+        ``goodbye``: the last requests, which each worker gets if it has loaded their objects.
+        """
         if goodbye:
-            said = [worker.submit(worker.say_goodbye, goodbye) for worker in (*self.workers, self.here)]
+            said = []
+            for worker in (*self.workers, self.here):
+                said.append(worker.submit(worker.say_goodbye, goodbye))
+            # A worker that is busy, or whose object does not answer, is not waited for.
             wait(said, CLOSE_SECONDS)
+        # All at once, since closing waits for each.
         for worker in self.workers:
-            worker.end()  # all at once: closing waits for each
+            worker.end()
         for worker in self.workers:
             worker.close()

@@ -1,8 +1,9 @@
 """One worker process: started, asked with a time limit, and killed with all that it has started.
 
-A call that hangs is ended here. :meth:`WorkerProcess.ask` starts a timer, sends the requests and waits for the answers.
-The timer kills the process and its children. That ends the connection, and so the wait, and each request gets an answer
-of the kind ``"timeout"``. The next request starts another process (:class:`grpo.workers.pool.Worker`).
+A call that hangs is ended here. :meth:`WorkerProcess.ask` starts a timer, sends the requests and
+waits for the answers. The timer kills the process and its children. That ends the connection, and
+so the wait, and each request gets an answer of the kind ``"timeout"``. The next request starts
+another process (:class:`grpo.workers.pool.Worker`).
 """
 
 import contextlib
@@ -23,19 +24,25 @@ import cloudpickle
 from grpo.workers.host import HOST, Answer, Request, failure
 
 MAX_OUTPUT_BYTES = 32 * 1024
-"""Bytes of a worker's output per step that are printed to our stderr. The rest is read and dropped."""
+"""Bytes of a worker's output per step that are printed to our stderr. The rest is read and
+dropped."""
 MAX_ANSWER_BYTES = 256 * 1024**2
 GRACE_SECONDS = 1.0
-"""Awaitables are cancelled at their limit. A process that has not answered this many seconds later is killed."""
+"""Awaitables are cancelled at their limit. A process that has not answered this many seconds later
+is killed."""
 
-# With -c, Python puts the working folder first in sys.path: until that is replaced, only built-in modules are imported.
+# With -c, Python puts the working folder first in sys.path. Until that is replaced, only built-in
+# modules are imported.
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[4:]; from grpo.workers.host import serve; serve(*map(int, sys.argv[1:4]))"
 )
 
 
 class WorkerProcess:
-    """A process that runs :func:`grpo.workers.host.serve` in a folder. One thread at a time may ask it."""
+    """A process that runs :func:`grpo.workers.host.serve` in a folder.
+
+    One thread at a time may ask it.
+    """
 
     def __init__(self, directory: str, memory_bytes: int):
         self.loaded: set[Hashable] = {HOST}
@@ -44,11 +51,13 @@ class WorkerProcess:
         self._is_late = False
         self._socket, theirs = socket.socketpair()
         with theirs:
-            numbers = (theirs.fileno(), os.getpid(), memory_bytes)
-            # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing its process group
-            # also kills the processes that an object has started.
+            command = [sys.executable, "-u", "-c", _BOOTSTRAP]
+            command += [str(theirs.fileno()), str(os.getpid()), str(memory_bytes)]
+            command += _worker_sys_path(directory)
+            # A session of its own: a Ctrl-C in the terminal does not reach the worker, and killing
+            # its process group also kills the processes that an object has started.
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOTSTRAP, *map(str, numbers), *_worker_sys_path(directory)],
+                command,
                 cwd=directory,
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
@@ -56,40 +65,46 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
+        # The socket is kept too: it can be shut down while a thread reads from the connection.
         self._connection = Connection(os.dup(self._socket.fileno()))
         threading.Thread(target=self._forward_output, daemon=True, name="worker output").start()
 
     @property
     def has_ended(self) -> bool:
         # Not poll(): that would free the process id, by which end() kills the group.
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         with contextlib.suppress(ChildProcessError):  # it has been waited for
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+            return os.waitid(os.P_PID, self._process.pid, options) is not None
         return True
 
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
         """Return the answers of the process's :class:`grpo.workers.host.Host`.
 
-        Requests may hold objects of the user's script, whose classes the worker cannot import. If there is no answer
-        within the limit and some grace, the process is killed, and that is the answer to each of them.
+        If there is no answer within the limit and some grace, the process is killed, and that is the
+        answer to each request.
         """
         started = time.perf_counter()
+        # By cloudpickle: the worker cannot import the classes of the user's script.
         try:
             pickled = cloudpickle.dumps((requests, limit_s))
         except Exception as error:  # of any type: each object may raise its own
             return [failure(error)] * len(requests)
-        # A timer, since a process may stop in the middle of an answer, or never read the message.
+        # A timer in a thread of its own, since a process may stop in the middle of an answer, or
+        # never read the message: this thread waits in both cases.
         limit = threading.Timer(limit_s + GRACE_SECONDS, self._end_late)
         limit.daemon = True
         limit.start()
         try:
             self._connection.send_bytes(pickled)
             return pickle.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
-        except Exception as error:  # it has ended, or an object has written something else to the connection
+        except Exception as error:
+            # The process has ended, or an object has written something else to the connection.
             answer = self._lost(limit_s, error)
             return [replace(answer, seconds=time.perf_counter() - started)] * len(requests)
         finally:
             limit.cancel()
-            limit.join()  # a late kill must not hit the next message
+            # A late kill must not hit the next message.
+            limit.join()
 
     def _lost(self, limit_s: float, error: Exception) -> Answer:
         """Kill the process, and say how it ended."""
@@ -106,12 +121,16 @@ class WorkerProcess:
         return Answer(kind, message=f"its worker process {cause}", is_worker_lost=True)
 
     def end(self) -> int:
-        """Kill the process and those that it has started. Returns its exit status: its own, if it ended before that."""
+        """Kill the process and those that it has started.
+
+        Returns its exit status, which is its own if it ended before that.
+        """
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # another thread has just done it
                 os.killpg(self._process.pid, signal.SIGKILL)
+            # A process that has left the group may hold the other end, and keep the reader waiting.
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # a process that has left the group may hold the other end
+                self._socket.shutdown(socket.SHUT_RDWR)
         return self._process.wait()
 
     def _end_late(self) -> None:
@@ -124,14 +143,16 @@ class WorkerProcess:
                 num_allowed = max(0, MAX_OUTPUT_BYTES - self.num_printed_bytes)
                 text = chunk[:num_allowed].decode(errors="replace")
                 if len(chunk) > num_allowed > 0:
-                    text += f"\n[over {MAX_OUTPUT_BYTES} bytes were printed in one step; the rest is dropped]\n"
+                    excess = f"over {MAX_OUTPUT_BYTES} bytes were printed in one step"
+                    text += f"\n[{excess}; the rest is dropped]\n"
                 self.num_printed_bytes += len(chunk)
-                with contextlib.suppress(OSError, ValueError):  # our stderr may already be closed at exit
+                # Our stderr may already be closed at exit.
+                with contextlib.suppress(OSError, ValueError):
                     print(text, end="", file=sys.stderr, flush=True)
 
 
 def _worker_sys_path(directory: str) -> list[str]:
-    """Our ``sys.path`` with the working folder last: a ``json.py`` there does not replace the standard module.
+    """Our ``sys.path`` with the working folder last: a ``json.py`` there replaces no standard module.
 
     The folder of this package keeps its place.
     """
