@@ -74,8 +74,9 @@ class Logged:
             self.metrics.append((str(name), number))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Report a column for the completions that the run keeps. What is no number or ``None`` is
-        kept as its text.
+        """Report a column for the completions that the run keeps.
+
+        Values other than numbers and ``None`` are kept as their text.
         """
         values = [_plain(value) for value in _as_list(values)]
         if len(values) != self.num_rows:
@@ -132,28 +133,28 @@ def call_reward(
 
 
 def checked(values: Any, logged: Logged) -> list[float | None]:
-    """The return value of a reward (list, tuple, array or tensor) as one float or ``None`` per
-    row. NaN is ``None``.
+    """Return the values of a reward (list, tuple, array, tensor) as one float or ``None`` per row.
+
+    NaN becomes ``None``.
     """
     values = _as_list(values)
+    right = f"a list of {logged.num_rows} values, each a float or None, one per completion"
     # Strings and generators have no place here, although one could iterate over them.
-    wrong = None
-    rewards = []
     if not isinstance(values, list | tuple):
-        wrong = f"a {type(values).__name__}: {values!r:.100}"
-    elif len(values) != logged.num_rows:
-        wrong = f"{len(values)} values for {logged.num_rows} completions: {values!r:.100}"
-    else:
-        for row, value in enumerate(values):
-            number = math.nan if value is None else _number(value)
-            # Beyond that, and for infinity, the fp32 tensor of rewards would hold infinity.
-            if abs(number) > MAX_REWARD:
-                wrong = f"{value!r:.100} of type {type(value).__name__} for completion {row}"
-                break
-            rewards.append(None if math.isnan(number) else number)
-    if wrong:
-        right = f"a list of {logged.num_rows} values, each a float or None, one per completion"
-        raise RewardContractError(f"returned {wrong}; expected {right}")
+        kind = type(values).__name__
+        raise RewardContractError(f"returned a {kind}: {values!r:.100}; expected {right}")
+    if len(values) != logged.num_rows:
+        numbers = f"{len(values)} values for {logged.num_rows} completions"
+        raise RewardContractError(f"returned {numbers}: {values!r:.100}; expected {right}")
+
+    rewards = []
+    for row, value in enumerate(values):
+        number = math.nan if value is None else _number(value)
+        # Beyond that, and for infinity, the fp32 tensor of rewards would hold infinity.
+        if abs(number) > MAX_REWARD:
+            wrong = f"{value!r:.100} of type {type(value).__name__}"
+            raise RewardContractError(f"returned {wrong} for completion {row}; expected {right}")
+        rewards.append(None if math.isnan(number) else number)
     return rewards
 
 

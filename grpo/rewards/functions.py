@@ -41,8 +41,8 @@ ENVIRONMENT_PREFIX = "environment:"
 """Begins the name of the reward that an environment gives itself; then comes the name of its class.
 """
 OBJECT_PREFIX = "python:"
-"""Begins the name of a reward that a program passed to ``grpo.train`` as an object, which others
-cannot import."""
+"""Begins the name of a reward that a program passed to ``grpo.train`` as an object, which other
+processes cannot import."""
 FILE_MODULE_PREFIX = "grpo_reward_file_"
 """Begins the name in ``sys.modules`` of a file named by ``path/to/file.py:function``."""
 SOURCE = "__grpo_source__"
@@ -97,14 +97,14 @@ def load_object(spec: str, kind: str, builtin: str) -> Any:
 
     Args:
         kind: what it is, for messages.
-        builtin: what there is besides, for messages.
+        builtin: the built-in names, for messages.
 
     Raises:
         ValueError: in one line, if its module cannot be imported.
     """
     location, _, name = spec.rpartition(":")
     if spec.startswith(OBJECT_PREFIX):
-        remedy = "name one of a file, or another"
+        remedy = "name one of a file, or pass it again"
         raise ValueError(f"{kind} {spec!r} was an object passed to grpo.train(): {remedy}")
     if not location:
         known = f"built in are {builtin}; " if builtin else ""
@@ -224,8 +224,8 @@ class FunctionInfo:
             self.total_seconds = value
 
     def passed(self, available: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call: ``args`` of the configuration, and of what is available
-        (columns, and what the trainer gives) the rest that the function takes.
+        """Return the arguments of a call: all of ``args``, which the configuration gives, and those
+        of ``available`` (columns, and what the trainer gives) that the function takes besides.
         """
         passed = dict(args)
         for name, value in available.items():
@@ -269,8 +269,8 @@ def check_arguments(spec: str, function: Callable[..., Any], args: Mapping[str, 
 
 
 def source_files(spec: str, function: Callable[..., Any]) -> dict[str, str]:
-    """Name for messages -> path of the file that a name points to, and of another that defines the
-    function.
+    """Return paths by their names in messages: of the file that ``spec`` names and, if another one
+    defines the function, of that.
     """
     location = spec.rpartition(":")[0]
     named = _real_path(location)

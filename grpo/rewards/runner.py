@@ -51,9 +51,9 @@ from grpo.workers import Answer, Here, Pool, Request, Worker
 logger = logging.getLogger(__name__)
 
 MAX_LOST_WORKERS = 8
-"""Most calls of one function and step, with a group or with a row each, that may hang or kill their
-worker. After so many groups the others are called row by row; after so many rows the others are not
-called."""
+"""Most calls of one function and step, with a group or with a row each, that may time out or kill
+their worker. After so many groups the others are called row by row; after so many rows the others
+are not called."""
 BATCH, GROUP, ROW = range(3)
 """The levels of a call: with rows of several groups, with several rows of one group, with one row.
 """
@@ -74,7 +74,7 @@ class RewardSpec:
     weight: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
-    """The function itself; None: the one that ``name`` names."""
+    """The function itself; Default: the function that ``name`` names."""
 
 
 class RewardResult:
@@ -110,14 +110,14 @@ class Call:
     rows: tuple[int, ...]
     level: int
     """BATCH, GROUP or ROW."""
-    places: tuple[Worker | Here, ...]
+    workers: tuple[Worker, ...]
     """The workers of which one makes it."""
 
 
 class Batch:
     """The inputs of one call of :meth:`RewardRunner.score`, and the answers so far.
 
-    The threads of several workers use it at the same time. They only add to its answers.
+    The threads of several workers add to its answers, and to what was lost, at the same time.
     """
 
     def __init__(self, inputs: Mapping[str, Sequence[Any]], trainer_state: TrainerState):
@@ -127,7 +127,7 @@ class Batch:
         """:class:`Call` -> its answer."""
         self.lost = defaultdict(list)
         """Function -> the level of each of its calls that hung or killed its worker."""
-        self.alone = set()
+        self.called_alone = set()
         """The functions with a call in a process that has been killed or has died."""
         self.group_of = []
         """``[B]`` the number of each row's group."""
@@ -135,18 +135,21 @@ class Batch:
             self.group_of += [number for _ in group]
 
     def split(self, call: Call, level: int) -> list[Call]:
-        """Return a call for all rows of another, one for each group, or one for each row.
+        """Cut the rows of a call: BATCH is one call, GROUP one for each group, ROW one for each."""
+        parts = [call.rows]
+        if level == GROUP:
+            groups = itertools.groupby(call.rows, self.group_of.__getitem__)
+            parts = [tuple(rows) for _, rows in groups]
+        elif level == ROW:
+            parts = [(row,) for row in call.rows]
+        return [Call(call.function, rows, self._level_of(rows), call.workers) for rows in parts]
 
-        A call with one group has the level GROUP, and a call with one row the level ROW.
-        """
-        key = (lambda row: BATCH, self.group_of.__getitem__, None)[level]
-        calls = []
-        for _, part in itertools.groupby(call.rows, key):
-            rows = tuple(part)
-            groups = {self.group_of[row] for row in rows}
-            level = BATCH if len(groups) > 1 else GROUP if len(rows) > 1 else ROW
-            calls.append(Call(call.function, rows, level, call.places))
-        return calls
+    def _level_of(self, rows: Sequence[int]) -> int:
+        """A batch of one group counts as a group, and a group of one row as a row."""
+        if len(rows) == 1:
+            return ROW
+        is_one_group = self.group_of[rows[0]] == self.group_of[rows[-1]]
+        return GROUP if is_one_group else BATCH
 
     def request(self, call: Call) -> Request:
         part = {}
@@ -309,7 +312,7 @@ class RewardRunner(contextlib.AbstractContextManager):
         rows = [row for row in range(num_rows) if is_scored is None or is_scored[row]]
         self._pool.begin_step()
         try:
-            calls = self._first_calls(rows, batch)
+            calls = self._first_calls(rows, batch) if rows else []
             while calls:
                 calls = self._make_all(calls, batch)
         except BaseException:
@@ -323,20 +326,20 @@ class RewardRunner(contextlib.AbstractContextManager):
         return result
 
     def _first_calls(self, rows: Sequence[int], batch: Batch) -> list[Call]:
-        """Every function with the whole batch, or with the rows of each place."""
+        """Every function with the whole batch, or with the rows of each of several workers."""
         calls = []
         for number, level in enumerate(self._levels):
-            places = self._pool.workers
+            workers = self._pool.workers
             if number in self._pool.keys_here:
-                places = (self._pool.here,)
-            rows_of = {places: rows}
+                workers = (self._pool.here,)
+            rows_of = {workers: rows}
             if number in self._beside_environments:
                 rows_of = defaultdict(list)
                 for row in rows:
                     worker = self._environments.worker_of(batch.inputs[ENVIRONMENTS][row])
                     rows_of[(worker,)].append(row)
-            for places, part in rows_of.items():
-                calls += batch.split(Call(number, part, BATCH, places), level)
+            for workers, part in rows_of.items():
+                calls += batch.split(Call(number, tuple(part), BATCH, workers), level)
         return calls
 
     def _make_all(self, calls: Sequence[Call], batch: Batch) -> list[Call]:
@@ -344,21 +347,26 @@ class RewardRunner(contextlib.AbstractContextManager):
         failed.
         """
         # A job is a list of calls that are made at once: those of async functions, or a single one.
-        # After a process has ended under an async function, each of its calls is made alone.
-        jobs = defaultdict(lambda: defaultdict(list))
+        jobs = defaultdict(list)
+        async_calls = defaultdict(list)
         for call in calls:
-            is_async = self._infos[call.function].is_async
-            key = "async" if is_async and call.function not in batch.alone else call
-            jobs[call.places][key].append(call)
+            # After a process has ended under an async function, each of its calls is made alone.
+            if self._infos[call.function].is_async and call.function not in batch.called_alone:
+                async_calls[call.workers].append(call)
+            else:
+                jobs[call.workers].append([call])
+        for workers, at_once in async_calls.items():
+            jobs[workers].append(at_once)
 
         futures = []
         # Jobs of this process keep this thread busy, while the workers do the others.
-        for places in sorted(jobs, key=lambda places: isinstance(places[0], Here)):
+        for workers in sorted(jobs, key=lambda workers: isinstance(workers[0], Here)):
             # Each of the workers takes the next job, so that one that hangs holds up a single one.
-            queue = iter(jobs[places].values())
-            for worker in places:
+            # Threads may share the iterator of a list: taking an item is one operation.
+            queue = iter(jobs[workers])
+            for worker in workers:
                 futures.append(worker.submit(self._make, queue, worker, batch))
-        # The result has nothing, but an exception of the thread is raised here.
+        # An exception of a thread is raised here.
         for future in futures:
             future.result()
 
@@ -387,7 +395,7 @@ class RewardRunner(contextlib.AbstractContextManager):
 
             answers = worker.ask([batch.request(call) for call in made], self.timeout_s)
             if answers[0].is_worker_lost:
-                batch.alone.update(call.function for call in made)
+                batch.called_alone.update(call.function for call in made)
             if answers[0].is_worker_lost and len(made) > 1:
                 # Any of them may have hung or killed the worker, so that each function counts as if
                 # it had done so once, and each call is made alone.
@@ -432,8 +440,9 @@ class RewardRunner(contextlib.AbstractContextManager):
     def _record_failures(self, number: int, batch: Batch, result: RewardResult) -> None:
         """Count the rows in which a function failed, and log its failures.
 
-        They are logged once per run and type of error. Those with several rows too: a reward that
-        compares the completions of a prompt gives other values row by row.
+        They are logged once per run and type of error. A failure with several rows is logged even
+        if every smaller call succeeded, because a reward that compares the completions of a prompt
+        gives other values row by row.
         """
         name = self.names[number]
         retried = []

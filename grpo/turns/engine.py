@@ -65,7 +65,7 @@ class Conversation:
         self.schemas = tools.schemas_of(problem.columns)
         self.key_of_tool = {tool: info.key for info in infos for tool in info.tools}
 
-        # The completions of a group share the seed of the reset. Without a dataset, a row is a seed.
+        # The completions of a group share the seed of the reset. Without a dataset, it is the row.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
         if tools.owns_prompts:
             self.group_seed = problem.columns["seed"]
@@ -216,9 +216,11 @@ class Conversation:
 
     def _has_lost_environment(self, worker: Worker | Here, answer: Answer) -> bool:
         """True if a call shows that the environment is gone, with the worker or before it."""
+        if self.environment.key is None:
+            return False
         home = self.tools.worker_of(Place(self.environment.key, self.row))
         is_killed = answer.is_worker_lost and worker is home
-        return self.environment.key is not None and (is_killed or isinstance(answer.value, UserError))
+        return is_killed or isinstance(answer.value, UserError)
 
     def _next_seed(self) -> int:
         self.num_seeds += 1
@@ -353,7 +355,11 @@ class TurnsEngine:
                 futures.append(tools.submit(conversation.row, conversation.end, completion))
         completions = [future.result() for future in futures]
         self._warn_of_failures(conversations)
-        return [Group(group[0].problem, tuple(completions[p * G : (p + 1) * G])) for p, group in enumerate(groups)]
+        finished = []
+        for p, group in enumerate(groups):
+            of_problem = completions[p * G : (p + 1) * G]
+            finished.append(Group(group[0].problem, tuple(of_problem)))
+        return finished
 
     def _add_to_prompt(self, group: Sequence[Conversation], texts: Sequence[Any]) -> None:
         """Put what the resets of a group said behind the last message of its prompt.

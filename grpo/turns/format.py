@@ -185,7 +185,8 @@ class TurnFormat:
         Before that turn stand ``num_earlier`` turns with the same answers.
         """
         templates = self.tokenizer.chat_template
-        # A template that knows of thinking may drop that of earlier turns, which must be noticed.
+        # Some templates drop the thinking of earlier turns. The turn has some, so that the check
+        # below notices.
         thought = THOUGHT if "<think>" in str(templates) else ""
         turn = {"role": "assistant", "content": thought + SAID}
         name = None
@@ -205,7 +206,7 @@ class TurnFormat:
         for token in self._ends:
             if token in start[start.rfind(SAID) :]:
                 end = max(end, start.rfind(token) + len(token))
-        if not end:  # GLM's is the beginning of the next message
+        if not end:  # GLM ends a turn by the beginning of the next message
             raise ValueError("it ends no turn with an EOS token")
         if whole[:end] != start[:end]:
             raise ValueError("it changes earlier turns, as Qwen3's drops their thinking")

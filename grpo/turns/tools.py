@@ -22,10 +22,10 @@ from grpo.rewards.functions import ENVIRONMENT_PREFIX, source_files
 from grpo.turns.sessions import Info, LoadedEnvironment, LoadedTool, load_named
 from grpo.workers import Here, Pool, Request, Worker
 
-MAX_WORKERS = 8
+DEFAULT_NUM_WORKERS = 8
 """Worker processes per rank, if ``reward.num_workers`` is not set: most tools wait for others."""
 MAX_MEMORY_BYTES = 8 * 1024**3
-"""Of the data of one worker. A tool that asks for more gets Python's MemoryError."""
+"""Most bytes of the data of one worker. A tool that asks for more gets Python's MemoryError."""
 TOOL = "tool"
 ENVIRONMENT = "environment"
 """The kinds of objects in the workers. The column of this name chooses the environment of a row,
@@ -51,7 +51,7 @@ class Tools:
         self.function_object: Callable[..., Any] | None = None
         self.owns_prompts = config.data.dataset == ENVIRONMENT_ROWS
         """True if the prompts are those of the environment's reset."""
-        self.pool = Pool(config.reward.num_workers or MAX_WORKERS, MAX_MEMORY_BYTES)
+        self.pool = Pool(config.reward.num_workers or DEFAULT_NUM_WORKERS, MAX_MEMORY_BYTES)
         self.notes = self.pool.notes
         """Messages of :meth:`load` for the user, one line each."""
         self.tools: list[Info] = []
@@ -215,7 +215,7 @@ class Tools:
             worker = self.worker_of(Place(None, row))
             return worker.submit(job, *arguments)
         # The tools seed the global generators, which this process uses too.
-        # They are as before afterwards, so that tools change nothing of a user's reward here.
+        # They are restored, so that tools change nothing of a user's reward here.
         state = random.getstate()
         numpy_state = numpy.random.get_state()
         done = self.pool.here.submit(job, *arguments)

@@ -66,8 +66,8 @@ class Answer:
     """The result of one request."""
 
     kind: str = "ok"
-    """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process ended;
-    ``"skipped"``: the request was not made."""
+    """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process ended,
+    or ``"skipped"``: the request was not made."""
     value: Any = None
     """What the method returned; of an error, the exception if it is a :class:`UserError`."""
     message: str = ""

@@ -80,8 +80,8 @@ class WorkerProcess:
     def ask(self, requests: Sequence[Request], limit_s: float) -> list[Answer]:
         """Return the answers of the process's :class:`grpo.workers.host.Host`.
 
-        If there is no answer within the limit and some grace, the process is killed, and that is the
-        answer to each request.
+        If there is no answer within the limit and some grace, the process is killed, and each
+        request gets that as its answer.
         """
         started = time.perf_counter()
         # By cloudpickle: the worker cannot import the classes of the user's script.
@@ -152,7 +152,7 @@ class WorkerProcess:
 
 
 def _worker_sys_path(directory: str) -> list[str]:
-    """Our ``sys.path`` with the working folder last: a ``json.py`` there replaces no standard module.
+    """Our ``sys.path`` with the working folder last, where a ``json.py`` replaces no standard module.
 
     The folder of this package keeps its place.
     """

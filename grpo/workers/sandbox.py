@@ -24,7 +24,7 @@ class SandboxUnavailable(ValueError):
 class SandboxError(RuntimeError):
     """The sandbox failed before the code ran.
 
-    What fails later is a failed test, because the code can be its cause.
+    A failure after that is a failed test, because the code can be its cause.
     """
 
 

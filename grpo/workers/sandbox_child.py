@@ -34,9 +34,10 @@ del sys.path[-1], sys.modules["sandbox_linux"]
 
 def main() -> None:
     """Confine this process, run each test of the job in a child, and report the results."""
-    # A caller may have ignored it; then no child could be waited for.
+    # If the caller ignores SIGCHLD, so does this process, and waitpid would find no child.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Process 1 of a namespace gets only the signals that it handles. Python handles this one.
+    # Process 1 of a namespace gets only the signals that it handles. Python handles SIGINT, by which
+    # a test could interrupt the driver.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = SimpleNamespace(**json.load(sys.stdin))
 
@@ -173,7 +174,7 @@ def _run_code(job: SimpleNamespace, test: dict, output: int) -> None:
         with contextlib.suppress(ValueError):
             resource.setrlimit(limit, (value, value))
 
-    # A new one: it may be a file, which can seek, and was a pipe.
+    # Opened anew: descriptor 0 may be a file now, which can seek, and was a pipe.
     sys.stdin = sys.__stdin__ = os.fdopen(0)
     sys.stdout.reconfigure(errors="strict")
     # The module site, which is not imported, defines these.

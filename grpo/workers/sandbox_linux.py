@@ -32,12 +32,14 @@ NOBODY = 65534
 WORK = "/sandbox"
 """The working folder inside the sandbox. It contains no Python installation."""
 
-# What is denied to the driver and the tests: names, and numbers on x86_64 and aarch64. Programming
-# exercises need none of them. The first row is the machine's own number in seccomp.
+# The system calls that are denied to the driver and the tests: names, and numbers on x86_64 and
+# aarch64. Programming exercises need none of them. The first row is no system call, but the number
+# that seccomp has for the machine.
 _SYSTEM_CALLS = """
 architecture        0xC000003E  0xC00000B7
 
-# The three that are denied for some arguments only.
+# The filter treats these three apart: clone and prlimit64 are denied for some arguments, clone3
+# always.
 clone               56          220
 clone3              435         435
 prlimit64           302         261
