@@ -132,7 +132,7 @@ class Conversation:
         reward = None
         if environment.has_reward and not self.failure:
             if not environment.steps:
-                reward = self._ask(environment.key, "get_reward").value
+                reward = self._ask(environment.key, "get_reward", self._next_seed()).value
             # A turn without a reward leaves the completion without one.
             elif None not in self.rewards:
                 reward = float(sum(self.rewards))

@@ -2,17 +2,18 @@
 
 An environment never leaves its process. It is constructed once for each slot and reset for each
 completion that gets the slot, as TRL does, so that a client of a server holds one session however
-many completions there are. If the process is killed, its environments are gone, and calls of them
+many completions there are. Those of SkyRL-gym have no reset: each completion gets a new one. If the process is killed, its environments are gone, and calls of them
 fail until the next reset.
 """
 
+import asyncio
 import contextlib
 import functools
 import inspect
 import math
 import random
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,10 @@ from grpo.rewards import functions
 from grpo.system import UserError, first_line
 from grpo.turns.builtin import TOOLS
 from grpo.workers import then
-from grpo.workers.host import CAUGHT
 
 MAX_RESULT_LENGTH = 2**20
 """Characters of a tool's result that the trainer gets."""
-NOT_TOOLS = ("reset", "get_reward")
+NOT_TOOLS = ("reset", "get_reward", "close")
 
 Message = dict[str, Any]
 """A chat message."""
@@ -75,7 +75,10 @@ class LoadedTool:
     def call(self, slot: int, name: str, arguments: dict[str, Any], seed: int) -> Any:
         """Return the result as the model reads it."""
         set_seed(seed)
-        return then(self._function(**arguments), as_content)
+        tool = self._function
+        # Not tool(**arguments): the model cannot choose an argument that is filled in.
+        result = tool.func(*tool.args, **arguments, **tool.keywords)
+        return then(result, as_content)
 
 
 class LoadedEnvironment:
@@ -91,6 +94,9 @@ class LoadedEnvironment:
         self._make = make or load_named("environment", spec, {})
         self.slots: dict[int, Any] = {}
         """Row of the rollout -> its environment."""
+        self._used_up: set[int] = set()
+        """The slots whose environment is not reset again."""
+        self._closing: list[Awaitable[Any]] = []
 
     def describe(self) -> Info:
         """Construct an environment for its facts. This imports transformers."""
@@ -116,14 +122,18 @@ class LoadedEnvironment:
 
         Returns what it adds to the prompt: text, or messages in place of the prompt, or None.
         """
+        if slot in self._used_up:
+            self._retire(slot)
         if slot not in self.slots:
-            # Its constructor may draw too.
-            set_seed(slot)
+            # Constructors may draw too. All draw the same, on any number of ranks.
+            set_seed(0)
             self.slots[slot] = self._make()
-        # One whose reset fails is not used again.
-        environment = self.slots.pop(slot)
+        environment = self.slots[slot]
+        is_sky_rl = _is_sky_rl(environment)
+        # One of SkyRL-gym serves one episode, and one whose reset fails may be broken.
+        self._used_up.add(slot)
         set_seed(seed)
-        if _is_sky_rl(environment):
+        if is_sky_rl:
             found = environment.init(row["prompt"])
         else:
             # A reset with **row alone gets no seed, as in TRL.
@@ -132,7 +142,8 @@ class LoadedEnvironment:
             found = environment.reset(**_accepted(environment.reset, row))
 
         def prompt_of(found: Any) -> str | list[Message] | None:
-            self.slots[slot] = environment
+            if not is_sky_rl:
+                self._used_up.discard(slot)
             if _steps(environment):
                 if isinstance(found, tuple):  # Gymnasium and SkyRL-gym: observation, info
                     found = found[0]
@@ -158,20 +169,28 @@ class LoadedEnvironment:
         set_seed(seed)
         return then(environment.step(action), _step_result)
 
-    def get_reward(self, slot: int) -> Any:
+    def get_reward(self, slot: int, seed: int) -> Any:
         """Return the reward that the environment gives itself."""
-        return then(self._environment(slot).get_reward(), as_reward)
+        environment = self._environment(slot)
+        set_seed(seed)
+        return then(environment.get_reward(), as_reward)
 
     async def close(self) -> None:
         """Close every environment that has ``close``."""
-        for environment in self.slots.values():
-            # The user's code: an error of one leaves the others.
-            with contextlib.suppress(*CAUGHT):
-                close = getattr(environment, "close", bool)
-                closed = close()
-                if inspect.isawaitable(closed):
-                    await closed
-        self.slots.clear()
+        for slot in list(self.slots):
+            self._retire(slot)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        self._closing.clear()
+
+    def _retire(self, slot: int) -> None:
+        """Close the environment of a slot, which is not used again."""
+        environment = self.slots.pop(slot)
+        self._used_up.discard(slot)
+        # The user's code: an error of one leaves the others. Most have no close().
+        with contextlib.suppress(Exception, SystemExit):
+            closed = environment.close()
+            if inspect.isawaitable(closed):
+                self._closing.append(closed)
 
     def _environment(self, slot: int) -> Any:
         if slot not in self.slots:

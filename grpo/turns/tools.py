@@ -6,6 +6,7 @@ to a database, is loaded in this process instead.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -191,9 +192,11 @@ class Tools:
     def keep_groups_together(self) -> None:
         """Give the rows of a group one worker.
 
-        A reward that compares their environments has all of them there.
+        A reward that compares their environments has all of them there. Groups of evaluations may
+        be of another size.
         """
-        self._rows_per_worker = self.config.rollout.num_generations
+        config = self.config
+        self._rows_per_worker = math.lcm(config.rollout.num_generations, config.eval.num_samples)
 
     def worker_of(self, place: Place) -> Worker | Here:
         """The worker where an environment lives."""

@@ -231,4 +231,7 @@ def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
         # time.
         if os.getpid() != own_id:
             os._exit(0)
-        connection.send(answers)
+        try:
+            connection.send(answers)
+        except Exception as error:  # of any type: what an object returned cannot be pickled
+            connection.send([failure(error)] * len(answers))

@@ -33,6 +33,7 @@ class Worker:
     ):
         self._sources = sources
         self._start = start
+        self._is_closing = False
         self._thread: ThreadPoolExecutor | None = None
         self._process: WorkerProcess | Host | None = None
 
@@ -47,6 +48,9 @@ class Worker:
 
         A process that does not answer in time is killed.
         """
+        if self._is_closing:
+            answer = Answer("died", message="its worker is closing", is_worker_lost=True)
+            return [answer] * len(requests)
         process = self._process
         if process is None or process.has_ended:
             self.end()
@@ -83,11 +87,14 @@ class Worker:
         """
         thread = self._thread
         self._thread = None
+        # The thread's last job ends soon: it gets no process for further requests.
+        self._is_closing = True
         self.end()
         if thread is not None:
             thread.shutdown(cancel_futures=True)
-            # The thread's last job may have started another process.
+            # It may have started one just before.
             self.end()
+        self._is_closing = False
 
     def begin_step(self) -> None:
         """Print some output of the process again."""

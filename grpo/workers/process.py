@@ -101,6 +101,10 @@ class WorkerProcess:
             # The process has ended, or an object has written something else to the connection.
             answer = self._lost(limit_s, error)
             return [replace(answer, seconds=time.perf_counter() - started)] * len(requests)
+        except BaseException:
+            # After a Ctrl-C in this thread, the answer would be taken for that of the next request.
+            self.end()
+            raise
         finally:
             limit.cancel()
             # A late kill must not hit the next message.

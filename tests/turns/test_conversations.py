@@ -249,6 +249,50 @@ def test_an_environment_lives_in_its_worker(policy, monkeypatch, tmp_path):
     assert Counter(log.read_text().split()) == {"made": 5, "reset": 12, "closed": 5}
 
 
+def test_an_environment_whose_reset_fails_is_closed_and_replaced(policy, monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    monkeypatch.setenv("READER_LOG", str(log))
+    reasons = []
+    for times in (2, 3):
+        (c,) = play(policy, [["<line></line>", "ok"]], f"environment={USER}:Fickle", times=times)
+        reasons.append(c.stop_reason)
+    assert reasons == ["failed", "stop"]
+    assert Counter(log.read_text().split()) == {"made": 5, "reset": 5, "closed": 5}
+
+
+def test_an_environment_of_skyrl_serves_one_episode(policy):
+    for completion in play(policy, [["a"] * 9] * 2, f"environment={USER}:Episode", times=2):
+        assert completion.num_turns == 3 and completion.environment_reward == 3.0
+
+
+def test_random_numbers_of_environments(policy):
+    """Constructors all draw the same; calls and get_reward draw by step, problem and sample."""
+    script = [["<draw></draw>", "ok"]] * 4
+    settings = [f"environment={USER}:Born", "reward.num_workers=3"]
+    rewards = [RewardSpec(f"{USER}:secret_of")]
+    first = play(policy, script, *settings, rewards=rewards)
+    assert len({secret for secret, _ in play.result.values}) == 1
+    assert len({own for _, own in play.result.values}) == 4
+    again = play(policy, script, *settings, rewards=rewards)
+    assert [c.environment_reward for c in again] == [c.environment_reward for c in first]
+    assert [results(c) for c in again] == [results(c) for c in first]
+
+
+def test_the_model_cannot_choose_an_argument_that_is_filled_in(policy):
+    call = '<tool_call>{"name": "repeat", "arguments": {"word": "a", "most": 9}}</tool_call>'
+    tool = f"tools=[{{name: '{USER}:repeat', args: {{most: 2}}}}]"
+    (c,) = play(policy, [["<repeat>b</repeat>", call, "ok"]], tool)
+    allowed, refused = results(c)
+    assert allowed == "bb" and "multiple values for keyword argument 'most'" in refused
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_of_its_call(policy):
+    tools = f"tools=['{USER}:unsendable', '{USER}:lookup']"
+    (c,) = play(policy, [["<unsendable>b</unsendable><lookup>one</lookup>", "ok"]], tools)
+    error, result = results(c)
+    assert "pickle" in error and result == "1"
+
+
 def test_an_evaluation_needs_no_more_environments_than_a_step(policy):
     for settings, expected in (["tools=[calculator]"], 256), ([f"environment={USER}:Counter"], 8 * 8 // 4):
         config = load_config(["data.dataset=builtin:arithmetic", *settings])

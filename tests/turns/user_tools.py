@@ -226,10 +226,65 @@ class Reader:
     async def get_reward(self):
         return float(len(list(self.file)))
 
-    async def _close(self):
+    async def close(self):
         self._log("closed")
 
-    def __getattr__(self, name):  # not a method of the class, and so no tool
-        if name == "close":
-            return self._close
-        raise AttributeError(name)
+
+class Fickle(Reader):
+    """Its second reset fails."""
+
+    def reset(self, **row):
+        super().reset()
+        self.num_resets = getattr(self, "num_resets", 0) + 1
+        if self.num_resets == 2:
+            raise OSError("the connection is lost")
+
+
+class Born:
+    """Draws when it is made and when it gives its reward."""
+
+    def __init__(self):
+        self.secret = random.random()
+
+    def reset(self, **row):
+        pass
+
+    def draw(self) -> str:
+        """Draw a number."""
+        return str(random.random())
+
+    def get_reward(self):
+        return random.random()
+
+
+class Episode:
+    """SkyRL-gym: one object for one episode, whose turns it counts from its constructor on."""
+
+    def __init__(self):
+        self.turns = 0
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        return {"observations": [], "reward": 1.0, "done": self.turns == 3, "metadata": {}}
+
+
+def repeat(word: str, most: int = 1) -> str:
+    """Say a word again.
+
+    Args:
+        word: the word
+        most: how often
+    """
+    return word * most
+
+
+def unsendable(word: str) -> list:
+    """Return what cannot be sent.
+
+    Args:
+        word: the word
+    """
+    return [{"role": "user", "content": word, "callback": lambda: word}]
