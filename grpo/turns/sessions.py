@@ -2,8 +2,8 @@
 
 An environment never leaves its process. It is constructed once for each slot and reset for each
 completion that gets the slot, as TRL does, so that a client of a server holds one session however
-many completions there are. Those of SkyRL-gym have no reset: each completion gets a new one. If the process is killed, its environments are gone, and calls of them
-fail until the next reset.
+many completions there are. Those of SkyRL-gym have no reset: each completion gets a new one. If the
+process is killed, its environments are gone, and calls of them fail until the next reset.
 """
 
 import asyncio
