@@ -21,40 +21,43 @@ DEFAULT_FORMAT = rf"\s*<think>{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
 MINUS_SIGNS = str.maketrans("\u2212\u2012\u2013\ufe63\uff0d", "-----")
 """For ``str.translate``: the Unicode characters that are read as a minus sign."""
 
-# The patterns are compiled at their first use; the module ``re`` keeps them.
-_BOX = r"\\(?:boxed|fbox)\s*\{"
-_BRACE = r"(?s)\\.|[{}]"  # a backslash takes the next character with it: \{ is no brace
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"(?s)\\.|[{}]")  # a backslash takes the next character with it: \{ is no brace
 
-_NOT_OF_A_NUMBER = r"""(?x)
+_NOT_OF_A_NUMBER = re.compile(
+    r"""(?x)
     # LaTeX between the digits of thousands: 1{,}000, 1,\!000, 1\,000, 1\ 000.
     (?<=[0-9]) (?: \{,\} | ,\\! | \\[,:;\ ] ) (?=[0-9]{3}(?![0-9]))
     # A currency sign. A dollar sign alone may be a delimiter of LaTeX and stays.
     # So does a sign between two digits, which parts two numbers.
     | (?:\\\$|[€£]) (?![0-9])
     | (?<!\w) (?:\\\$|[€£])
-"""
+    """
+)
 
 # Possessive quantifiers (\s*+): the time of several \s* in a row grows with a power of the length
 # of a run of spaces.
-_NUMBER = r"""(?x)
-    \s*+ (?:=\s*+)?                                     # "= 5"
-    (?P<number>
-        (?: [+-] \s*+ \$?+ \s*+ | \$?+ \s*+ [+-]?+ )    # a sign on one side of "$"
-        (?=\.?[0-9]) (?: [0-9]{1,3}(?:,[0-9]{3})+ | [0-9]* )
-        (?:\.[0-9]*)?
-        (?:[eE][+-]?[0-9]{1,3})?
-    )
+_NUMBER = re.compile(
+    r"""(?x)
+    (?:=\s*+)?                                         # "= 5"
+    (?P<sign>[+-]?) \s*+ \$? \s*+ (?P<inner>[+-]?)
+    (?=\.?[0-9]) (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]*)
+    (?P<decimals>\.[0-9]*)?
+    (?:[eE](?P<exponent>[+-]?[0-9]{1,3}))?
     (?:\s*+/\s*+(?P<denominator>0*+[1-9][0-9]*))?
-    \s*+ (?:\\?%)? \s*+ \$? \.? \s*+                    # "50%", "$5$", "5."
-"""
+    \s*+ (?:\\?%)? \s*+ \$? \.?                        # "50%", "$5$", "5."
+    """
+)
 
 # A minus is read as a sign only where it cannot be a subtraction: the last number of "10-5" is 5,
 # not -5.
-_LAST_NUMBER = r"""(?x)
+_LAST_NUMBER = re.compile(
+    r"""(?x)
     (?:\$- | (?:(?<![\w)\]])-)? \$?)
     (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ | (?<![0-9])\.[0-9]+)
     (?:\.[0-9]+)? (?:[eE][+-]?[0-9]{1,3}(?!\w))?
-"""
+    """
+)
 
 
 def reference_texts(answer: object) -> list[str]:
@@ -121,16 +124,14 @@ def tag_content(text: str, tag: str) -> str | None:
     ``None`` also if the tag lies inside the thinking: the next tag of thinking after it is
     ``</think>``.
     """
-    name = re.escape(tag)
-    other = f"(?:(?!</?{name}>).)*+"
-    match = re.fullmatch(
-        rf"""(?sx)
-        {other} <{name}> (?P<content>{other}) </{name}>
-        (?! (?:(?!</?think>).)*+ </think> )    # the next tag of thinking
-        {other}""",
-        text,
-    )
-    return match and match["content"]
+    opening = f"<{tag}>"
+    closing = f"</{tag}>"
+    _, _, after = text.partition(closing)
+    thought, end_of_thinking, _ = after.partition("</think>")
+    is_thought = end_of_thinking and "<think>" not in thought
+    if is_thought or text.count(opening) != 1 or text.count(closing) != 1:
+        return None
+    return last_tag_content(text, tag)
 
 
 def last_tag_content(text: str, tag: str) -> str | None:
@@ -144,11 +145,11 @@ def boxed_content(text: str) -> str | None:
     """The text inside the last ``\\boxed{...}`` or ``\\fbox{...}``, or ``None`` if it is missing or
     not closed.
     """
-    *before, content = re.split(_BOX, text)
+    *before, content = _BOX.split(text)
     if not before:
         return None
     depth = 1
-    for brace in re.finditer(_BRACE, content):
+    for brace in _BRACE.finditer(content):
         if brace[0] == "{":
             depth += 1
         elif brace[0] == "}":
@@ -174,7 +175,7 @@ def extract_answer(text: str, mode: str = "strict", tag: str = "answer") -> str 
     if mode == "strict":
         content = tag_content(text, tag)
     elif mode == "lenient":
-        numbers = re.findall(_LAST_NUMBER, plain_numbers(text))
+        numbers = _LAST_NUMBER.findall(plain_numbers(text))
         content = numbers and numbers[-1]
     elif mode == "boxed":
         content = boxed_content(after_thinking(text))
@@ -196,7 +197,7 @@ def plain_numbers(text: str) -> str:
 
     LaTeX between the digits of thousands goes, too: ``-\\$1{,}000`` becomes ``-1000``.
     """
-    return re.sub(_NOT_OF_A_NUMBER, "", text.translate(MINUS_SIGNS))
+    return _NOT_OF_A_NUMBER.sub("", text.translate(MINUS_SIGNS))
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -206,14 +207,21 @@ def parse_number(text: str) -> Fraction | None:
     currency sign, a percent sign (ignored: ``50%`` is 50), a leading ``=``, a trailing period, and
     these in LaTeX (``\\$1{,}000``, ``1\\,000``, ``50\\%``).
     """
-    if len(text.strip()) > LONGEST_NUMBER:
+    text = text.strip()
+    if len(text) > LONGEST_NUMBER:
         return None
-    match = re.fullmatch(_NUMBER, plain_numbers(text))
-    if match is None:
+    match = _NUMBER.fullmatch(plain_numbers(text).strip())
+    if match is None or (match["sign"] and match["inner"]):
         return None
-    # "- $1,000.5" is "-1000.5" for Fraction.
-    number = re.sub(r"[$,\s]", "", match["number"])
-    return Fraction(number) / int(match["denominator"] or 1)
+
+    whole = match["whole"].replace(",", "")
+    decimals = (match["decimals"] or "").removeprefix(".")
+    denominator = int(match["denominator"] or 1)
+    value = Fraction(int(whole + decimals), 10 ** len(decimals) * denominator)
+    if match["exponent"]:
+        value *= Fraction(10) ** int(match["exponent"])
+    is_negative = "-" in (match["sign"], match["inner"])
+    return -value if is_negative else value
 
 
 def comparable(answer: object) -> Fraction | str:
