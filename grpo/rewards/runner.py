@@ -3,16 +3,19 @@ training process.
 
 ``B`` rows (completions), ``F`` functions. A group is a run of neighbouring rows with equal prompts.
 
-How a function that hangs is ended:
+A function that hangs is ended in five steps:
 
-1. The first call has the whole batch and runs in a worker process. A timer kills that process a
-   second after ``timeout_s`` (:meth:`grpo.workers.process.WorkerProcess.ask`).
+1. The first call has the whole batch, unless the function asks for rows or was too slow before. It
+   runs in a worker process, which a timer kills a second after ``timeout_s``
+   (:meth:`grpo.workers.process.WorkerProcess.ask`). An async function that waits is cancelled at
+   ``timeout_s``, and its worker lives on (:meth:`grpo.workers.host.Host.ask`).
 2. The answer to the call is then of the kind ``"timeout"``. It is ``"died"`` for a function that
-   has killed its worker, and ``"error"`` for one that raised (:meth:`RewardRunner._make`).
+   has killed its worker, and ``"error"`` for one that raised.
 3. A call that failed is made again for each of its groups, and where a group fails too, for each of
-   its rows, each with ``timeout_s`` and in a new process if need be (:meth:`Batch.split`).
+   its rows, each with ``timeout_s`` and in a new process if need be
+   (:meth:`RewardRunner._make_all`, :meth:`Batch.split`).
 4. After ``MAX_LOST_WORKERS`` groups that hung or killed a worker, the other groups go straight to
-   rows; after so many rows, the others are not called (``SKIPPED``).
+   rows; after so many rows, the others are not called (:meth:`RewardRunner._make`).
 5. A row that fails alone has the value ``None`` and is counted, and the first failure of each kind
    is logged (:meth:`RewardRunner._record_failures`).
 
@@ -111,7 +114,7 @@ class Call:
     level: int
     """BATCH, GROUP or ROW."""
     workers: tuple[Worker, ...]
-    """The workers of which one makes it."""
+    """Any one of these makes it."""
 
 
 class Batch:
@@ -155,7 +158,8 @@ class Batch:
         part = {}
         for name, entries in self.inputs.items():
             part[name] = [entries[row] for row in call.rows]
-        # Columns may hold objects of the user's script, whose classes a worker cannot import.
+        # Pickled apart, so that each call gets a copy of its own, and a column that a worker cannot
+        # read is an error of this call.
         return Request(call.function, "score", (cloudpickle.dumps((part, self.trainer_state)),))
 
 

@@ -1,7 +1,7 @@
 """Plays conversations: an engine samples turns of the model, and tools or an environment answer.
 
-:meth:`TurnsEngine.generate` has a :class:`Conversation` for each completion. Its methods run in the
-thread of the worker that the row has, in this order:
+:meth:`TurnsEngine.generate` has a :class:`Conversation` for each completion. The methods of a
+conversation run in the thread of the worker that its row has, in this order:
 
 1. ``begin`` resets the environment, which may add to the prompt,
 2. ``reply`` gets each turn that the engine samples: the format reads it as a message and the calls
@@ -10,7 +10,7 @@ thread of the worker that the row has, in this order:
 3. ``end`` asks for the environment's own reward, and makes the record of the completion.
 
 A call that fails, or whose worker is killed, is a result that the model reads. If a reset, a step
-or ``get_reward`` fails, or the environment's worker is killed, the completion has no reward.
+or ``get_reward`` fails, or a call finds that the environment is gone, the completion has no reward.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ class Conversation:
                 reward = float(sum(self.rewards))
         stop_reason = "failed" if self.failure else self.stop_reason or "length"
         return Turns(
-            completion.ids,
-            self.texts[-1],
-            stop_reason != "length",
-            completion.sampling_logprobs,
-            completion.allowed,
+            ids=completion.ids,
+            text=self.texts[-1],
+            finished=stop_reason != "length",
+            sampling_logprobs=completion.sampling_logprobs,
+            allowed=completion.allowed,
             loss_mask=completion.loss_mask,
             messages=tuple(self.messages),
             stop_reason=stop_reason,
@@ -209,9 +209,9 @@ class Conversation:
         known = {"timeout": f"no result within {limit_s:g} seconds", "died": "the tool has died"}
         error = known.get(answer.kind) or answer.message or answer.error.partition(":")[0]
         if method != "call":
-            self.failure = f"{method}: {answer.error or error}"
+            self.failure = f"{method}: {answer.error or answer.message}"
         elif self._has_lost_environment(worker, answer):
-            self.failure = f"{arguments[0]}: {error}"
+            self.failure = f"{arguments[0]}: {answer.message}"
         return Answer("error", message=error, seconds=answer.seconds)
 
     def _has_lost_environment(self, worker: Worker | Here, answer: Answer) -> bool:

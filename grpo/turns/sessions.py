@@ -12,7 +12,6 @@ import functools
 import inspect
 import math
 import random
-import sys
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +95,6 @@ class LoadedEnvironment:
         """Row of the rollout -> its environment."""
         self._used_up: set[int] = set()
         """The slots whose environment is not reset again."""
-        self._closing: list[Awaitable[Any]] = []
 
     def describe(self) -> Info:
         """Construct an environment for its facts. This imports transformers."""
@@ -122,8 +120,10 @@ class LoadedEnvironment:
 
         Returns what it adds to the prompt: text, or messages in place of the prompt, or None.
         """
-        if slot in self._used_up:
-            self._retire(slot)
+        closed = self._retire(slot) if slot in self._used_up else None
+        return then(closed, lambda _: self._reset(slot, row, seed))
+
+    def _reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
         if slot not in self.slots:
             # Constructors may draw too. All draw the same, on any number of ranks.
             set_seed(0)
@@ -177,12 +177,10 @@ class LoadedEnvironment:
 
     async def close(self) -> None:
         """Close every environment that has ``close``."""
-        for slot in list(self.slots):
-            self._retire(slot)
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        self._closing.clear()
+        closed = [self._retire(slot) for slot in list(self.slots)]
+        await asyncio.gather(*filter(None, closed))
 
-    def _retire(self, slot: int) -> None:
+    def _retire(self, slot: int) -> Awaitable[None] | None:
         """Close the environment of a slot, which is not used again."""
         environment = self.slots.pop(slot)
         self._used_up.discard(slot)
@@ -190,12 +188,18 @@ class LoadedEnvironment:
         with contextlib.suppress(Exception, SystemExit):
             closed = environment.close()
             if inspect.isawaitable(closed):
-                self._closing.append(closed)
+                return _finish_quietly(closed)
+        return None
 
     def _environment(self, slot: int) -> Any:
         if slot not in self.slots:
             raise UserError("its environment was in a worker process that was killed")
         return self.slots[slot]
+
+
+async def _finish_quietly(closed: Awaitable[Any]) -> None:
+    with contextlib.suppress(Exception, SystemExit):
+        await closed
 
 
 def load_named(kind: str, spec: str, builtin: Mapping[str, Any]) -> Any:
@@ -214,11 +218,11 @@ def load_named(kind: str, spec: str, builtin: Mapping[str, Any]) -> Any:
 
 def set_seed(seed: int) -> None:
     """Seed the global generators, so that a tool that draws from them gives the same again."""
+    # Imported here, and by the first call: a tool may import it later.
+    import numpy
+
     random.seed(seed)
-    # A tool that draws from numpy has imported it; for others that would take a second.
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
 
 
 def _steps(environment: Any) -> bool:
@@ -277,7 +281,8 @@ def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
 
 def _step_result(found: Any) -> tuple[list[Message], float | None, bool]:
     if isinstance(found, tuple):  # Gymnasium: observation, reward, terminated, truncated, info
-        observation, reward, *ends, _ = found
+        observation, reward, *ends = found
+        ends = [end for end in ends if not isinstance(end, dict)]
     elif isinstance(found, dict):  # SkyRL-gym
         observation = found["observations"]
         reward = found["reward"]
@@ -286,7 +291,8 @@ def _step_result(found: Any) -> tuple[list[Message], float | None, bool]:
         observation = found.observation
         reward = found.reward
         ends = [found.done]
-    if observation in (None, []):  # the next turn begins all the same
+    is_empty = isinstance(observation, list) and not observation
+    if observation is None or is_empty:  # the next turn begins all the same
         observation = ""
     content = as_content(observation)
     if isinstance(content, str):

@@ -151,7 +151,8 @@ def then(result: Any, convert: Callable[[Any], Any]) -> Any:
         return convert(result)
 
     async def finish() -> Any:
-        return convert(await result)
+        value = convert(await result)
+        return await value if inspect.isawaitable(value) else value
 
     return finish()
 

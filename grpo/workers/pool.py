@@ -55,6 +55,8 @@ class Worker:
         if process is None or process.has_ended:
             self.end()
             process = self._process = self._start()
+            if self._is_closing:  # since the line above
+                self.end()
         for request in requests:
             key = request.key
             if key in process.loaded:
@@ -80,20 +82,21 @@ class Worker:
         if process is not None:
             process.end()
 
+    def refuse(self) -> None:
+        """Kill the process, and start no other for the jobs that wait or run."""
+        self._is_closing = True
+        self.end()
+
     def close(self) -> None:
         """Kill the process and end the thread, without the jobs that wait.
 
         A later job starts others.
         """
+        self.refuse()
         thread = self._thread
         self._thread = None
-        # The thread's last job ends soon: it gets no process for further requests.
-        self._is_closing = True
-        self.end()
         if thread is not None:
             thread.shutdown(cancel_futures=True)
-            # It may have started one just before.
-            self.end()
         self._is_closing = False
 
     def begin_step(self) -> None:
@@ -160,7 +163,8 @@ class Pool:
         request = Request(key, "describe")
         first = self.here if here else self.workers[0]
         (answer,) = first.submit(first.ask, [request], LOAD_SECONDS).result()
-        if answer.kind != "ok" and user_object is not None:
+        # Not one that has hung or killed its worker: here it would do that to the trainer.
+        if answer.kind == "error" and user_object is not None:
             # It holds a connection, for example, or its class is not importable there.
             cause = answer.error or answer.message
             (answer,) = self.here.ask([request], LOAD_SECONDS)
@@ -202,8 +206,8 @@ class Pool:
                 said.append(worker.submit(worker.say_goodbye, goodbye))
             # A worker that is busy, or whose object does not answer, is not waited for.
             wait(said, CLOSE_SECONDS)
-        # All at once, since closing waits for each.
+        # All at once, since closing waits for the job that runs.
         for worker in self.workers:
-            worker.end()
+            worker.refuse()
         for worker in self.workers:
             worker.close()

@@ -160,7 +160,9 @@ def digits(completions, completion_ids, log_metric, log_extra, trainer_state, **
     log_metric("reported_step", trainer_state.global_step + trainer_state.epoch / 1000 + trainer_state.max_steps * 1000)
     if "0+1=" in kwargs["question"]:
         log_metric("on_one_rank", 7)
+    log_metric("loss", 7)
     log_extra("digits", counts)
+    log_extra("reward", counts)
     log_extra("note", [{"digits": count} for count in counts])
     return [count / 100 for count in counts]
 """
@@ -188,11 +190,12 @@ def test_rewards_of_a_trl_script_run_unchanged(tmp_path, random_model):
     assert first["rewards/digits/errors"] == 0 == first["rewards/correctness/errors"]
     assert first["logged/tokens_seen_by_reward"] == pytest.approx(first["completions/mean_length"])
     assert [first["logged/reported_step"], second["logged/reported_step"]] == pytest.approx([2000.0, 2001.0005])
+    assert first["logged/loss"] == 7.0 != first["loss"], "a name of the trainer's"
     assert {line.get("logged/on_one_rank") for line in (first, second)} == {7.0, None}
     for record in read_samples(tmp_path / "run" / "completions" / "step_000001.parquet"):
         assert record["prompt"].endswith("+1="), "text as in the row"
         count = sum(c.isdigit() for c in record["completion"])
-        assert record["logged"] == {"digits": count, "note": f"{{'digits': {count}}}"}
+        assert record["logged"] == {"digits": count, "reward": count, "note": f"{{'digits': {count}}}"}
         assert record["rewards"]["digits"] == pytest.approx(count / 100)
 
 

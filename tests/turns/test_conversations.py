@@ -265,6 +265,12 @@ def test_an_environment_of_skyrl_serves_one_episode(policy):
         assert completion.num_turns == 3 and completion.environment_reward == 3.0
 
 
+def test_arrays_are_observations_and_a_step_may_have_three_values(policy):
+    (c,) = play(policy, [["go", "end", "never"]], f"environment={USER}:Array")
+    assert (c.stop_reason, c.rewards, results(c)) == ("environment", (0.5, 0.5), ["[1. 1.]"])
+    assert "[0. 0.]" in policy.tokenizer.decode(play.problems[0].prompt_ids)
+
+
 def test_random_numbers_of_environments(policy):
     """Constructors all draw the same; calls and get_reward draw by step, problem and sample."""
     script = [["<draw></draw>", "ok"]] * 4

@@ -8,6 +8,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 
+import numpy
+
 
 def lookup(word: str) -> str:
     """Look a word up.
@@ -269,6 +271,16 @@ class Episode:
     def step(self, action):
         self.turns += 1
         return {"observations": [], "reward": 1.0, "done": self.turns == 3, "metadata": {}}
+
+
+class Array:
+    """Observes arrays, and its step returns three values."""
+
+    def reset(self, seed):
+        return numpy.zeros(2)
+
+    def step(self, action):
+        return numpy.ones(2), numpy.float32(0.5), action == "end"
 
 
 def repeat(word: str, most: int = 1) -> str:
