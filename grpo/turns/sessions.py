@@ -71,7 +71,13 @@ class LoadedTool:
             functions.source_files(self._spec, function),
         )
 
-    def call(self, slot: int, name: str, arguments: dict[str, Any], seed: int) -> Any:
+    def call(
+        self,
+        slot: int,
+        name: str,
+        arguments: dict[str, Any],
+        seed: int,
+    ) -> Any:
         """Return the result as the model reads it."""
         set_seed(seed)
         tool = self._function
@@ -154,7 +160,13 @@ class LoadedEnvironment:
 
         return then(found, prompt_of)
 
-    def call(self, slot: int, name: str, arguments: dict[str, Any], seed: int) -> Any:
+    def call(
+        self,
+        slot: int,
+        name: str,
+        arguments: dict[str, Any],
+        seed: int,
+    ) -> Any:
         """Call a method as a tool. Returns the result as the model reads it."""
         method = getattr(self._environment(slot), name)
         set_seed(seed)
@@ -270,7 +282,10 @@ def _schema(
     return {schema["function"]["name"]: schema}
 
 
-def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+def _accepted(
+    function: Callable[..., Any],
+    values: dict[str, Any],
+) -> dict[str, Any]:
     """The values whose names a function takes."""
     parameters = inspect.signature(function).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
