@@ -200,9 +200,9 @@ class FunctionInfo:
         """True if it takes ``**kwargs``."""
         self.named = []
         """The arguments that it names."""
-        self.own = []
-        """Those of them that the trainer does not pass. Of a built-in reward they are settings,
-        which only ``args`` fills; of any other function columns too."""
+        self.configurable = []
+        """The arguments among these that the trainer does not pass. In a built-in reward they are
+        settings, which only ``args`` fills. In any other function columns fill them too."""
         self.needed_columns = set()
         """The columns that it cannot run without."""
         for name, parameter in inspect.signature(function).parameters.items():
@@ -211,10 +211,10 @@ class FunctionInfo:
             elif parameter.kind is not parameter.VAR_POSITIONAL:
                 self.named.append(name)
                 if name not in TRAINER_ARGUMENTS:
-                    self._add_own(name, args.get(name, parameter.default))
+                    self._add_configurable(name, args.get(name, parameter.default))
 
-    def _add_own(self, name: str, value: Any) -> None:
-        self.own.append(name)
+    def _add_configurable(self, name: str, value: Any) -> None:
+        self.configurable.append(name)
         if not self.is_builtin:
             if value is inspect.Parameter.empty:
                 self.needed_columns.add(name)
@@ -230,7 +230,7 @@ class FunctionInfo:
         passed = dict(args)
         for name, value in available.items():
             is_taken = name in self.named or (self.takes_any and name not in ONLY_IF_NAMED)
-            is_setting = name in args or (self.is_builtin and name in self.own)
+            is_setting = name in args or (self.is_builtin and name in self.configurable)
             if is_taken and not is_setting:
                 passed[name] = value
         return passed
@@ -246,10 +246,10 @@ def check_arguments(spec: str, function: Callable[..., Any], args: Mapping[str, 
     takes_any = info.takes_any and not info.is_builtin
     for name, value in args.items():
         what = f"reward {spec!r}: {name}"
-        if name not in info.own and (not takes_any or name in TRAINER_ARGUMENTS):
-            own = ", ".join(info.own)
-            raise ValueError(f"reward {spec!r} has no argument {name!r} for its args; it has {own}")
-        # The types of another function's arguments are its own affair.
+        if name not in info.configurable and (not takes_any or name in TRAINER_ARGUMENTS):
+            known = ", ".join(info.configurable)
+            raise ValueError(f"reward {spec!r} has no argument {name!r} for its args; it has {known}")
+        # What another function does with its arguments is not known here.
         if not info.is_builtin:
             continue
 

@@ -60,7 +60,7 @@ def score_groups(
 
 def _as_rewards_get_it(prompt: Any, completion: Completion) -> Any:
     """As in TRL, completions of conversational prompts are lists of messages, others text."""
-    # Of several turns, the text is that of the last.
+    # The text of a conversation is that of its last turn.
     if isinstance(prompt, str):
         return completion.text
     if isinstance(completion, Turns) and completion.messages:

@@ -59,7 +59,7 @@ class LoadedTool:
     ):
         self._spec = spec
         function = function or load_named("tool", spec, TOOLS)
-        # Of a function that is partial already, this has the filled-in arguments too.
+        # If the function is a partial already, the new one keeps its arguments.
         self._function = functools.partial(function, **args)
 
     def describe(self) -> Info:

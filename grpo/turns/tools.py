@@ -28,9 +28,10 @@ DEFAULT_NUM_WORKERS = 8
 MAX_MEMORY_BYTES = 8 * 1024**3
 """Most bytes of the data of one worker. A tool that asks for more gets Python's MemoryError."""
 TOOL = "tool"
+"""Begins the keys of tools in the workers."""
 ENVIRONMENT = "environment"
-"""The kinds of objects in the workers. The column of this name chooses the environment of a row,
-where there are several."""
+"""Begins the keys of environments in the workers. Where there are several, the column of this name
+chooses the environment of a row."""
 NO_ENVIRONMENT = Info(name=None, tools={}, source_files={})
 
 
@@ -199,7 +200,7 @@ class Tools:
         self._rows_per_worker = math.lcm(config.rollout.num_generations, config.eval.num_samples)
 
     def worker_of(self, place: Place) -> Worker | Here:
-        """The worker where an environment lives."""
+        """The worker that has a tool or an environment for a row."""
         return self.pool.worker_of(place.key, place.slot // self._rows_per_worker)
 
     @property
@@ -221,10 +222,11 @@ class Tools:
         # They are restored, so that tools change nothing of a user's reward here.
         state = random.getstate()
         numpy_state = numpy.random.get_state()
-        done = self.pool.here.submit(job, *arguments)
-        random.setstate(state)
-        numpy.random.set_state(numpy_state)
-        return done
+        try:
+            return self.pool.here.submit(job, *arguments)
+        finally:
+            random.setstate(state)
+            numpy.random.set_state(numpy_state)
 
     def close(self) -> None:
         """Close the environments and kill the workers. A later call starts new ones."""

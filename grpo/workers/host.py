@@ -69,7 +69,7 @@ class Answer:
     """``"ok"``; ``"error"``: the object raised; ``"timeout"``; ``"died"``: the worker process ended,
     or ``"skipped"``: the request was not made."""
     value: Any = None
-    """What the method returned; of an error, the exception if it is a :class:`UserError`."""
+    """The result of the method. For an error: the exception, if it is a :class:`UserError`."""
     message: str = ""
     """The text of an exception, or the cause of a timeout or a death."""
     error: str = ""
@@ -89,6 +89,7 @@ class Host:
     def __init__(self):
         self.objects: dict[Hashable, Any] = {HOST: self}
         self.loaded = {HOST}
+        """The keys of the objects, to which the :class:`grpo.workers.pool.Worker` that asks adds."""
         self._loop = EventLoop()
 
     def load(self, key: Hashable, source: Source) -> None:

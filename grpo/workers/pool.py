@@ -166,7 +166,7 @@ class Pool:
         # Not one that has hung or killed its worker: here it would do that to the trainer.
         if answer.kind == "error" and user_object is not None:
             # It holds a connection, for example, or its class is not importable there.
-            cause = answer.error or answer.message
+            cause = answer.error
             (answer,) = self.here.ask([request], LOAD_SECONDS)
             here = True
             if answer.kind == "ok":
