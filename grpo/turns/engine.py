@@ -29,11 +29,15 @@ from grpo.rewards.calls import Place
 from grpo.rollout import Engine, SamplingParams, Stops
 from grpo.rollout.interface import ROWS_PER_CALL
 from grpo.system import UserError
-from grpo.turns.format import Call, TurnFormat
+from grpo.turns.calls import Call
+from grpo.turns.format import TurnFormat
 from grpo.turns.function import sample_by_function
 from grpo.turns.sessions import Message, as_content
 from grpo.turns.tools import ENVIRONMENT, Tools
 from grpo.workers import Answer, Here, Request, Worker
+
+MAX_REPORTED = 10
+"""Names of tools with a warning, after which names that no tool has get none."""
 
 
 class Conversation:
@@ -262,7 +266,7 @@ class TurnsEngine:
             num_problems = rollout.prompts_per_step // num_ranks
             self.rows_per_call = num_problems * rollout.num_generations
         self._reported: set[str] = set()
-        """The tools that a warning has been printed about."""
+        """The names of tools that a warning has been printed about."""
 
     def __getattr__(self, name: str) -> Any:
         """Other attributes are those of the wrapped engine: its weights, its dry run."""
@@ -281,6 +285,8 @@ class TurnsEngine:
             schemas += info.tools.values()
             steps = steps or info.steps
         notes = self.form.check(uses_tools=not steps, schemas=schemas)
+        if schemas and self.tools.config.data.prompt_template:
+            notes = ["note: data.prompt_template does not show the tools: describe them in it"]
         if not is_tiny_tokenizer(self.policy.tokenizer):
             for note in notes:
                 self.warn(note)
@@ -407,11 +413,15 @@ class TurnsEngine:
         if failures:
             what = f"the environments of {len(failures)} completions have failed"
             self.warn(f"warning: {what}, first with {failures[0]}")
-        calls = [call for conversation in conversations for call in conversation.calls]
-        for name in self.tools.names:
-            errors = [call.error for call in calls if call.name == name]
-            if errors and all(errors) and name not in self._reported:
+        errors_of = {}
+        for conversation in conversations:
+            for call in conversation.calls:
+                errors_of.setdefault(call.name, []).append(call.error)
+        for name, errors in errors_of.items():
+            # The model may make up any number of names, of any length.
+            is_shown = name in self.tools.names or len(self._reported) < MAX_REPORTED
+            if is_shown and all(errors) and name not in self._reported:
                 # Once per run, since a tool that cannot work fails in each step.
                 self._reported.add(name)
-                what = f"all {len(errors)} calls of {name} failed"
-                self.warn(f"warning: {what}, first with {errors[0][:200]}")
+                what = f"all {len(errors)} calls of {name[:80]!r} failed"
+                self.warn(f"warning: {what}, first with {errors[0][:200]!r}")

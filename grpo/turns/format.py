@@ -5,7 +5,6 @@ rendered behind a short conversation, and what stands before the end of that con
 turn is cut off.
 """
 
-import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from grpo.data.chat import apply_template
 from grpo.rewards.answers import after_thinking
 from grpo.system import first_line
+from grpo.turns.calls import READERS, Call, Schemas, as_message, read_message, read_tags
 
-CALL_TAG = "tool_call"
-"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls."""
 QUESTION = {"role": "user", "content": "x"}
 """The first message of the short conversation."""
 THOUGHT = "<think>\nx\n</think>\n\n"
@@ -31,12 +29,14 @@ BREAK = "\ue000"
 MAX_CHARACTERS_PER_TOKEN = 1000
 """No token is longer: a text with more characters per token does not fit, and is not encoded."""
 
+TOKENS_OF_TAG = 16
+"""At most so many tokens has ``<think>`` with the white space behind it."""
+EXAMPLES = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}
+"""Type of an argument -> its value in a call that tries whether calls are read; else ``SAID``."""
+CALL_ID = "000000000"
+"""Of nine characters, as Mistral's templates need it."""
+
 Message = dict[str, Any]
-Schemas = Sequence[dict[str, Any]]
-Arguments = dict[str, Any] | str
-"""The arguments of a call; text in their place says what is wrong with the call."""
-Call = tuple[str, Arguments]
-"""The name of a tool and its arguments."""
 
 
 class TurnFormat:
@@ -52,8 +52,12 @@ class TurnFormat:
         """``template_kwargs``: variables of the chat template, as the prompts have them."""
         self.tokenizer = tokenizer
         self.eos_ids = list(eos_ids)
+        self.finds_form = tools_format == "auto"
         has_template = getattr(tokenizer, "response_template", None) is not None
-        self.uses_template = tools_format == "auto" and has_template
+        self.uses_template = self.finds_form and has_template
+        self._read_calls = read_tags
+        self._writes_calls = False
+        """True if the chat template writes the calls of a message."""
         self._ends = tokenizer.convert_ids_to_tokens(self.eos_ids)
         self._render = partial(
             apply_template,
@@ -78,12 +82,16 @@ class TurnFormat:
             raise ValueError(
                 "turns need a chat template, and the model has none: set model.chat_template=FILE",
             )
+        can_read = self._find_form(schemas)
         role = "tool" if uses_tools else "user"
-        answer = {"role": role, "name": "f", "content": "x"}
         try:
             for num_earlier in (0, 1):
-                if "x" not in self._suffix([answer], num_earlier):
-                    raise ValueError(f"it does not show messages of the role {role}")
+                for content in ("x", ""):  # a tool may say nothing
+                    answer = {"role": role, "name": "f", "content": content}
+                    # A turn may have several calls.
+                    answers = [answer] * (1 + uses_tools)
+                    if content not in self._suffix(answers, num_earlier)[0]:
+                        raise ValueError(f"it does not show messages of the role {role}")
         except Exception as error:  # a chat template is a program that comes with the model
             reason = first_line(error)[:200]
             raise ValueError(
@@ -92,12 +100,67 @@ class TurnFormat:
                 "they are"
             ) from error
 
-        with_tools = self._render([QUESTION], schemas=schemas)
-        if not schemas or with_tools != self._render([QUESTION]):
+        shows_tools = self._render([QUESTION], schemas=schemas) != self._render([QUESTION])
+        if not can_read and (shows_tools or self._writes_calls):
+            raise ValueError(
+                "the model's chat template writes no calls of the tools that can be read: set "
+                "tools_format=tags, and say in data.system_prompt that a call is "
+                '<tool_call>{"name": .., "arguments": {..}}</tool_call>'
+            )
+        if not schemas or shows_tools:
             return []
         return [
             "note: the chat template does not show the tools: describe them in data.system_prompt",
         ]
+
+    def _find_form(self, schemas: Schemas) -> bool:
+        """Find the form of calls in which those that the chat template writes can be read.
+
+        False if there is none. Tags are read in any case.
+        """
+        turn = self._turn("", ("f", {"x": SAID}))
+        with suppress(Exception):  # a chat template is a program that comes with the model
+            self._writes_calls = SAID in self._render([QUESTION, turn], begins_next_turn=False)
+        if not self.finds_form or (self.uses_template and self._can_read(schemas)):
+            return True
+        self.uses_template = False
+        for self._read_calls in READERS:
+            if self._can_read(schemas):
+                return True
+        self._read_calls = read_tags
+        return False
+
+    def _can_read(self, schemas: Schemas) -> bool:
+        """True if calls of all tools, as the chat template writes them, are read as they were."""
+        ends = "|".join(map(re.escape, self._ends))
+        plain = {"role": "assistant", "content": SAID}
+        render = partial(self._render, schemas=schemas, begins_next_turn=False)
+        for schema in schemas:
+            function = schema["function"]
+            arguments = {}
+            for name, argument in function["parameters"]["properties"].items():
+                arguments[name] = EXAMPLES.get(str(argument.get("type")), SAID)
+            call = (function["name"], arguments)
+            try:
+                whole = render([QUESTION, self._turn("", call)])
+                before = render([QUESTION, plain]).rpartition(SAID)[0]
+            except Exception:  # a chat template is a program that comes with the model
+                return False
+
+            # The beginnings of the two turns may differ.
+            while not whole.startswith(before):
+                before = before[:-1]
+            turn = whole[len(before) :]
+            text, end = re.match(f"(.*?)({ends}|$)", turn, re.DOTALL).groups()
+            encode = partial(self.tokenizer.encode, add_special_tokens=False)
+            if self.read(text, encode(text + end), encode(before), schemas)[1] != [call]:
+                return False
+        return True
+
+    def _turn(self, content: str, call: Call) -> Message:
+        """A turn of the model with a call."""
+        written = as_message(*call) | {"id": CALL_ID}
+        return {"role": "assistant", "content": content, "tool_calls": [written]}
 
     def read(
         self,
@@ -125,14 +188,19 @@ class TurnFormat:
                         prefix=list(prefix),
                         tools=list(schemas),
                     )
-                return message | {"content": ""} | parsed, _calls_in_message(parsed)
+                return message | {"content": ""} | parsed, read_message(parsed)
             except Exception:
                 # What the model wrote may be anything: then it is text without a call.
                 return message, []
 
-        calls = _calls_in_tags(after_thinking(text), schemas)
+        with self._lock:
+            before = self.tokenizer.decode(list(prefix[-TOKENS_OF_TAG:]))
+        # The prompt may have opened the thinking that the text goes on with.
+        thought = "<think>" if before.rstrip().endswith("<think>") else ""
+        said = after_thinking(thought + text)
+        calls = self._read_calls(said, schemas) or read_tags(said, schemas)
         if calls:
-            message["tool_calls"] = [_as_message(*call) for call in calls]
+            message["tool_calls"] = [as_message(*call) for call in calls]
         return message, calls
 
     def cut(self, text: str, most: int) -> str:
@@ -157,7 +225,7 @@ class TurnFormat:
         Args:
             messages: results of tools, or of the user.
             last_id: the last token of the turn before. If it ends no turn, because a stop string
-                did, an EOS is added.
+                did, the token with which the chat template ends turns is added.
         """
         num_characters = sum(len(message["content"]) for message in messages)
         if num_characters > MAX_CHARACTERS_PER_TOKEN * room:
@@ -171,16 +239,19 @@ class TurnFormat:
             for token in self._controls:
                 halves = f"{BREAK}{token[:1]}{BREAK}{token[1:]}{BREAK}"
                 content = content.replace(token, halves)
-            answers.append({**message, "content": content})
+            answers.append({**message, "content": content, "tool_call_id": CALL_ID})
 
-        ids = [] if last_id in self.eos_ids else [self.eos_ids[0]]
+        suffix, end_id = self._suffix(answers)
+        ids = [] if last_id in self.eos_ids else [end_id]
         with self._lock:
-            for part in self._suffix(answers).split(BREAK):
+            for part in suffix.split(BREAK):
                 ids += self.tokenizer.encode(part, add_special_tokens=False)
         return ids if len(ids) < room else None
 
-    def _suffix(self, answers: list[Message], num_earlier: int = 0) -> str:
+    def _suffix(self, answers: list[Message], num_earlier: int = 0) -> tuple[str, int]:
         """The template's text from the end of a turn, over its answers, to the start of the next.
+
+        The second value is the id of the token that ends the turn.
 
         Before that turn stand ``num_earlier`` turns with the same answers.
         """
@@ -191,9 +262,9 @@ class TurnFormat:
         turn = {"role": "assistant", "content": thought + SAID}
         name = None
         if answers[0]["role"] == "tool":
-            if self.uses_template:
-                call = _as_message(answers[0].get("name", "f"), {})
-                turn["tool_calls"] = [call]
+            if self._writes_calls:
+                call = (answers[0].get("name", "f"), {"x": SAID})
+                turn = self._turn(thought + SAID, call)
             # Of several templates, prompts with tools are rendered in this one, so results are too.
             if isinstance(templates, dict) and "tool_use" in templates:
                 name = "tool_use"
@@ -202,76 +273,14 @@ class TurnFormat:
         start = self._render(before, begins_next_turn=False, name=name)
         whole = self._render([*before, *answers], name=name)
 
-        end = 0
-        for token in self._ends:
-            if token in start[start.rfind(SAID) :]:
-                end = max(end, start.rfind(token) + len(token))
-        if not end:  # GLM ends a turn by the beginning of the next message
+        ends = {}
+        for id, token in zip(self.eos_ids, self._ends, strict=True):
+            at = start.rfind(token, start.rfind(SAID))
+            if at >= 0:
+                ends[at + len(token)] = id
+        if not ends:  # GLM ends a turn by the beginning of the next message
             raise ValueError("it ends no turn with an EOS token")
+        end = max(ends)
         if whole[:end] != start[:end]:
             raise ValueError("it changes earlier turns, as Qwen3's drops their thinking")
-        return whole[end:]
-
-
-def _as_message(name: str, arguments: Arguments) -> dict[str, Any]:
-    """A call as chat messages have it, without arguments that could not be read."""
-    if isinstance(arguments, str):
-        arguments = {}
-    function = {"name": name, "arguments": arguments}
-    return {"type": "function", "function": function}
-
-
-def _mapping(found: Any) -> Arguments:
-    return found if isinstance(found, dict) else "the arguments are not a JSON object"
-
-
-def _arguments(text: str) -> Arguments:
-    try:
-        return _mapping(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return f"the arguments are not JSON: {error}"
-
-
-def _calls_in_message(message: Message) -> list[Call]:
-    """The calls in a message that a response template has read."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = call["function"]
-        if not isinstance(function["name"], str):
-            raise ValueError("the name of a tool is a text")
-        # Some templates write a call without any arguments.
-        if function.get("arguments") is None:
-            function["arguments"] = {}
-        arguments = _mapping(function["arguments"])
-        calls.append((function["name"], arguments))
-    return calls
-
-
-def _calls_in_tags(text: str, schemas: Schemas) -> list[Call]:
-    """The calls ``<tool_call>{json}</tool_call>`` and ``<NAME>...</NAME>``, in their order.
-
-    Between the tags of a tool stands its only argument as it is, or a JSON object of its arguments.
-    """
-    parameters = {}
-    for schema in schemas:
-        function = schema["function"]
-        parameters[function["name"]] = function["parameters"]["properties"]
-    names = "|".join(map(re.escape, [CALL_TAG, *parameters]))
-    calls = []
-    for name, content in re.findall(f"<({names})>(.*?)</\\1>", text, re.DOTALL):
-        content = content.strip()
-        if name == CALL_TAG:
-            arguments = _arguments(content)
-            if isinstance(arguments, dict):
-                name = str(arguments.get("name"))
-                arguments = _mapping(arguments.get("arguments") or {})
-        elif len(parameters[name]) == 1:
-            ((only, schema),) = parameters[name].items()
-            arguments = {only: content}
-            if schema.get("type") != "string":
-                with suppress(ValueError, RecursionError):
-                    arguments[only] = json.loads(content)
-        else:
-            arguments = _arguments(content or "{}")
-        calls.append((name, arguments))
-    return calls
+        return whole[end:], ends[end]

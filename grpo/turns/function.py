@@ -123,7 +123,10 @@ def _completion(
             sampling_logprobs.append(float(logprob) if is_sampled else 0.0)
 
     text = stops.text(ids)
-    finished = ids[-1] in engine.policy.eos_ids
+    # A stop string ends the last turn: the tokens behind those that the model did not sample.
+    num_last = [*reversed(mask), False].index(False)
+    turn = ids[-num_last:]
+    finished = turn[-1] in stops.ids or stops.first_end(turn, len(turn) - 1) is not None
     return Turns(
         tuple(ids),
         text,

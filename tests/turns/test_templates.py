@@ -74,11 +74,11 @@ FAMILIES = {  # template, end of a turn; what stands behind it after the results
 }  # fmt: skip
 
 
-def form_of(template, end):
+def form_of(template, end, tools_format="tags"):
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(end, special=True)], special_tokens=True)
     tokenizer.chat_template = template
-    return TurnFormat(tokenizer, [tokenizer.convert_tokens_to_ids(end)], "tags")
+    return TurnFormat(tokenizer, [tokenizer.convert_tokens_to_ids(end)], tools_format)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,6 +98,17 @@ def test_the_answer_of_each_family_of_templates(family):
         assert form.tokenizer.decode(ids) == expected
         assert form.answer(messages, 9, room=1000) == [last_id, *ids]  # a turn that a stop string ended gets its EOS
         assert form.answer(messages, last_id, room=len(ids)) is None
+
+
+def test_a_turn_that_a_stop_string_ended_gets_the_token_with_which_the_template_ends_turns():
+    """Not the first EOS: Qwen2.5 has the end of a document as well, Llama 3 the end of a message for the terminal."""
+    tokenizer = form_of(CHATML, "<|im_end|>").tokenizer
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    form = TurnFormat(tokenizer, [tokenizer.pad_token_id, end], "tags")
+    messages = [{"role": "tool", "name": "f", "content": "7"}]
+    suffix = form.answer(messages, end, room=99)
+    assert form.answer(messages, 9, room=99) == [end, *suffix]
+    assert form.answer(messages, tokenizer.pad_token_id, room=99) == suffix
 
 
 def test_a_template_that_ends_no_turn_or_is_missing_is_refused():
