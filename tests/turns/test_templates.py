@@ -135,11 +135,12 @@ def test_calls_are_read_by_the_response_template_where_there_is_one():
             "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
         },
     }  # fmt: skip
-    form.uses_template = True
     schema = {
         "type": "function",
         "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
     }
+    form = TurnFormat(form.tokenizer, form.eos_ids, "auto")
+    assert form.check(uses_tools=True, schemas=[schema]) == []
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     encode = form.tokenizer.encode
     prompt = encode("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<think>")
@@ -149,6 +150,12 @@ def test_calls_are_read_by_the_response_template_where_there_is_one():
     text = 'a<tool_call>{"name": </tool_call>'
     message, calls = form.read(text, encode(f"{text}<|im_end|>"), prompt[:-1], [schema])
     assert calls == [] and message == {"role": "assistant", "content": text}
+
+    # A response template that does not read the calls of the chat template is not used.
+    form.tokenizer.response_template["fields"]["tool_calls"]["open"] = "<call>"
+    form = TurnFormat(form.tokenizer, form.eos_ids, "auto")
+    assert form.check(uses_tools=True, schemas=[schema]) == []
+    assert form.read(call, encode(call), prompt[:-1], [schema])[1] == [("f", {"a": 1})]
 
 
 def test_results_of_tools_have_the_template_that_prompts_with_tools_have():
