@@ -119,8 +119,9 @@ class TurnFormat:
         False if there is none. Tags are read in any case.
         """
         turn = self._turn("", ("f", {"x": SAID}))
+        render = partial(self._render, schemas=schemas, begins_next_turn=False)
         with suppress(Exception):  # a chat template is a program that comes with the model
-            self._writes_calls = SAID in self._render([QUESTION, turn], begins_next_turn=False)
+            self._writes_calls = SAID in render([QUESTION, turn])
         if not self.finds_form or (self.uses_template and self._can_read(schemas)):
             return True
         self.uses_template = False
@@ -239,7 +240,7 @@ class TurnFormat:
             for token in self._controls:
                 halves = f"{BREAK}{token[:1]}{BREAK}{token[1:]}{BREAK}"
                 content = content.replace(token, halves)
-            answers.append({**message, "content": content, "tool_call_id": CALL_ID})
+            answers.append({**message, "content": content})
 
         suffix, end_id = self._suffix(answers)
         ids = [] if last_id in self.eos_ids else [end_id]
@@ -251,10 +252,10 @@ class TurnFormat:
     def _suffix(self, answers: list[Message], num_earlier: int = 0) -> tuple[str, int]:
         """The template's text from the end of a turn, over its answers, to the start of the next.
 
-        The second value is the id of the token that ends the turn.
-
-        Before that turn stand ``num_earlier`` turns with the same answers.
+        The second value is the id of the token that ends the turn. Before it stand ``num_earlier``
+        turns with the same answers.
         """
+        answers = [answer | {"tool_call_id": CALL_ID} for answer in answers]
         templates = self.tokenizer.chat_template
         # Some templates drop the thinking of earlier turns. The turn has some, so that the check
         # below notices.

@@ -42,10 +42,11 @@ QWEN_XML = chatml(  # Qwen3-Coder, Qwen3.5, Nemotron 3
     "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}\n</parameter>\n"
     "{% endfor %}</function>\n</tool_call>" + END
 )
-NINE = "{% if c.id | length != 9 %}{{ raise_exception('ids have 9 letters') }}{% endif %}"
+NINE = "{% if ID is not defined or ID | length != 9 %}{{ raise_exception('ids have 9 letters') }}{% endif %}"
 MISTRAL = chatml(
-    "[TOOL_CALLS] [" + EACH + NINE
-    + """{{ (f | tojson)[:-1] + ', "id": "' + c.id + '"}' }}{{ '' if loop.last else ', ' }}""" + END + "]"
+    "[TOOL_CALLS] [" + EACH + NINE.replace("ID", "c.id")
+    + """{{ (f | tojson)[:-1] + ', "id": "' + c.id + '"}' }}{{ '' if loop.last else ', ' }}""" + END + "]",
+    content="{% if m.role == 'tool' %}" + NINE.replace("ID", "m.tool_call_id") + "{% endif %}{{ m.content }}",
 )  # fmt: skip
 DEVSTRAL = chatml(EACH + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}" + END)
 # As DeepSeek V3.1 and GLM 4.5 write calls: nothing here reads them.
