@@ -41,7 +41,8 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
             ((only, schema),) = parameters[name].items()
             calls.append((name, {only: _value(content, schema)}))
         else:
-            calls.append((name, _mapping(_from_json(content or "{}"))))
+            arguments = _from_json(content or "{}")
+            calls.append((name, _mapping(arguments)))
     return calls
 
 
@@ -59,12 +60,16 @@ def read_python(text: str, schemas: Schemas) -> list[Call]:
     calls = []
     for _, content in _blocks(text, r"<\|(tool_call)_start\|>", "<|{}_end|>"):
         try:
-            for node in ast.parse(content.strip(), CODE, mode="eval").body.elts:
+            tree = ast.parse(content.strip(), CODE, mode="eval")
+            for node in tree.body.elts:
                 if node.args:
                     raise ValueError("arguments without names")
-                arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+                arguments = {}
+                for word in node.keywords:
+                    arguments[word.arg] = ast.literal_eval(word.value)
                 # Of Python's values, tools get those that JSON has.
-                calls.append((node.func.id, json.loads(json.dumps(arguments))))
+                arguments = json.loads(json.dumps(arguments))
+                calls.append((node.func.id, arguments))
         except Exception:  # Python's parser has many for text that is no list of calls
             # Not the error's message, which may hold the address of an object.
             calls.append((CALL_TAG, "the calls are not [NAME(ARGUMENT=VALUE, ..), ..]"))
@@ -84,7 +89,8 @@ def read_xml(text: str, schemas: Schemas) -> list[Call]:
             arguments = {}
             for argument, content in _blocks(body, r"<parameter=([^<>\s]+)>", "</parameter>"):
                 content = content.removeprefix("\n").removesuffix("\n")
-                arguments[argument] = _value(content, properties.get(argument, {}))
+                schema = properties.get(argument, {})
+                arguments[argument] = _value(content, schema)
             calls.append((name, arguments))
     return calls
 
@@ -96,13 +102,20 @@ def read_mistral(text: str, schemas: Schemas) -> list[Call]:
         name, mark, arguments = part.partition("[ARGS]")
         if mark:
             name = name.partition("[CALL_ID]")[0].strip()
-            calls.append((name, _mapping(_from_json(arguments))))
+            arguments = _from_json(arguments)
+            calls.append((name, _mapping(arguments)))
         else:
             calls += _calls_in_json(part)
     return calls
 
 
-READERS = (read_tags, read_json, read_python, read_xml, read_mistral)
+READERS = (
+    read_tags,
+    read_json,
+    read_python,
+    read_xml,
+    read_mistral,
+)
 """A run reads tags, and the first form here in which its chat template writes calls."""
 
 
@@ -129,7 +142,11 @@ def as_message(name: str, arguments: Arguments) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _blocks(text: str, opening: str, closing: str) -> Iterator[tuple[str, str]]:
+def _blocks(
+    text: str,
+    opening: str,
+    closing: str,
+) -> Iterator[tuple[str, str]]:
     """The name and the content of each block in a text.
 
     Args:
@@ -164,13 +181,16 @@ def _parameters(schemas: Schemas) -> dict[str, dict[str, Any]]:
 def _calls_in_json(text: str) -> list[Call]:
     """The call in an object of JSON, or the calls in a list of them."""
     found = _from_json(text)
+    if not isinstance(found, list):
+        found = [found]
     calls = []
-    for call in found if isinstance(found, list) else [found]:
+    for call in found:
+        name = CALL_TAG
+        arguments = call
         if isinstance(call, dict):
+            name = str(call.get("name"))
             arguments = call.get("arguments") or call.get("parameters") or {}
-            calls.append((str(call.get("name")), _mapping(arguments)))
-        else:
-            calls.append((CALL_TAG, _mapping(call)))
+        calls.append((name, _mapping(arguments)))
     return calls
 
 
@@ -179,14 +199,17 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
     if schema.get("type") == "string":
         return text
     # Qwen's chat templates write True, and its models also true.
-    found = _from_json(PYTHON_WORDS.get(text, text))
+    word = PYTHON_WORDS.get(text, text)
+    found = _from_json(word)
     return text if isinstance(found, Exception) else found
 
 
 def _mapping(found: Any) -> Arguments:
+    if isinstance(found, dict):
+        return found
     if isinstance(found, Exception):
         return f"the arguments are not JSON: {found}"
-    return found if isinstance(found, dict) else "the arguments are not a JSON object"
+    return "the arguments are not a JSON object"
 
 
 def _from_json(text: str) -> Any:
