@@ -95,26 +95,11 @@ def read_xml(text: str, schemas: Schemas) -> list[Call]:
     return calls
 
 
-def read_mistral(text: str, schemas: Schemas) -> list[Call]:
-    """``[TOOL_CALLS] [{"name": .., "arguments": {..}}, ..]``; ``[TOOL_CALLS]NAME[ARGS]{..}``."""
-    calls = []
-    for part in text.split("[TOOL_CALLS]")[1:]:
-        name, mark, arguments = part.partition("[ARGS]")
-        if mark:
-            name = name.partition("[CALL_ID]")[0].strip()
-            arguments = _from_json(arguments)
-            calls.append((name, _mapping(arguments)))
-        else:
-            calls += _calls_in_json(part)
-    return calls
-
-
 READERS = (
     read_tags,
     read_json,
     read_python,
     read_xml,
-    read_mistral,
 )
 """A run reads tags, and the first form here in which its chat template writes calls."""
 

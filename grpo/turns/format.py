@@ -33,8 +33,6 @@ TOKENS_OF_TAG = 16
 """At most so many tokens has ``<think>`` with the white space behind it."""
 EXAMPLES = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}
 """Type of an argument -> its value in a call that tries whether calls are read; else ``SAID``."""
-CALL_ID = "000000000"
-"""Of nine characters, as Mistral's templates need it."""
 
 Message = dict[str, Any]
 
@@ -160,8 +158,7 @@ class TurnFormat:
 
     def _turn(self, content: str, call: Call) -> Message:
         """A turn of the model with a call."""
-        written = as_message(*call) | {"id": CALL_ID}
-        return {"role": "assistant", "content": content, "tool_calls": [written]}
+        return {"role": "assistant", "content": content, "tool_calls": [as_message(*call)]}
 
     def read(
         self,
@@ -255,7 +252,6 @@ class TurnFormat:
         The second value is the id of the token that ends the turn. Before it stand ``num_earlier``
         turns with the same answers.
         """
-        answers = [answer | {"tool_call_id": CALL_ID} for answer in answers]
         templates = self.tokenizer.chat_template
         # Some templates drop the thinking of earlier turns. The turn has some, so that the check
         # below notices.

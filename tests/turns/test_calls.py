@@ -42,13 +42,6 @@ QWEN_XML = chatml(  # Qwen3-Coder, Qwen3.5, Nemotron 3
     "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}\n</parameter>\n"
     "{% endfor %}</function>\n</tool_call>" + END
 )
-NINE = "{% if ID is not defined or ID | length != 9 %}{{ raise_exception('ids have 9 letters') }}{% endif %}"
-MISTRAL = chatml(
-    "[TOOL_CALLS] [" + EACH + NINE.replace("ID", "c.id")
-    + """{{ (f | tojson)[:-1] + ', "id": "' + c.id + '"}' }}{{ '' if loop.last else ', ' }}""" + END + "]",
-    content="{% if m.role == 'tool' %}" + NINE.replace("ID", "m.tool_call_id") + "{% endif %}{{ m.content }}",
-)  # fmt: skip
-DEVSTRAL = chatml(EACH + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}" + END)
 # As DeepSeek V3.1 and GLM 4.5 write calls: nothing here reads them.
 OTHER = chatml(EACH + "<|call|>{{ f.name }}<|sep|>{{ f.arguments | tojson }}" + END)
 DEAF = CHATML.replace("{% for m", "{{ tools | tojson if tools }}{% for m", 1)  # LFM2's first one shows tools alone
@@ -84,14 +77,6 @@ FAMILIES = {  # template, its reader, a turn with calls, the calls
         "<parameter=deep>\nTrue\n</parameter>\n<parameter=more>\n{\"a\": null}\n</parameter>\n</function>\n</tool_call>"
         "<tool_call><function=now></function></tool_call>",
         [("look", {"word": " a\n\n1 < 2", "most": 7, "deep": True, "more": {"a": None}}), ("now", {})],
-    ),
-    "mistral": (
-        MISTRAL, "read_mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {"most": 1}, "id": "1"}, {"name": "now"}]',
-        [("look", {"most": 1}), ("now", {})],
-    ),
-    "devstral": (
-        DEVSTRAL, "read_mistral", '[TOOL_CALLS]look[CALL_ID]123456789[ARGS]{"most": 1}[TOOL_CALLS]now[ARGS]{}',
-        [("look", {"most": 1}), ("now", {})],
     ),
 }  # fmt: skip
 
@@ -151,8 +136,6 @@ BAD = [  # reader, text, what is wrong with the call
         "not [NAME(ARGUMENT=VALUE, ..), ..]",
     ),
     ("read_python", "<|tool_call_start|>[now(a=\x00)]<|tool_call_end|>", "not [NAME(ARGUMENT=VALUE, ..), ..]"),
-    ("read_mistral", "[TOOL_CALLS] [1]", "not a JSON object"),
-    ("read_mistral", "[TOOL_CALLS]now[ARGS]{", "not JSON"),
 ]
 
 
@@ -171,7 +154,7 @@ def test_json_that_is_no_call(text):
 
 PIECES = [
     "<tool_call>", "</tool_call>", "<calculator>", "</calculator>", "<look>", "</look>", "<function=look>", "<function=", "</function>",
-    "<parameter=word>", "<parameter=", "</parameter>", "<|tool_call_start|>", "<|tool_call_end|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<parameter=word>", "<parameter=", "</parameter>", "<|tool_call_start|>", "<|tool_call_end|>",
     "<|python_tag|>", "look", "now", "(", ")", "[", "]", "{", "}", ":", ",", "=", '"', "'", "\\", "\n", " ", "1", "-", "1e999", "0x", "None",
     "true", '"name":', '"parameters":', '"arguments":', "{}", "\x00", "\ud800", "é", "*", "**", "lambda:", "f'{", "<think>", "</think>",
 ]  # fmt: skip
