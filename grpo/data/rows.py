@@ -57,10 +57,16 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
     if split is None:
         return None
     if dataset.startswith(BUILTIN_PREFIX):
-        return load_task(dataset.removeprefix(BUILTIN_PREFIX)).rows(own_split, seed)[:limit]
+        task = load_task(dataset.removeprefix(BUILTIN_PREFIX))
+        return task.rows(own_split, seed)[:limit]
     if dataset == ENVIRONMENT_ROWS:
-        seeds = (derive_seed(seed, f"environment/{own_split}", i) for i in range(limit or NUM_PROMPTS[own_split]))
-        return [{config.prompt_column: "", "seed": row_seed} for row_seed in seeds]
+        rows = []
+        for number in range(limit or NUM_PROMPTS[own_split]):
+            row_seed = derive_seed(seed, f"environment/{own_split}", number)
+            # NumPy and most environments refuse larger seeds.
+            row_seed %= 2**31
+            rows.append({config.prompt_column: "", "seed": row_seed})
+        return rows
     if dataset.startswith(GYM_PREFIX):
         return gym_rows(dataset.removeprefix(GYM_PREFIX), own_split, seed, limit)
     if split == "auto" and not train:
@@ -68,14 +74,18 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
             return None
         split = "train"  # the name that `datasets` gives the only split of a file
     if dataset == PYTHON_ROWS:
-        raise ValueError(f"data.{key}={dataset} stands for rows passed to grpo.train(): name a file or Hub dataset")
+        setting = f"data.{key}={dataset}"
+        raise ValueError(f"{setting} stands for rows passed to grpo.train(): name a file or Hub dataset")
     text_columns = (config.prompt_column, config.answer_column)
+    path = os.path.expanduser(dataset)
     try:
-        rows = _read(os.path.expanduser(dataset), config.config_name, split, text_columns)
+        rows = _read(path, config.config_name, split, text_columns)
         return list(itertools.islice(rows, limit))
-    except Exception as error:  # for a broken file, csv, pyarrow and datasets raise exceptions without a common base
+    # For a broken file, csv, pyarrow and datasets raise exceptions without a common base.
+    except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"data.{key}={dataset} (data.{own_split}_split={split}) cannot be read: {reason}") from error
+        setting = f"data.{key}={dataset} (data.{own_split}_split={split})"
+        raise ValueError(f"{setting} cannot be read: {reason}") from error
 
 
 def _read(

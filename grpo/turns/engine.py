@@ -32,7 +32,7 @@ from grpo.system import UserError
 from grpo.turns.calls import Call
 from grpo.turns.format import TurnFormat
 from grpo.turns.function import sample_by_function
-from grpo.turns.sessions import Message, as_content
+from grpo.turns.sessions import Message, as_content, as_reward
 from grpo.turns.tools import ENVIRONMENT, Tools
 from grpo.workers import Answer, Here, Request, Worker
 
@@ -137,9 +137,10 @@ class Conversation:
         if environment.has_reward and not self.failure:
             if not environment.steps:
                 reward = self._ask(environment.key, "get_reward", self._next_seed()).value
-            # A turn without a reward leaves the completion without one.
-            elif None not in self.rewards:
-                reward = float(sum(self.rewards))
+            else:
+                given = [reward for reward in self.rewards if reward is not None]
+                if given or not self.rewards:
+                    reward = as_reward(sum(given))
         stop_reason = "failed" if self.failure else self.stop_reason or "length"
         return Turns(
             ids=completion.ids,

@@ -104,16 +104,20 @@ class LoadedEnvironment:
 
     def describe(self) -> Info:
         """Construct an environment for its facts. This imports transformers."""
-        environment = self.slots[0] = self._make()
+        environment = self._make
+        # A class of SkyRL-gym may need a row of the dataset to be constructed.
+        if not _is_sky_rl(environment):
+            environment = self.slots[0] = environment()
+        kind = environment if inspect.isclass(environment) else type(environment)
         reset = environment.init if _is_sky_rl(environment) else environment.reset
         steps = _steps(environment)
         tools = {}
-        for name, _ in inspect.getmembers(type(environment), inspect.isfunction):
+        for name, _ in inspect.getmembers(kind, inspect.isfunction):
             is_tool = not name.startswith("_") and name not in NOT_TOOLS
             if is_tool and not steps:
                 tools |= _schema(getattr(environment, name), {})
         return Info(
-            type(environment).__name__,
+            kind.__name__,
             tools,
             functions.source_files(self._spec, self._make),
             steps,
@@ -133,14 +137,17 @@ class LoadedEnvironment:
         if slot not in self.slots:
             # Constructors may draw too. All draw the same, on any number of ranks.
             set_seed(0)
-            self.slots[slot] = self._make()
+            extras = {}
+            if _is_sky_rl(self._make):
+                extras = _accepted(self._make, {"extras": row})
+            self.slots[slot] = self._make(**extras)
         environment = self.slots[slot]
         is_sky_rl = _is_sky_rl(environment)
         # One of SkyRL-gym serves one episode, and one whose reset fails may be broken.
         self._used_up.add(slot)
         set_seed(seed)
         if is_sky_rl:
-            found = environment.init(row["prompt"])
+            found = environment.init(_as_messages(row["prompt"]))
         else:
             # A reset with **row alone gets no seed, as in TRL.
             if "seed" in inspect.signature(environment.reset).parameters:
@@ -156,7 +163,13 @@ class LoadedEnvironment:
                 found = getattr(found, "observation", found)  # OpenEnv
             elif found is not None and not isinstance(found, str):
                 raise TypeError(f"reset returned {type(found).__name__}: expected text or None")
-            return None if found is None else as_content(found)
+            if found is None:
+                return None
+            if not is_sky_rl:
+                return as_content(found)
+            # Most return the prompt as it was, which leaves the row's own form to the rewards.
+            said = _as_messages(found)
+            return None if said == _as_messages(row["prompt"]) else said
 
         return then(found, prompt_of)
 
@@ -295,7 +308,8 @@ def _accepted(
 
 
 def _step_result(found: Any) -> tuple[list[Message], float | None, bool]:
-    if isinstance(found, tuple):  # Gymnasium: observation, reward, terminated, truncated, info
+    # Gymnasium: observation, reward, terminated, truncated, info. Old Gym has no truncated.
+    if isinstance(found, tuple):
         observation, reward, *ends = found
         ends = [end for end in ends if not isinstance(end, dict)]
     elif isinstance(found, dict):  # SkyRL-gym
@@ -309,10 +323,17 @@ def _step_result(found: Any) -> tuple[list[Message], float | None, bool]:
     is_empty = isinstance(observation, list) and not observation
     if observation is None or is_empty:  # the next turn begins all the same
         observation = ""
-    content = as_content(observation)
+    if reward is not None:
+        reward = float(reward)
+    return _as_messages(observation), reward, any(ends)
+
+
+def _as_messages(value: Any) -> list[Message]:
+    """A prompt or an observation as messages: a text is one of the user's."""
+    content = as_content(value)
     if isinstance(content, str):
-        content = [{"role": "user", "content": content}]
-    return content, as_reward(reward), any(ends)
+        return [{"role": "user", "content": content}]
+    return content
 
 
 def as_content(value: Any) -> str | list[Message]:

@@ -304,6 +304,17 @@ def test_gsm8k_loads_whole_and_every_answer_is_a_number(assets):
         assert any("," in answer for answer in answers)  # "1,234" stays as written: the reward compares
 
 
+def test_seeds_of_an_environment_are_those_that_numpy_takes():
+    """Different for each row, each split and each seed of the run, and below 2**31."""
+    config = DataConfig(dataset="environment:prompts")
+    found = []
+    for train, seed in ((True, 0), (True, 1), (False, 0)):
+        rows = load_rows(config, train=train, seed=seed)
+        found += [row["seed"] for row in rows.columns]
+    assert len(found) == 2 * 4096 + 128 and len(set(found)) == len(found)
+    assert min(found) >= 0 and 2**30 < max(found) < 2**31
+
+
 def test_gym_rows_are_seeded_different_and_never_in_both_splits():
     pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'")
     config = DataConfig(dataset="reasoning_gym:chain_sum", max_train_samples=60, max_eval_samples=30)

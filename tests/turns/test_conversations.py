@@ -249,6 +249,13 @@ def test_an_environment_lives_in_its_worker(policy, monkeypatch, tmp_path):
     assert Counter(log.read_text().split()) == {"made": 5, "reset": 12, "closed": 5}
 
 
+def test_an_environment_keeps_files_and_folders_between_calls(policy):
+    script = [["<files></files>", "<read></read>", "<read></read><read></read>", "<files></files>", "ok"]]
+    (c,) = play(policy, script, f"environment={USER}:Workspace")
+    names = ["book", "log"]
+    assert results(c) == [f"{names} []", "line 1", "line 2", "line 3", f"{names} {['read'] * 3}"]
+
+
 def test_an_environment_whose_reset_fails_is_closed_and_replaced(policy, monkeypatch, tmp_path):
     log = tmp_path / "log"
     monkeypatch.setenv("READER_LOG", str(log))
@@ -263,6 +270,24 @@ def test_an_environment_whose_reset_fails_is_closed_and_replaced(policy, monkeyp
 def test_an_environment_of_skyrl_serves_one_episode(policy):
     for completion in play(policy, [["a"] * 9] * 2, f"environment={USER}:Episode", times=2):
         assert completion.num_turns == 3 and completion.environment_reward == 3.0
+
+
+def test_an_environment_of_skyrl_gets_the_row_and_gives_the_prompt(policy):
+    """The prompt once, whatever its form; a prompt that ``init`` changes takes the place of the row's."""
+    row = {"reward_spec": {"ground_truth": "6"}, "env_class": "gsm8k"}
+    expected = "<|im_start|>user\nWhat is 4+2?<|im_end|>\n<|im_start|>assistant\n"
+    for prompt in ("What is 4+2?", [{"role": "user", "content": "What is 4+2?"}]):
+        options = dict(prompts=[prompt], columns=[row], score=True)
+        play(policy, [["6", "never"], ["7"]], f"environment={USER}:Graded", **options)
+        assert play.result.values == [[1.0], [0.0]] and play.result.names == ["Graded"]
+        (problem,) = play.problems
+        assert policy.tokenizer.decode(problem.prompt_ids) == expected and problem.prompt == prompt
+
+    columns = [row, {"reward_spec": {"ground_truth": "7"}}]
+    found = play(policy, [["6"], ["7"]], f"environment={USER}:Framed", prompts=["4+2?", "4+3?"], columns=columns)
+    assert [c.environment_reward for c in found] == [1.0, 1.0]
+    texts = [policy.tokenizer.decode(problem.prompt_ids) for problem in play.problems]
+    assert texts == [expected.replace("What is 4+2?", f"Solve: {sum}?") for sum in ("4+2", "4+3")]
 
 
 def test_arrays_are_observations_and_a_step_may_have_three_values(policy):
@@ -369,6 +394,13 @@ def test_reset_and_step_environments(policy):
     assert sky.stop_reason == "environment" and sky.environment_reward == 1.0 and results(sky) == ["more"]
     (openenv,) = play(policy, [["abc", "end"]], f"environment={USER}:OpenEnvClient")
     assert results(openenv) == ["cba"] and openenv.environment_reward == 2.0
+    (old,) = play(policy, [["go", "end", "never"]], f"environment={USER}:OldGym")
+    assert (old.stop_reason, old.environment_reward, results(old)) == ("environment", 3.0, ["on"])
+    late = play(
+        policy, [["wait", "2", "wait", "3"], ["wait", "nothing"], ["wait", "nan", "3"]], f"environment={USER}:Late"
+    )
+    assert [c.environment_reward for c in late] == [5.0, None, None]
+    assert late[0].rewards == (None, 2.0, None, 3.0)
     endless, nan = play(policy, [["x"] * 500, ["nan"] * 500], f"environment={USER}:Endless", length=200)
     assert endless.stop_reason == "length" and endless.environment_reward > 3 and nan.environment_reward is None
 

@@ -166,6 +166,49 @@ class OpenEnvClient:
         return Result(action[::-1], 1.0, action == "end")
 
 
+class Late:
+    """OpenEnv's default: the reward of every step but the last is None. ``nothing``: it has none at all."""
+
+    def reset(self):
+        return Result("hello", None, False)
+
+    def step(self, action):
+        reward = None if action in ("wait", "nothing") else float(action)
+        return Result("on", reward, action in ("nothing", "3"))
+
+
+class OldGym:
+    """Four values, and a reset that returns the observation alone."""
+
+    def reset(self, seed=None):
+        return "begin"
+
+    def step(self, action):
+        return "on", 1.5, action == "end", {"TimeLimit.truncated": False}
+
+
+class Graded:
+    """SkyRL-gym's GSM8K: the constructor gets the row's columns, and ``init`` a conversation."""
+
+    def __init__(self, env_config=None, extras=()):
+        self.truth = extras["reward_spec"]["ground_truth"]
+
+    def init(self, prompt):
+        assert [message["role"] for message in prompt] == ["user"]
+        return prompt, {}
+
+    def step(self, action):
+        return {"observations": [], "reward": float(action == self.truth), "done": True, "metadata": {}}
+
+
+class Framed(Graded):
+    """Its ``init`` makes another prompt, as messages or as text."""
+
+    def init(self, prompt):
+        prompt[-1]["content"] = f"Solve: {prompt[-1]['content']}"
+        return prompt if self.truth == "6" else prompt[-1]["content"], {}
+
+
 class Endless(Gym):
     def step(self, action):
         return "on", float("nan") if action == "nan" else 1.0, False, False, {}
@@ -230,6 +273,29 @@ class Reader:
 
     async def close(self):
         self._log("closed")
+
+
+class Workspace:
+    """A temporary folder, a file of it that is open for reading and one that is open for writing."""
+
+    def reset(self, **row):
+        self.folder = tempfile.TemporaryDirectory()
+        book = os.path.join(self.folder.name, "book")
+        with open(book, "w") as file:
+            file.write("line 1\nline 2\nline 3\n")
+        self.book = open(book)  # noqa: SIM115 - they stay open from call to call
+        self.log = open(os.path.join(self.folder.name, "log"), "w")  # noqa: SIM115
+
+    def read(self) -> str:
+        """Read the next line."""
+        self.log.write("read\n")
+        self.log.flush()
+        return self.book.readline().strip()
+
+    def files(self) -> str:
+        """List the files of the workspace and what the log says."""
+        with open(self.log.name) as log:
+            return f"{sorted(os.listdir(self.folder.name))} {log.read().split()}"
 
 
 class Fickle(Reader):
