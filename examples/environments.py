@@ -1,0 +1,88 @@
+"""Environments of other packages, as glue of a few lines (docs/tools.md has the table).
+
+``environment: "examples/environments.py:Sudoku"`` in a configuration names one. Each package is
+imported where it is used, so that the others need not be installed.
+"""
+
+
+class Sudoku:
+    """A game of GEM. Its board is in ``info["suffix"]``, which GEM's own wrappers append.
+
+    Those wrappers repeat the whole conversation in each observation; here it goes on by itself.
+    """
+
+    game_id = "game:Sudoku-v0-easy"
+
+    def __init__(self):
+        import gem
+
+        self.game = gem.make(self.game_id)
+
+    def reset(self, seed):
+        text, info = self.game.reset(seed)
+        return text + info["suffix"]
+
+    def step(self, action):
+        text, reward, terminated, truncated, info = self.game.step(action)
+        return f"{text}\n{info['suffix']}", reward, terminated, truncated, info
+
+
+class GuessTheNumber:
+    """A game of TextArena for one player. The ending ``-raw`` leaves out the wrappers.
+
+    The wrappers repeat the whole conversation in each observation, and keep it after a reset.
+    """
+
+    game_id = "GuessTheNumber-v0-raw"
+    num_players = 1
+
+    def reset(self, seed):
+        import textarena
+
+        self.game = textarena.make(self.game_id)
+        self.game.reset(self.num_players, seed)
+        return self.observe()
+
+    def observe(self):
+        _, messages = self.game.get_observation()
+        return "\n".join(text for sender, text, _ in messages if sender != 0)
+
+    def step(self, action):
+        done, info = self.game.step(action)
+        rewards, _ = self.game.close()
+        return self.observe(), rewards[0] if done else 0.0, done, info
+
+
+class TicTacToe(GuessTheNumber):
+    """A game of TextArena for two. The opponent places its mark at random."""
+
+    game_id = "TicTacToe-v0-raw"
+    num_players = 2
+
+    def step(self, action):
+        import random
+
+        done, info = self.game.step(action)
+        while not done and self.game.state.current_player_id == 1:
+            board = sum(self.game.state.game_state["board"], [])
+            free = [cell for cell, mark in enumerate(board) if not mark]
+            done, info = self.game.step(f"[{random.choice(free)}]")
+        rewards, _ = self.game.close()
+        return self.observe(), rewards[0] if done else 0.0, done, info
+
+
+class Blackjack:
+    """A game of Gymnasium. Its actions are numbers, and its observations need words."""
+
+    def __init__(self):
+        import gymnasium
+
+        self.game = gymnasium.make("Blackjack-v1")
+
+    def reset(self, seed):
+        (total, shown, _), _ = self.game.reset(seed=seed)
+        return f"Your cards count {total}, the dealer shows {shown}. Do you hit or stick?"
+
+    def step(self, action):
+        (total, *_), *result = self.game.step(int("hit" in action.lower()))
+        return f"Your cards count {total}. Do you hit or stick?", *result

@@ -1,0 +1,82 @@
+"""Environments of SkyRL-gym, which is in the extra ``environments``: classes are named, without glue."""
+
+import json
+
+import pytest
+from replays import check_metrics, replay, train
+
+from grpo.turns.sessions import LoadedEnvironment
+
+REASON = "needs SkyRL-gym: pip install -e '.[environments]'"
+skyrl_gym = pytest.importorskip("skyrl_gym", reason=REASON)
+multi_turn = pytest.importorskip("skyrl_gym.envs.gsm8k.multi_turn_env", reason=REASON)
+
+
+def row_of_gsm8k(number: int) -> dict:
+    """A row as SkyRL's own script writes it."""
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"What is {number}+0? End with ####."}],
+        "env_class": "gsm8k_multi_turn",
+        "reward_spec": {"method": "rule", "ground_truth": str(number)},
+        "extra_info": {"split": "train", "index": number, "max_turns": 3},
+    }
+
+
+def answer(text: str) -> str:
+    """An answer from whatever an untrained model says."""
+    return f"#### {len(text) % 4}"
+
+
+class Game(multi_turn.GSM8kMultiTurnEnv):
+    def step(self, action):
+        return super().step(answer(action))
+
+
+def begin(row):
+    """The package's own ``make``, and the columns that SkyRL gives it."""
+    extras = row_of_gsm8k(row["problem"])
+    prompt = extras.pop("prompt")
+    game = skyrl_gym.make(extras.pop("env_class"), extras=extras)
+    prompt, _ = game.init(prompt)
+
+    def step(action):
+        result = game.step(answer(action))
+        text = "".join(message["content"] for message in result["observations"])
+        return text, result["reward"], result["done"]
+
+    return json.dumps(prompt), step
+
+
+def test_a_training_with_skyrls_rows_is_replayed_by_hand(tmp_path):
+    dataset = tmp_path / "gsm8k.jsonl"
+    with open(dataset, "w") as file:
+        for number in range(4):
+            print(json.dumps(row_of_gsm8k(number)), file=file)
+    output = train(tmp_path, f"{__file__}:Game", f"data.dataset={dataset}", f"data.eval_dataset={dataset}")
+    check_metrics(output, "Game")
+    rows = replay(output, begin)
+    assert len({row["reward"] for row in rows}) > 2
+    assert {row["stop_reason"] for row in rows} == {"environment"}
+
+
+TESTS = json.dumps([{"input": "3", "output": "3", "testtype": "stdin"}])
+CLASSES = {
+    "gsm8k": ({"reward_spec": {"ground_truth": "6"}}, "#### 6"),
+    "aime": ({"reward_model": {"ground_truth": "6"}}, "Answer: 6"),
+    "lcb": ({"reward_spec": {"ground_truth": TESTS}}, "```python\nprint(input())\n```"),
+    "searchcode": ({"reward_spec": {"ground_truth": "6"}}, "<solution>#### 6</solution>"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_get_what_they_need_from_the_row(name):
+    """Those that need no server and no database, by the names that a configuration has."""
+    columns, right = CLASSES[name]
+    spec = skyrl_gym.registry[name].entry_point
+    environment = LoadedEnvironment({}, spec, None)
+    assert environment.describe().steps
+    prompt = [{"role": "user", "content": "What is 4+2?"}]
+    assert environment.reset(0, {"prompt": prompt} | columns, 0) is None, "the prompt stays as it is"
+    _, reward, has_ended = environment.step(0, right, 0)
+    assert has_ended and reward == 1.0
