@@ -64,8 +64,8 @@ class TicTacToe(GuessTheNumber):
 
         done, info = self.game.step(action)
         while not done and self.game.state.current_player_id == 1:
-            board = sum(self.game.state.game_state["board"], [])
-            free = [cell for cell, mark in enumerate(board) if not mark]
+            board = self.game.state.game_state["board"]
+            free = [cell for cell in range(9) if not board[cell // 3][cell % 3]]
             done, info = self.game.step(f"[{random.choice(free)}]")
         rewards, _ = self.game.close()
         return self.observe(), rewards[0] if done else 0.0, done, info

@@ -18,11 +18,11 @@ from grpo.data.tiny import build_tokenizer
 from grpo.telemetry.samples import read_samples
 from train_grpo import main
 
-GROUP = 3
+GROUP = 2
 """Completions of a problem."""
 MAX_TURNS = 5
-ROOM = 3000
-"""The longest prompt and conversation of these games in tokens, which are characters of these models."""
+ROOM = 1800
+"""The longest prompt, and the longest conversation, in tokens. A token is a character of most texts."""
 
 
 def train(folder: Path, environment: str, *settings: str) -> Path:

@@ -1,8 +1,9 @@
 """A game of GEM, which is in the extra ``environments``."""
 
 import pytest
-from examples.environments import Sudoku
 from replays import check_metrics, replay, reset_seed, train
+
+from examples.environments import Sudoku
 
 gem = pytest.importorskip("gem", reason="needs GEM: pip install -e '.[environments]'")
 
@@ -28,6 +29,7 @@ def begin(row):
     return text + info["suffix"], step
 
 
+@pytest.mark.slow
 def test_a_training_with_a_game_is_replayed_by_hand(tmp_path):
     output = train(tmp_path, f"{__file__}:Game")
     check_metrics(output, "Game")

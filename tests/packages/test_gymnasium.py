@@ -1,8 +1,9 @@
 """A game of Gymnasium, which is in the extra ``environments``."""
 
 import pytest
-from examples.environments import Blackjack
 from replays import check_metrics, replay, reset_seed, train
+
+from examples.environments import Blackjack
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs Gymnasium: pip install -e '.[environments]'")
 
@@ -25,6 +26,7 @@ def begin(row):
     return f"Your cards count {total}, the dealer shows {shown}. Do you hit or stick?", step
 
 
+@pytest.mark.slow
 def test_a_training_with_a_game_is_replayed_by_hand(tmp_path):
     output = train(tmp_path, f"{__file__}:Game")
     check_metrics(output, "Game")

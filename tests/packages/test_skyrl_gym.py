@@ -48,6 +48,7 @@ def begin(row):
     return json.dumps(prompt), step
 
 
+@pytest.mark.slow
 def test_a_training_with_skyrls_rows_is_replayed_by_hand(tmp_path):
     dataset = tmp_path / "gsm8k.jsonl"
     with open(dataset, "w") as file:

@@ -4,8 +4,9 @@ import pickle
 import random
 
 import pytest
-from examples.environments import GuessTheNumber, TicTacToe
 from replays import check_metrics, replay, reset_seed, train
+
+from examples.environments import GuessTheNumber, TicTacToe
 
 textarena = pytest.importorskip("textarena", reason="needs TextArena: pip install -e '.[environments]'")
 
@@ -42,6 +43,7 @@ def begin(row):
     return observe(), step
 
 
+@pytest.mark.slow
 def test_a_training_with_a_game_for_two_is_replayed_by_hand(tmp_path):
     output = train(tmp_path, f"{__file__}:Game")
     check_metrics(output, "Game")
@@ -74,11 +76,12 @@ def begin_wrapped(row):
     return game.get_observation()[1], step
 
 
+@pytest.mark.slow
 def test_wrapped_games_live_in_their_workers(tmp_path):
     """They pickle and do not come back, so a run with them shows that nothing pickles them."""
     game = textarena.make("GuessTheNumber-v0")
     with pytest.raises(RecursionError):
         pickle.loads(pickle.dumps(game))
-    output = train(tmp_path, f"{__file__}:Wrapped")
+    output = train(tmp_path, f"{__file__}:Wrapped", "rollout.max_completion_length=1200")
     check_metrics(output, "Wrapped")
     replay(output, begin_wrapped)
