@@ -163,13 +163,9 @@ class LoadedEnvironment:
                 found = getattr(found, "observation", found)  # OpenEnv
             elif found is not None and not isinstance(found, str):
                 raise TypeError(f"reset returned {type(found).__name__}: expected text or None")
-            if found is None:
-                return None
-            if not is_sky_rl:
-                return as_content(found)
-            # Most return the prompt as it was, which leaves the row's own form to the rewards.
-            said = _as_messages(found)
-            return None if said == _as_messages(row["prompt"]) else said
+            if is_sky_rl:
+                return _as_messages(found)
+            return None if found is None else as_content(found)
 
         return then(found, prompt_of)
 

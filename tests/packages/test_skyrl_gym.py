@@ -78,6 +78,6 @@ def test_classes_get_what_they_need_from_the_row(name):
     environment = LoadedEnvironment({}, spec, None)
     assert environment.describe().steps
     prompt = [{"role": "user", "content": "What is 4+2?"}]
-    assert environment.reset(0, {"prompt": prompt} | columns, 0) is None, "the prompt stays as it is"
+    assert environment.reset(0, {"prompt": prompt} | columns, 0) == prompt
     _, reward, has_ended = environment.step(0, right, 0)
     assert has_ended and reward == 1.0

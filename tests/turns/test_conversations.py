@@ -281,7 +281,7 @@ def test_an_environment_of_skyrl_gets_the_row_and_gives_the_prompt(policy):
         play(policy, [["6", "never"], ["7"]], f"environment={USER}:Graded", **options)
         assert play.result.values == [[1.0], [0.0]] and play.result.names == ["Graded"]
         (problem,) = play.problems
-        assert policy.tokenizer.decode(problem.prompt_ids) == expected and problem.prompt == prompt
+        assert policy.tokenizer.decode(problem.prompt_ids) == expected
 
     columns = [row, {"reward_spec": {"ground_truth": "7"}}]
     found = play(policy, [["6"], ["7"]], f"environment={USER}:Framed", prompts=["4+2?", "4+3?"], columns=columns)
