@@ -172,14 +172,15 @@ def importance_ratio(
     """``[B, T]`` probability of each token under the policy that is trained, over that under the policy that sampled.
 
     ``token``: ``exp(logprob - old_logprob)``. ``sequence``: the geometric mean of these over the response, the same at
-    each of its tokens (GSPO, eq. 7); its gradient reaches them all. Values outside of the mask mean nothing.
+    each of its tokens (GSPO, eq. 7); its gradient reaches them all. Outside of the mask it is 1.
     """
     check_choice("importance_level", importance_level, ImportanceLevel)
     mask_BT = mask_BT.bool()
     log_ratio_BT = _zero_outside(mask_BT, logprobs_BT) - _zero_outside(mask_BT, old_logprobs_BT.detach())
     if importance_level == "sequence":
         lengths_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        log_ratio_BT = (log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1).expand_as(log_ratio_BT)
+        mean_B1 = log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1
+        log_ratio_BT = _zero_outside(mask_BT, mean_B1)
     # exp() overflows fp32 at 88. An infinite ratio times 0 (a clipped branch, advantage 0) would be a NaN gradient.
     return log_ratio_BT.clamp(max=80.0).exp()
 

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo.algorithm.advantages import OwnAdvantages, call_own_advantages
 from grpo.algorithm.loss import OwnObjective, policy_loss
@@ -54,24 +56,35 @@ def _load(key: str, name: str | None, trial: Callable[[Any], None], files: dict[
 
 
 def _try_objective(function: OwnObjective) -> None:
-    """Loss and gradient of rows of 2, 1 and 0 tokens, one of them with a ratio of 1; together, and each row alone."""
+    """Loss and gradient of rows of 2, 1 and 0 tokens, one of them with a ratio of 1.
+
+    They are the same for each row alone and for the rows with more padding, as the cut into micro-batches must not
+    matter.
+    """
     logprobs_BT = torch.tensor([[-1.0, -2.0], [-0.5, 0.0], [0.0, 0.0]], requires_grad=True)
     mask_BT = torch.tensor([[True, True], [True, False], [False, False]])
-    inputs = (
-        logprobs_BT,
-        logprobs_BT.detach() - torch.tensor([[0.1], [0.0], [0.0]]),
-        torch.tensor([1.0, -1.0, 0.5]),
-        mask_BT,
-    )
-    loss, _ = policy_loss(*inputs, objective=function)
+    old_logprobs_BT = logprobs_BT.detach() - torch.tensor([[0.1], [0.0], [0.0]])
+    advantages_B = torch.tensor([1.0, -1.0, 0.5])
+
+    def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
+        new_BT, old_BT, cut_BT = (pad(x[rows], (0, num_padding)) for x in (logprobs_BT, old_logprobs_BT, mask_BT))
+        loss_sum, _ = policy_loss(new_BT, old_BT, advantages_B[rows], cut_BT, objective=function)
+        return loss_sum
+
+    loss = loss_of(slice(3))
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     if not gradient_BT.any():
         raise ValueError("the loss has no gradient: it must be computed from logprobs_BT or ratio_BT")
     if not (loss.isfinite() and gradient_BT.isfinite().all()):
         raise ValueError(f"loss {loss.item()} or gradient {gradient_BT.tolist()} is not finite")
-    alone = [policy_loss(*(x[b : b + 1] for x in inputs), objective=function)[0] for b in range(3)]
-    if not torch.isclose(loss, sum(alone)):
-        raise ValueError("the loss of a row depends on the other rows, and so the update on how the batch is cut")
+    other_cuts = {
+        "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(3)),
+        "the number of padding columns": loss_of(slice(3), num_padding=2),
+    }
+    for cause, other_loss in other_cuts.items():
+        (other_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
+        if not (torch.isclose(loss, other_loss) and torch.allclose(gradient_BT, other_BT, atol=1e-6)):
+            raise ValueError(f"the loss of a row depends on {cause}, and so the update on how the batch is cut")
 
 
 def _try_advantages(config: Config, function: OwnAdvantages) -> None:

@@ -68,6 +68,8 @@ def test_importance_ratio_by_hand():
     assert ratio_BT[MASK].tolist() == close([1.5, 1, 0.5, 1.5, 0.5, 1.1, 0.5, 2, 0.9])
     ratio_BT = importance_ratio(NEW, OLD, MASK, "sequence")  # the geometric mean, at every token of the row
     assert ratio_BT[MASK].tolist() == close([0.75 ** (1 / 3)] * 3 + [0.75**0.5] * 2 + [1.1] + [0.9 ** (1 / 3)] * 3)
+    for level in LEVELS:
+        assert (importance_ratio(NEW, OLD, MASK, level)[~MASK] == 1).all(), "what a user's loss is promised"
     assert importance_ratio(OLD + 1000, OLD, MASK)[MASK].isfinite().all()
 
 

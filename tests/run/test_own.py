@@ -44,6 +44,13 @@ def not_at_1(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
 def over_rows(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return -ratio_BT * (A_B1 - A_B1.mean())
 
+def per_width(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return -ratio_BT * A_B1 / ratio_BT.shape[1]
+
+def gradient_of_the_mean(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    mean = logprobs_BT.mean()
+    return -ratio_BT * A_B1 + mean - mean.detach()
+
 def fails(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return {}["a"]
 
@@ -66,7 +73,9 @@ constant = 3
         ("objective", "numpy_array", "got ndarray"),
         ("objective", "not_at_1", "loss nan or gradient .* is not finite"),
         ("objective", "over_rows", "the loss of a row depends on the other rows, and so the update on how the batch"),
-        ("objective", "fails", r"\(line 33\) raised KeyError: 'a'"),
+        ("objective", "per_width", "the loss of a row depends on the number of padding columns, and so the update on"),
+        ("objective", "gradient_of_the_mean", "the loss of a row depends on the other rows"),
+        ("objective", "fails", r"\(line 40\) raised KeyError: 'a'"),
         ("objective", "missing", "has no function 'missing'"),
         ("objective", "constant", "has no function 'constant'"),
         ("advantages", "one_argument", "TypeError: one_argument.. takes 1 positional argument but 2 were given"),
