@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -60,7 +61,9 @@ class SandboxResult:
     """``"passed"`` (a program: ended with status 0), ``"failed"``, ``"timeout"`` or ``"output"``:
     too much of it."""
     output: str = ""
-    """The text that a program printed."""
+    """The text that a program printed, or its beginning."""
+    exit_code: int = -signal.SIGKILL
+    """That of a program: negative numbers are signals. Default: it was killed with the sandbox."""
 
 
 def run_python(

@@ -8,7 +8,7 @@ the driver with the launcher, and the launcher with the process that started it.
 
 Stdin has the job as JSON. Stdout has lines of JSON: first ``{"missing": [...]}``, the layers that
 this machine cannot provide (if there are any, nothing follows unless that is allowed), then
-``{"status": ..., "output": ...}`` per test, without the output for a statement, or
+``{"status": ..., "output": ..., "exit_code": ...}`` per test, for a statement the status alone, or
 ``{"error": ...}`` if the driver itself fails.
 """
 
@@ -105,6 +105,7 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
     limit = job.output_kb * 1024
     text = b""
     ended = 0
+    code = 0
     while not ended and len(text) <= limit and time.monotonic() < deadline:
         time.sleep(0.0005)
         ended, code = os.waitpid(child, os.WNOHANG)
@@ -114,13 +115,19 @@ def _run_test(job: SimpleNamespace, test: dict, deadline: float) -> dict:
     os.close(output)
     _kill_everything()
 
+    is_right = text == secret if "code" in test else code == 0
+    status = "passed" if is_right else "failed"
     if len(text) > limit:
-        return {"status": "output"}
-    if not ended:
-        return {"status": "timeout"}
+        status = "output"
+    elif not ended:
+        status = "timeout"
     if "code" in test:
-        return {"status": "passed" if text == secret else "failed"}
-    return {"status": "failed" if code else "passed", "output": text.decode(errors="replace")}
+        return {"status": status}
+    return {
+        "status": status,
+        "output": text[:limit].decode(errors="replace"),
+        "exit_code": os.waitstatus_to_exitcode(code),
+    }
 
 
 def _kill_everything() -> None:

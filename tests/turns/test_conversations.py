@@ -16,6 +16,7 @@ from grpo.rewards import RewardRunner, RewardSpec
 from grpo.rewards.scores import score_groups
 from grpo.rollout import BuiltinEngine, SamplingParams, Stops
 from grpo.system import UserError
+from grpo.turns.builtin import calculator, python
 from grpo.turns.engine import TurnsEngine
 from grpo.turns.tools import Tools
 
@@ -139,6 +140,8 @@ CALLS = [  # call, result that the model reads, is it a failure
     ("<python>1/0</python>", "ZeroDivisionError: division by zero\n", False),
     ("<calculator>9**9**9</calculator>", "{'error': 'the power is too large'}", True),
     ("<calculator>__import__('os')</calculator>", "{'error': 'not an arithmetic expression'}", True),
+    ("<calculator>3,5+1</calculator>", "{'error': 'not an arithmetic expression'}", True),
+    ("<calculator>10**17+1</calculator>", "100000000000000001", False),
     ("<misbehave>hang</misbehave>", "{'error': 'no result within 2 seconds'}", True),
     ("<misbehave>raise</misbehave>", "{'error': 'no such luck'}", True),
     ("<misbehave>exit</misbehave>", "{'error': '3'}", True),
@@ -161,6 +164,51 @@ def test_good_and_bad_calls(policy):
         assert expected in first, call
         assert [one.failed for one in c.calls] == [fails, False] and second == "1", call
         assert c.stop_reason == "stop" and c.num_turns == 3
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("123456789*987654321", "121932631112635269"),
+        ("-(10**17+1)", "-100000000000000001"),
+        ("2**999", str(2**999)),
+        ("7//2", "3"),
+        ("7/2", "3.5"),
+        ("6/2", "3"),
+        ("0.1+0.2", "0.3"),
+        ("10.0**17+1", "1e+17"),
+        ("1,234,567+1", "1234568"),
+        ("(12,000)*1,000.5", "12006000"),
+        ("3,5+1", ValueError),
+        ("0,125*8", ValueError),
+        ("1,0000", ValueError),
+        ("1.5,000", ValueError),
+        ("12,34,567", ValueError),
+        ("(-8)**0.5", ValueError),
+        ("2**999*2**999*2**999*2**999", ValueError),
+    ],
+)
+def test_whole_numbers_are_exact_and_commas_part_thousands(expression, expected):
+    if expected is ValueError:
+        with pytest.raises(ValueError, match=r"arithmetic|real|digits|large"):
+            calculator(expression)
+    else:
+        assert calculator(expression) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("pass", "(the program printed nothing)"),
+        ("print(1); import sys; sys.exit(3)", "1\nSystemExit: 3\n"),
+        ("print('almost'); import os; os._exit(3)", "(the program ended with exit status 3)\nalmost\n"),
+        ("print('almost'); import os; os.kill(os.getpid(), 9)", "(the program was ended by signal 9)\nalmost\n"),
+        ("import os; os.abort()", "(the program was ended by signal 6)\n"),
+        ("print('a' * 2**20 + 'b')", "(the program printed more than 1024 KB, and was ended)\n" + "a" * 2**20),
+    ],
+)
+def test_what_a_program_printed_and_how_it_ended(program, expected):
+    assert python(program) == expected
 
 
 def test_parallel_calls_are_answered_in_their_order(policy):
