@@ -269,10 +269,10 @@ def _longest(config: Config, train: list[Problem], evaluation: list[Problem]) ->
 
 
 def print_notes(notes: list[str], objects: Objects, checkpoint: Path | None) -> None:
-    if objects.rewards and checkpoint:
+    if checkpoint and (objects.rewards or objects.tools):
         notes.append(
-            "note: reward functions that are Python objects are not compared with those of the steps before: after a "
-            "change to one, take another output_dir"
+            "note: rewards, tools and environments that are Python objects are not compared with those of the steps "
+            "before: after a change to one, take another output_dir"
         )
     for note in notes:
         print(note, flush=True)

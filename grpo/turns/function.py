@@ -30,6 +30,9 @@ def sample_by_function(
 
     UserError if it returns something else. The function's own exceptions end the run.
     """
+    # A rank may have no group to sample again.
+    if not problems:
+        return []
     G = sampling.num_generations
     prompts = []
     for problem in problems:

@@ -480,5 +480,7 @@ def test_a_rollout_function(random_model):
     assert engine.generate(problems[1:], sampling, seed_key=(0, "rollout", 0))[0].completions[0].ids == (
         groups[1].completions[0].ids  # the row's own seeds, whatever rank it is on
     )
+    # As on a rank without groups to replace.
+    assert engine.generate([], sampling, seed_key=(0, "rollout", 0)) == []
     with pytest.raises(UserError, match="a completion has"):
         engine.generate(problems, SamplingParams(3, 5), seed_key=(0, "rollout", 0))

@@ -38,7 +38,7 @@ def short(prompts, completions, environments=None, **columns):
     return [-float(len(completion[-1]["content"])) for completion in completions]
 
 
-def test_objects_in_place_of_names(tmp_path, random_model):
+def test_objects_in_place_of_names(tmp_path, random_model, capsys):
     class Inner(Local):
         """Defined inside of a function."""
 
@@ -56,6 +56,9 @@ def test_objects_in_place_of_names(tmp_path, random_model):
 
     result = train(settings_of(random_model, tmp_path / "b"), tools=[twice, "calculator"], reward_functions=short)
     assert {"tools/twice/calls", "tools/calculator/calls"} <= result.metrics[-1].keys()
+    capsys.readouterr()
+    train(settings_of(random_model, tmp_path / "b"), tools=[twice, "calculator"], reward_functions=short)
+    assert "tools and environments that are Python objects are not compared" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no function or class"):
         train(settings_of(random_model, tmp_path / "c"), tools=[3])
     with pytest.raises(ValueError, match="has no docstring"):

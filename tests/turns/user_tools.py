@@ -216,6 +216,7 @@ class Endless(Gym):
 
 def rollout(prompts, generate):
     """A rollout function with two calls and a text of its own between them."""
+    assert prompts
     ids = [[5, 6, 7] for _ in prompts]
     first = generate(ids, max_tokens=15)
     between = [9, 9]
