@@ -90,8 +90,9 @@ class RewardResult:
         self.failures = [0] * len(names)
         """``[F]`` rows in which the function raised, hung, killed its worker, or was skipped after
         too many of them."""
-        self.num_failed_environments = 0
-        """Rows that no function got, because their environment has failed."""
+        self.environment_failures: list[str] = []
+        """Of each environment that got an action or has failed: the reason of its failure, or empty. No
+        function got the rows of those that have failed."""
         self.first_traceback = {}
         """Function name -> its failure in the first row: a traceback, or a sentence for a timeout
         or a death."""

@@ -21,6 +21,7 @@ def score_groups(
     completions = []
     completion_ids = []
     is_scored = []
+    environment_failures = []
     records = []
     for group in groups:
         problem = group.problem
@@ -29,17 +30,19 @@ def score_groups(
             prompts.append(prompt)
             completions.append(_as_rewards_get_it(prompt, completion))
             completion_ids.append(list(completion.sampled_ids))
-            is_failed = False
+            failure = None
             record = dict(problem.columns)
             # Columns that a rollout function returned replace those of the dataset.
             if isinstance(completion, Turns):
-                is_failed = completion.stop_reason == "failed"
+                failure = completion.environment_failure
                 record |= completion.fields
                 if completion.environment_name:
                     record["environments"] = completion.environment
                     record["environment_names"] = completion.environment_name
                     record["environment_rewards"] = completion.environment_reward
-            is_scored.append(not is_failed)
+            if failure is not None:
+                environment_failures.append(failure)
+            is_scored.append(not failure)
             records.append(record)
 
     # Only some completions have the fields of a rollout function or of an environment.
@@ -54,7 +57,7 @@ def score_groups(
         trainer_state=trainer_state,
         is_scored=is_scored,
     )
-    result.num_failed_environments = is_scored.count(False)
+    result.environment_failures = environment_failures
     return result
 
 

@@ -105,23 +105,30 @@ def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, 
         is_whole_step: False for substitutes of some groups: a function that fails on one bad problem is not broken.
 
     Raises:
-        UserError: on all ranks, if a function failed on every completion of the step.
+        UserError: on all ranks, if all environments of the step have failed, or a function failed on every completion
+            that it got.
     """
+    world = run.world
     names = run.rewards.names
-    failures, rows = (result.failures, len(result.values)) if result else ([0] * len(names), 0)
-    for name, count in zip(names, failures, strict=True):
+    result = result or RewardResult(names, 0)
+    for name, count in zip(names, result.failures, strict=True):
         step.metrics.total(f"rewards/{name}/errors", count)
-    logged = result.metrics if result else {}
-    num_failed = result.num_failed_environments if result else 0
-    counts = torch.tensor([*failures, rows, len(logged), num_failed])
-    *failed, rows, num_logged, num_failed = run.world.sum(counts).tolist()
-    if is_whole_step and rows and num_failed == rows:
-        raise UserError(f"the environment failed on all {rows} completions of this step: see the warning above")
+
+    environments = result.environment_failures
+    failures = [failure for failure in environments if failure]
+    num_scored = len(result.values) - len(failures)
+    counts = [*result.failures, num_scored, len(result.metrics), len(environments), len(failures)]
+    *failed, num_scored, num_logged, num_environments, num_failed = world.sum(torch.tensor(counts)).tolist()
+    # A completion that was cut before it acted says nothing about its environment, and is not counted.
+    if is_whole_step and num_environments and num_failed == num_environments:
+        first, *_ = sum(world.gather_objects(failures[:1]), [])
+        which = f"all {num_failed} environments of this step that got an action"
+        raise UserError(f"{which} have failed, first with {first}")
     if num_logged:  # a function may log a metric on some ranks only, and all ranks must add the same names
-        for name in sorted({name for of_rank in run.world.gather_objects(list(logged)) for name in of_rank}):
-            step.metrics.add(LOGGED_PREFIX + name, *logged.get(name, (0.0, 0.0)))
+        for name in sorted({name for of_rank in world.gather_objects(list(result.metrics)) for name in of_rank}):
+            step.metrics.add(LOGGED_PREFIX + name, *result.metrics.get(name, (0.0, 0.0)))
     for name, count in zip(names, failed, strict=True):
-        if is_whole_step and rows and count == rows:
-            trace = result.first_traceback.get(name, "") if result else ""
+        if is_whole_step and num_scored and count == num_scored:
+            trace = result.first_traceback.get(name, "")
             error = trace.rstrip().rpartition("\n")[2]  # the runner has printed the traceback
-            raise UserError(f"reward {name!r} failed on all {rows} completions of this step: {error or 'timeout'}")
+            raise UserError(f"reward {name!r} failed on all {count} completions of this step: {error or 'timeout'}")

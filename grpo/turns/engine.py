@@ -15,6 +15,7 @@ or ``get_reward`` fails, or a call finds that the environment is gone, the compl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -121,9 +122,11 @@ class Conversation:
             for message in answers:
                 message["content"] = self.form.cut(message["content"], most)
         answer_ids = self.form.answer(answers, turn[-1], self.max_length - len(self.ids))
-        if answer_ids is not None:  # else it does not fit, and the completion ends here
-            self.messages += answers
-            self.ids += answer_ids
+        if answer_ids is None:  # it does not fit, and the completion ends here
+            self.stop_reason = "length"
+            return None
+        self.messages += answers
+        self.ids += answer_ids
         return answer_ids
 
     def end(self, completion: Completion) -> Turns:
@@ -131,6 +134,7 @@ class Conversation:
         rest = completion.ids[len(self.ids) :]
         if rest:  # a turn without an end has had no reply
             self._read(rest)
+            self.stop_reason = "length"
 
         environment = self.environment
         reward = None
@@ -141,21 +145,25 @@ class Conversation:
                 given = [reward for reward in self.rewards if reward is not None]
                 if given or not self.rewards:
                     reward = as_reward(sum(given))
-        stop_reason = "failed" if self.failure else self.stop_reason or "length"
+        failure = None
+        got_action = bool(self.rewards) or not environment.steps
+        if environment.key is not None and (self.failure or got_action):
+            failure = self.failure
         return Turns(
             ids=completion.ids,
             text=self.texts[-1],
-            finished=stop_reason != "length",
+            finished=self.stop_reason != "length",
             sampling_logprobs=completion.sampling_logprobs,
             allowed=completion.allowed,
             loss_mask=completion.loss_mask,
             messages=tuple(self.messages),
-            stop_reason=stop_reason,
+            stop_reason="failed" if failure else self.stop_reason,
             rewards=tuple(self.rewards),
             calls=tuple(self.calls),
             environment=Place(environment.key, self.row) if environment.key else None,
             environment_name=environment.name,
             environment_reward=reward,
+            environment_failure=failure,
             num_turns=len(self.texts),
         )
 
@@ -214,7 +222,7 @@ class Conversation:
         known = {"timeout": f"no result within {limit_s:g} seconds", "died": "the tool has died"}
         error = known.get(answer.kind) or answer.message or answer.error.partition(":")[0]
         if method != "call":
-            self.failure = f"{method}: {answer.error or answer.message}"
+            self.failure = f"{method}: {answer.error or answer.message}{_place(answer.trace)}"
         elif self._has_lost_environment(worker, answer):
             self.failure = f"{arguments[0]}: {answer.message}"
         return Answer("error", message=error, seconds=answer.seconds)
@@ -230,6 +238,13 @@ class Conversation:
     def _next_seed(self) -> int:
         self.num_seeds += 1
         return derive_seed(self.seed, "tool", self.num_seeds)
+
+
+def _place(trace: str) -> str:
+    """The innermost line of a traceback in the file where it begins, which is the user's."""
+    lines = re.findall(r'File "(.+)", line (\d+)', trace)
+    inside = [line for line in lines if line[0] == lines[0][0]]
+    return " ({}, line {})".format(*inside[-1]) if inside else ""
 
 
 class TurnsEngine:

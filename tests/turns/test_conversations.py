@@ -266,7 +266,7 @@ def test_an_environment_has_state_gives_prompts_and_a_reward(policy):
     assert play.result.names == ["count_of", "secret_of", "Counter"]
     assert [(count, own) for count, _, own in play.result.values] == [(17.0, 17.0), (10.0, 10.0)] + [(None, None)] * 2
     assert play.result.values[0][1] == play.result.values[1][1], "the completions of a group begin equal"
-    assert play.result.failures == [0, 0, 0] and play.result.num_failed_environments == 2
+    assert play.result.failures == [0, 0, 0] and sum(map(bool, play.result.environment_failures)) == 2
 
 
 def test_a_reset_that_fails_costs_its_rows_alone(policy):
@@ -276,6 +276,31 @@ def test_a_reset_that_fails_costs_its_rows_alone(policy):
     assert [c.stop_reason for c in found] == ["failed", "failed", "stop", "stop"]
     assert play.result.values == [[None], [None], [3.0], [None]]  # None of get_reward too
     assert len(play.warnings) == 1 and "ValueError: this row cannot be reset" in play.warnings[-1]
+
+
+def test_a_call_to_the_rewards_may_have_failed_environments_alone(policy):
+    """As the groups of one rank, or those drawn anew: the columns that rewards need are those of the rows."""
+    columns = [{"start": "broken", "answer": "1"}]
+    (c,) = play(policy, [["hi"]], f"environment={USER}:Counter", columns=columns, rewards=[RewardSpec("accuracy")])
+    assert c.stop_reason == "failed" and play.result.values == [[None, None]] and play.result.failures == [0, 0]
+
+
+def test_a_cut_turn_is_not_finished_also_where_the_environment_has_failed(policy):
+    script = [["hi"], ["x" * 90]]
+    cut = play(policy, script, f"environment={USER}:Counter", columns=[{"start": "broken"}], length=60)
+    assert [(c.stop_reason, c.finished) for c in cut] == [("failed", True), ("failed", False)]
+
+
+def test_failures_are_counted_over_the_environments_that_were_asked(policy):
+    """Two completions are cut in their first turn, whose environment gets no action."""
+    script = [["a"], ["b"], ["x" * 90], ["x" * 90]]
+    found = play(policy, script, f"environment={USER}:Breaking", length=60, score=True)
+    assert [c.stop_reason for c in found] == ["failed", "failed", "length", "length"]
+    line = next(n for n, text in enumerate(Path(USER).read_text().splitlines(), 1) if "no such key" in text)
+    failure = f"step: KeyError: 'no such key' ({USER}, line {line})"
+    assert play.result.environment_failures == [failure, failure]
+    assert play.warnings == [f"warning: the environments of 2 completions have failed, first with {failure}"]
+    assert play.result.values == [[None], [None], [0.0], [0.0]]
 
 
 def test_an_environment_that_cannot_be_pickled_stays_in_its_worker(policy):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import shutil
 from pathlib import Path
 
@@ -102,3 +103,16 @@ def test_what_a_person_sees(runs, random_model, capsys, tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main([*arguments(random_model, tmp_path / "debug"), "--debug"]) == 0
     assert "[user] ok" in out.getvalue() and "all checks have passed" in out.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_path, ranks):
+    """Although completions that are cut before they act have a reward."""
+    changes = [f"environment={USER}:Breaking", "eval.before_training=false", "optim.max_steps=20"]
+    done = run_trainer(*arguments(random_model, tmp_path, *changes), ranks=ranks, check=False)
+    line = next(n for n, text in enumerate(USER.read_text().splitlines(), 1) if "no such key" in text)
+    failure = f"first with step: KeyError: 'no such key' ({USER}, line {line})"
+    assert done.returncode and "Traceback" not in done.stderr
+    (number,) = set(re.findall(r"all (\d+) environments of this step that got an action have failed, ", done.stderr))
+    assert 0 < int(number) < 24 and failure in done.stderr
+    assert f"completions have failed, {failure}" in done.stdout

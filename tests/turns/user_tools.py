@@ -140,6 +140,11 @@ class Gym:
         return f"{self.left} left", float(len(action)), self.left == 0, False, {}
 
 
+class Breaking(Gym):
+    def step(self, action):
+        return {}["no such key"]
+
+
 class SkyRL:
     """SkyRL-gym: ``init`` with the prompt; ``step`` returns a dictionary with messages."""
 
