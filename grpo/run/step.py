@@ -121,7 +121,7 @@ def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, 
     *failed, num_scored, num_logged, num_environments, num_failed = world.sum(torch.tensor(counts)).tolist()
     # A completion that was cut before it acted says nothing about its environment, and is not counted.
     if is_whole_step and num_environments and num_failed == num_environments:
-        first, *_ = sum(world.gather_objects(failures[:1]), [])
+        first = next(filter(None, world.gather_objects("".join(failures[:1]))))
         which = f"all {num_failed} environments of this step that got an action"
         raise UserError(f"{which} have failed, first with {first}")
     if num_logged:  # a function may log a metric on some ranks only, and all ranks must add the same names
