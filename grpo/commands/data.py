@@ -8,15 +8,18 @@ Then come the numbers of rows that are used and left out, and the lengths of the
 
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+from grpo.algorithm.batch import Problem
 from grpo.commands.command import command, command_parser
 from grpo.config import Config, load_config
 from grpo.data import count_shared, load_rows, make_problems
 from grpo.model import load_tokenizer, resolve_model
+from grpo.rollout import SamplingParams
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader
+from grpo.turns.engine import Conversation, TurnsEngine
 from grpo.turns.tools import Tools
 
 NUM_PROMPTS = 3
@@ -33,42 +36,79 @@ def main(argv: list[str]) -> None:
     config = load_config(["--config", options.config, *overrides] if options.config else overrides)
     trust = config.model.trust_remote_code
     path = resolve_model(config.model.name_or_path, config.data.dataset, trust_remote_code=trust)
-    tokenizer = load_tokenizer(path, trust_remote_code=trust, chat_template=config.model.chat_template)
+    tokenizer = load_tokenizer(
+        path,
+        trust_remote_code=trust,
+        chat_template=config.model.chat_template,
+    )
     with contextlib.closing(Tools(config)) as tools:
-        schemas_of = tools.load().schemas_of if config.uses_turns else None
-        for line in preview(config, tokenizer, schemas_of):
+        if config.uses_turns:
+            tools.load()
+        for line in preview(config, tokenizer, tools):
             print(printable(line))
 
 
-def preview(config: Config, tokenizer: Any, schemas_of: Callable[[dict[str, Any]], list] | None) -> Iterator[str]:
+def preview(config: Config, tokenizer: Any, tools: Tools) -> Iterator[str]:
     """The lines of the preview: the first prompts of the training split, and the counts of both splits."""
+    schemas_of = tools.schemas_of if config.uses_turns else None
     train = []
     for split in ("training", "evaluation"):
         rows = load_rows(config.data, train=split == "training", seed=config.seed)
         if rows is None:
             return
         found = make_problems(rows, config.data, tokenizer, schemas_of=schemas_of)
-        for number, problem in enumerate(found.problems[:NUM_PROMPTS] if split == "training" else (), 1):
-            position = f"prompt {number} of {len(found.problems)} ({rows.places[problem.index]})"
-            yield f"--- {position}, {len(problem.prompt_ids)} tokens"
-            yield textwrap.indent(tokenizer.decode(problem.prompt_ids), "| ", lambda line: True)
-            for name, value in problem.columns.items():
-                text = repr(value)
-                yield f"  {name} = {text[:MAX_VALUE_LENGTH]}{'...' * (len(text) > MAX_VALUE_LENGTH)}"
-        lengths = sorted(len(problem.prompt_ids) for problem in found.problems)
+        problems = found.problems
+        if split == "training":
+            for number, problem in enumerate(problems[:NUM_PROMPTS], 1):
+                place = rows.places[problem.index]
+                yield from show(problem, f"{number} of {len(problems)} ({place})", tokenizer, tools)
         yield f"--- {split}"
+        if tools.owns_prompts:
+            yield f"{len(problems)} seeds, from which reset() makes the prompts"
+            continue
+
         yield from found.notes
+        lengths = sorted(len(problem.prompt_ids) for problem in problems)
         middle = f"shortest {lengths[0]}, median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
-        yield f"{len(rows.prompts)} rows, {len(lengths)} used; prompt tokens: {middle}"
+        when = " before reset()" if tools.environments else ""
+        yield f"{len(rows.prompts)} rows, {len(lengths)} used; prompt tokens{when}: {middle}"
         limit = config.data.max_prompt_length
         yield f"left out: {found.num_too_long} longer than data.max_prompt_length={limit} tokens"
         yield f"left out: {found.num_empty} without text"
         if found.num_repaired:
             yield f"kept: {found.num_repaired} with half of a character, which is read as \ufffd"
         if config.data.answer_column is not None:
-            yield f"kept: {found.num_without_answer} without an answer: empty, or data.answer_pattern finds none"
-        yield f"duplicates: {len(lengths) - len({p.prompt_ids for p in found.problems})} prompts that came before"
-        yield f"empty cells: {', '.join(f'{count} in {name}' for name, count in rows.empty_cells.items()) or 'none'}"
+            without = f"{found.num_without_answer} without an answer"
+            yield f"kept: {without}: empty, or data.answer_pattern finds none"
+        num_different = len({problem.prompt_ids for problem in problems})
+        yield f"duplicates: {len(problems) - num_different} prompts that came before"
+        empty = [f"{count} in {name}" for name, count in rows.empty_cells.items()]
+        yield f"empty cells: {', '.join(empty) or 'none'}"
         if split == "evaluation":
-            yield f"in both splits: {count_shared(train, found.problems)} prompts"
-        train = found.problems
+            yield f"in both splits: {count_shared(train, problems)} prompts"
+        train = problems
+
+
+def show(problem: Problem, position: str, tokenizer: Any, tools: Tools) -> Iterator[str]:
+    """The prompt of the first step, which the environment may have added to, and the columns."""
+    # Of a conversation that is only begun: no turn of the model is read.
+    conversation = Conversation(
+        tools,
+        form=None,
+        stops=None,
+        sampling=SamplingParams(num_generations=1, max_completion_length=1),
+        problem=problem,
+        row=0,
+        seed_key=(tools.config.seed, "rollout", 0),
+    )
+    said = tools.submit(0, conversation.begin).result()
+    TurnsEngine.add_to_prompt([conversation], [said], tokenizer)
+    ids = conversation.problem.prompt_ids
+    yield f"--- prompt {position}, {len(ids)} tokens"
+    if conversation.failure:
+        yield f"  failed: {conversation.failure}"
+    yield textwrap.indent(tokenizer.decode(ids), "| ", lambda line: True)
+    for name, value in problem.columns.items():
+        text = repr(value)
+        end = "..." if len(text) > MAX_VALUE_LENGTH else ""
+        yield f"  {name} = {text[:MAX_VALUE_LENGTH]}{end}"

@@ -358,7 +358,7 @@ class TurnsEngine:
         futures = [tools.submit(c.row, c.begin) for c in conversations]
         texts = [future.result() for future in futures]
         for group in groups:
-            self._add_to_prompt(group, texts)
+            self.add_to_prompt(group, texts, self.policy.tokenizer)
 
         # All calls of a row are made in the thread of its worker, one after the other.
         def reply(row: int, turn: Sequence[int]) -> Future:
@@ -383,7 +383,12 @@ class TurnsEngine:
             finished.append(Group(group[0].problem, tuple(of_problem)))
         return finished
 
-    def _add_to_prompt(self, group: Sequence[Conversation], texts: Sequence[Any]) -> None:
+    @staticmethod
+    def add_to_prompt(
+        group: Sequence[Conversation],
+        texts: Sequence[Any],
+        tokenizer: Any,
+    ) -> None:
         """Put what the resets of a group said behind the last message of its prompt.
 
         Messages take the place of the prompt.
@@ -412,9 +417,9 @@ class TurnsEngine:
         else:
             prompt = (prompt or "") + said[0]
         rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
-        tokenizer = self.policy.tokenizer
-        schemas_of = self.tools.schemas_of
-        data = self.tools.config.data
+        tools = group[0].tools
+        schemas_of = tools.schemas_of
+        data = tools.config.data
         try:
             (made,) = make_problems(rows, data, tokenizer, schemas_of=schemas_of).problems
         except ValueError as error:  # the user's environment has made a prompt that is too long
