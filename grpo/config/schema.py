@@ -102,8 +102,8 @@ class DataConfig(Section):
     dataset: str = "builtin:arithmetic"
     """Hub id, .jsonl/.json/.csv/.parquet file, folder saved by datasets, builtin:arithmetic, builtin:countdown,
     builtin:calculator, builtin:guess_number, or reasoning_gym:<task>. none, with `environment`: its own prompts."""
-    config_name: str | None = None
-    """Configuration of a Hub dataset (gsm8k has main and socratic)."""
+    config_name: str | dict[str, Any] | None = None
+    """Configuration of a Hub dataset (gsm8k has main and socratic). Of reasoning_gym:<task>, a mapping of arguments."""
     train_split: str = "train"
     """Split to train on; slices such as train[:90%] work."""
     eval_split: str | None = "auto"

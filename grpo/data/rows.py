@@ -68,7 +68,8 @@ def read_rows(config: DataConfig, *, train: bool, seed: int) -> list[dict[str, A
             rows.append({config.prompt_column: "", "seed": row_seed})
         return rows
     if dataset.startswith(GYM_PREFIX):
-        return gym_rows(dataset.removeprefix(GYM_PREFIX), own_split, seed, limit)
+        arguments = config.config_name if isinstance(config.config_name, dict) else {}
+        return gym_rows(dataset.removeprefix(GYM_PREFIX), own_split, seed, limit, arguments)
     if split == "auto" and not train:
         if config.eval_dataset is None:
             return None

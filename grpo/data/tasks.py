@@ -9,9 +9,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from operator import itemgetter
+from typing import Any
 
 from grpo.algorithm.seeding import derive_seed
-from grpo.system import import_extra
+from grpo.system import first_line, import_extra
 
 EVAL_SHARE = 8  # one problem in eight is for evaluation
 
@@ -334,16 +335,41 @@ GYM_PATIENCE = 2000
 """After so many draws in a row without a new problem, a task is taken to have no more problems."""
 
 
-def gym_rows(task: str, split: str, seed: int, limit: int | None) -> list[dict]:
+def gym_rows(
+    task: str,
+    split: str,
+    seed: int,
+    limit: int | None,
+    arguments: dict[str, Any],
+) -> list[dict]:
     """Different problems of a task of reasoning-gym: at most ``limit`` or ``GYM_ROWS``, the same for the same seed.
 
     Rows have ``prompt``, ``answer`` and ``metadata`` (what the task's scorer needs besides the two).
+    ``ValueError`` if the task does not exist, or not with these arguments.
     """
     count = min(limit or GYM_ROWS[split], GYM_ROWS[split])
     max_draws = 2 * EVAL_SHARE * count + GYM_PATIENCE
     task_seed = derive_seed(seed, f"reasoning_gym/{task}/{split}") % 2**31
-    library = import_extra("reasoning_gym", "gym", f"data.dataset=reasoning_gym:{task}")
-    dataset = library.create_dataset(task, size=max_draws, seed=task_seed)
-    draws = (dataset[i] for i in range(max_draws))
-    rows = different_rows(draws, task, itemgetter("question"), split, count, GYM_PATIENCE)
-    return [{"prompt": row["question"], "answer": row["answer"], "metadata": row["metadata"]} for row in rows]
+    setting = f"data.dataset=reasoning_gym:{task}"
+    library = import_extra("reasoning_gym", "gym", setting)
+    settings = {task: arguments}
+    try:
+        if task == "composite":
+            specs = [library.composite.DatasetSpec(**spec) for spec in arguments["datasets"]]
+            arguments = arguments | {"datasets": specs}
+            settings = {spec.name: spec.config for spec in specs}
+        dataset = library.create_dataset(task, size=max_draws, seed=task_seed, **arguments)
+        draws = (dataset[i] for i in range(max_draws))
+        found = different_rows(draws, task, itemgetter("question"), split, count, GYM_PATIENCE)
+    except Exception as error:  # the arguments are the user's, and each task checks its own
+        raise ValueError(f"{setting}: {type(error).__name__}: {first_line(error)}") from error
+
+    rows = []
+    for row in found:
+        metadata = row["metadata"]
+        # Some scorers depend on the arguments of their task, so that the reward needs them too.
+        given = settings[metadata["source_dataset"]]
+        if given:
+            metadata["arguments_of_task"] = given
+        rows.append({"prompt": row["question"], "answer": row["answer"], "metadata": metadata})
+    return rows

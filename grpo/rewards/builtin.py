@@ -321,7 +321,7 @@ def reasoning_gym(
     **columns,
 ) -> Rewards:
     """``value`` times the score, 0 to 1, that reasoning-gym gives the text in the tag; 0 without a
-    well-formed tag.
+    well-formed tag, and where the task's scorer raises.
 
     The row's metadata names the task. Many of its scorers give a wrong answer 0.01, some give
     partial scores.
@@ -338,8 +338,12 @@ def reasoning_gym(
             return 0.0
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         entry = {"question": question, "answer": reference, "metadata": metadata}
-        score_answer = library.get_score_answer_fn(metadata["source_dataset"])
-        return value * score_answer(answer, entry)
+        arguments = metadata.get("arguments_of_task", {})
+        task = library.create_dataset(metadata["source_dataset"], **arguments)
+        try:
+            return value * task.score_answer(answer, entry)
+        except Exception:  # of a scorer that cannot read the text
+            return 0.0
 
     columns["prompts"] = prompts
     return score_rows(score, completions, columns, "prompts", column, metadata_column)

@@ -4,13 +4,14 @@ import datetime
 import json
 import math
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
 import pandas
 import pytest
 
-from grpo.config import DataConfig
+from grpo.config import DataConfig, load_config
 from grpo.data import load_rows, rows_of
 from grpo.rewards import load_reward
 
@@ -336,3 +337,39 @@ def test_gym_rows_are_seeded_different_and_never_in_both_splits():
     values = load_reward("reasoning_gym")(train.prompts[:1] * 4, texts, **columns)
     # This scorer rewards the answer among other words in part: `eval.correct_above` must lie above that.
     assert values[:3] == [1.0, 0.0, 0.0] and 0 < values[3] < 0.99
+
+
+def test_tasks_of_reasoning_gym_take_arguments(tmp_path):
+    """A sum of two terms, and two tasks in one; the scorer has the arguments too."""
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[gym]'")
+    file = tmp_path / "gym.yaml"
+    file.write_text("data:\n  dataset: reasoning_gym:chain_sum\n  config_name: {min_terms: 2, max_terms: 2}\n")
+    data = load_config([f"--config={file}", "data.max_train_samples=9"]).data
+    assert all(len(row["metadata"]["expression"].split()) == 3 for row in load_rows(data, train=True, seed=0).columns)
+
+    precise = {"min_num_decimal_places": 6, "max_num_decimal_places": 6, "max_terms": 2}
+    specs = [
+        {"name": "decimal_arithmetic", "weight": 1, "config": precise},
+        {"name": "prime_factorization", "weight": 1, "config": {}},
+    ]
+    rows = rows_in("reasoning_gym:composite", config_name={"datasets": specs}, max_train_samples=20)
+    tasks = [row["metadata"]["source_dataset"] for row in rows.columns]
+    assert {*tasks} == {"decimal_arithmetic", "prime_factorization"}
+    sum_row, primes = (tasks.index(spec["name"]) for spec in specs)
+    answer = Decimal(rows.columns[sum_row]["answer"]) + Decimal("0.00005")
+    cases = [(sum_row, rows.columns[sum_row]["answer"]), (sum_row, answer), (primes, rows.columns[primes]["answer"])]
+    cases.append((primes, "two times three"))  # on which the scorer of this task raises
+    values = load_reward("reasoning_gym")(
+        [rows.prompts[row] for row, _ in cases],
+        [f"<answer>{text}</answer>" for _, text in cases],
+        **{name: [rows.columns[row][name] for row, _ in cases] for name in ("answer", "metadata")},
+    )
+    assert values == [1.0, 0.0, 1.0, 0.0]
+
+    for wrong, message in (
+        ({"min_term": 2}, "unexpected keyword argument 'min_term'"),
+        ({"min_terms": 9}, "max_terms must be"),
+        ({"seed": 2}, "multiple values for keyword argument 'seed'"),
+    ):
+        with pytest.raises(ValueError, match=f"data.dataset=reasoning_gym:chain_sum: .*{message}"):
+            rows_in("reasoning_gym:chain_sum", config_name=wrong)

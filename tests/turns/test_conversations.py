@@ -382,6 +382,15 @@ def test_random_numbers_of_environments(policy):
     assert [results(c) for c in again] == [results(c) for c in first]
 
 
+def test_a_tool_that_imports_numpy_itself_is_seeded_in_its_first_call(policy, tmp_path):
+    file = tmp_path / "late.py"
+    file.write_text(
+        'def draw() -> str:\n    """Draw a number."""\n    import numpy\n\n    return str(numpy.random.random())\n'
+    )
+    draws = [results(*play(policy, [["<draw></draw>", "ok"]], f"tools=['{file}:draw']")) for _ in range(2)]
+    assert draws[0] == draws[1]
+
+
 def test_the_model_cannot_choose_an_argument_that_is_filled_in(policy):
     call = '<tool_call>{"name": "repeat", "arguments": {"word": "a", "most": 9}}</tool_call>'
     tool = f"tools=[{{name: '{USER}:repeat', args: {{most: 2}}}}]"
