@@ -116,3 +116,13 @@ def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_
     (number,) = set(re.findall(r"all (\d+) environments of this step that got an action have failed, ", done.stderr))
     assert 0 < int(number) < 24 and failure in done.stderr
     assert f"completions have failed, {failure}" in done.stdout
+
+
+def test_a_broken_reward_ends_the_run_also_beside_environments_that_fail(random_model, tmp_path):
+    """It fails on each completion that it gets: not on those of failed environments, which it does not get."""
+    reward = f"reward.functions=['{USER.parents[1]}/rewards_for_tests.py:raises']"
+    changes = [f"environment={USER}:Moody", reward, "eval.before_training=false"]
+    done = run_trainer(*arguments(random_model, tmp_path, *changes), check=False)
+    assert done.returncode and "completions have failed, first with reset: ValueError: bad luck" in done.stdout
+    (number,) = re.findall(r"reward 'raises' failed on all (\d+) completions of this step", done.stderr)
+    assert 0 < int(number) < 24

@@ -251,6 +251,15 @@ class Slow:
         return "ok" * (1 + int(3 * draw)), digits + draw, self.turns == 2 + self.last, False, {}
 
 
+class Moody(Slow):
+    """Some rows cannot be reset."""
+
+    def reset(self, answer=None, **row):
+        if int(answer) % 2:
+            raise ValueError("bad luck")
+        return super().reset()
+
+
 class Reader:
     """Holds an open file, which no copy could have, and writes into a log what happens to it."""
 
