@@ -97,7 +97,13 @@ def check_not_negative(scores: Scores, names: Sequence[str], *, step: int) -> No
     )
 
 
-def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, is_whole_step: bool) -> None:
+def count_reward_failures(
+    run: Run,
+    step: Step,
+    result: RewardResult | None,
+    *,
+    is_whole_step: bool,
+) -> None:
     """Count the completions that each function failed to score, and add the metrics that functions logged.
 
     Args:
@@ -105,8 +111,8 @@ def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, 
         is_whole_step: False for substitutes of some groups: a function that fails on one bad problem is not broken.
 
     Raises:
-        UserError: on all ranks, if all environments of the step have failed, or a function failed on every completion
-            that it got.
+        UserError: on all ranks, if all environments of the step have failed, or a function failed on every
+            completion that it got.
     """
     world = run.world
     names = run.rewards.names
@@ -114,21 +120,32 @@ def count_reward_failures(run: Run, step: Step, result: RewardResult | None, *, 
     for name, count in zip(names, result.failures, strict=True):
         step.metrics.total(f"rewards/{name}/errors", count)
 
-    environments = result.environment_failures
-    failures = [failure for failure in environments if failure]
-    num_scored = len(result.values) - len(failures)
-    counts = [*result.failures, num_scored, len(result.metrics), len(environments), len(failures)]
-    *failed, num_scored, num_logged, num_environments, num_failed = world.sum(torch.tensor(counts)).tolist()
-    # A completion that was cut before it acted says nothing about its environment, and is not counted.
+    failures = [failure for failure in result.environment_failures if failure]
+    counts = [
+        *result.failures,
+        len(result.values) - len(failures),
+        len(result.metrics),
+        len(result.environment_failures),
+        len(failures),
+    ]
+    counts = world.sum(torch.tensor(counts)).tolist()
+    *failed, num_scored, num_logged, num_environments, num_failed = counts
+    # The environment of a completion that was cut before its first action has shown nothing, and is
+    # not counted.
     if is_whole_step and num_environments and num_failed == num_environments:
         first = next(filter(None, world.gather_objects("".join(failures[:1]))))
-        which = f"all {num_failed} environments of this step that got an action"
-        raise UserError(f"{which} have failed, first with {first}")
-    if num_logged:  # a function may log a metric on some ranks only, and all ranks must add the same names
-        for name in sorted({name for of_rank in world.gather_objects(list(result.metrics)) for name in of_rank}):
+        raise UserError(f"all {num_failed} environments of this step have failed, first with {first}")
+
+    # A function may log a metric on some ranks only, and all ranks must add the same names.
+    if num_logged:
+        logged = set()
+        for of_rank in world.gather_objects(list(result.metrics)):
+            logged.update(of_rank)
+        for name in sorted(logged):
             step.metrics.add(LOGGED_PREFIX + name, *result.metrics.get(name, (0.0, 0.0)))
     for name, count in zip(names, failed, strict=True):
         if is_whole_step and num_scored and count == num_scored:
             trace = result.first_traceback.get(name, "")
             error = trace.rstrip().rpartition("\n")[2]  # the runner has printed the traceback
-            raise UserError(f"reward {name!r} failed on all {count} completions of this step: {error or 'timeout'}")
+            what = f"reward {name!r} failed on all {count} completions of this step"
+            raise UserError(f"{what}: {error or 'timeout'}")

@@ -113,7 +113,7 @@ def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_
     line = next(n for n, text in enumerate(USER.read_text().splitlines(), 1) if "no such key" in text)
     failure = f"first with step: KeyError: 'no such key' ({USER}, line {line})"
     assert done.returncode and "Traceback" not in done.stderr
-    (number,) = set(re.findall(r"all (\d+) environments of this step that got an action have failed, ", done.stderr))
+    (number,) = set(re.findall(r"all (\d+) environments of this step have failed, ", done.stderr))
     assert 0 < int(number) < 24 and failure in done.stderr
     assert f"completions have failed, {failure}" in done.stdout
 
