@@ -167,7 +167,10 @@ def loss_denominator(
 
 
 def importance_ratio(
-    logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor, importance_level: ImportanceLevel = "token"
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    importance_level: ImportanceLevel = "token",
 ) -> Tensor:
     """``[B, T]`` probability of each token under the policy that is trained, over that under the policy that sampled.
 
@@ -176,7 +179,9 @@ def importance_ratio(
     """
     check_choice("importance_level", importance_level, ImportanceLevel)
     mask_BT = mask_BT.bool()
-    log_ratio_BT = _zero_outside(mask_BT, logprobs_BT) - _zero_outside(mask_BT, old_logprobs_BT.detach())
+    logprobs_BT = _zero_outside(mask_BT, logprobs_BT)
+    old_logprobs_BT = _zero_outside(mask_BT, old_logprobs_BT.detach())
+    log_ratio_BT = logprobs_BT - old_logprobs_BT
     if importance_level == "sequence":
         lengths_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
         mean_B1 = log_ratio_BT.sum(dim=1, keepdim=True) / lengths_B1

@@ -358,9 +358,20 @@ def gym_rows(
             specs = [library.composite.DatasetSpec(**spec) for spec in arguments["datasets"]]
             arguments = arguments | {"datasets": specs}
             settings = {spec.name: spec.config for spec in specs}
-        dataset = library.create_dataset(task, size=max_draws, seed=task_seed, **arguments)
-        draws = (dataset[i] for i in range(max_draws))
-        found = different_rows(draws, task, itemgetter("question"), split, count, GYM_PATIENCE)
+        dataset = library.create_dataset(
+            task,
+            size=max_draws,
+            seed=task_seed,
+            **arguments,
+        )
+        found = different_rows(
+            (dataset[i] for i in range(max_draws)),
+            task,
+            itemgetter("question"),
+            split,
+            count,
+            GYM_PATIENCE,
+        )
     except Exception as error:  # the arguments are the user's, and each task checks its own
         raise ValueError(f"{setting}: {type(error).__name__}: {first_line(error)}") from error
 
@@ -371,5 +382,11 @@ def gym_rows(
         given = settings[metadata["source_dataset"]]
         if given:
             metadata["arguments_of_task"] = given
-        rows.append({"prompt": row["question"], "answer": row["answer"], "metadata": metadata})
+        rows.append(
+            {
+                "prompt": row["question"],
+                "answer": row["answer"],
+                "metadata": metadata,
+            }
+        )
     return rows

@@ -58,33 +58,60 @@ def _load(key: str, name: str | None, trial: Callable[[Any], None], files: dict[
 def _try_objective(function: OwnObjective) -> None:
     """Loss and gradient of rows of 2, 1 and 0 tokens, one of them with a ratio of 1.
 
-    They are the same for each row alone and for the rows with more padding, as the cut into micro-batches must not
-    matter.
+    They must be the same for each row alone, and with more padding: a cut into micro-batches changes both.
     """
-    logprobs_BT = torch.tensor([[-1.0, -2.0], [-0.5, 0.0], [0.0, 0.0]], requires_grad=True)
-    mask_BT = torch.tensor([[True, True], [True, False], [False, False]])
-    old_logprobs_BT = logprobs_BT.detach() - torch.tensor([[0.1], [0.0], [0.0]])
+    logprobs_BT = torch.tensor(
+        [
+            [-1.0, -2.0],
+            [-0.5, 0.0],
+            [0.0, 0.0],
+        ],
+        requires_grad=True,
+    )
+    mask_BT = torch.tensor(
+        [
+            [True, True],
+            [True, False],
+            [False, False],
+        ]
+    )
+    change_B1 = torch.tensor([[0.1], [0.0], [0.0]])
+    old_logprobs_BT = logprobs_BT.detach() - change_B1
     advantages_B = torch.tensor([1.0, -1.0, 0.5])
 
     def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
-        new_BT, old_BT, cut_BT = (pad(x[rows], (0, num_padding)) for x in (logprobs_BT, old_logprobs_BT, mask_BT))
-        loss_sum, _ = policy_loss(new_BT, old_BT, advantages_B[rows], cut_BT, objective=function)
+        def cut(x_BT: Tensor) -> Tensor:
+            return pad(x_BT[rows], (0, num_padding))
+
+        loss_sum, _ = policy_loss(
+            cut(logprobs_BT),
+            cut(old_logprobs_BT),
+            advantages_B[rows],
+            cut(mask_BT),
+            objective=function,
+        )
         return loss_sum
 
     loss = loss_of(slice(3))
     (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
     if not gradient_BT.any():
-        raise ValueError("the loss has no gradient: it must be computed from logprobs_BT or ratio_BT")
+        needs = "it must be computed from logprobs_BT or ratio_BT"
+        raise ValueError(f"the loss has no gradient: {needs}")
     if not (loss.isfinite() and gradient_BT.isfinite().all()):
-        raise ValueError(f"loss {loss.item()} or gradient {gradient_BT.tolist()} is not finite")
-    other_cuts = {
-        "the other rows": sum(loss_of(slice(b, b + 1)) for b in range(3)),
+        values = f"loss {loss.item()} or gradient {gradient_BT.tolist()}"
+        raise ValueError(f"{values} is not finite")
+
+    row_by_row = [loss_of(slice(b, b + 1)) for b in range(3)]
+    other_losses = {
+        "the other rows": sum(row_by_row),
         "the number of padding columns": loss_of(slice(3), num_padding=2),
     }
-    for cause, other_loss in other_cuts.items():
+    for cause, other_loss in other_losses.items():
         (other_BT,) = torch.autograd.grad(other_loss, logprobs_BT)
-        if not (torch.isclose(loss, other_loss) and torch.allclose(gradient_BT, other_BT, atol=1e-6)):
-            raise ValueError(f"the loss of a row depends on {cause}, and so the update on how the batch is cut")
+        is_same = torch.isclose(loss, other_loss)
+        if not is_same or not torch.allclose(gradient_BT, other_BT, atol=1e-6):
+            effect = "and so the update on how the batch is cut"
+            raise ValueError(f"the loss of a row depends on {cause}, {effect}")
 
 
 def _try_advantages(config: Config, function: OwnAdvantages) -> None:

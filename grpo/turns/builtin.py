@@ -34,8 +34,11 @@ def calculator(expression: str) -> str:
     Returns:
         The number.
     """
-    numbers = THOUSANDS.sub(lambda number: number[0].replace(",", ""), expression)
-    value = evaluate(numbers.strip(), OPERATORS)
+    without_commas = THOUSANDS.sub(
+        lambda number: number[0].replace(",", ""),
+        expression,
+    )
+    value = evaluate(without_commas.strip(), OPERATORS)
     if isinstance(value, complex):
         raise ValueError("not a real number")
     if isinstance(value, float):

@@ -219,13 +219,22 @@ class Conversation:
             return answer
 
         # The user reads what happened to the process. The model knows of tools alone.
-        known = {"timeout": f"no result within {limit_s:g} seconds", "died": "the tool has died"}
-        error = known.get(answer.kind) or answer.message or answer.error.partition(":")[0]
+        known = {
+            "timeout": f"no result within {limit_s:g} seconds",
+            "died": "the tool has died",
+        }
+        error_type = answer.error.partition(":")[0]
+        error = known.get(answer.kind) or answer.message or error_type
         if method != "call":
-            self.failure = f"{method}: {answer.error or answer.message}{_place(answer.trace)}"
+            what = answer.error or answer.message
+            self.failure = f"{method}: {what}{_place(answer.trace)}"
         elif self._has_lost_environment(worker, answer):
             self.failure = f"{arguments[0]}: {answer.message}"
-        return Answer("error", message=error, seconds=answer.seconds)
+        return Answer(
+            "error",
+            message=error,
+            seconds=answer.seconds,
+        )
 
     def _has_lost_environment(self, worker: Worker | Here, answer: Answer) -> bool:
         """True if a call shows that the environment is gone, with the worker or before it."""
@@ -243,8 +252,13 @@ class Conversation:
 def _place(trace: str) -> str:
     """The innermost line of a traceback in the file where it begins, which is the user's."""
     lines = re.findall(r'File "(.+)", line (\d+)', trace)
-    inside = [line for line in lines if line[0] == lines[0][0]]
-    return " ({}, line {})".format(*inside[-1]) if inside else ""
+    if not lines:
+        return ""
+    path, number = lines[0]
+    for other_path, other_number in lines:
+        if other_path == path:
+            number = other_number
+    return f" ({path}, line {number})"
 
 
 class TurnsEngine:
