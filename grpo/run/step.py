@@ -133,7 +133,8 @@ def count_reward_failures(
     # The environment of a completion that was cut before its first action has shown nothing, and is
     # not counted.
     if is_whole_step and num_environments and num_failed == num_environments:
-        first = next(filter(None, world.gather_objects("".join(failures[:1]))))
+        first_here = failures[0] if failures else ""
+        first = next(filter(None, world.gather_objects(first_here)))
         raise UserError(f"all {num_failed} environments of this step have failed, first with {first}")
 
     # A function may log a metric on some ranks only, and all ranks must add the same names.
