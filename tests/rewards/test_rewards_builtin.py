@@ -116,6 +116,49 @@ def test_completion_text_of_both_kinds():
     assert completion_text([{"role": "assistant", "content": None}]) == ""
 
 
+def conversation(*turns):
+    """Messages of the model and of others in turn."""
+    roles = ["assistant", "tool"] * len(turns)
+    return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+
+
+@pytest.mark.parametrize("role", ["tool", "user", "environment"])
+@pytest.mark.parametrize(
+    ("mode", "right"),
+    [("strict", "<answer>42</answer>"), ("boxed", r"so \boxed{42}"), ("####", "#### 42"), ("lenient", "it is 42")],
+)
+def test_answers_are_read_in_the_turns_of_the_model(mode, right, role):
+    said_by_a_tool = conversation("Let me look.", right, "I do not know.")
+    never_said = conversation("Let me look.", right, "")
+    said_by_the_model = conversation("Let me look.", "Say <answer>7</answer>, \\boxed{7} or #### 7", right)
+    said_early = conversation(right, "7", "Done.")
+    completions = [said_by_a_tool, never_said, said_by_the_model, said_early]
+    for completion in completions:
+        completion[1]["role"] = role
+    # A message without a role is the model's.
+    completions.append([{"content": right}])
+    accuracy = load_reward("accuracy")
+    assert accuracy(["q"] * 5, completions, answer=["42"] * 5, mode=mode) == [0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_formats_are_those_of_the_turns_of_the_model():
+    split = conversation("<think>a</think>", "<answer>9</answer>", "<answer>4</answer>")
+    shown = conversation("Let me look.", GOOD, "4")
+    assert load_reward("format")(["q"] * 2, [split, shown]) == [1.0, 0.0]
+    assert load_reward("tag_groups")(["q"] * 2, [split, shown]) == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("tag", ["calculator", "tool_call"])
+def test_the_arguments_of_a_call_are_no_answer(tag):
+    """In the form with tags the call stands in the content too; a template's parser takes it out."""
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "6*7"}}}
+    asks = {"role": "assistant", "content": f"Let me see. <{tag}>6*7</{tag}>", "tool_calls": [call]}
+    cut = [asks, {"role": "tool", "content": "42"}, {"role": "assistant", "content": "So"}]
+    assert completion_text(cut) == "Let me see. \nSo"
+    accuracy = load_reward("accuracy")
+    assert accuracy(["q"] * 2, [cut, [asks]], answer=["7"] * 2, mode="lenient") == [0.0, 0.0]
+
+
 def test_accuracy():
     accuracy = load_reward("accuracy")
     texts = [GOOD, "so 4", "<answer>5</answer>", GOOD]
