@@ -31,6 +31,11 @@ class Problem:
     reward_prompt: str | list[dict[str, str]] | None = None
     """The prompt as rewards get it; ``None``: as in the row. With a list of messages, completions are messages too."""
 
+    @property
+    def prompt_of_rewards(self) -> str | list[dict[str, str]]:
+        """The prompt as rewards get it."""
+        return self.prompt if self.reward_prompt is None else self.reward_prompt
+
 
 class AllowedTokens(NamedTuple):
     """The tokens that top-k, top-p and min-p allowed at each position (``rollout.keep_sampling_mask``).

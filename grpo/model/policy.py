@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.attention.precision import ieee_fp32
-from grpo.system import first_line
+from grpo.system import UserError, first_line
 
 LAYER = re.compile(r"^.*?\.\d+\.")
 """The beginning of a parameter's name up to the number of its layer: ``model.layers.0.``"""
@@ -56,6 +56,16 @@ class Policy:
     def context_length(self) -> int | None:
         """See :func:`context_limit`."""
         return context_limit(self.model.config)
+
+    def check_room(self, prompt_length: int, max_length: int) -> None:
+        """UserError if a prompt and a completion of ``max_length`` tokens exceed the context together."""
+        context = self.context_length or 10**9
+        # The start of a run has refused a completion that does not fit alone.
+        if 0 < context - max_length < prompt_length:
+            raise UserError(
+                f"a prompt of {prompt_length} tokens and a completion of up to {max_length} "
+                f"exceed the model's context of {context} tokens"
+            )
 
     def without_weights(self) -> Policy:
         """A copy whose parameters are on the meta device: the same modules, ties, adapters and buffers."""

@@ -25,7 +25,7 @@ def score_groups(
     records = []
     for group in groups:
         problem = group.problem
-        prompt = problem.prompt if problem.reward_prompt is None else problem.reward_prompt
+        prompt = problem.prompt_of_rewards
         for completion in group.completions:
             prompts.append(prompt)
             completions.append(_as_rewards_get_it(prompt, completion))

@@ -436,6 +436,7 @@ class TurnsEngine:
         data = tools.config.data
         try:
             (made,) = make_problems(rows, data, tokenizer, schemas_of=schemas_of).problems
+            self.policy.check_room(len(made.prompt_ids), group[0].max_length)
         except ValueError as error:  # the user's environment has made a prompt that is too long
             for conversation in group:
                 conversation.failure = str(error)

@@ -36,10 +36,7 @@ def sample_by_function(
     G = sampling.num_generations
     prompts = []
     for problem in problems:
-        prompt = problem.reward_prompt
-        if prompt is None:
-            prompt = problem.prompt
-        prompts += [prompt] * G
+        prompts += [problem.prompt_of_rewards] * G
     seed, purpose, step = seed_key
     calls = count(1)
 
@@ -54,6 +51,7 @@ def sample_by_function(
         call_key = (seed, f"{purpose}/call {next(calls)}", step)
         asked = []
         for n, ids in enumerate(prompt_ids):
+            engine.policy.check_room(len(ids), max_tokens or 1)
             # With one entry per row the seed is that of the row, whatever the number of ranks.
             if len(prompt_ids) == len(prompts):
                 address = (problems[n // G].index, n % G)
@@ -94,6 +92,7 @@ def sample_by_function(
         if len(prompt_ids) > 1:
             raise UserError(f"{setting}: completions of one problem need equal prompt_ids")
         asked = replace(problem, prompt_ids=prompt_ids.pop())
+        engine.policy.check_room(len(asked.prompt_ids), sampling.max_completion_length)
         groups.append(Group(asked, tuple(completions)))
     return groups
 

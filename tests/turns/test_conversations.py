@@ -499,6 +499,35 @@ def test_tags_that_are_special_tokens_are_read_in_turns(random_model):
     assert gym.rewards == (18.0, 6.0, 3.0) and gym.messages[0]["content"] == "<answer>1</answer>"
 
 
+def test_prompts_that_resets_make_longer_than_the_context(policy):
+    """As for prompts of a dataset, prompt and longest completion must fit into the 256 tokens together."""
+    settings = [f"environment={USER}:Talkative", "data.max_prompt_length=5000", "reward.functions=[accuracy]"]
+    columns = [{"size": 1}, {"size": 100}, {"size": 900}]
+    found = play(policy, [["yes"]] * 3, *settings, prompts=["a", "b", "c"], columns=columns, length=100)
+    assert [c.stop_reason for c in found] == ["stop", "failed", "failed"]
+    assert "2 completions have failed, first with a prompt of " in play.warnings[0]
+    assert "tokens and a completion of up to 100 exceed the model's context of 256 tokens" in play.warnings[0]
+
+
+def test_prompts_that_a_rollout_function_makes_longer_than_the_context(random_model):
+    policy = load(random_model)
+    config = load_config([f"rollout.function={USER}:rollout"])
+    problems = make_problems(Rows("rows", ["a"], [{}]), config.data, policy.tokenizer).problems
+    engine = TurnsEngine(BuiltinEngine(policy), Tools(config).load(), config)
+
+    def returned(prompts, generate):
+        completions = {"completion_ids": [[5]] * len(prompts), "logprobs": [[-1.0]] * len(prompts)}
+        return completions | {"prompt_ids": [[7] * 250] * len(prompts)}
+
+    def sampled(prompts, generate):
+        return generate([[7] * 300 for _ in prompts])
+
+    for function, size in ((returned, 250), (sampled, 300)):
+        engine.tools.function_object = function
+        with pytest.raises(UserError, match=rf"a prompt of {size} tokens .* context of 256 tokens"):
+            engine.generate(problems, SamplingParams(3, 40), seed_key=(0, "rollout", 0))
+
+
 def test_a_rollout_function(random_model):
     policy = load(random_model)
     config = load_config([f"rollout.function={USER}:rollout"])

@@ -381,3 +381,10 @@ def unsendable(word: str) -> list:
         word: the word
     """
     return [{"role": "user", "content": word, "callback": lambda: word}]
+
+
+class Talkative:
+    """Its prompt has as many characters, and about as many tokens, as the row says."""
+
+    def reset(self, size, **row):
+        return " on" * size
