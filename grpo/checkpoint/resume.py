@@ -22,6 +22,9 @@ from grpo.system import write_atomically
 
 RESOLVED_CONFIG = "config.yaml"
 LOCK_FILE = ".lock"
+ABOUT_GIVEN = """\
+# What was set. A run that has this file as --config begins from it, and from the values above
+# that were changed by hand: what a preset or another key implied follows anew."""
 OF_A_RUN = (
     "metrics.jsonl",
     "intervals.jsonl",
@@ -238,7 +241,8 @@ def start_output(config: Config, start_checkpoint: Path | None, lock: Lock) -> N
     output.mkdir(parents=True, exist_ok=True)
     lock.acquire(output)
     written = output / RESOLVED_CONFIG
-    resolved = yaml.safe_dump(config.for_writing(), sort_keys=False, allow_unicode=True)
+    resolved = yaml.safe_dump(config.for_saving(), sort_keys=False, allow_unicode=True)
+    resolved = resolved.replace("\ngiven:", f"\n{ABOUT_GIVEN}\ngiven:")
     if start_checkpoint is not None and start_checkpoint.parent.resolve() == output.resolve():
         # Later checkpoints are broken or of steps that this run computes again: `auto` must not choose them.
         start_step = checkpoint.read_state(start_checkpoint)["step"]

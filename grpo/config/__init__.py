@@ -11,6 +11,7 @@ from grpo.config.arguments import (
     masked_argument,
 )  # fmt: skip
 from grpo.config.config import Config, check_world_size
+from grpo.config.effects import keys_without_effect
 from grpo.config.help import KEYS_EPILOG, help_text, keys_of, unknown_key
 from grpo.config.schema import (
     SERVER_KEYS,
@@ -23,8 +24,27 @@ from grpo.config.schema import (
 )  # fmt: skip
 
 __all__ = [
-    "KEYS_EPILOG", "PRESETS", "SERVER_KEYS", "AlgorithmConfig", "Config", "ConfigError", "DataConfig", "EvalConfig",
-    "OptimConfig", "RolloutConfig", "RuntimeConfig", "check_world_size", "config_of_models", "engine_overrides",
-    "flat", "help_text", "keys_of", "load_config", "make_config", "mask_command_line", "masked_argument",
+    "KEYS_EPILOG",
+    "PRESETS",
+    "SERVER_KEYS",
+    "AlgorithmConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "OptimConfig",
+    "RolloutConfig",
+    "RuntimeConfig",
+    "check_world_size",
+    "config_of_models",
+    "engine_overrides",
+    "flat",
+    "help_text",
+    "keys_of",
+    "keys_without_effect",
+    "load_config",
+    "make_config",
+    "mask_command_line",
+    "masked_argument",
     "unknown_key",
-]  # fmt: skip
+]

@@ -146,26 +146,6 @@ class AlgorithmConfig(Section):
         return "normalize_then_sum" if self.name == "gdpo" else "sum_then_normalize"
 
     @property
-    def without_effect(self) -> list[tuple[str, str]]:
-        """``(key, other key)`` of each changed key that has no effect with the value of the other key."""
-        unclipped = self.objective in ("sapo", "reinforce")
-        own_advantages = self.advantages is not None
-        ignored = [
-            ("epsilon", "objective", unclipped or (self.objective == "cispo" and self.epsilon_high is not None)),
-            ("epsilon_high", "objective", unclipped),
-            ("delta", "objective", self.objective != "clip"),
-            ("importance_level", "objective", self.objective == "reinforce"),
-            *((key, "advantages", own_advantages) for key in ("baseline", "scale", "advantage_eps")),
-            ("advantage_eps", "scale", self.scale == "none" and not own_advantages),
-            ("normalize_constant", "aggregation", self.aggregation != "constant"),
-            ("sampler_correction_min", "sampler_correction", self.sampler_correction == "none"),
-            ("sampler_correction_max", "sampler_correction", self.sampler_correction == "none"),
-            ("unbiased_kl", "beta", self.beta == 0),
-            ("ref_sync_steps", "beta", self.beta == 0),
-        ]
-        return [(key, other) for key, other, is_ignored in ignored if is_ignored and self.differs_from_default(key)]
-
-    @property
     def updates_per_step(self) -> int:
         """Optimizer updates from the completions of one step."""
         return self.num_iterations * self.num_minibatches

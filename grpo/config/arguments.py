@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from grpo.config.config import Config, debug_variant
+from grpo.config.aliases import SECTIONS
+from grpo.config.config import Config, debug_changes
 from grpo.config.help import as_yaml, explain, help_text, keys_of
 from grpo.config.secrets import masked
 
@@ -74,9 +75,9 @@ def make_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config | No
     if isinstance(source, str | os.PathLike):
         source = read_config_file(source)
     elif isinstance(source, Config):
-        source = source.model_dump(exclude_unset=True)
+        source = source.given
     values: dict[str, Any] = {}
-    for new in (source or {}, *more):
+    for new in (_as_given(source or {}), *more):
         _merge(new, values)
     config = _checked(values)
     config._debug = debug
@@ -104,7 +105,33 @@ def _checked(values: dict[str, Any], *, debug: bool = False) -> Config:
     except ValidationError as error:
         known = list(keys_of(Config))
         raise ConfigError("\n".join(dict.fromkeys(explain(item, known) for item in error.errors()))) from None
-    return debug_variant(config) if debug else config
+    if debug:
+        config = make_config(config, debug_changes(config))
+        config._debug = True
+    return config
+
+
+def _as_given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a saved configuration was made from: its entry ``given``, and each value of its
+    sections that is not what this entry gives, since a user has changed it there.
+
+    Values without such an entry stay as they are.
+    """
+    sections = dict(values)
+    given = sections.pop("given", None)
+    if given is None:
+        return sections
+    written = _checked(sections).model_dump(mode="json")
+    made = _checked(given).model_dump(mode="json")
+    given = dict(given)  # the caller's own stays
+    for name, value in written.items():
+        if value == made[name]:
+            continue
+        if name in SECTIONS:
+            edited = {key: inner for key, inner in value.items() if inner != made[name][key]}
+            value = given.get(name, {}) | edited
+        given[name] = value
+    return given
 
 
 def _value_of(key: str, text: str) -> Any:
@@ -145,7 +172,7 @@ def read_config_file(name: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(values, dict | None):
         raise ConfigError(f"{name}: expected a mapping of sections, got {type(values).__name__}")
     # `model:` with nothing under it means the section's defaults.
-    return {key: value for key, value in (values or {}).items() if value is not None}
+    return _as_given({key: value for key, value in (values or {}).items() if value is not None})
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -194,7 +221,7 @@ def saved_config(model: str | Path) -> SavedConfig | None:
     in_state, beside = folder / "trainer" / "state.json", folder.parent / "config.yaml"
     is_checkpoint = re.fullmatch(r"checkpoint-\d+", folder.name) and beside.is_file()
     if in_state.is_file():
-        source, values = in_state, json.loads(in_state.read_text(encoding="utf-8"))["config"]
+        source, values = in_state, _as_given(json.loads(in_state.read_text(encoding="utf-8"))["config"])
     else:
         source = beside if is_checkpoint else folder / "config.yaml"
         if not source.is_file():

@@ -1,5 +1,7 @@
 """The whole configuration: all sections, values that other settings imply, checks between sections, ``--debug``."""
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -53,18 +55,42 @@ class Config(schema.Section):
         """True if an adapter is trained, and the model's own weights are frozen."""
         return self.lora.rank > 0 or self.model.adapter is not None
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values that the user set, nested, without those that a preset or another key implies."""
+        values = self.model_dump(mode="json", exclude_unset=True)
+        reward = values.get("reward", {})
+        if "functions" in reward:
+            reward["functions"] = [function for function in reward["functions"] if function]
+        return values
+
     def for_writing(self) -> dict[str, Any]:
         """The values as they are written to files and sent to wandb: JSON types, secrets masked."""
         return masked(self.model_dump(mode="json"))
 
-    @model_validator(mode="before")
+    def for_saving(self) -> dict[str, Any]:
+        """:meth:`for_writing`, and :attr:`given` as the entry ``given``, from which a later run begins."""
+        return self.for_writing() | {"given": masked(self.given)}
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _add_implied(cls, values: Any) -> Any:
-        return (
-            _add_sampler_correction(add_implied_rewards(_add_environment(values)))
-            if isinstance(values, dict)
-            else values
-        )
+    def _add_implied(cls, values: Any, read: Callable[[Any], Self]) -> Self:
+        if not isinstance(values, dict):
+            return read(values)
+        with_environment = _add_environment(values)
+        with_rewards = add_implied_rewards(with_environment)
+        config = read(_add_sampler_correction(with_rewards))
+
+        # What a preset or another key implies does not count as set by the user.
+        config.model_fields_set.intersection_update(values)
+        for name, given in values.items():
+            if isinstance(given, dict) and isinstance(getattr(config, name), schema.Section):
+                getattr(config, name).model_fields_set.intersection_update(given)
+        (reward,) = _sections(values, "reward")
+        if "functions" in reward:
+            for function in config.reward.functions[len(reward["functions"]) :]:
+                function.model_fields_set.clear()
+        return config
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -173,29 +199,38 @@ def _add_sampler_correction(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"algorithm": algorithm | {"sampler_correction": "token_truncate"}}
 
 
-DEBUG_LARGEST: dict[str, dict[str, int]] = {
-    "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 64},
-    "data": {"max_train_samples": 32, "max_eval_samples": 4},
-    "optim": {"max_steps": 2},
-    "eval": {"num_samples": 1, "max_samples": 4, "max_completion_length": 64},
-    "logging": {"every": 1},
+DEBUG_LARGEST = {
+    "rollout.prompts_per_step": 2,
+    "rollout.num_generations": 4,
+    "rollout.max_completion_length": 64,
+    "data.max_train_samples": 32,
+    "data.max_eval_samples": 4,
+    "optim.max_steps": 2,
+    "eval.num_samples": 1,
+    "eval.max_samples": 4,
+    "eval.max_completion_length": 64,
+    "logging.every": 1,
 }
 """Upper bounds of values with ``--debug``; an unset value becomes its bound."""
 
 
-def debug_variant(config: Config) -> Config:
-    """The configuration of ``--debug``: two small steps in one process, in the folder ``<output_dir>-debug``."""
-    values = config.model_dump()
-    for section, keys in DEBUG_LARGEST.items():
-        for key, largest in keys.items():
-            value = values[section][key]
-            values[section][key] = largest if value is None else min(value, largest)
+def debug_changes(config: Config) -> dict[str, Any]:
+    """What ``--debug`` changes: two small steps in one process, in the folder ``<output_dir>-debug``."""
+    changes: dict[str, Any] = {
+        "output_dir": f"{config.output_dir.rstrip('/')}-debug",
+        "checkpoint.resume": "never",
+        "checkpoint.save_steps": None,
+        "checkpoint.keep_best": None,
+        "logging.wandb": "disabled",
+        "logging.trackio": False,
+        "logging.tensorboard": False,
+    }
+    for key, largest in DEBUG_LARGEST.items():
+        value = attrgetter(key)(config)
+        changes[key] = largest if value is None else min(value, largest)
     if config.eval.max_completion_length is None:  # that of the rollout, whose bound counts
-        values["eval"]["max_completion_length"] = None
-    values["checkpoint"] |= {"resume": "never", "save_steps": None, "keep_best": None}
-    values["logging"] |= {"wandb": "disabled", "trackio": False, "tensorboard": False}
+        del changes["eval.max_completion_length"]
     minibatches = config.algorithm.num_minibatches
-    values["rollout"]["prompts_per_step"] = max(values["rollout"]["prompts_per_step"] // minibatches, 1) * minibatches
-    debug = Config.model_validate(values | {"output_dir": f"{config.output_dir.rstrip('/')}-debug"})
-    debug._debug = True
-    return debug
+    num_prompts = changes["rollout.prompts_per_step"]
+    changes["rollout.prompts_per_step"] = max(num_prompts // minibatches, 1) * minibatches
+    return changes

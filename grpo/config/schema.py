@@ -274,16 +274,6 @@ class RolloutConfig(Section):
             return None
         return [self.server] if isinstance(self.server, str) else self.server
 
-    @property
-    def without_effect(self) -> list[tuple[str, str]]:
-        """``(key, "other=value")`` of each changed key that has no effect with that value of another key."""
-        if self.engine == "builtin":
-            ignored = dict.fromkeys(SERVER_KEYS, "engine=builtin")
-        else:
-            ignored = {"tokens_in_flight": "engine=vllm"}
-            ignored |= {"vllm_command": "server=ADDRESS"} if self.addresses else {}
-        return [(key, other) for key, other in ignored.items() if self.differs_from_default(key)]
-
 
 def engine_overrides(engine: str) -> list[str]:
     """``section.key=value`` for an evaluation or a chat: the engine, and with vLLM a server of its own."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from grpo.algorithm.batch import Problem
-from grpo.config import Config, DataConfig
+from grpo.config import Config, DataConfig, keys_without_effect
 from grpo.data import ProblemSet, count_shared
 from grpo.evaluation.grading import correctness_note
 from grpo.model import Policy, num_parameters
@@ -186,10 +186,8 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
             "note: the evaluation data has no column answer, so there is no eval/lenient_accuracy: "
             "data.answer_column=NAME says which column has it"
         )
-    for section, settings in (("algorithm", a), ("rollout", r)):
-        for key, other in settings.without_effect:
-            value = f"={getattr(a, other)}" if section == "algorithm" else ""
-            yield f"note: {section}.{key} has no effect with {section}.{other}{value}"
+    for key, reason in keys_without_effect(config).items():
+        yield f"note: {key} has no effect {reason}"
     if r.engine == "vllm" and a.sampler_correction == "none" and a.objective != "dppo_tv":
         yield (
             "note: rollout.engine=vllm without algorithm.sampler_correction: the log-probs of vLLM and of the update "
@@ -197,8 +195,11 @@ def warnings_of(config: Config, train: Sequence[Problem], evaluation: Sequence[P
         )
     filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     active = [f"rollout.{key}={getattr(r, key):g}" for key, neutral in filters.items() if getattr(r, key) != neutral]
-    if active and not r.keep_sampling_mask:
-        remedy = ": rollout.keep_sampling_mask=true removes the bias" if r.engine == "builtin" else ""
+    # The log-probs that a rollout function returns come without the tokens that were left.
+    is_biased = r.function or not r.keep_sampling_mask
+    if active and is_biased:
+        has_remedy = r.engine == "builtin" and not r.function
+        remedy = ": rollout.keep_sampling_mask=true removes the bias" if has_remedy else ""
         yield (
             f"warning: {', '.join(active)}: tokens are sampled from a truncated distribution, but the log-probs are "
             f"those of the whole distribution, so the gradient estimate is biased{remedy}"

@@ -7,7 +7,17 @@ import yaml
 
 import train_grpo
 from grpo.algorithm.loss import policy_loss
-from grpo.config import PRESETS, Config, ConfigError, check_world_size, help_text, keys_of, load_config, make_config
+from grpo.config import (
+    PRESETS,
+    Config,
+    ConfigError,
+    check_world_size,
+    help_text,
+    keys_of,
+    keys_without_effect,
+    load_config,
+    make_config,
+)
 from grpo.config.aliases import OTHER_NAMES, SECTIONS
 from grpo.config.config import add_implied_rewards
 
@@ -136,12 +146,13 @@ PRESET_TABLE = {  # objective, baseline, scale, aggregation, level, epsilon low 
 @pytest.mark.parametrize("name", sorted({*PRESETS, *PRESET_TABLE}))
 def test_every_preset(file, name):
     """It is what its paper says; it can be debugged; written to a file and read again it is the same."""
-    a = load_config([f"algorithm.name={name}"]).algorithm
+    config = load_config([f"algorithm.name={name}"])
+    a = config.algorithm
     found = (a.objective, a.baseline, a.scale, a.aggregation, a.importance_level, a.epsilon, a.clip_high, a.beta)
     assert (*found, a.dynamic_sampling) == PRESET_TABLE[name]
     assert (a.kl_estimator, a.delta, a.num_iterations, a.num_minibatches) == ("k3", None, 1, 1)
     assert a.multi_objective_aggregation.startswith("normalize") == (name == "gdpo")
-    assert a.sampler_correction == "none" and not a.without_effect
+    assert a.sampler_correction == "none" and not keys_without_effect(config)
 
     rewards = load_config(["--debug", f"algorithm.name={name}"]).reward.functions
     assert [f.name for f in rewards].count("soft_overlong") == (name == "dapo")

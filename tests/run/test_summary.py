@@ -109,7 +109,7 @@ def test_problems_that_are_left_out_are_counted():
     ("changes", "expected"),
     [
         (
-            {"delta": 3.0, "name": "cispo", "epsilon_high": 1.0},
+            {"delta": 3.0, "name": "cispo", "epsilon_high": 1.0, "num_minibatches": 2},
             "algorithm.delta has no effect with algorithm.objective=cispo",
         ),
         ({"beta": 0.0, "ref_sync_steps": 4}, "algorithm.ref_sync_steps has no effect with algorithm.beta=0"),

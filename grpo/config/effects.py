@@ -1,0 +1,104 @@
+"""Keys that have no effect beside the values of other keys."""
+
+from grpo.config.arguments import flat
+from grpo.config.config import Config
+
+BESIDE = {
+    "algorithm.objective=sapo": "algorithm.epsilon algorithm.epsilon_high",
+    "algorithm.objective=reinforce": ("algorithm.epsilon algorithm.epsilon_high algorithm.importance_level"),
+    "algorithm.scale=none": "algorithm.advantage_eps",
+    "algorithm.aggregation=response_mean": "algorithm.normalize_constant",
+    "algorithm.aggregation=token_mean": "algorithm.normalize_constant",
+    "algorithm.sampler_correction=none": ("algorithm.sampler_correction_min algorithm.sampler_correction_max"),
+    "algorithm.beta=0.0": (
+        "algorithm.kl_estimator algorithm.unbiased_kl algorithm.ref_sync_steps algorithm.ref_sync_alpha model.reference"
+    ),
+    "algorithm.ref_sync_steps=0": "algorithm.ref_sync_alpha",
+    "rollout.engine=builtin": "rollout.server rollout.vllm_command rollout.weights_folder",
+    "rollout.engine=vllm": "rollout.tokens_in_flight runtime.fast_decode",
+    "eval.temperature=0.0": "eval.top_p eval.top_k eval.min_p",
+}
+"""``key=value`` -> the keys that have no effect beside it."""
+WITHOUT_SPLITS = ("builtin:", "reasoning_gym:", "environment:", "python:")
+"""Beginnings of the names of tasks, environments and rows of a program in place of a dataset's."""
+OF_FILES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def keys_without_effect(config: Config) -> dict[str, str]:
+    """Key -> reason, of each key that the user set to another value than its default, and that
+    changes nothing.
+    """
+    algorithm = config.algorithm
+    data = config.data
+    rollout = config.rollout
+    objective = algorithm.objective
+    # The bounds of dppo_tv are about the sampler's probabilities, and a function of the user's may
+    # use them in its own way.
+    is_clipped = objective == "clip" or objective == "cispo"
+    # Dynamic sampling compares rewards as these keys say, whatever the advantages are.
+    is_replaced = algorithm.advantages and not algorithm.dynamic_sampling
+    eval_dataset = data.eval_dataset or data.dataset
+    is_local = data.dataset.startswith(WITHOUT_SPLITS) or data.dataset.endswith(OF_FILES)
+    conditions = [
+        (objective != "clip", f"with algorithm.objective={objective}", "algorithm.delta"),
+        (
+            is_clipped and algorithm.updates_per_step == 1,
+            "with one update a rollout, where the importance ratio is 1",
+            "algorithm.epsilon algorithm.epsilon_high algorithm.delta",
+        ),
+        (
+            objective == "cispo" and algorithm.epsilon_high is not None,
+            "with algorithm.objective=cispo and algorithm.epsilon_high",
+            "algorithm.epsilon",
+        ),
+        (
+            is_replaced,
+            "with algorithm.advantages",
+            "algorithm.baseline algorithm.scale algorithm.advantage_eps",
+        ),
+        (
+            is_replaced and algorithm.name == "gdpo",
+            "on advantages of algorithm.advantages",
+            "algorithm.name",
+        ),
+        (
+            not config.uses_lora,
+            "without lora.rank",
+            "lora.alpha lora.dropout lora.target_modules lora.rslora lora.init lora.base_precision",
+        ),
+        (
+            data.dataset.startswith(WITHOUT_SPLITS),
+            f"with data.dataset={data.dataset}",
+            "data.train_split",
+        ),
+        (
+            eval_dataset.startswith(WITHOUT_SPLITS) and data.eval_split,
+            f"with rows of {eval_dataset}",
+            "data.eval_split",
+        ),
+        (
+            is_local and not data.eval_dataset,
+            f"with data.dataset={data.dataset}",
+            "data.config_name",
+        ),
+        (
+            not config.tools and not config.environment,
+            "without tools or environment",
+            "tools_format rollout.max_turns rollout.max_tool_tokens",
+        ),
+        (rollout.function, "with rollout.function", "rollout.keep_sampling_mask"),
+        (rollout.addresses, "with rollout.server=ADDRESS", "rollout.vllm_command"),
+        (config.optim.max_steps, "with optim.max_steps", "optim.num_epochs"),
+    ]
+    for key, value in flat(config.model_dump(mode="json")):
+        setting = f"{key}={value}"
+        conditions.append((True, f"with {setting}", BESIDE.get(setting, "")))
+
+    defaults = dict(flat(Config().model_dump(mode="json")))
+    changed = [key for key, value in flat(config.given) if value != defaults.get(key)]
+    found: dict[str, str] = {}
+    for holds, reason, keys in conditions:
+        for key in keys.split():
+            if holds and key in changed:
+                found.setdefault(key, reason)
+    return found
