@@ -6,7 +6,7 @@ from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig
 from grpo.evaluation.estimate import CompletionResult
 from grpo.rewards import RewardRunner
-from grpo.rewards.answers import completion_text, equals_reference, extract_answer, has_format
+from grpo.rewards.answers import equals_reference, extract_answer, has_format
 from grpo.rewards.builtin import COMPARING
 from grpo.rewards.calls import OUTSIDE_TRAINING, TrainerState
 from grpo.rewards.scores import score_groups
@@ -53,18 +53,15 @@ class Grader:
         row: list[float | None],
     ) -> CompletionResult:
         rewards = dict(zip(self.rewards.names, row, strict=True))
-        # The last turn may be a call, whose arguments are no answer.
-        last_turn = getattr(completion, "messages", ())[-1:]
-        text = completion_text(last_turn or completion.text)
         correctness = rewards[self.correctness]
         answer = problem.columns.get("answer")
         lenient = None
         if answer is not None:
-            last_number = extract_answer(text, mode="lenient")
+            last_number = extract_answer(completion.text, mode="lenient")
             lenient = equals_reference(last_number, answer)
         return CompletionResult(
             correct=correctness is not None and correctness > self.correct_above,
-            formatted=self._is_well_formed(text, rewards),
+            formatted=self._is_well_formed(completion.text, rewards),
             lenient=lenient,
             length=len(completion.sampled_ids),
             truncated=not completion.finished,

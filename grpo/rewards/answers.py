@@ -15,8 +15,6 @@ LONGEST_EXPRESSION = 1000
 """Characters of the longest answer that math-verify compares: longer ones take too long."""
 MODES = ("strict", "lenient", "boxed", "####")
 """The places from which :func:`extract_answer` reads an answer."""
-CALL_TAG = "tool_call"
-"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls."""
 _NO_TAG = r"(?:(?!</?(?:think|answer)>).)*+"
 DEFAULT_FORMAT = rf"\s*<think>{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
 """Matches a whole response in which each of the four tags occurs exactly once."""
@@ -98,9 +96,8 @@ def equals_reference(answer: str | None, reference: object) -> bool:
 def completion_text(completion: str | list[dict]) -> str:
     """The text of a completion: a string, or the model's own messages joined by newlines.
 
-    These are the messages of the role ``assistant`` or of none. Results of tools and observations
-    are left out, and so are the calls that a message made, from the first on. Content in parts
-    (``[{"type": "text", "text": ...}]``) is concatenated.
+    These are the messages of the role ``assistant`` or of none: results of tools and observations
+    are left out. Content in parts (``[{"type": "text", "text": ...}]``) is concatenated.
     """
     if isinstance(completion, str):
         return completion
@@ -111,11 +108,6 @@ def completion_text(completion: str | list[dict]) -> str:
         content = message["content"] or ""
         if isinstance(content, list):
             content = "".join(part.get("text") or "" for part in content)
-        # A call that was written between tags is part of the content, and its arguments are no
-        # answer.
-        for call in message.get("tool_calls") or []:
-            for tag in (CALL_TAG, call["function"]["name"]):
-                content = content.partition(f"<{tag}>")[0]
         texts.append(content)
     return "\n".join(texts)
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo.data.chat import apply_template
-from grpo.rewards.answers import CALL_TAG, after_thinking
+from grpo.rewards.answers import after_thinking
 from grpo.system import first_line
 from grpo.turns.calls import READERS, Call, Schemas, as_message, read_message, read_tags
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo.algorithm.batch import Completion, Group, Problem, Turns
+from grpo.algorithm.batch import Completion, Group, Problem
 from grpo.config import EvalConfig, make_config
 from grpo.distributed import World
 from grpo.evaluation import CompletionResult, estimates, metric_names, pass_at_k
@@ -162,20 +162,6 @@ def test_the_grader_reads_correctness_format_and_the_last_number():
         assert all(r.lenient for r in results)
     (results,) = Grader(EvalConfig(), Rewards(accuracy=1.0, format=0.0, mode="boxed"))([group(box)])
     assert not results[0].formatted, "the reward format decides where there is one"
-
-
-def test_the_grader_reads_the_last_turn_of_the_model_without_its_call():
-    call = {"type": "function", "function": {"name": "double", "arguments": {"n": 7}}}
-    asks = {"role": "assistant", "content": "<double>7</double>", "tool_calls": [call]}
-    result = {"role": "tool", "name": "double", "content": "14"}
-    says = {"role": "assistant", "content": "It is 14."}
-    completions = []
-    for messages in ((asks,), (asks, result, says), (asks, result, asks)):
-        completions.append(Turns((1,), messages[-1]["content"], True, messages=messages))
-    for answer, expected in (("7", [False, False, False]), ("14", [False, True, False])):
-        group = Group(Problem(0, "q", (1,), {"answer": answer}), tuple(completions))
-        (results,) = Grader(EvalConfig(), Rewards(right=1.0))([group])
-        assert [r.lenient for r in results] == expected
 
 
 def test_neither_the_order_of_problems_nor_a_bound_on_memory_changes_a_count(policy):

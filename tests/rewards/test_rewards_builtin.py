@@ -148,17 +148,6 @@ def test_formats_are_those_of_the_turns_of_the_model():
     assert load_reward("tag_groups")(["q"] * 2, [split, shown]) == [0.5, 0.0]
 
 
-@pytest.mark.parametrize("tag", ["calculator", "tool_call"])
-def test_the_arguments_of_a_call_are_no_answer(tag):
-    """In the form with tags the call stands in the content too; a template's parser takes it out."""
-    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "6*7"}}}
-    asks = {"role": "assistant", "content": f"Let me see. <{tag}>6*7</{tag}>", "tool_calls": [call]}
-    cut = [asks, {"role": "tool", "content": "42"}, {"role": "assistant", "content": "So"}]
-    assert completion_text(cut) == "Let me see. \nSo"
-    accuracy = load_reward("accuracy")
-    assert accuracy(["q"] * 2, [cut, [asks]], answer=["7"] * 2, mode="lenient") == [0.0, 0.0]
-
-
 def test_accuracy():
     accuracy = load_reward("accuracy")
     texts = [GOOD, "so 4", "<answer>5</answer>", GOOD]
