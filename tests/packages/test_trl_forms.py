@@ -1,0 +1,184 @@
+"""Classes and rewards in the form of TRL's examples run unchanged here and under TRL, with OpenEnv's real server.
+
+A step has 8 completions, and the server takes 8 sessions.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import environment_of_runs
+
+pytest.importorskip("openenv", reason="needs OpenEnv: pip install grpo[environments]")
+from openenv_game import running_server
+
+from grpo import train
+from grpo.telemetry.samples import read_samples
+
+HERE = Path(__file__).parent
+NAMES = ["echo", "wordle", "sudoku", "multi", "2048"]
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """The module of the forms, with a server, and the folder of the models."""
+    folder = tmp_path_factory.mktemp("forms")
+    with running_server(8, folder / "sessions") as address:
+        os.environ["GAME_URL"] = address
+        import trl_forms
+
+        trl_forms.folder = folder
+        for name, form in trl_forms.FORMS.items():
+            trl_forms.save_speaking_model(folder / name / "model", form.phrases)
+        yield trl_forms
+    del os.environ["GAME_URL"], sys.modules["trl_forms"]
+
+
+@pytest.fixture(scope="module")
+def under_trl(forms):
+    """The number of sessions that TRL's runs of all forms opened."""
+    pytest.importorskip("trl", reason="needs TRL: pip install grpo[environments]")
+    before = num_sessions(forms)
+    environment = environment_of_runs({"TRL_EXPERIMENTAL_SILENCE": "1"})
+    command = [sys.executable, str(HERE / "trl_forms.py"), str(forms.folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return num_sessions(forms) - before
+
+
+def num_sessions(forms):
+    return len((forms.folder / "sessions").read_text().splitlines())
+
+
+def train_here(forms, name, **more):
+    """The metrics of the steps of a run, and the number of sessions that it opened."""
+    form = forms.FORMS[name]
+    os.environ["STATES"] = str(forms.folder / name / "here.jsonl")
+    Path(os.environ["STATES"]).unlink(missing_ok=True)
+    settings = {
+        "output_dir": forms.folder / name / "run",
+        "model.name_or_path": forms.folder / name / "model",
+        "data.max_prompt_length": 800,
+        "rollout.prompts_per_step": forms.SLOTS // forms.GENERATIONS,
+        "rollout.num_generations": forms.GENERATIONS,
+        "rollout.max_completion_length": forms.MAX_LENGTH,
+        "reward.num_workers": 2,
+        "algorithm.beta": 0.0,
+        "optim.learning_rate": forms.LEARNING_RATE,
+        "optim.max_steps": forms.STEPS,
+        "logging.log_completions": 1000,
+        "runtime.precision": "fp32",
+        "runtime.threads_per_rank": 1,
+    }
+    before = num_sessions(forms)
+    result = train(
+        settings | more,
+        environment_factory=form.environment,
+        reward_functions=[*form.rewards, forms.write_state],
+        dataset=form.rows,
+        eval_dataset=form.rows[:3],
+    )
+    return [line for line in result.metrics if "loss" in line], num_sessions(forms) - before
+
+
+def conversations(path):
+    """The conversations of a file, and the state of the environment at the end of each."""
+    found = {}
+    for line in path.read_text().splitlines():
+        prompt, completion, state, columns = json.loads(line)
+        # Else the completion was cut.
+        if "tool_calls" not in completion[-1]:
+            found[json.dumps([prompt, completion, columns], sort_keys=True)] = state
+    return found
+
+
+def replay(forms, name, conversation):
+    """The environment after the calls of a conversation. Its results must be those that the model has read."""
+    prompt, completion, columns = json.loads(conversation)
+    form = forms.FORMS[name]
+    environment = form.environment()
+    row = next(row for row in form.rows if columns.items() <= row.items())
+    said = environment.reset(**row)
+    assert prompt[-1]["content"] == row["prompt"][-1]["content"] + (said or "")
+    calls = []
+    for message in completion:
+        if message["role"] == "assistant":
+            assert not calls
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            continue
+        call = calls.pop(0)
+        try:
+            result = getattr(environment, call["name"])(**call["arguments"])
+        except (ValueError, TypeError) as error:
+            result = {"error": str(error)}
+            # The class has another name in the error of a wrong argument.
+            if isinstance(error, TypeError):
+                assert "unexpected keyword argument" in message["content"]
+                continue
+        assert message["content"] == str(result)
+    return environment
+
+
+def assert_states(forms, name, found):
+    """The rewards got the environment of each conversation, in the state at its end."""
+    assert len(found) > 8
+    for conversation, state in found.items():
+        if name == "2048":  # which draws numbers
+            results = [message for message in json.loads(conversation)[1] if message["role"] == "tool"]
+            shown = [message["content"] for message in results if "error" not in message["content"]]
+            if shown:
+                assert shown[-1] == f"score={state['score']} {state['row']} done={state['done']}"
+            continue
+        environment = replay(forms, name, conversation)
+        assert state == {key: value for key, value in vars(environment).items() if forms.is_plain(value)}
+        client = getattr(environment, "client", None) or getattr(environment, "env", None) or environment._client
+        client.close()
+
+
+def test_a_form_trains_with_as_many_sessions_as_completions(forms):
+    """Ten steps, evaluations, and substitutes for equal groups: 8 sessions, and the server is never full."""
+    steps, sessions = train_here(
+        forms,
+        "wordle",
+        **{"optim.max_steps": 10, "algorithm.dynamic_sampling": True, "eval.every": 5},
+    )
+    assert sessions == 8
+    assert all(step["stop_reason/failed"] == 0 and step["rewards/reward_func/errors"] == 0 for step in steps)
+    assert len(steps) == 10 and sum(step["grad_norm"] > 0 for step in steps) > 5
+    found = conversations(forms.folder / "wordle" / "here.jsonl")
+    assert_states(forms, "wordle", found)
+    for file in sorted((forms.folder / "wordle" / "run" / "completions").glob("step_*.parquet")):
+        for row in read_samples(file):
+            key = json.dumps([json.loads(row["prompt"]), json.loads(row["messages"]), {}], sort_keys=True)
+            if key in found:
+                assert row["rewards"]["reward_func"] == pytest.approx(found[key]["reward"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_form_trains_here_and_under_trl(forms, under_trl, name):
+    """The same class, rewards, model and server; a conversation leaves the same state in both."""
+    steps, sessions = train_here(forms, name)
+    log = [line for line in json.loads((forms.folder / name / "trl.json").read_text()) if "loss" in line]
+    assert len(steps) == len(log) == forms.STEPS
+    for lines in (steps, log):
+        assert sum(line["grad_norm"] > 0 for line in lines) > 2
+        assert len({line["reward"] for line in lines}) > 2
+    assert all(step["stop_reason/failed"] == 0 for step in steps)
+    # `multi` has one for each completion, also of the two evaluations.
+    assert sessions == {"multi": 6 * 8 + 2 * 3, "2048": 0}.get(name, 8)
+
+    here = conversations(forms.folder / name / "here.jsonl")
+    there = conversations(forms.folder / name / "trl.jsonl")
+    assert_states(forms, name, here)
+    assert_states(forms, name, there)
+    if name != "2048":
+        assert len(here.keys() & there.keys()) > 3
+
+
+@pytest.mark.slow
+def test_trl_opens_as_many_sessions(under_trl):
+    assert under_trl == 8 + 8 + 8 + 6 * 8
