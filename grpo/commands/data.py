@@ -19,7 +19,7 @@ from grpo.model import load_tokenizer, resolve_model
 from grpo.rollout import SamplingParams
 from grpo.system import printable
 from grpo.telemetry.terminal import end_without_reader
-from grpo.turns.engine import Conversation, TurnsEngine
+from grpo.turns.engine import Conversation, add_to_prompt
 from grpo.turns.tools import Tools
 
 NUM_PROMPTS = 3
@@ -53,7 +53,12 @@ def preview(config: Config, tokenizer: Any, tools: Tools) -> Iterator[str]:
     schemas_of = tools.schemas_of if config.uses_turns else None
     train = []
     for split in ("training", "evaluation"):
-        rows = load_rows(config.data, train=split == "training", seed=config.seed)
+        rows = load_rows(
+            config.data,
+            train=split == "training",
+            seed=config.seed,
+            has_environment=bool(config.environment),
+        )
         if rows is None:
             return
         found = make_problems(rows, config.data, tokenizer, schemas_of=schemas_of)
@@ -102,7 +107,7 @@ def show(problem: Problem, position: str, tokenizer: Any, tools: Tools) -> Itera
         seed_key=(tools.config.seed, "rollout", 0),
     )
     said = tools.submit(0, conversation.begin).result()
-    TurnsEngine.add_to_prompt([conversation], [said], tokenizer)
+    add_to_prompt([conversation], [said], tokenizer)
     ids = conversation.problem.prompt_ids
     yield f"--- prompt {position}, {len(ids)} tokens"
     if conversation.failure:

@@ -77,7 +77,12 @@ def run(config: Config, models: list[str], output: Path, world: World) -> list[E
         at_end.callback(tools.close if tools else lambda: None)
         rewards = at_end.enter_context(RewardRunner(specs, environments=tools, **settings))
         with world.fail_together():
-            rows = load_rows(config.data, train=False, seed=config.seed)
+            rows = load_rows(
+                config.data,
+                train=False,
+                seed=config.seed,
+                has_environment=bool(config.environment),
+            )
             if rows is None:
                 raise ValueError("the configuration names no evaluation data: set data.eval_split or data.eval_dataset")
             rewards.check(None if config.rollout.function else rows.columns[0], f"the rows of {rows.source}")

@@ -91,8 +91,9 @@ def make_problems(
 
     problems = []
     lengths = []
+    may_be_empty = rows.lacks_prompts or config.dataset == ENVIRONMENT_ROWS
     for index, prompt_ids in enumerate(ids):
-        has_text = bool(rows.prompts[index]) or config.dataset == ENVIRONMENT_ROWS
+        has_text = bool(rows.prompts[index]) or may_be_empty
         if not has_text or not prompt_ids:
             continue
         lengths.append(len(prompt_ids))
@@ -107,6 +108,8 @@ def make_problems(
         raise ValueError(f"all {len(ids)} prompts of {rows.source} are {limit}{shortest}")
     notes += _notes(prompts, config, tokenizer)
     notes += _notes_on_hidden(hidden)
+    if rows.lacks_prompts:
+        notes.append(f"note: {rows.source} has no column prompt: reset() makes the prompts")
     if schemas_of is None and rows.columns[0].get("tools"):
         notes.append("note: the prompts do not show the column tools, which rewards alone get")
     return ProblemSet(

@@ -44,6 +44,8 @@ class Rows:
     """The place of each row in its file (``line 7``), or its number in the split."""
     empty_cells: Mapping[str, int] = field(default_factory=dict)
     """The number of rows without a value, by column, of the columns that lack some."""
+    lacks_prompts: bool = False
+    """True if there is no column of prompts, and the environments make them."""
 
     def place_of(self, index: int) -> str:
         """The place of a row, for messages: ``data.dataset=FILE, line 7``."""
@@ -66,10 +68,13 @@ def load_rows(
     train: bool,
     seed: int,
     table: list[dict[str, Any]] | None = None,
+    has_environment: bool = False,
 ) -> Rows | None:
     """Read and check the rows of the training or the evaluation split; None if no evaluation split is configured.
 
-    ``table`` has rows of a Python program, in place of those that the configuration names.
+    Args:
+        table: rows of a Python program, in place of those that the configuration names.
+        has_environment: True if an environment may make the prompts, so that rows may lack the column `prompt`.
     """
     limit = config.max_train_samples if train else config.max_eval_samples
     rows = read_rows(config, train=train, seed=seed) if table is None else table[:limit]
@@ -83,7 +88,10 @@ def load_rows(
     for number, row in enumerate(rows, 1):
         places.append(getattr(row, "place", f"row {number} of the split"))
 
-    _check_column(rows, "prompt_column", config.prompt_column, source)
+    # A column that the user has named must be there.
+    lacks_prompts = has_environment and config.prompt_column == "prompt" and "prompt" not in rows[0]
+    if not lacks_prompts:
+        _check_column(rows, "prompt_column", config.prompt_column, source)
     prompts = []
     for place, row in zip(places, rows, strict=True):
         prompts.append(_checked_prompt(value_of(row, config.prompt_column), f"{source}, {place}"))
@@ -118,6 +126,7 @@ def load_rows(
         num_without_answer,
         places,
         empty_cells,
+        lacks_prompts,
     )
 
 

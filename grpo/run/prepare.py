@@ -212,8 +212,14 @@ def _joint_digest(digests: dict[str, str]) -> str:
 
 def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tuple[Rows, Rows | None]:
     """The rows of training and evaluation, checked against the rewards and the size of a step."""
-    train_rows = load_rows(config.data, train=True, seed=config.seed, table=objects.train_rows)
-    eval_rows = load_rows(config.data, train=False, seed=config.seed, table=objects.eval_rows)
+    load = partial(
+        load_rows,
+        config.data,
+        seed=config.seed,
+        has_environment=bool(config.environment),
+    )
+    train_rows = load(train=True, table=objects.train_rows)
+    eval_rows = load(train=False, table=objects.eval_rows)
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step)
     for rows in filter(None, (train_rows, eval_rows)):
         columns = rows.columns[0]
@@ -222,7 +228,9 @@ def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tu
         rewards.check(columns, f"the rows of {rows.source}")
         has_pattern = config.data.answer_pattern is not None
         check_rows(rewards.specs, rows.columns, rows.source, rows.places, has_pattern=has_pattern)
-    metric, known = config.checkpoint.keep_best, metric_names(config.eval.num_sampled, rewards.names)
+
+    metric = config.checkpoint.keep_best
+    known = metric_names(config.eval.num_sampled, rewards.names)
     if metric and eval_rows is None:
         raise ConfigError(f"checkpoint.keep_best={metric} needs evaluations: set data.eval_split")
     if metric and metric not in known:

@@ -94,7 +94,9 @@ class Conversation:
         if self.environment.key is None:
             return None
         columns = {"prompt": self.problem.prompt} | self.problem.columns
-        columns.pop(ENVIRONMENT, None)
+        # With one environment it is a column like any other.
+        if None not in self.tools.environments:
+            columns.pop(ENVIRONMENT)
         return self._ask(self.environment.key, "reset", columns, self.group_seed).value
 
     def reply(self, turn: Sequence[int]) -> list[int] | None:
@@ -249,6 +251,55 @@ class Conversation:
         return derive_seed(self.seed, "tool", self.num_seeds)
 
 
+def add_to_prompt(
+    group: Sequence[Conversation],
+    texts: Sequence[Any],
+    tokenizer: Any,
+) -> None:
+    """Put what the resets of a group said behind the last message of its prompt.
+
+    Messages take the place of the prompt.
+
+    Args:
+        texts: what the reset of each row of the rollout said.
+    """
+    name = group[0].environment.name
+    tools = group[0].tools
+    data = tools.config.data
+    said = [texts[c.row] for c in group if not c.failure]
+    if any(text != said[0] for text in said):
+        raise UserError(
+            f"reset() of {name} gave the completions of one problem different prompts: draw from "
+            "`seed`, an argument that they share, or from the module random"
+        )
+
+    problem = group[0].problem
+    prompt = problem.prompt
+    # Each has failed, or none says anything.
+    if not said or said[0] is None:
+        if said and not prompt and not data.system_prompt:
+            raise UserError(f"a row has no prompt, and reset() of {name} returned none")
+        return
+
+    if isinstance(said[0], list):
+        prompt = said[0]
+    elif isinstance(prompt, list):
+        last = prompt[-1] | {"content": prompt[-1]["content"] + said[0]}
+        prompt = [*prompt[:-1], last]
+    else:
+        prompt += said[0]
+    rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
+    schemas_of = tools.schemas_of
+    try:
+        (made,) = make_problems(rows, data, tokenizer, schemas_of=schemas_of).problems
+    except ValueError as error:  # the user's environment has made a prompt that is too long
+        for conversation in group:
+            conversation.failure = str(error)
+        return
+    for conversation in group:
+        conversation.problem = replace(made, index=problem.index)
+
+
 def _place(trace: str) -> str:
     """The innermost line of a traceback in the file where it begins, which is the user's."""
     lines = re.findall(r'File "(.+)", line (\d+)', trace)
@@ -372,7 +423,8 @@ class TurnsEngine:
         futures = [tools.submit(c.row, c.begin) for c in conversations]
         texts = [future.result() for future in futures]
         for group in groups:
-            self.add_to_prompt(group, texts, self.policy.tokenizer)
+            add_to_prompt(group, texts, self.policy.tokenizer)
+            self._check_room(group)
 
         # All calls of a row are made in the thread of its worker, one after the other.
         def reply(row: int, turn: Sequence[int]) -> Future:
@@ -397,52 +449,14 @@ class TurnsEngine:
             finished.append(Group(group[0].problem, tuple(of_problem)))
         return finished
 
-    @staticmethod
-    def add_to_prompt(
-        group: Sequence[Conversation],
-        texts: Sequence[Any],
-        tokenizer: Any,
-    ) -> None:
-        """Put what the resets of a group said behind the last message of its prompt.
-
-        Messages take the place of the prompt.
-
-        Args:
-            texts: what the reset of each row of the rollout said.
-        """
-        said = [texts[c.row] for c in group if not c.failure]
-        if any(text != said[0] for text in said):
-            raise UserError(
-                f"reset() of {group[0].environment.name} gave the completions of one problem "
-                "different prompts: draw from `seed`, an argument that they share, or from the "
-                "module random"
-            )
-        # Each has failed, or none says anything.
-        if not said or said[0] is None:
-            return
-
-        problem = group[0].problem
-        prompt = problem.prompt
-        if isinstance(said[0], list):
-            prompt = said[0]
-        elif isinstance(prompt, list):
-            last = prompt[-1] | {"content": prompt[-1]["content"] + said[0]}
-            prompt = [*prompt[:-1], last]
-        else:
-            prompt = (prompt or "") + said[0]
-        rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
-        tools = group[0].tools
-        schemas_of = tools.schemas_of
-        data = tools.config.data
+    def _check_room(self, group: Sequence[Conversation]) -> None:
+        """Let a group fail whose prompt, with what a reset added, exceeds the model's context."""
+        prompt_ids = group[0].problem.prompt_ids
         try:
-            (made,) = make_problems(rows, data, tokenizer, schemas_of=schemas_of).problems
-            self.policy.check_room(len(made.prompt_ids), group[0].max_length)
-        except ValueError as error:  # the user's environment has made a prompt that is too long
+            self.policy.check_room(len(prompt_ids), group[0].max_length)
+        except UserError as error:
             for conversation in group:
                 conversation.failure = str(error)
-            return
-        for conversation in group:
-            conversation.problem = replace(made, index=problem.index)
 
     def _warn_of_failures(self, conversations: Sequence[Conversation]) -> None:
         failures = [c.failure for c in conversations if c.failure]

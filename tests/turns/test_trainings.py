@@ -1,5 +1,7 @@
 """``grpo.train`` with tools, environments and rollout functions as Python objects."""
 
+import random
+
 import pytest
 from conftest import small_run
 
@@ -86,3 +88,54 @@ def test_a_rollout_function_trains(tmp_path, random_model):
     assert result.metrics[-1]["sampling/logprob_difference"] < 1e-4
     rows = read_samples(tmp_path / "run" / "completions" / "step_000001.parquet")
     assert all(False in row["sampled"] for row in rows) and rows[0]["rewards"]["reward"] > 0
+
+
+class Count:
+    """Makes its own prompt, as in TRL's example of several environments."""
+
+    def reset(self, **row):
+        assert "prompt" not in row or row["prompt"] == ""
+        self.target = random.randint(1, 9)
+        return f"Count to {self.target}."
+
+    def get_reward(self):
+        return float(self.target)
+
+
+class Tiles(Count):
+    def reset(self, **row):
+        super().reset(**row)
+        return f"Move to {self.target}."
+
+
+class Routed(Count):
+    def reset(self, environment, **row):
+        assert environment == "a column like any other"
+        return super().reset(**row)
+
+
+class Silent(Count):
+    def reset(self, **row):
+        self.target = 0
+
+
+def test_rows_without_a_prompt_get_that_of_reset(tmp_path, random_model):
+    """TRL's dataset that only chooses the environment."""
+    settings = settings_of(random_model, tmp_path / "run")
+    settings |= {"logging.log_completions": 1000, "reward.num_workers": 1}
+    rows = [{"environment": "count"}, {"environment": "tiles"}] * 8
+    train(settings, environment_factory={"count": Count, "tiles": Tiles}, dataset=rows)
+    saved = read_samples(tmp_path / "run" / "completions" / "step_000001.parquet")
+    prompts = {row["prompt"] for row in saved}
+    assert any(prompt.startswith("Count to ") for prompt in prompts)
+    assert any(prompt.startswith("Move to ") for prompt in prompts)
+
+    settings["output_dir"] = tmp_path / "levels"
+    train(settings, environment_factory=Routed, dataset=[{"environment": "a column like any other"}] * 16)
+    with pytest.raises(ValueError, match="a row has no prompt, and reset.. of Silent returned none"):
+        train(settings | {"output_dir": tmp_path / "b"}, environment_factory=Silent, dataset=rows)
+    with pytest.raises(ValueError, match="data.prompt_column=prompt: data.dataset=python:rows has no such column"):
+        train(settings | {"output_dir": tmp_path / "c"}, dataset=rows, reward_functions=short)
+    with pytest.raises(ValueError, match="data.prompt_column=question: data.dataset=python:rows has no such column"):
+        named = {"output_dir": tmp_path / "d", "data.prompt_column": "question"}
+        train(settings | named, dataset=rows, environment_factory=Count)
