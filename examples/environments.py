@@ -86,3 +86,69 @@ class Blackjack:
     def step(self, action):
         (total, *_), *result = self.game.step(int("hit" in action.lower()))
         return f"Your cards count {total}. Do you hit or stick?", *result
+
+
+class OpenEnvGame:
+    """A game behind a server of OpenEnv, whose address is in the variable ``GAME_URL``.
+
+    With a package's own client, such as ``EchoEnv``, an action is an object of its class,
+    ``EchoAction(message=action)``, and the parts of an observation are attributes.
+    """
+
+    def __init__(self):
+        import os
+
+        from openenv import GenericEnvClient
+
+        self.client = GenericEnvClient(base_url=os.environ["GAME_URL"]).sync()
+
+    def reset(self, seed):
+        return self.client.reset(seed=seed).observation["echoed_message"]
+
+    def step(self, action):
+        result = self.client.step({"message": action})
+        return result.observation["echoed_message"], result.reward, result.done, False, {}
+
+    def close(self):
+        self.client.close()
+
+
+class Gsm8k:
+    """A problem of GSM8K in Aviary, whose tools are methods here. The first answer ends it."""
+
+    async def reset(self, prompt, answer, **row):
+        from aviary.envs.gsm8k import CalculatorEnv
+
+        self.problem = CalculatorEnv(None, str(prompt), answer.replace(",", ""))
+        await self.problem.reset()
+        self.reward = 0.0
+        self.done = False
+
+    async def calculator(self, expr: str) -> str:
+        """Calculate a number.
+
+        Args:
+            expr: an expression of Python
+        """
+        return await self._call("calculator", expr=expr)
+
+    async def submit_answer(self, answer: str) -> str:
+        """Give the answer to the problem.
+
+        Args:
+            answer: a number
+        """
+        return await self._call("submit_answer", answer=answer)
+
+    async def _call(self, name, **arguments):
+        from aviary.core import ToolCall, ToolRequestMessage
+
+        if self.done:
+            raise ValueError("the problem has ended")
+        action = ToolRequestMessage(tool_calls=[ToolCall.from_name(name, **arguments)])
+        messages, reward, self.done, _ = await self.problem.step(action)
+        self.reward += reward
+        return messages[0].content
+
+    def get_reward(self):
+        return self.reward

@@ -112,7 +112,8 @@ class DataConfig(Section):
     eval_dataset: str | None = None
     """Dataset that has the evaluation split, if it is not `dataset` (a second file, for example)."""
     prompt_column: str = "prompt"
-    """Column with the question: text, or a list of chat messages. A field in a column: column.field."""
+    """Column with the question: text, or a list of chat messages. A field in a column: column.field. Rows of an
+    environment may lack the column `prompt`: its reset makes the prompts then."""
     answer_column: str | None = None
     """Column with the reference answer, or a field in one (reward_model.ground_truth); rewards get it as `answer`. Of a
     list, each item is right."""

@@ -222,9 +222,8 @@ def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tu
     eval_rows = load(train=False, table=objects.eval_rows)
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step)
     for rows in filter(None, (train_rows, eval_rows)):
-        columns = rows.columns[0]
-        if config.rollout.function:  # which may add columns
-            columns = None
+        # A rollout function may add columns.
+        columns = None if config.rollout.function else rows.columns[0]
         rewards.check(columns, f"the rows of {rows.source}")
         has_pattern = config.data.answer_pattern is not None
         check_rows(rewards.specs, rows.columns, rows.source, rows.places, has_pattern=has_pattern)

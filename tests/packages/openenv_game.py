@@ -31,6 +31,7 @@ class Guess(Action):
 
 class Feedback(Observation):
     echoed_message: str
+    """What the game says."""
     messages: list[Said]
     """All that the game has said since the reset, as one message, in the manner of TextArena."""
 
@@ -49,9 +50,9 @@ class Game(Environment):
             with open(sys.argv[3], "a") as log:
                 log.write(f"{id(self)}\n")
         self.num_resets += 1
-        self.history = f"Guess three letters ({seed})."
+        self.history = ""
         self.num_turns = 0
-        return self._see("", None, False)
+        return self._say(f"Guess three letters ({seed}).", None, False)
 
     def step(self, action, timeout_s=None, **kwargs) -> Feedback:
         self.num_turns += 1
@@ -59,12 +60,12 @@ class Game(Environment):
         marks = ""
         for right, letter in zip(SECRET, guess, strict=False):
             marks += "G" if right == letter else "X"
-        self.history += f"\n{guess} {marks}"
-        return self._see(guess, marks.count("G") / 3, guess == SECRET or self.num_turns == 3)
+        return self._say(f"\n{guess} {marks}", marks.count("G") / 3, guess == SECRET or self.num_turns == 3)
 
-    def _see(self, echo: str, reward: float | None, done: bool) -> Feedback:
+    def _say(self, text: str, reward: float | None, done: bool) -> Feedback:
+        self.history += text
         return Feedback(
-            echoed_message=echo,
+            echoed_message=text,
             messages=[Said(content=self.history)],
             reward=reward,
             done=done,

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from conftest import environment_of_runs
 
-pytest.importorskip("openenv", reason="needs OpenEnv: pip install grpo[environments]")
+pytest.importorskip("openenv", reason="needs OpenEnv: pip install -e '.[environments]'")
 from openenv_game import running_server
+from speaking import check_tokens, save_speaking_model
+from transformers import AutoTokenizer
 
 from grpo import train
 from grpo.telemetry.samples import read_samples
@@ -24,15 +26,13 @@ NAMES = ["echo", "wordle", "sudoku", "multi", "2048"]
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory):
-    """The module of the forms, with a server, and the folder of the models."""
+    """The module of the forms, with a server, and a folder for what the runs write."""
     folder = tmp_path_factory.mktemp("forms")
     with running_server(8, folder / "sessions") as address:
         os.environ["GAME_URL"] = address
         import trl_forms
 
         trl_forms.folder = folder
-        for name, form in trl_forms.FORMS.items():
-            trl_forms.save_speaking_model(folder / name / "model", form.phrases)
         yield trl_forms
     del os.environ["GAME_URL"], sys.modules["trl_forms"]
 
@@ -40,13 +40,22 @@ def forms(tmp_path_factory):
 @pytest.fixture(scope="module")
 def under_trl(forms):
     """The number of sessions that TRL's runs of all forms opened."""
-    pytest.importorskip("trl", reason="needs TRL: pip install grpo[environments]")
+    pytest.importorskip("trl", reason="needs TRL: pip install -e '.[environments]'")
+    for name in NAMES:
+        model_of(forms, name)
     before = num_sessions(forms)
     environment = environment_of_runs({"TRL_EXPERIMENTAL_SILENCE": "1"})
     command = [sys.executable, str(HERE / "trl_forms.py"), str(forms.folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return num_sessions(forms) - before
+
+
+def model_of(forms, name):
+    folder = forms.folder / name / "model"
+    if not folder.exists():
+        save_speaking_model(folder, forms.FORMS[name].phrases)
+    return folder
 
 
 def num_sessions(forms):
@@ -56,11 +65,12 @@ def num_sessions(forms):
 def train_here(forms, name, **more):
     """The metrics of the steps of a run, and the number of sessions that it opened."""
     form = forms.FORMS[name]
+    model = model_of(forms, name)
     os.environ["STATES"] = str(forms.folder / name / "here.jsonl")
     Path(os.environ["STATES"]).unlink(missing_ok=True)
     settings = {
         "output_dir": forms.folder / name / "run",
-        "model.name_or_path": forms.folder / name / "model",
+        "model.name_or_path": model,
         "data.max_prompt_length": 800,
         "rollout.prompts_per_step": forms.SLOTS // forms.GENERATIONS,
         "rollout.num_generations": forms.GENERATIONS,
@@ -150,8 +160,10 @@ def test_a_form_trains_with_as_many_sessions_as_completions(forms):
     assert len(steps) == 10 and sum(step["grad_norm"] > 0 for step in steps) > 5
     found = conversations(forms.folder / "wordle" / "here.jsonl")
     assert_states(forms, "wordle", found)
+    tokenizer = AutoTokenizer.from_pretrained(forms.folder / "wordle" / "model")
     for file in sorted((forms.folder / "wordle" / "run" / "completions").glob("step_*.parquet")):
         for row in read_samples(file):
+            check_tokens(row, tokenizer)
             key = json.dumps([json.loads(row["prompt"]), json.loads(row["messages"]), {}], sort_keys=True)
             if key in found:
                 assert row["rewards"]["reward_func"] == pytest.approx(found[key]["reward"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openenv_game import GameClient, Guess
+from speaking import call
 
 ENV_URL = os.environ.get("GAME_URL")
 STEPS = 6
@@ -33,7 +34,7 @@ def echo_class(env_url: str):
             self.env = GameClient(base_url=env_url)
             self.reward = 0.0
 
-        def reset(self, **kwargs) -> None | str:
+        def reset(self, **kwargs) -> str | None:
             self.reward = 0.0
             self.env.reset()
             return None
@@ -257,10 +258,6 @@ def catch_reward(environments, **kwargs) -> list[float | None]:
     return rewards
 
 
-def call(name: str, **arguments) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-
-
 @dataclass
 class Form:
     """What a script of TRL passes to its trainer, and the calls that the model makes."""
@@ -303,31 +300,6 @@ FORMS = {
         [call("move", direction="left"), call("move", direction="right")],
     ),
 }
-
-
-def save_speaking_model(folder: Path, phrases: list[str]) -> Path:
-    """A random Qwen2 for which each phrase is one token, and which says nothing but phrases and the end of its turn."""
-    import torch
-    from conftest import save_random_model
-    from dump_trl_environment import build_tokenizer
-    from tokenizers import AddedToken
-    from transformers import Qwen2ForCausalLM
-
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens([AddedToken(phrase, normalized=False, special=False) for phrase in phrases])
-    save_random_model(folder, vocab_size=len(tokenizer), max_position_embeddings=4096)
-    tokenizer.save_pretrained(folder)
-    model = Qwen2ForCausalLM.from_pretrained(folder)
-    said = tokenizer.convert_tokens_to_ids([*phrases, tokenizer.eos_token])
-    with torch.no_grad():
-        # The first number of the hidden state is large for every token, and only the phrases do not weigh it down.
-        model.model.embed_tokens.weight[:, 0] = 20.0
-        model.lm_head.weight *= 0.5
-        model.lm_head.weight[:, 0] = -10.0
-        model.lm_head.weight[said, 0] = 0.0
-        model.lm_head.weight[tokenizer.eos_token_id, 0] = 0.2
-    model.save_pretrained(folder)
-    return folder
 
 
 def write_state(completions, environments, prompts, **kwargs):
