@@ -212,12 +212,7 @@ def _joint_digest(digests: dict[str, str]) -> str:
 
 def _checked_rows(config: Config, rewards: RewardRunner, objects: Objects) -> tuple[Rows, Rows | None]:
     """The rows of training and evaluation, checked against the rewards and the size of a step."""
-    load = partial(
-        load_rows,
-        config.data,
-        seed=config.seed,
-        has_environment=bool(config.environment),
-    )
+    load = partial(load_rows, config.data, seed=config.seed, has_environment=bool(config.environment))
     train_rows = load(train=True, table=objects.train_rows)
     eval_rows = load(train=False, table=objects.eval_rows)
     check_enough(len(train_rows.prompts), config.rollout.prompts_per_step)
