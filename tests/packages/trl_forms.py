@@ -305,9 +305,10 @@ FORMS = {
 def write_state(completions, environments, prompts, **kwargs):
     """Write each conversation, and what its environment holds at its end."""
     with open(os.environ["STATES"], "a") as file:
-        for prompt, completion, environment in zip(prompts, completions, environments, strict=True):
+        rows = zip(prompts, completions, environments, strict=True)
+        for number, (prompt, completion, environment) in enumerate(rows):
             state = {name: value for name, value in vars(environment).items() if is_plain(value)}
-            columns = {name: values[0] for name, values in kwargs.items() if name == "env"}
+            columns = {"env": kwargs["env"][number]} if "env" in kwargs else {}
             file.write(json.dumps([prompt, completion, state, columns]) + "\n")
     return [0.0] * len(completions)
 
