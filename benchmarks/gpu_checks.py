@@ -95,13 +95,21 @@ class Bench:
         return policy
 
     def model_folder(self, shape: str) -> Path:
-        """A Hugging Face folder with random weights; written at first use."""
+        """A Hugging Face folder with random weights; written at first use.
+
+        By a process of its own: transformers may initialise CUDA meanwhile, and a run that is forked after that has
+        none.
+        """
         folder = self.scratch / f"model-{shape}"
         if not folder.exists():
             # With the usual initialization attention is almost an average: wrong positions or masks would hardly show.
             scale = 40.0 if shape == "small" else 4.0
-            save_random_model(self.scratch / "unfinished", query_scale=scale, **SIZES[shape])
-            (self.scratch / "unfinished").rename(folder)
+            unfinished = self.scratch / "unfinished"
+            write = partial(save_random_model, unfinished, query_scale=scale, **SIZES[shape])
+            process = forked(write, self.scratch / f"model-{shape}.txt")
+            process.join()
+            assert process.exitcode == 0, Path(process.name).read_text(errors="replace")[-300:]
+            unfinished.rename(folder)
         return folder
 
 
