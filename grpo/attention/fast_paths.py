@@ -5,7 +5,7 @@ with the run's own model (:func:`prove`), and keeps to the plain code, with a li
 faster way raises an error: without a C compiler, or in a version of PyTorch that lacks it. With
 ``runtime.deterministic`` all parts stay off; with ``TORCHDYNAMO_DISABLE=1`` nothing is compiled.
 
-What an H100 has shown of each part: ``benchmarks/results/gpu.md``. Tests compile the same functions for the CPU.
+What an H100 has shown of each part: ``benchmarks/results/h100.md``. Tests compile the same functions for the CPU.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ the rows have ended, or the tokens reach that number, the next step is captured 
 Graphs belong to one wave of rows, whose KV cache and copies of weights they read; the memory pool of the last one
 outlives it. Tokens differ from those of :mod:`grpo.rollout.decode_loop` by rounding alone.
 
-An H100 has run this (``benchmarks/results/gpu.md``). Tests capture and replay the steps on an emulated CUDA device
+An H100 has run this (``benchmarks/results/h100.md``). Tests capture and replay the steps on an emulated CUDA device
 (``tests/cuda/``), and run them on the CPU without graphs.
 
 Shapes: ``S`` rows that are decoded together, ``R`` rows at the start, ``T`` most tokens of a completion, ``C`` own
