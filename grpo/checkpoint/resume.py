@@ -23,8 +23,8 @@ from grpo.system import write_atomically
 RESOLVED_CONFIG = "config.yaml"
 LOCK_FILE = ".lock"
 ABOUT_GIVEN = """\
-# What was set. A run that has this file as --config begins from it, and from the values above
-# that were changed by hand: what a preset or another key implied follows anew."""
+# What was set. A run that has this file as --config begins from it: what a preset or another key
+# implied follows anew. Change values above, not here: where the two differ, those above win."""
 OF_A_RUN = (
     "metrics.jsonl",
     "intervals.jsonl",

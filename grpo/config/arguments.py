@@ -115,15 +115,23 @@ def _as_given(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a saved configuration was made from: its entry ``given``, and each value of its
     sections that is not what this entry gives, since a user has changed it there.
 
-    Values without such an entry stay as they are.
+    Values without such an entry stay as they are. ConfigError if only some keys of the entry
+    are in the sections: nobody can tell whether the others are meant to stay.
     """
-    sections = dict(values)
+    sections: dict[str, Any] = {}
+    _merge(values, sections)
     given = sections.pop("given", None)
     if given is None:
         return sections
+    if not sections:
+        return given
     written = _checked(sections).model_dump(mode="json")
     made = _checked(given).model_dump(mode="json")
-    given = dict(given)  # the caller's own stays
+    for name in SECTIONS:
+        removed = given.get(name, {}).keys() - sections.get(name, {}).keys()
+        if removed:
+            key = f"{name}.{min(removed)}"
+            raise ConfigError(f"{key} is in `given` alone: remove it there too, or write it above as well")
     for name, value in written.items():
         if value == made[name]:
             continue

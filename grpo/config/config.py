@@ -5,6 +5,7 @@ from operator import attrgetter
 from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
+from pydantic_core import to_jsonable_python
 
 from grpo.config import schema
 from grpo.config.algorithm import AlgorithmConfig
@@ -58,7 +59,7 @@ class Config(schema.Section):
     @property
     def given(self) -> dict[str, Any]:
         """The values that the user set, nested, without those that a preset or another key implies."""
-        values = self.model_dump(mode="json", exclude_unset=True)
+        values = self.model_dump(exclude_unset=True)
         reward = values.get("reward", {})
         if "functions" in reward:
             reward["functions"] = [function for function in reward["functions"] if function]
@@ -70,7 +71,7 @@ class Config(schema.Section):
 
     def for_saving(self) -> dict[str, Any]:
         """:meth:`for_writing`, and :attr:`given` as the entry ``given``, from which a later run begins."""
-        return self.for_writing() | {"given": masked(self.given)}
+        return self.for_writing() | {"given": masked(to_jsonable_python(self.given))}
 
     @model_validator(mode="wrap")
     @classmethod

@@ -57,7 +57,7 @@ def test_a_saved_configuration_gives_the_same_values(saved, name):
         written = yaml.safe_load(file.read_text())
         given = written.pop("given")
         assert written | {"output_dir": "x"} == config.for_writing()
-        assert given | {"output_dir": "x"} == config.given
+        assert given | {"output_dir": "x"} == config.for_saving()["given"]
     assert values[0] == values[1]
     assert keys_without_effect(reloaded(first)) == keys_without_effect(load_config(argv))
 
@@ -117,6 +117,29 @@ def test_values_that_were_changed_by_hand_count(saved):
     assert a == make_config({"algorithm.name": "dr_grpo"}).algorithm
     with pytest.raises(ConfigError, match=r"did you mean 'rollout\.temperature'"):
         reloaded(edit(file, lambda values: values["rollout"].update(temprature=0.9)))
+
+
+def test_no_value_is_lost_where_only_one_of_both_places_has_it(saved):
+    file = saved(make_config({"optim.learning_rate": 1e-5, "optim.max_steps": 7}))
+    values = yaml.safe_load(file.read_text())
+    # Keys with dots beside the entry, as a program may add them.
+    optim = make_config(values | {"optim.learning_rate": 3e-5}).optim
+    assert (optim.learning_rate, optim.max_steps) == (3e-5, 7)
+    # The entry alone is a whole configuration.
+    assert make_config({"given": values["given"]}) == make_config(values)
+    edit(file, lambda values: values["optim"].pop("max_steps"))
+    with pytest.raises(ConfigError, match=r"optim\.max_steps is in `given` alone: remove it there too"):
+        reloaded(file)
+    edit(file, lambda values: values["given"]["optim"].pop("max_steps"))
+    assert reloaded(file).optim.max_steps is None and reloaded(file).optim.learning_rate == 1e-5
+
+
+def test_arguments_of_rewards_keep_their_types():
+    arguments = {"weights": {1: 0.5}, "bounds": (0, 1)}
+    config = make_config({"reward.functions": [{"name": "a.py:f", "args": arguments}]})
+    assert make_config(config, {"seed": 1}).reward.functions[0].args == arguments
+    overrides = ["reward.functions=[{name: a.py:f, args: {weights: {1: 0.5}}}]", "--debug"]
+    assert load_config(overrides).reward.functions[0].args == {"weights": {1: 0.5}}
 
 
 def change_name(values):
