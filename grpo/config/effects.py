@@ -5,7 +5,7 @@ from grpo.config.config import Config
 
 BESIDE = {
     "algorithm.objective=sapo": "algorithm.epsilon algorithm.epsilon_high",
-    "algorithm.objective=reinforce": ("algorithm.epsilon algorithm.epsilon_high algorithm.importance_level"),
+    "algorithm.objective=reinforce": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.scale=none": "algorithm.advantage_eps",
     "algorithm.aggregation=response_mean": "algorithm.normalize_constant",
     "algorithm.aggregation=token_mean": "algorithm.normalize_constant",
@@ -45,6 +45,12 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             is_clipped and algorithm.updates_per_step == 1,
             "with one update a rollout, where the importance ratio is 1",
             "algorithm.epsilon algorithm.epsilon_high algorithm.delta",
+        ),
+        (
+            # With unbiased_kl the ratio weights the KL.
+            objective == "reinforce" and not algorithm.unbiased_kl,
+            "with algorithm.objective=reinforce",
+            "algorithm.importance_level",
         ),
         (
             objective == "cispo" and algorithm.epsilon_high is not None,

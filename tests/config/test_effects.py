@@ -14,6 +14,8 @@ TWO_UPDATES = {"algorithm.num_iterations": 2}
 FUNCTION = {"rollout.function": "file.py:rollout"}
 HUB = {"data.dataset": "openai/gsm8k"}
 OWN = {"algorithm.advantages": "file.py:f"}
+WEIGHTED_KL = {"algorithm.name": "rloo", "algorithm.beta": 0.1, "algorithm.unbiased_kl": True}
+"""The ratio weights the KL."""
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,7 @@ OWN = {"algorithm.advantages": "file.py:f"}
         ("algorithm.epsilon", 0.1, {"algorithm.name": "sapo"} | TWO_UPDATES, TWO_UPDATES),
         ("algorithm.delta", 3.0, {"algorithm.objective": "file.py:f"} | TWO_UPDATES, TWO_UPDATES),
         ("algorithm.importance_level", "sequence", {"algorithm.name": "rloo"}, {}),
+        ("algorithm.importance_level", "sequence", {"algorithm.name": "rloo", "algorithm.beta": 0.1}, WEIGHTED_KL),
         ("algorithm.baseline", "none", OWN, OWN | {"algorithm.dynamic_sampling": True}),
         ("algorithm.name", "gdpo", OWN, {}),
         ("algorithm.advantage_eps", 0.0, {"algorithm.scale": "none"}, {}),
