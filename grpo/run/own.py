@@ -77,7 +77,7 @@ def _try_objective(function: OwnObjective) -> None:
     )
     change_B1 = torch.tensor([[0.1], [0.0], [0.0]])
     old_logprobs_BT = logprobs_BT.detach() - change_B1
-    advantages_B = torch.tensor([1.0, -1.0, 0.5])
+    advantages_B = torch.tensor([1.0, -1.0, 2.0])
 
     def loss_of(rows: slice, num_padding: int = 0) -> Tensor:
         def cut(x_BT: Tensor) -> Tensor:

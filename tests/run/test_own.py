@@ -51,6 +51,9 @@ def gradient_of_the_mean(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     mean = logprobs_BT.mean()
     return -ratio_BT * A_B1 + mean - mean.detach()
 
+def largest_advantage(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
+    return -ratio_BT * A_B1 / A_B1.abs().max()
+
 def fails(logprobs_BT, ratio_BT, A_B1, mask_BT, bounds):
     return {}["a"]
 
@@ -75,7 +78,8 @@ constant = 3
         ("objective", "over_rows", "the loss of a row depends on the other rows, and so the update on how the batch"),
         ("objective", "per_width", "the loss of a row depends on the number of padding columns, and so the update on"),
         ("objective", "gradient_of_the_mean", "the loss of a row depends on the other rows"),
-        ("objective", "fails", r"\(line 40\) raised KeyError: 'a'"),
+        ("objective", "largest_advantage", "the loss of a row depends on the other rows"),
+        ("objective", "fails", r"\(line 43\) raised KeyError: 'a'"),
         ("objective", "missing", "has no function 'missing'"),
         ("objective", "constant", "has no function 'constant'"),
         ("advantages", "one_argument", "TypeError: one_argument.. takes 1 positional argument but 2 were given"),
