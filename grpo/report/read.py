@@ -73,7 +73,7 @@ def _finite_or_none(value: Any) -> float | None:
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_bytes())
+        values = yaml.safe_load(path.read_bytes()) or {}
         values.pop("given", None)
         return dict(flat(values))
     except (OSError, ValueError, yaml.YAMLError):
