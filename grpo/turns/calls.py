@@ -1,6 +1,6 @@
 """Calls of tools in the text that a model writes: one reader for each form.
 
-A reader gets the text of a turn behind its thinking. The model may have written anything, so a
+A reader gets the text of a turn after its thinking. The model may have written anything, so a
 reader never raises, and its time is linear in the length of the text.
 """
 
@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 CALL_TAG = "tool_call"
-"""Also the name of a call whose own name could not be read."""
+"""The tag around a call. Also the name of a call that cannot be read."""
 CODE = "<call>"
-"""The file name of what Python's parser gets. It warns of strings such as "\\d"."""
+"""The file name that Python's parser gets with the text of a call."""
+# The parser warns of strings such as "\d", which the model has written and not the user.
 warnings.filterwarnings("ignore", module=CODE)
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's words for values -> those of JSON."""
 
 Schemas = Sequence[dict[str, Any]]
 Arguments = dict[str, Any] | str
@@ -26,9 +28,10 @@ Call = tuple[str, Arguments]
 
 
 def read_tags(text: str, schemas: Schemas) -> list[Call]:
-    """Hermes, Qwen: ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``; ``<NAME>..</NAME>``.
+    """Read ``<tool_call>{"name": .., "arguments": {..}}</tool_call>`` (Hermes, Qwen2.5, Qwen3).
 
-    Between the tags of a tool stands its only argument as it is, or a JSON object of its arguments.
+    Also ``<NAME>..</NAME>``, with the only argument of the tool NAME as it is, or with a JSON
+    object, if the tool has several.
     """
     parameters = _parameters(schemas)
     names = "|".join(map(re.escape, [CALL_TAG, *parameters]))
@@ -38,8 +41,8 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
         if name == CALL_TAG:
             calls += _calls_in_json(content)
         elif len(parameters[name]) == 1:
-            ((only, schema),) = parameters[name].items()
-            calls.append((name, {only: _value(content, schema)}))
+            ((argument, schema),) = parameters[name].items()
+            calls.append((name, {argument: _value(content, schema)}))
         else:
             arguments = _from_json(content or "{}")
             calls.append((name, _mapping(arguments)))
@@ -47,16 +50,16 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
 
 
 def read_json(text: str, schemas: Schemas) -> list[Call]:
-    """Llama 3.1 and 3.2: ``{"name": .., "parameters": {..}}`` as the whole turn."""
+    """Read ``{"name": .., "parameters": {..}}`` as the whole turn (Llama 3.1 and 3.2)."""
     text = text.strip().removeprefix("<|python_tag|>")
-    # An answer may be JSON, too.
+    # A turn without a call may be JSON as well: an answer to the user.
     if not re.match(r'\{\s*"name":.*"(parameters|arguments)":', text, re.DOTALL):
         return []
     return [call for call in _calls_in_json(text) if isinstance(call[1], dict)]
 
 
 def read_python(text: str, schemas: Schemas) -> list[Call]:
-    """LFM2: ``<|tool_call_start|>[NAME(ARGUMENT=VALUE, ..), ..]<|tool_call_end|>``."""
+    """Read ``<|tool_call_start|>[NAME(ARGUMENT=VALUE, ..), ..]<|tool_call_end|>`` (LFM2)."""
     calls = []
     for _, content in _blocks(text, r"<\|(tool_call)_start\|>", "<|{}_end|>"):
         try:
@@ -70,16 +73,17 @@ def read_python(text: str, schemas: Schemas) -> list[Call]:
                 # Of Python's values, tools get those that JSON has.
                 arguments = json.loads(json.dumps(arguments))
                 calls.append((node.func.id, arguments))
-        except Exception:  # Python's parser has many for text that is no list of calls
-            # Not the error's message, which may hold the address of an object.
+        except Exception:  # the parser raises many kinds for text that is no list of calls
+            # The error's own message may hold the address of an object, which is not the same in
+            # a run that is repeated.
             calls.append((CALL_TAG, "the calls are not [NAME(ARGUMENT=VALUE, ..), ..]"))
     return calls
 
 
 def read_xml(text: str, schemas: Schemas) -> list[Call]:
-    """Qwen3-Coder, Qwen3.5: ``<function=NAME><parameter=ARGUMENT>..</parameter>..</function>``.
+    """Read ``<function=NAME><parameter=ARGUMENT>..</parameter>..</function>`` (Qwen3-Coder).
 
-    ``<tool_call>`` and ``</tool_call>`` stand around it.
+    ``<tool_call>`` and ``</tool_call>`` stand around it. Qwen3.5 and Nemotron 3 write it, too.
     """
     parameters = _parameters(schemas)
     calls = []
@@ -101,7 +105,7 @@ READERS = (
     read_python,
     read_xml,
 )
-"""A run reads tags, and the first form here in which its chat template writes calls."""
+"""A run has the first one that reads the calls that its chat template writes, and ``read_tags``."""
 
 
 def read_message(message: dict[str, Any]) -> list[Call]:
@@ -111,7 +115,8 @@ def read_message(message: dict[str, Any]) -> list[Call]:
         function = call["function"]
         if not isinstance(function["name"], str):
             raise ValueError("the name of a tool is a text")
-        # Some templates write a call without any arguments.
+        # A response template may leave out the arguments of a call that has none. The message gets
+        # an empty object, as those of all other forms.
         if function.get("arguments") is None:
             function["arguments"] = {}
         arguments = _mapping(function["arguments"])
@@ -120,7 +125,7 @@ def read_message(message: dict[str, Any]) -> list[Call]:
 
 
 def as_message(name: str, arguments: Arguments) -> dict[str, Any]:
-    """A call as chat messages have it, without arguments that could not be read."""
+    """The entry of ``tool_calls`` for a call; arguments that could not be read are left out."""
     if isinstance(arguments, str):
         arguments = {}
     function = {"name": name, "arguments": arguments}
@@ -135,27 +140,28 @@ def _blocks(
     """The name and the content of each block in a text.
 
     Args:
-        opening: a pattern, whose group is the name.
-        closing: the text at the end of a block, with {} for the name.
+        opening: a pattern of the text before a block. Its group is the name.
+        closing: the text after a block, with {} for the name.
     """
     end = 0
     unclosed = set()
-    for found in re.finditer(opening, text):
-        name = found[1]
+    for match in re.finditer(opening, text):
+        name = match[1]
         mark = closing.format(name)
-        # A mark that is missing once is looked for no more: the model may open many blocks.
-        if found.start() < end or mark in unclosed:
+        # The model may open many blocks. A search that fails reads the rest of the text, so it is
+        # made once for each mark.
+        if match.start() < end or mark in unclosed:
             continue
-        last = text.find(mark, found.end())
+        last = text.find(mark, match.end())
         if last < 0:
             unclosed.add(mark)
             continue
-        yield name, text[found.end() : last]
+        yield name, text[match.end() : last]
         end = last + len(mark)
 
 
 def _parameters(schemas: Schemas) -> dict[str, dict[str, Any]]:
-    """The schemas of the arguments of each tool."""
+    """The schemas of the arguments of each tool, by its name."""
     parameters = {}
     for schema in schemas:
         function = schema["function"]
@@ -164,12 +170,12 @@ def _parameters(schemas: Schemas) -> dict[str, dict[str, Any]]:
 
 
 def _calls_in_json(text: str) -> list[Call]:
-    """The call in an object of JSON, or the calls in a list of them."""
-    found = _from_json(text)
-    if not isinstance(found, list):
-        found = [found]
+    """The call in a JSON object, or the calls in a JSON list."""
+    written = _from_json(text)
+    if not isinstance(written, list):
+        written = [written]
     calls = []
-    for call in found:
+    for call in written:
         name = CALL_TAG
         arguments = call
         if isinstance(call, dict):
@@ -180,25 +186,26 @@ def _calls_in_json(text: str) -> list[Call]:
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:
-    """An argument that stands alone, of the type in its schema."""
+    """The value of an argument that stands alone: text for a string, else JSON if it is JSON."""
     if schema.get("type") == "string":
         return text
     # Qwen's chat templates write True, and its models also true.
     word = PYTHON_WORDS.get(text, text)
-    found = _from_json(word)
-    return text if isinstance(found, Exception) else found
+    value = _from_json(word)
+    return text if isinstance(value, Exception) else value
 
 
-def _mapping(found: Any) -> Arguments:
-    if isinstance(found, dict):
-        return found
-    if isinstance(found, Exception):
-        return f"the arguments are not JSON: {found}"
+def _mapping(value: Any) -> Arguments:
+    """The arguments in what :func:`_from_json` returned, or what is wrong with them."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, Exception):
+        return f"the arguments are not JSON: {value}"
     return "the arguments are not a JSON object"
 
 
 def _from_json(text: str) -> Any:
-    """The value in a text of JSON, or the error if it is none."""
+    """The value of a JSON text, or the error if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
