@@ -1,8 +1,8 @@
 """The form of turns in tokens: calls read from what the model wrote, and the tokens of an answer.
 
 Sampled tokens are never encoded again. The tokens of an answer come from the chat template: it is
-rendered behind a short conversation, and what stands before the end of that conversation's last
-turn is cut off.
+rendered after a short conversation, and all text up to the end of that conversation's last turn is
+cut off.
 """
 
 import re
@@ -22,17 +22,18 @@ from grpo.turns.calls import READERS, Call, Schemas, as_message, read_message, r
 QUESTION = {"role": "user", "content": "x"}
 """The first message of the short conversation."""
 THOUGHT = "<think>\nx\n</think>\n\n"
+"""The thinking of the model's turn in the short conversation."""
 SAID = "said."
-"""The model's turn in the short conversation, behind its thinking."""
+"""The model's turn in the short conversation, after its thinking."""
 BREAK = "\ue000"
-"""A character of no meaning, at which the text of an answer is split before it is encoded."""
+"""A character without a meaning, at which the text of an answer is split before it is encoded."""
 MAX_CHARACTERS_PER_TOKEN = 1000
-"""No token is longer: a text with more characters per token does not fit, and is not encoded."""
+"""Upper bound of a token's length: a text that cannot fit for its length alone is not encoded."""
 
 TOKENS_OF_TAG = 16
-"""At most so many tokens has ``<think>`` with the white space behind it."""
+"""Upper bound of the tokens of ``<think>`` and the white space after it."""
 EXAMPLES = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}
-"""Type of an argument -> its value in a call that tries whether calls are read; else ``SAID``."""
+"""Type of an argument -> its value in the call that shows which form is read. Default: ``SAID``."""
 
 Message = dict[str, Any]
 
@@ -51,8 +52,8 @@ class TurnFormat:
         self.tokenizer = tokenizer
         self.eos_ids = list(eos_ids)
         self.finds_form = tools_format == "auto"
-        has_template = getattr(tokenizer, "response_template", None) is not None
-        self.uses_template = self.finds_form and has_template
+        response_template = getattr(tokenizer, "response_template", None)
+        self.uses_response_template = self.finds_form and response_template is not None
         self._read_calls = read_tags
         self._writes_calls = False
         """True if the chat template writes the calls of a message."""
@@ -73,8 +74,8 @@ class TurnFormat:
     def check(self, *, uses_tools: bool, schemas: Schemas) -> list[str]:
         """Notes for the user; ValueError unless the chat template can render the turns of the run.
 
-        It must keep earlier turns as they are when an answer follows: the model is
-        trained on these.
+        The template must keep earlier turns as they are when an answer follows, since the tokens
+        of these turns stay as they are.
         """
         if not self.tokenizer.chat_template:
             raise ValueError(
@@ -82,13 +83,14 @@ class TurnFormat:
             )
         can_read = self._find_form(schemas)
         role = "tool" if uses_tools else "user"
+        # A turn may have several calls.
+        num_answers = 2 if uses_tools else 1
         try:
             for num_earlier in (0, 1):
                 for content in ("x", ""):  # a tool may say nothing
                     answer = {"role": role, "name": "f", "content": content}
-                    # A turn may have several calls.
-                    answers = [answer] * (1 + uses_tools)
-                    if content not in self._suffix(answers, num_earlier)[0]:
+                    suffix, _ = self._suffix([answer] * num_answers, num_earlier)
+                    if content not in suffix:
                         raise ValueError(f"it does not show messages of the role {role}")
         except Exception as error:  # a chat template is a program that comes with the model
             reason = first_line(error)[:200]
@@ -112,28 +114,30 @@ class TurnFormat:
         ]
 
     def _find_form(self, schemas: Schemas) -> bool:
-        """Find the form of calls in which those that the chat template writes can be read.
+        """Find the reader of the calls that the chat template writes. Returns False without one.
 
-        False if there is none. Tags are read in any case.
+        Tags are read in any case.
         """
         turn = self._turn("", ("f", {"x": SAID}))
-        render = partial(self._render, schemas=schemas, begins_next_turn=False)
         with suppress(Exception):  # a chat template is a program that comes with the model
-            self._writes_calls = SAID in render([QUESTION, turn])
-        if not self.finds_form or (self.uses_template and self._can_read(schemas)):
+            text = self._render([QUESTION, turn], schemas=schemas, begins_next_turn=False)
+            self._writes_calls = SAID in text
+        if not self.finds_form or (self.uses_response_template and self._can_read(schemas)):
             return True
-        self.uses_template = False
-        for self._read_calls in READERS:
+        self.uses_response_template = False
+        for reader in READERS:
+            self._read_calls = reader
             if self._can_read(schemas):
                 return True
         self._read_calls = read_tags
         return False
 
     def _can_read(self, schemas: Schemas) -> bool:
-        """True if calls of all tools, as the chat template writes them, are read as they were."""
+        """True if a call of each tool, written by the chat template, is read as the same call."""
         ends = "|".join(map(re.escape, self._ends))
         plain = {"role": "assistant", "content": SAID}
         render = partial(self._render, schemas=schemas, begins_next_turn=False)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
         for schema in schemas:
             function = schema["function"]
             arguments = {}
@@ -146,13 +150,14 @@ class TurnFormat:
             except Exception:  # a chat template is a program that comes with the model
                 return False
 
-            # The beginnings of the two turns may differ.
+            # A template may begin a turn with a call in another way than one without.
             while not whole.startswith(before):
                 before = before[:-1]
             turn = whole[len(before) :]
             text, end = re.match(f"(.*?)({ends}|$)", turn, re.DOTALL).groups()
-            encode = partial(self.tokenizer.encode, add_special_tokens=False)
-            if self.read(text, encode(text + end), encode(before), schemas)[1] != [call]:
+            ids = encode(text + end)
+            _, calls = self.read(text, ids, encode(before), schemas)
+            if calls != [call]:
                 return False
         return True
 
@@ -172,13 +177,13 @@ class TurnFormat:
         Args:
             text: the turn as :meth:`grpo.rollout.Stops.text` gives it.
             ids: its tokens, which the tokenizer's own response template reads, if it has one.
-            prefix: the tokens before it, which may have opened its reasoning.
-            schemas: of the tools.
+            prefix: the tokens before it, which may have opened its thinking.
+            schemas: of the tools that it may call. Without any, calls are not read.
         """
         message = {"role": "assistant", "content": text}
         if not schemas:
             return message, []
-        if self.uses_template:
+        if self.uses_response_template:
             try:
                 with self._lock:
                     parsed = self.tokenizer.parse_response(
@@ -188,12 +193,12 @@ class TurnFormat:
                     )
                 return message | {"content": ""} | parsed, read_message(parsed)
             except Exception:
-                # What the model wrote may be anything: then it is text without a call.
+                # The model may have written anything. What cannot be parsed is text without a call.
                 return message, []
 
         with self._lock:
             before = self.tokenizer.decode(list(prefix[-TOKENS_OF_TAG:]))
-        # The prompt may have opened the thinking that the text goes on with.
+        # The prompt may have opened the thinking with which the turn begins.
         thought = "<think>" if before.rstrip().endswith("<think>") else ""
         said = after_thinking(thought + text)
         calls = self._read_calls(said, schemas) or read_tags(said, schemas)
@@ -216,9 +221,9 @@ class TurnFormat:
         last_id: int,
         room: int,
     ) -> list[int] | None:
-        """The tokens of an answer and of the beginning of the next turn.
+        """The tokens of an answer and of the beginning of the model's next turn.
 
-        None unless they are fewer than ``room``.
+        None unless they are fewer than ``room``: the model needs one more for its turn.
 
         Args:
             messages: results of tools, or of the user.
@@ -229,14 +234,14 @@ class TurnFormat:
         if num_characters > MAX_CHARACTERS_PER_TOKEN * room:
             return None
 
-        # Control tokens inside a result are text: encoded in two halves, they are no tokens. Those
+        # Control tokens inside a result must become text, so each is encoded in two parts. Those
         # that the template writes around a result stay whole.
         answers = []
         for message in messages:
             content = message["content"].replace(BREAK, "")
             for token in self._controls:
-                halves = f"{BREAK}{token[:1]}{BREAK}{token[1:]}{BREAK}"
-                content = content.replace(token, halves)
+                parts = f"{BREAK}{token[:1]}{BREAK}{token[1:]}{BREAK}"
+                content = content.replace(token, parts)
             answers.append({**message, "content": content})
 
         suffix, end_id = self._suffix(answers)
@@ -253,8 +258,8 @@ class TurnFormat:
         turns with the same answers.
         """
         templates = self.tokenizer.chat_template
-        # Some templates drop the thinking of earlier turns. The turn has some, so that the check
-        # below notices.
+        # Some templates drop the thinking of earlier turns. This turn has thinking, so that the
+        # comparison below notices.
         thought = THOUGHT if "<think>" in str(templates) else ""
         turn = {"role": "assistant", "content": thought + SAID}
         name = None
@@ -271,10 +276,10 @@ class TurnFormat:
         whole = self._render([*before, *answers], name=name)
 
         ends = {}
-        for id, token in zip(self.eos_ids, self._ends, strict=True):
-            at = start.rfind(token, start.rfind(SAID))
-            if at >= 0:
-                ends[at + len(token)] = id
+        for eos_id, token in zip(self.eos_ids, self._ends, strict=True):
+            position = start.rfind(token, start.rfind(SAID))
+            if position >= 0:
+                ends[position + len(token)] = eos_id
         if not ends:  # GLM ends a turn by the beginning of the next message
             raise ValueError("it ends no turn with an EOS token")
         end = max(ends)
