@@ -2,8 +2,8 @@
 
 An environment never leaves its process. It is constructed once for each slot and reset for each
 completion that gets the slot, as TRL does, so that a client of a server holds one session however
-many completions there are. Those of SkyRL-gym have no reset: each completion gets a new one. If the
-process is killed, its environments are gone, and calls of them fail until the next reset.
+many completions there are. Environments of SkyRL-gym have no reset: each completion gets a new one.
+If the process is killed, its environments are gone, and their calls fail until the next reset.
 """
 
 import asyncio
@@ -103,14 +103,15 @@ class LoadedEnvironment:
         """The slots whose environment is not reset again."""
 
     def describe(self) -> Info:
-        """Construct an environment for its facts. This imports transformers."""
+        """Construct an environment to read its facts. This imports transformers."""
         environment = self._make
         # A class of SkyRL-gym may need a row of the dataset to be constructed.
         if not _is_sky_rl(environment):
-            environment = self.slots[0] = environment()
+            environment = environment()
+            self.slots[0] = environment  # to be closed
         kind = environment if inspect.isclass(environment) else type(environment)
         reset = environment.init if _is_sky_rl(environment) else environment.reset
-        steps = _steps(environment)
+        steps = _is_stepped(environment)
         tools = {}
         for name, _ in inspect.getmembers(kind, inspect.isfunction):
             is_tool = not name.startswith("_") and name not in NOT_TOOLS
@@ -128,14 +129,14 @@ class LoadedEnvironment:
     def reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
         """Reset the environment of a slot for a row of the dataset.
 
-        Returns what it adds to the prompt: text, or messages in place of the prompt, or None.
+        Returns what the environment adds to the prompt: text, messages that replace it, or None.
         """
         closed = self._retire(slot) if slot in self._used_up else None
         return then(closed, lambda _: self._reset(slot, row, seed))
 
     def _reset(self, slot: int, row: dict[str, Any], seed: int) -> Any:
         if slot not in self.slots:
-            # Constructors may draw too. All draw the same, on any number of ranks.
+            # A constructor may draw, too. All draw the same, on any number of ranks.
             set_seed(0)
             extras = {}
             if _is_sky_rl(self._make):
@@ -143,31 +144,31 @@ class LoadedEnvironment:
             self.slots[slot] = self._make(**extras)
         environment = self.slots[slot]
         is_sky_rl = _is_sky_rl(environment)
-        # One of SkyRL-gym serves one episode, and one whose reset fails may be broken.
+        # An environment of SkyRL-gym serves one episode, and one whose reset fails may be broken.
         self._used_up.add(slot)
         set_seed(seed)
         if is_sky_rl:
-            found = environment.init(_as_messages(row["prompt"]))
+            returned = environment.init(_as_messages(row["prompt"]))
         else:
-            # A reset with **row alone gets no seed, as in TRL.
+            # A reset that takes **row alone gets no seed, as in TRL.
             if "seed" in inspect.signature(environment.reset).parameters:
                 row = {"seed": seed % 2**31} | row
-            found = environment.reset(**_accepted(environment.reset, row))
+            returned = environment.reset(**_accepted(environment.reset, row))
 
-        def prompt_of(found: Any) -> str | list[Message] | None:
+        def prompt_of(value: Any) -> str | list[Message] | None:
             if not is_sky_rl:
                 self._used_up.discard(slot)
-            if _steps(environment):
-                if isinstance(found, tuple):  # Gymnasium and SkyRL-gym: observation, info
-                    found = found[0]
-                found = getattr(found, "observation", found)  # OpenEnv
-            elif found is not None and not isinstance(found, str):
-                raise TypeError(f"reset returned {type(found).__name__}: expected text or None")
+            if _is_stepped(environment):
+                if isinstance(value, tuple):  # Gymnasium and SkyRL-gym: observation, info
+                    value = value[0]
+                value = getattr(value, "observation", value)  # OpenEnv
+            elif value is not None and not isinstance(value, str):
+                raise TypeError(f"reset returned {type(value).__name__}: expected text or None")
             if is_sky_rl:
-                return _as_messages(found)
-            return None if found is None else as_content(found)
+                return _as_messages(value)
+            return None if value is None else as_content(value)
 
-        return then(found, prompt_of)
+        return then(returned, prompt_of)
 
     def call(
         self,
@@ -184,7 +185,7 @@ class LoadedEnvironment:
     def step(self, slot: int, action: str, seed: int) -> Any:
         """Give the text of a turn to a reset/step environment.
 
-        Returns what it observes as messages, the reward of the turn, and whether it has ended.
+        Returns the observation as messages, the reward of the turn, and True at the game's end.
         """
         environment = self._environment(slot)
         set_seed(seed)
@@ -205,7 +206,7 @@ class LoadedEnvironment:
         """Close the environment of a slot, which is not used again."""
         environment = self.slots.pop(slot)
         self._used_up.discard(slot)
-        # The user's code: an error of one leaves the others. Most have no close().
+        # This is the user's code: an error must not keep the others open. Most have no close().
         with contextlib.suppress(Exception, SystemExit):
             closed = environment.close()
             if inspect.isawaitable(closed):
@@ -238,39 +239,39 @@ def load_named(kind: str, spec: str, builtin: Mapping[str, Any]) -> Any:
 
 
 def set_seed(seed: int) -> None:
-    """Seed the global generators, so that a tool that draws from them gives the same again."""
-    # Imported here, and by the first call: a tool may import it later.
+    """Seed the global generators, so that a tool that draws from them repeats its result."""
+    # Every call imports it, since a tool that has not used it yet may import it later.
     import numpy
 
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
 
 
-def _steps(environment: Any) -> bool:
+def _is_stepped(environment: Any) -> bool:
     """True for reset/step environments.
 
-    An environment of TRL may have a tool called ``step``, which returns text.
+    An environment of TRL's form may have a tool called ``step``, which returns text.
     """
     step = getattr(environment, "step", None)
     if not callable(step):
         return False
     annotation = inspect.signature(step).return_annotation
-    # A text with `from __future__ import annotations`.
+    # The annotation is a text with `from __future__ import annotations`.
     return annotation not in (str, "str")
 
 
 def _is_sky_rl(environment: Any) -> bool:
     """True for SkyRL-gym, whose environments begin with ``init`` and get the prompt."""
-    return _steps(environment) and hasattr(environment, "init")
+    return _is_stepped(environment) and hasattr(environment, "init")
 
 
 def _schema(
     function: Callable[..., Any],
     given: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """The name and the schema of a tool, without the given arguments.
+    """The name and the schema of a tool.
 
-    The model does not choose those.
+    The schema lacks the given arguments, which the model cannot choose.
     """
     from transformers.utils import get_json_schema
 
@@ -303,19 +304,20 @@ def _accepted(
     return {name: value for name, value in values.items() if name in parameters}
 
 
-def _step_result(found: Any) -> tuple[list[Message], float | None, bool]:
+def _step_result(returned: Any) -> tuple[list[Message], float | None, bool]:
+    """The observation as messages, the reward and True at the end, from what ``step`` returned."""
     # Gymnasium: observation, reward, terminated, truncated, info. Old Gym has no truncated.
-    if isinstance(found, tuple):
-        observation, reward, *ends = found
+    if isinstance(returned, tuple):
+        observation, reward, *ends = returned
         ends = [end for end in ends if not isinstance(end, dict)]
-    elif isinstance(found, dict):  # SkyRL-gym
-        observation = found["observations"]
-        reward = found["reward"]
-        ends = [found["done"]]
+    elif isinstance(returned, dict):  # SkyRL-gym
+        observation = returned["observations"]
+        reward = returned["reward"]
+        ends = [returned["done"]]
     else:  # OpenEnv
-        observation = found.observation
-        reward = found.reward
-        ends = [found.done]
+        observation = returned.observation
+        reward = returned.reward
+        ends = [returned.done]
     is_empty = isinstance(observation, list) and not observation
     if observation is None or is_empty:  # the next turn begins all the same
         observation = ""
@@ -335,7 +337,7 @@ def _as_messages(value: Any) -> list[Message]:
 def as_content(value: Any) -> str | list[Message]:
     """A result as the model reads it: messages as they are, anything else as text."""
     is_list = isinstance(value, list) and value
-    if is_list and all(isinstance(m, dict) and "content" in m for m in value):
+    if is_list and all(isinstance(item, dict) and "content" in item for item in value):
         messages = []
         for message in value:
             content = as_content(message["content"])
