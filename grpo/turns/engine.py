@@ -5,8 +5,8 @@ conversation run in the thread of the worker that its row has, in this order:
 
 1. ``begin`` resets the environment, which may add to the prompt,
 2. ``reply`` gets each turn that the engine samples: the format reads it as a message and the calls
-   in it. Each call goes to the worker, or the whole turn does, as the action of an environment. The
-   results become messages, and their tokens follow the turn, without a loss,
+   in it. Each call goes to the worker. In a reset/step environment the whole turn does, as its
+   action. The results become messages, whose tokens follow the turn and have no loss,
 3. ``end`` asks for the environment's own reward, and makes the record of the completion.
 
 A call that fails, or whose worker is killed, is a result that the model reads. If a reset, a step
@@ -38,7 +38,7 @@ from grpo.turns.tools import ENVIRONMENT, Tools
 from grpo.workers import Answer, Here, Request, Worker
 
 MAX_REPORTED = 10
-"""Names of tools with a warning, after which names that no tool has get none."""
+"""Names with a warning in a run. After them, only names of tools that exist get one."""
 
 
 class Conversation:
@@ -70,7 +70,7 @@ class Conversation:
         self.schemas = tools.schemas_of(problem.columns)
         self.key_of_tool = {tool: info.key for info in infos for tool in info.tools}
 
-        # The completions of a group share the seed of the reset. Without a dataset, it is the row.
+        # The completions of a group share the seed of the reset. Without a dataset, rows are seeds.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
         if tools.owns_prompts:
             self.group_seed = problem.columns["seed"]
@@ -87,14 +87,15 @@ class Conversation:
         self.calls: list[ToolCall] = []
         self.stop_reason = ""
         self.failure = ""
-        """The reason why the environment has failed."""
+        """The reason why the environment has failed, or empty."""
 
     def begin(self) -> str | list[Message] | None:
-        """Reset the environment. Returns what it says: text behind the prompt, or messages."""
+        """Reset the environment. Returns the text that it adds to the prompt, or a new prompt."""
         if self.environment.key is None:
             return None
         columns = {"prompt": self.problem.prompt} | self.problem.columns
-        # With one environment it is a column like any other.
+        # Of several environments, this column has chosen one. Beside a single environment, it is a
+        # column like any other.
         if None not in self.tools.environments:
             columns.pop(ENVIRONMENT)
         return self._ask(self.environment.key, "reset", columns, self.group_seed).value
@@ -124,7 +125,7 @@ class Conversation:
             for message in answers:
                 message["content"] = self.form.cut(message["content"], most)
         answer_ids = self.form.answer(answers, turn[-1], self.max_length - len(self.ids))
-        if answer_ids is None:  # it does not fit, and the completion ends here
+        if answer_ids is None:  # the answer does not fit, and the completion ends here
             self.stop_reason = "length"
             return None
         self.messages += answers
@@ -132,7 +133,7 @@ class Conversation:
         return answer_ids
 
     def end(self, completion: Completion) -> Turns:
-        """Return the record of a complete completion, with the environment's own reward."""
+        """Return the record of a completion that has ended, with the environment's own reward."""
         rest = completion.ids[len(self.ids) :]
         if rest:  # a turn without an end has had no reply
             self._read(rest)
@@ -147,9 +148,10 @@ class Conversation:
                 given = [reward for reward in self.rewards if reward is not None]
                 if given or not self.rewards:
                     reward = as_reward(sum(given))
+        # An environment that got no action has neither failed nor worked.
         failure = None
-        got_action = bool(self.rewards) or not environment.steps
-        if environment.key is not None and (self.failure or got_action):
+        got_action = self.rewards or not environment.steps
+        if environment.key and (self.failure or got_action):
             failure = self.failure
         return Turns(
             ids=completion.ids,
@@ -220,13 +222,13 @@ class Conversation:
         if answer.kind == "ok":
             return answer
 
-        # The user reads what happened to the process. The model knows of tools alone.
+        # The model reads about the tool alone. What happened to the process is for the user.
         known = {
             "timeout": f"no result within {limit_s:g} seconds",
             "died": "the tool has died",
         }
         error_type = answer.error.partition(":")[0]
-        error = known.get(answer.kind) or answer.message or error_type
+        message = known.get(answer.kind) or answer.message or error_type
         if method != "call":
             what = answer.error or answer.message
             self.failure = f"{method}: {what}{_place(answer.trace)}"
@@ -234,12 +236,12 @@ class Conversation:
             self.failure = f"{arguments[0]}: {answer.message}"
         return Answer(
             "error",
-            message=error,
+            message=message,
             seconds=answer.seconds,
         )
 
     def _has_lost_environment(self, worker: Worker | Here, answer: Answer) -> bool:
-        """True if a call shows that the environment is gone, with the worker or before it."""
+        """True if a call shows that the environment is gone: its worker died now, or earlier."""
         if self.environment.key is None:
             return False
         home = self.tools.worker_of(Place(self.environment.key, self.row))
@@ -253,21 +255,21 @@ class Conversation:
 
 def add_to_prompt(
     group: Sequence[Conversation],
-    texts: Sequence[Any],
+    additions: Sequence[Any],
     tokenizer: Any,
 ) -> None:
-    """Put what the resets of a group said behind the last message of its prompt.
+    """Add what the resets of a group returned to its prompt.
 
-    Messages take the place of the prompt.
+    A text is appended to the last message. Messages take the place of the prompt.
 
     Args:
-        texts: what the reset of each row of the rollout said.
+        additions: what :meth:`Conversation.begin` returned for each row of the rollout.
     """
     name = group[0].environment.name
     tools = group[0].tools
     data = tools.config.data
-    said = [texts[c.row] for c in group if not c.failure]
-    if any(text != said[0] for text in said):
+    said = [additions[c.row] for c in group if not c.failure]
+    if any(addition != said[0] for addition in said):
         raise UserError(
             f"reset() of {name} gave the completions of one problem different prompts: draw from "
             "`seed`, an argument that they share, or from the module random"
@@ -275,7 +277,7 @@ def add_to_prompt(
 
     problem = group[0].problem
     prompt = problem.prompt
-    # Each has failed, or none says anything.
+    # All resets have failed, or they add nothing.
     if not said or said[0] is None:
         if said and not prompt and not data.system_prompt:
             raise UserError(f"a row has no prompt, and reset() of {name} returned none")
@@ -284,14 +286,14 @@ def add_to_prompt(
     if isinstance(said[0], list):
         prompt = said[0]
     elif isinstance(prompt, list):
-        last = prompt[-1] | {"content": prompt[-1]["content"] + said[0]}
-        prompt = [*prompt[:-1], last]
+        *before, last = prompt
+        last = last | {"content": last["content"] + said[0]}
+        prompt = [*before, last]
     else:
         prompt += said[0]
     rows = Rows(f"the reset with {prompt!r:.80}", [prompt], [problem.columns])
-    schemas_of = tools.schemas_of
     try:
-        (made,) = make_problems(rows, data, tokenizer, schemas_of=schemas_of).problems
+        (made,) = make_problems(rows, data, tokenizer, schemas_of=tools.schemas_of).problems
     except ValueError as error:  # the user's environment has made a prompt that is too long
         for conversation in group:
             conversation.failure = str(error)
@@ -301,7 +303,10 @@ def add_to_prompt(
 
 
 def _place(trace: str) -> str:
-    """The innermost line of a traceback in the file where it begins, which is the user's."""
+    """The place of an error in the user's file: the file where the traceback begins.
+
+    Of its lines there, it is the innermost one.
+    """
     lines = re.findall(r'File "(.+)", line (\d+)', trace)
     if not lines:
         return ""
@@ -316,7 +321,7 @@ class TurnsEngine:
     """An engine (:class:`grpo.rollout.interface.Engine`) of conversations with tools.
 
     Args:
-        warn: gets a line about the first environment that fails in a rollout.
+        warn: gets each line for the user: notes of :meth:`check`, and what fails in a rollout.
         num_ranks: ranks that share the prompts of a step.
     """
 
@@ -357,7 +362,7 @@ class TurnsEngine:
         return str(self.engine)
 
     def check(self) -> None:
-        """ValueError unless the chat template and the environments are fit for the run."""
+        """ValueError unless the chat template can render the turns of the run. Prints notes."""
         if self.tools.function:
             return
         schemas = []
@@ -421,9 +426,9 @@ class TurnsEngine:
         groups = [conversations[p * G : (p + 1) * G] for p in range(len(problems))]
 
         futures = [tools.submit(c.row, c.begin) for c in conversations]
-        texts = [future.result() for future in futures]
+        additions = [future.result() for future in futures]
         for group in groups:
-            add_to_prompt(group, texts, self.policy.tokenizer)
+            add_to_prompt(group, additions, self.policy.tokenizer)
             self._check_room(group)
 
         # All calls of a row are made in the thread of its worker, one after the other.
@@ -450,7 +455,7 @@ class TurnsEngine:
         return finished
 
     def _check_room(self, group: Sequence[Conversation]) -> None:
-        """Let a group fail whose prompt, with what a reset added, exceeds the model's context."""
+        """Mark a group as failed if its prompt, after the reset, exceeds the model's context."""
         prompt_ids = group[0].problem.prompt_ids
         try:
             self.policy.check_room(len(prompt_ids), group[0].max_length)
@@ -468,7 +473,7 @@ class TurnsEngine:
             for call in conversation.calls:
                 errors_of.setdefault(call.name, []).append(call.error)
         for name, errors in errors_of.items():
-            # The model may make up any number of names, of any length.
+            # The model may invent any number of names, of any length.
             is_shown = name in self.tools.names or len(self._reported) < MAX_REPORTED
             if is_shown and all(errors) and name not in self._reported:
                 # Once per run, since a tool that cannot work fails in each step.
