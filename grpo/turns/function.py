@@ -30,7 +30,7 @@ def sample_by_function(
 
     UserError if it returns something else. The function's own exceptions end the run.
     """
-    # A rank may have no group to sample again.
+    # With dynamic sampling, a rank may have no group to sample again.
     if not problems:
         return []
     G = sampling.num_generations
@@ -52,7 +52,7 @@ def sample_by_function(
         asked = []
         for n, ids in enumerate(prompt_ids):
             engine.policy.check_room(len(ids), max_tokens or 1)
-            # With one entry per row the seed is that of the row, whatever the number of ranks.
+            # With one entry per prompt, the seed is the same on any number of ranks.
             if len(prompt_ids) == len(prompts):
                 address = (problems[n // G].index, n % G)
             else:
@@ -85,7 +85,7 @@ def sample_by_function(
     for p, problem in enumerate(problems):
         completions = []
         prompt_ids = set()
-        for row in range(p * G, p * G + G):
+        for row in range(p * G, (p + 1) * G):
             record = {name: values[row] for name, values in returned.items()}
             prompt_ids.add(tuple(record.pop("prompt_ids")))
             completions.append(_completion(record, stops, engine, sampling, setting))
@@ -115,7 +115,7 @@ def _completion(
             "rollout.max_completion_length, 1 sampled"
         )
 
-    # What comes after the last sampled token has no influence.
+    # Tokens after the last sampled one have no influence on the loss.
     while not mask[-1]:
         for values in (ids, mask, logprobs):
             values.pop()
@@ -125,9 +125,11 @@ def _completion(
             sampling_logprobs.append(float(logprob) if is_sampled else 0.0)
 
     text = stops.text(ids)
-    # A stop string ends the last turn: the tokens behind those that the model did not sample.
-    num_last = [*reversed(mask), False].index(False)
-    turn = ids[-num_last:]
+    # A stop string counts in the last turn alone: the tokens after the last one that is masked.
+    start = len(mask)
+    while start and mask[start - 1]:
+        start -= 1
+    turn = ids[start:]
     finished = turn[-1] in stops.ids or stops.first_end(turn, len(turn) - 1) is not None
     return Turns(
         tuple(ids),
