@@ -1,15 +1,15 @@
-"""Keys that have no effect beside the values of other keys."""
+"""Keys that have no effect because of the values of other keys."""
 
 from grpo.config.arguments import flat
 from grpo.config.config import Config
 
-BESIDE = {
+WITHOUT_EFFECT = {
     "algorithm.objective=sapo": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.objective=reinforce": "algorithm.epsilon algorithm.epsilon_high",
     "algorithm.scale=none": "algorithm.advantage_eps",
     "algorithm.aggregation=response_mean": "algorithm.normalize_constant",
     "algorithm.aggregation=token_mean": "algorithm.normalize_constant",
-    "algorithm.sampler_correction=none": ("algorithm.sampler_correction_min algorithm.sampler_correction_max"),
+    "algorithm.sampler_correction=none": "algorithm.sampler_correction_min algorithm.sampler_correction_max",
     "algorithm.beta=0.0": (
         "algorithm.kl_estimator algorithm.unbiased_kl algorithm.ref_sync_steps algorithm.ref_sync_alpha model.reference"
     ),
@@ -18,31 +18,33 @@ BESIDE = {
     "rollout.engine=vllm": "rollout.tokens_in_flight runtime.fast_decode",
     "eval.temperature=0.0": "eval.top_p eval.top_k eval.min_p",
 }
-"""``key=value`` -> the keys that have no effect beside it."""
+"""``key=value`` -> the keys that have no effect with it."""
 WITHOUT_SPLITS = ("builtin:", "reasoning_gym:", "environment:", "python:")
-"""Beginnings of the names of tasks, environments and rows of a program in place of a dataset's."""
-OF_FILES = (".jsonl", ".json", ".csv", ".parquet")
+"""Beginnings of ``data.dataset`` for rows that are generated, or passed by a program."""
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Endings of ``data.dataset`` for files."""
 
 
 def keys_without_effect(config: Config) -> dict[str, str]:
-    """Key -> reason, of each key that the user set to another value than its default, and that
-    changes nothing.
+    """The keys that the user changed without any effect -> the reason.
+
+    A key that has its default value is not among them, since it does no harm.
     """
     algorithm = config.algorithm
     data = config.data
     rollout = config.rollout
     objective = algorithm.objective
-    # The bounds of dppo_tv are about the sampler's probabilities, and a function of the user's may
+    # dppo_tv applies the same keys to the sampler's probabilities, and the user's own objective may
     # use them in its own way.
-    is_clipped = objective == "clip" or objective == "cispo"
-    # Dynamic sampling compares rewards as these keys say, whatever the advantages are.
-    is_replaced = algorithm.advantages and not algorithm.dynamic_sampling
+    clips_ratio = objective == "clip" or objective == "cispo"
+    # Dynamic sampling compares rewards as baseline and scale say, with any advantages.
+    replaces_advantages = algorithm.advantages and not algorithm.dynamic_sampling
     eval_dataset = data.eval_dataset or data.dataset
-    is_local = data.dataset.startswith(WITHOUT_SPLITS) or data.dataset.endswith(OF_FILES)
+    is_local = data.dataset.startswith(WITHOUT_SPLITS) or data.dataset.endswith(FILE_SUFFIXES)
     conditions = [
         (objective != "clip", f"with algorithm.objective={objective}", "algorithm.delta"),
         (
-            is_clipped and algorithm.updates_per_step == 1,
+            clips_ratio and algorithm.updates_per_step == 1,
             "with one update a rollout, where the importance ratio is 1",
             "algorithm.epsilon algorithm.epsilon_high algorithm.delta",
         ),
@@ -58,12 +60,12 @@ def keys_without_effect(config: Config) -> dict[str, str]:
             "algorithm.epsilon",
         ),
         (
-            is_replaced,
+            replaces_advantages,
             "with algorithm.advantages",
             "algorithm.baseline algorithm.scale algorithm.advantage_eps",
         ),
         (
-            is_replaced and algorithm.name == "gdpo",
+            replaces_advantages and algorithm.name == "gdpo",
             "on advantages of algorithm.advantages",
             "algorithm.name",
         ),
@@ -98,7 +100,8 @@ def keys_without_effect(config: Config) -> dict[str, str]:
     ]
     for key, value in flat(config.model_dump(mode="json")):
         setting = f"{key}={value}"
-        conditions.append((True, f"with {setting}", BESIDE.get(setting, "")))
+        if setting in WITHOUT_EFFECT:
+            conditions.append((True, f"with {setting}", WITHOUT_EFFECT[setting]))
 
     defaults = dict(flat(Config().model_dump(mode="json")))
     changed = [key for key, value in flat(config.given) if value != defaults.get(key)]
