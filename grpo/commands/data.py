@@ -59,7 +59,7 @@ def preview(config: Config, tokenizer: Any, tools: Tools) -> Iterator[str]:
             seed=config.seed,
             has_environment=bool(config.environment),
         )
-        if rows is None:
+        if rows is None:  # without an evaluation
             return
         found = make_problems(rows, config.data, tokenizer, schemas_of=schemas_of)
         problems = found.problems
@@ -95,8 +95,8 @@ def preview(config: Config, tokenizer: Any, tools: Tools) -> Iterator[str]:
 
 
 def show(problem: Problem, position: str, tokenizer: Any, tools: Tools) -> Iterator[str]:
-    """The prompt of the first step, which the environment may have added to, and the columns."""
-    # Of a conversation that is only begun: no turn of the model is read.
+    """The prompt as in the first step, with what the environment adds to it, and the columns."""
+    # The conversation only begins, so it needs nothing that reads or samples turns.
     conversation = Conversation(
         tools,
         form=None,

@@ -112,11 +112,13 @@ def _checked(values: dict[str, Any], *, debug: bool = False) -> Config:
 
 
 def _as_given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a saved configuration was made from: its entry ``given``, and each value of its
-    sections that is not what this entry gives, since a user has changed it there.
+    """The values that a saved configuration was made from: those of its entry ``given``.
 
-    Values without such an entry stay as they are. ConfigError if only some keys of the entry
-    are in the sections: nobody can tell whether the others are meant to stay.
+    A value of its sections that does not follow from ``given`` was changed by the user in the file,
+    and takes the place of the one there. Values without an entry ``given`` stay as they are.
+
+    ConfigError if only some keys of the entry are in the sections: nobody can tell whether the
+    others are meant to stay.
     """
     sections: dict[str, Any] = {}
     _merge(values, sections)

@@ -62,6 +62,7 @@ class Config(schema.Section):
         values = self.model_dump(exclude_unset=True)
         reward = values.get("reward", {})
         if "functions" in reward:
+            # A function that a preset added has no fields set, so it is empty here.
             reward["functions"] = [function for function in reward["functions"] if function]
         return values
 
@@ -89,6 +90,7 @@ class Config(schema.Section):
                 getattr(config, name).model_fields_set.intersection_update(given)
         (reward,) = _sections(values, "reward")
         if "functions" in reward:
+            # A preset appends its function to those of the user.
             for function in config.reward.functions[len(reward["functions"]) :]:
                 function.model_fields_set.clear()
         return config
