@@ -8,7 +8,7 @@ imported where it is used, so that the others need not be installed.
 class Sudoku:
     """A game of GEM. Its board is in ``info["suffix"]``, which GEM's own wrappers append.
 
-    Those wrappers repeat the whole conversation in each observation; here it goes on by itself.
+    These wrappers would also repeat the whole conversation in each observation.
     """
 
     game_id = "game:Sudoku-v0-easy"
@@ -28,9 +28,9 @@ class Sudoku:
 
 
 class GuessTheNumber:
-    """A game of TextArena for one player. The ending ``-raw`` leaves out the wrappers.
+    """A game of TextArena for one player. The ending ``-raw`` leaves out TextArena's wrappers.
 
-    The wrappers repeat the whole conversation in each observation, and keep it after a reset.
+    These would repeat the whole conversation in each observation, and keep it after a reset.
     """
 
     game_id = "GuessTheNumber-v0-raw"

@@ -22,7 +22,7 @@ GROUP = 2
 """Completions of a problem."""
 MAX_TURNS = 5
 ROOM = 1800
-"""The longest prompt, and the longest conversation, in tokens. A token is a character of most texts."""
+"""Bound of a prompt, and of a conversation, in tokens. Most tokens are single characters."""
 
 
 def train(folder: Path, environment: str, *settings: str) -> Path:
@@ -77,7 +77,7 @@ def replay(output: Path, begin) -> list[dict]:
 
 
 def _replay(row: dict, number: int, begin) -> None:
-    """``number``: of the completion among those of its problem."""
+    """Play one conversation again. ``number``: of its completion among those of the problem."""
     (name,) = row["rewards"]
     own_seed = derive_seed(0, "rollout", row["step"] - 1, row["problem"], number)
     prompt, step = begin(row)
@@ -109,9 +109,9 @@ def _replay(row: dict, number: int, begin) -> None:
 
 
 def _turns(row: dict) -> list[tuple[str, str | None, bool]]:
-    """The turns in the tokens of a completion: text, the answer behind it, and whether it was ended.
+    """The turns in the tokens of a completion: text, answer, and whether the turn was ended.
 
-    The tokens of an answer, which alone are masked, are those of the chat template.
+    Only tokens of answers are masked, and they are those that the chat template writes.
     """
     tokenizer = build_tokenizer()
     mask = row["sampled"] or [True] * len(row["token_ids"])

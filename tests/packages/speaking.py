@@ -10,7 +10,7 @@ def call(name: str, **arguments) -> str:
 
 
 def save_speaking_model(folder: Path, phrases: list[str]) -> Path:
-    """A random Qwen2 for which each phrase is one token, and which says nothing but phrases and the end of its turn."""
+    """A random Qwen2 for which each phrase is one token, and which samples only phrases and EOS."""
     import torch
     from conftest import save_random_model
     from dump_trl_environment import build_tokenizer
@@ -24,7 +24,8 @@ def save_speaking_model(folder: Path, phrases: list[str]) -> Path:
     model = Qwen2ForCausalLM.from_pretrained(folder)
     said = tokenizer.convert_tokens_to_ids([*phrases, tokenizer.eos_token])
     with torch.no_grad():
-        # The first number of the hidden state is large for every token, and only the phrases do not weigh it down.
+        # The first number of the hidden state is large for every token. It lowers all logits but
+        # those of the phrases and of EOS.
         model.model.embed_tokens.weight[:, 0] = 20.0
         model.lm_head.weight *= 0.5
         model.lm_head.weight[:, 0] = -10.0

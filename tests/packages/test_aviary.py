@@ -26,7 +26,7 @@ ROWS = [("What is 2+3?", "5"), ("What is 700*2?", "1,400"), ("What is 10/2?", "5
 
 
 async def play(problem: CalculatorEnv, messages: list[dict]) -> float:
-    """The reward of a saved conversation. The model has read what the problem says."""
+    """The reward of a saved conversation, whose results must be those of the problem."""
     await problem.reset()
     reward = 0.0
     done = False
@@ -78,7 +78,7 @@ def test_a_training_with_gsm8k_is_replayed_by_hand(tmp_path):
             check_tokens(row, tokenizer)
             question, answer = ROWS[row["problem"]]
             assert row["prompt"] == question
-            if row["stop_reason"] != "stop":  # the results of the last calls had no room
+            if row["stop_reason"] != "stop":  # cut: the last calls have no results
                 continue
             problem = CalculatorEnv(None, question, answer.replace(",", ""))
             reward = asyncio.run(play(problem, json.loads(row["messages"])))

@@ -23,7 +23,7 @@ def letters_of(text: str) -> str:
 
 @pytest.mark.slow
 def test_a_training_with_a_server_is_replayed_by_hand(tmp_path, monkeypatch):
-    """The model reads the game's words alone, and two steps and an evaluation take as many sessions as completions."""
+    """The model reads the game's words. A run opens as many sessions as a step has completions."""
     log = tmp_path / "sessions"
     with running_server(4, log) as address:
         monkeypatch.setenv("GAME_URL", address)

@@ -14,7 +14,7 @@ reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym
 
 
 def test_a_training_with_a_task_is_scored_again_by_hand(tmp_path):
-    """Letters that are counted: an answer that holds the right one is worth a part of it."""
+    """Letters are counted. An answer that contains the right one has a part of its reward."""
     answers = ["1", "2", "3", "1 2 3 4", "none"]
     model = save_speaking_model(tmp_path / "model", [f"<answer>{answer}</answer>" for answer in answers])
     settings = [

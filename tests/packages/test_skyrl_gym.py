@@ -72,7 +72,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_get_what_they_need_from_the_row(name):
-    """Those that need no server and no database, by the names that a configuration has."""
+    """Classes that need no server and no database, named as in a configuration."""
     columns, right = CLASSES[name]
     spec = skyrl_gym.registry[name].entry_point
     environment = LoadedEnvironment({}, spec, None)

@@ -78,7 +78,7 @@ def begin_wrapped(row):
 
 @pytest.mark.slow
 def test_wrapped_games_live_in_their_workers(tmp_path):
-    """They pickle and do not come back, so a run with them shows that nothing pickles them."""
+    """A wrapped game cannot be unpickled, so a run with one shows that environments are not."""
     game = textarena.make("GuessTheNumber-v0")
     with pytest.raises(RecursionError):
         pickle.loads(pickle.dumps(game))

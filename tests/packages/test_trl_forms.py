@@ -40,7 +40,7 @@ def forms(tmp_path_factory):
 @pytest.fixture(scope="module")
 def under_trl(forms):
     """The number of sessions that TRL's runs of all forms opened."""
-    pytest.importorskip("trl", reason="needs TRL: pip install -e '.[environments]'")
+    pytest.importorskip("trl", reason="needs TRL: pip install -e '.[bench]'")
     for name in NAMES:
         model_of(forms, name)
     before = num_sessions(forms)
@@ -99,7 +99,7 @@ def conversations(path):
     found = {}
     for line in path.read_text().splitlines():
         prompt, completion, state, columns = json.loads(line)
-        # Else the completion was cut.
+        # A conversation that ends with calls was cut before their results.
         if "tool_calls" not in completion[-1]:
             found[json.dumps([prompt, completion, columns], sort_keys=True)] = state
     return found
@@ -124,7 +124,7 @@ def replay(forms, name, conversation):
             result = getattr(environment, call["name"])(**call["arguments"])
         except (ValueError, TypeError) as error:
             result = {"error": str(error)}
-            # The class has another name in the error of a wrong argument.
+            # Python's message names the class, which has another name in the run.
             if isinstance(error, TypeError):
                 assert "unexpected keyword argument" in message["content"]
                 continue
@@ -136,7 +136,7 @@ def assert_states(forms, name, found):
     """The rewards got the environment of each conversation, in the state at its end."""
     assert len(found) > 8
     for conversation, state in found.items():
-        if name == "2048":  # which draws numbers
+        if name == "2048":  # it draws numbers, so it cannot be played again
             results = [message for message in json.loads(conversation)[1] if message["role"] == "tool"]
             shown = [message["content"] for message in results if "error" not in message["content"]]
             if shown:
@@ -181,7 +181,7 @@ def test_a_form_trains_here_and_under_trl(forms, under_trl, name):
         assert sum(line["grad_norm"] > 0 for line in lines) > 2
         assert len({line["reward"] for line in lines}) > 2
     assert all(step["stop_reason/failed"] == 0 for step in steps)
-    # `multi` has one for each completion, also of the two evaluations.
+    # `multi` opens one for each completion, also of the two evaluations.
     assert sessions == {"multi": 6 * 8 + 2 * 3, "2048": 0}.get(name, 8)
 
     here = conversations(forms.folder / name / "here.jsonl")

@@ -57,7 +57,7 @@ def echo_class(env_url: str):
 
 
 class WordEnv:
-    """The game says all from the beginning in each turn, of which the tool gives what is new."""
+    """The game repeats all that it said before in each turn. The tool returns what is new."""
 
     def __init__(self):
         self.client = GameClient(base_url=ENV_URL).sync()
@@ -138,7 +138,7 @@ class BoardEnv:
 
 
 class MultiEnv:
-    """Two games behind one class, of which a column chooses. A client is made for each episode."""
+    """Two games in one class: a column chooses one. Each episode has a new client."""
 
     def __init__(self):
         self._client = None
