@@ -52,10 +52,13 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
 def read_json(text: str, schemas: Schemas) -> list[Call]:
     """Read ``{"name": .., "parameters": {..}}`` as the whole turn (Llama 3.1 and 3.2)."""
     text = text.strip().removeprefix("<|python_tag|>")
+    written = _from_json(text)
     # A turn without a call may be JSON as well: an answer to the user.
-    if not re.match(r'\{\s*"name":.*"(parameters|arguments)":', text, re.DOTALL):
+    if not isinstance(written, dict) or "name" not in written:
         return []
-    return [call for call in _calls_in_json(text) if isinstance(call[1], dict)]
+    if not {"parameters", "arguments"} & written.keys():
+        return []
+    return _calls_in_json(text)
 
 
 def read_python(text: str, schemas: Schemas) -> list[Call]:
@@ -179,7 +182,7 @@ def _calls_in_json(text: str) -> list[Call]:
         name = CALL_TAG
         arguments = call
         if isinstance(call, dict):
-            name = str(call.get("name"))
+            name = str(call.get("name", CALL_TAG))
             arguments = call.get("arguments") or call.get("parameters") or {}
         calls.append((name, _mapping(arguments)))
     return calls
