@@ -26,9 +26,9 @@ class Config(schema.Section):
     tools: list[schema.Tool] = []
     """Functions that the model may call (docs/tools.md): a list of {name, args}, or of names alone."""
     tools_format: Literal["auto", "tags"] = "auto"
-    """Form of calls. auto: that of the tokenizer's response template, or else that in which the chat template writes
-    them, and tags. tags: the tool's only argument between <NAME> and </NAME>, or {"name": .., "arguments": {..}} between
-    <tool_call> and </tool_call>."""
+    """Form of calls. auto: that of the tokenizer's response template; without one, that in which the chat template
+    writes them, and tags. tags: the tool's only argument between <NAME> and </NAME>, or {"name": .., "arguments": {..}}
+    between <tool_call> and </tool_call>."""
     environment: str | dict[str, str] | None = None
     """Class of an environment (path/to/file.py:Class), of TRL's or of reset/step form; or a mapping from names to
     classes, of which the row's column `environment` chooses."""

@@ -66,7 +66,9 @@ FAMILIES = {  # template, its reader, a turn with calls, the calls
     "llama": (
         LLAMA, "read_json", '<|python_tag|>{"name": "look", "parameters": {"word": "{\\"a\\"}"}}', [("look", {"word": '{"a"}'})],
     ),
-    "llama, as others write it": (LLAMA, "read_json", ' {"name": "now", "arguments": {}}\n', [("now", {})]),
+    "llama, as others write it": (
+        LLAMA, "read_json", ' {"type": "function", "name" : "now", "arguments": {}}\n', [("now", {})],
+    ),
     "lfm2": (
         LFM2, "read_python", "<|tool_call_start|>[look(word=\"a'b\", only=[1, 'x'], deep=True), now()]<|tool_call_end|>Well",
         [("look", {"word": "a'b", "only": [1, "x"], "deep": True}), ("now", {})],
