@@ -73,7 +73,8 @@ class Conversation:
         # The completions of a group share the seed of the reset. Without a dataset, rows are seeds.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
         if tools.owns_prompts:
-            self.group_seed = problem.columns["seed"]
+            # A prompt of a chat is no row.
+            self.group_seed = problem.columns.get("seed", self.group_seed)
         self.seed = derive_seed(*seed_key, problem.index, row % sampling.num_generations)
         self.num_seeds = 0
 

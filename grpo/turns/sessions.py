@@ -83,7 +83,7 @@ class LoadedTool:
         tool = self._function
         # Not tool(**arguments): the model cannot choose an argument that is filled in.
         result = tool.func(*tool.args, **arguments, **tool.keywords)
-        return then(result, as_content)
+        return then(result, _as_text)
 
 
 class LoadedEnvironment:
@@ -180,7 +180,7 @@ class LoadedEnvironment:
         """Call a method as a tool. Returns the result as the model reads it."""
         method = getattr(self._environment(slot), name)
         set_seed(seed)
-        return then(method(**arguments), as_content)
+        return then(method(**arguments), _as_text)
 
     def step(self, slot: int, action: str, seed: int) -> Any:
         """Give the text of a turn to a reset/step environment.
@@ -335,7 +335,7 @@ def _as_messages(value: Any) -> list[Message]:
 
 
 def as_content(value: Any) -> str | list[Message]:
-    """A result as the model reads it: messages as they are, anything else as text."""
+    """What an environment says: messages as they are, anything else as text."""
     is_list = isinstance(value, list) and value
     if is_list and all(isinstance(item, dict) and "content" in item for item in value):
         messages = []
@@ -343,6 +343,11 @@ def as_content(value: Any) -> str | list[Message]:
             content = as_content(message["content"])
             messages.append({"role": "user", **message, "content": content})
         return messages
+    return _as_text(value)
+
+
+def _as_text(value: Any) -> str:
+    """A result of a tool, such as a list of what a search has found, as the model reads it."""
     # Broken Unicode, which no tokenizer takes, becomes question marks.
     text = str(value)[:MAX_RESULT_LENGTH]
     return text.encode("utf-8", "replace").decode()

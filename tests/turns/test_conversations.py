@@ -151,6 +151,7 @@ CALLS = [  # call, result that the model reads, is it a failure
     ("<misbehave>bytes</misbehave>", "b'\\xff\\x00'", False),
     ("<misbehave>nan</misbehave>", "nan", False),
     ("<misbehave>surrogate</misbehave>", "?", False),
+    ("<misbehave>search</misbehave>", "[{'title': 'a', 'content': None}]", False),
     ("<misbehave>fork</misbehave>", "fine", False),
 ]
 ALL_TOOLS = f'tools=[calculator, python, "{USER}:lookup", "{USER}:later", "{USER}:misbehave"]'

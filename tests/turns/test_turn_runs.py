@@ -5,6 +5,7 @@ import io
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from harness import assert_same_run
 from outputs import lines, weights
 
 from grpo.commands import chat, report
+from grpo.distributed.world import World
+from grpo.rewards import RewardResult
+from grpo.run.step import Step, count_reward_failures
+from grpo.system import UserError
 from grpo.telemetry.samples import read_samples
 from train_grpo import main
 
@@ -116,6 +121,25 @@ def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_
     (number,) = set(re.findall(r"all (\d+) environments of this step have failed, ", done.stderr))
     assert 0 < int(number) < 24 and failure in done.stderr
     assert f"completions have failed, {failure}" in done.stdout
+
+
+@pytest.mark.parametrize(("num_cut", "stops"), [(23, False), (13, False), (12, True), (0, True)])
+def test_a_few_environments_that_fail_stop_no_run(num_cut, stops):
+    """A game may raise at an odd action, and where most completions are cut, few have acted."""
+    result = RewardResult(["game"], 24)
+    result.environment_failures = ["no such move"] * (24 - num_cut)
+    run = SimpleNamespace(world=World(0, 1, 0, torch.device("cpu")), rewards=SimpleNamespace(names=["game"]))
+    expected = pytest.raises(UserError, match="first with no such move") if stops else contextlib.nullcontext()
+    with expected:
+        count_reward_failures(run, Step(0), result, is_whole_step=True)
+
+
+def test_a_chat_with_a_run_whose_environment_makes_the_prompts(random_model, tmp_path, monkeypatch, capsys):
+    changes = ["data.dataset=none", "data.max_train_samples=6", "optim.max_steps=1", "eval.before_training=false"]
+    run_trainer(*arguments(random_model, tmp_path, *changes))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert chat.main(["--model", str(tmp_path / "checkpoint-1")]) == 0
+    assert "[assistant]" in capsys.readouterr().out
 
 
 def test_a_broken_reward_ends_the_run_also_beside_environments_that_fail(random_model, tmp_path):
