@@ -111,8 +111,8 @@ def count_reward_failures(
         is_whole_step: False for substitutes of some groups: a function that fails on one bad problem is not broken.
 
     Raises:
-        UserError: on all ranks, if all environments of the step that acted have failed, and these are half of the
-            completions or more, or if a function failed on every completion that it got.
+        UserError: on all ranks, if all environments of the step that acted have failed, and these are most of the
+            completions, or if a function failed on every completion that it got.
     """
     world = run.world
     names = run.rewards.names
@@ -133,8 +133,8 @@ def count_reward_failures(
     # The environment of a completion that was cut before its first action has shown nothing, and is
     # not counted. Where most were cut, the few that acted may have failed by chance.
     num_completions = num_scored + num_failed
-    are_many = num_failed and 2 * num_failed >= num_completions
-    if is_whole_step and are_many and num_failed == num_environments:
+    are_most = 2 * num_failed > num_completions
+    if is_whole_step and are_most and num_failed == num_environments:
         first_here = failures[0] if failures else ""
         first = next(filter(None, world.gather_objects(first_here)))
         raise UserError(f"all {num_failed} environments of this step have failed, first with {first}")

@@ -73,7 +73,7 @@ class Conversation:
         # The completions of a group share the seed of the reset. Without a dataset, rows are seeds.
         self.group_seed = derive_seed(*seed_key, problem.index, -1)
         if tools.owns_prompts:
-            # A prompt of a chat is no row.
+            # A chat has no rows.
             self.group_seed = problem.columns.get("seed", self.group_seed)
         self.seed = derive_seed(*seed_key, problem.index, row % sampling.num_generations)
         self.num_seeds = 0
@@ -429,8 +429,9 @@ class TurnsEngine:
         futures = [tools.submit(c.row, c.begin) for c in conversations]
         additions = [future.result() for future in futures]
         for group in groups:
+            problem = group[0].problem
             add_to_prompt(group, additions, self.policy.tokenizer)
-            self._check_room(group)
+            self._check_room(group, problem)
 
         # All calls of a row are made in the thread of its worker, one after the other.
         def reply(row: int, turn: Sequence[int]) -> Future:
@@ -455,14 +456,18 @@ class TurnsEngine:
             finished.append(Group(group[0].problem, tuple(of_problem)))
         return finished
 
-    def _check_room(self, group: Sequence[Conversation]) -> None:
-        """Mark a group as failed if its prompt, after the reset, exceeds the model's context."""
+    def _check_room(self, group: Sequence[Conversation], problem: Problem) -> None:
+        """Mark a group as failed if its prompt, after the reset, exceeds the model's context.
+
+        It then samples from the prompt of its row, which fits.
+        """
         prompt_ids = group[0].problem.prompt_ids
         try:
             self.policy.check_room(len(prompt_ids), group[0].max_length)
         except UserError as error:
             for conversation in group:
                 conversation.failure = str(error)
+                conversation.problem = problem
 
     def _warn_of_failures(self, conversations: Sequence[Conversation]) -> None:
         failures = [c.failure for c in conversations if c.failure]

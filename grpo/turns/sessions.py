@@ -347,7 +347,7 @@ def as_content(value: Any) -> str | list[Message]:
 
 
 def _as_text(value: Any) -> str:
-    """A result of a tool, such as a list of what a search has found, as the model reads it."""
+    """A result as the model reads it; a list of mappings may be what a search has found."""
     # Broken Unicode, which no tokenizer takes, becomes question marks.
     text = str(value)[:MAX_RESULT_LENGTH]
     return text.encode("utf-8", "replace").decode()

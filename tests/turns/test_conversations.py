@@ -400,11 +400,12 @@ def test_the_model_cannot_choose_an_argument_that_is_filled_in(policy):
     assert allowed == "bb" and "multiple values for keyword argument 'most'" in refused
 
 
-def test_a_result_that_cannot_be_sent_is_an_error_of_its_call(policy):
-    tools = f"tools=['{USER}:unsendable', '{USER}:lookup']"
-    (c,) = play(policy, [["<unsendable>b</unsendable><lookup>one</lookup>", "ok"]], tools)
-    error, result = results(c)
-    assert "pickle" in error and result == "1"
+def test_an_observation_that_cannot_be_sent_is_a_failure_of_its_environment(policy):
+    """The result of a tool is text, whatever it holds."""
+    (c,) = play(policy, [["<unsendable>b</unsendable>", "ok"]], f"tools=['{USER}:unsendable']")
+    assert results(c)[0].startswith("[{'role': 'user', 'content': 'b', 'callback': <function")
+    (failed,) = play(policy, [["b", "ok"]], f"environment={USER}:Unsendable")
+    assert failed.stop_reason == "failed" and "pickle" in play.warnings[0]
 
 
 def test_an_evaluation_needs_no_more_environments_than_a_step(policy):
@@ -506,6 +507,8 @@ def test_prompts_that_resets_make_longer_than_the_context(policy):
     columns = [{"size": 1}, {"size": 100}, {"size": 900}]
     found = play(policy, [["yes"]] * 3, *settings, prompts=["a", "b", "c"], columns=columns, length=100)
     assert [c.stop_reason for c in found] == ["stop", "failed", "failed"]
+    # Positions behind the context would end a run with a model such as GPT-2.
+    assert max(len(problem.prompt_ids) for problem in play.problems) <= 156
     assert "2 completions have failed, first with a prompt of " in play.warnings[0]
     assert "tokens and a completion of up to 100 exceed the model's context of 256 tokens" in play.warnings[0]
 

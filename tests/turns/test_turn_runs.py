@@ -123,7 +123,7 @@ def test_a_run_stops_where_every_step_of_an_environment_fails(random_model, tmp_
     assert f"completions have failed, {failure}" in done.stdout
 
 
-@pytest.mark.parametrize(("num_cut", "stops"), [(23, False), (13, False), (12, True), (0, True)])
+@pytest.mark.parametrize(("num_cut", "stops"), [(23, False), (13, False), (12, False), (11, True), (0, True)])
 def test_a_few_environments_that_fail_stop_no_run(num_cut, stops):
     """A game may raise at an odd action, and where most completions are cut, few have acted."""
     result = RewardResult(["game"], 24)

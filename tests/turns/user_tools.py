@@ -147,6 +147,11 @@ class Breaking(Gym):
         return {}["no such key"]
 
 
+class Unsendable(Gym):
+    def step(self, action):
+        return unsendable(action), 1.0, False, False, {}
+
+
 class SkyRL:
     """SkyRL-gym: ``init`` with the prompt; ``step`` returns a dictionary with messages."""
 
