@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from grpo.commands.data import main
 
 USER = Path(__file__).parents[1] / "turns" / "user_tools.py"
@@ -37,6 +39,7 @@ def test_the_preview_shows_prompts_as_the_model_sees_them_and_what_is_left_out(t
     assert "answer_pattern" not in shown and "--- evaluation" not in shown
 
 
+@pytest.mark.slow
 def test_prompts_are_those_that_the_environment_resets(random_model, tmp_path, capsys):
     """Its own, or the dataset's with what reset says; a row that cannot be reset says why."""
     settings = [f"model.name_or_path={random_model}", "data.eval_split=none"]

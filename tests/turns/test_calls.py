@@ -231,6 +231,7 @@ def test_calls_in_the_form_of_llama_reach_the_tool(random_model):
     assert len(play.warnings) == 10 and all(len(line) < 400 for line in play.warnings)
 
 
+@pytest.mark.slow
 def test_a_prompt_template_hides_the_tools(random_model):
     policy = load(random_model)
     policy.tokenizer.add_tokens(["<other>"])  # else it is the tiny model's, whose demos need no notes

@@ -323,6 +323,7 @@ def test_an_environment_lives_in_its_worker(policy, monkeypatch, tmp_path):
     assert Counter(log.read_text().split()) == {"made": 5, "reset": 12, "closed": 5}
 
 
+@pytest.mark.slow
 def test_an_environment_keeps_files_and_folders_between_calls(policy):
     script = [["<files></files>", "<read></read>", "<read></read><read></read>", "<files></files>", "ok"]]
     (c,) = play(policy, script, f"environment={USER}:Workspace")
@@ -383,6 +384,7 @@ def test_random_numbers_of_environments(policy):
     assert [results(c) for c in again] == [results(c) for c in first]
 
 
+@pytest.mark.slow
 def test_a_tool_that_imports_numpy_itself_is_seeded_in_its_first_call(policy, tmp_path):
     file = tmp_path / "late.py"
     file.write_text(
@@ -400,6 +402,7 @@ def test_the_model_cannot_choose_an_argument_that_is_filled_in(policy):
     assert allowed == "bb" and "multiple values for keyword argument 'most'" in refused
 
 
+@pytest.mark.slow
 def test_an_observation_that_cannot_be_sent_is_a_failure_of_its_environment(policy):
     """The result of a tool is text, whatever it holds."""
     (c,) = play(policy, [["<unsendable>b</unsendable>", "ok"]], f"tools=['{USER}:unsendable']")

@@ -119,6 +119,7 @@ class Silent(Count):
         self.target = 0
 
 
+@pytest.mark.slow
 def test_rows_without_a_prompt_get_that_of_reset(tmp_path, random_model):
     """TRL's dataset that only chooses the environment."""
     settings = settings_of(random_model, tmp_path / "run")

@@ -134,6 +134,7 @@ def test_a_few_environments_that_fail_stop_no_run(num_cut, stops):
         count_reward_failures(run, Step(0), result, is_whole_step=True)
 
 
+@pytest.mark.slow
 def test_a_chat_with_a_run_whose_environment_makes_the_prompts(random_model, tmp_path, monkeypatch, capsys):
     changes = ["data.dataset=none", "data.max_train_samples=6", "optim.max_steps=1", "eval.before_training=false"]
     run_trainer(*arguments(random_model, tmp_path, *changes))
