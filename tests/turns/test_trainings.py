@@ -40,7 +40,7 @@ def short(prompts, completions, environments=None, **columns):
     return [-float(len(completion[-1]["content"])) for completion in completions]
 
 
-def test_objects_in_place_of_names(tmp_path, random_model, capsys):
+def test_objects_in_place_of_names(tmp_path, random_model):
     class Inner(Local):
         """Defined inside of a function."""
 
@@ -58,13 +58,26 @@ def test_objects_in_place_of_names(tmp_path, random_model, capsys):
 
     result = train(settings_of(random_model, tmp_path / "b"), tools=[twice, "calculator"], reward_functions=short)
     assert {"tools/twice/calls", "tools/calculator/calls"} <= result.metrics[-1].keys()
-    capsys.readouterr()
-    train(settings_of(random_model, tmp_path / "b"), tools=[twice, "calculator"], reward_functions=short)
-    assert "tools and environments that are Python objects are not compared" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no function or class"):
         train(settings_of(random_model, tmp_path / "c"), tools=[3])
     with pytest.raises(ValueError, match="has no docstring"):
         train(settings_of(random_model, tmp_path / "c"), tools=[lambda text: text])
+
+
+@pytest.mark.slow
+def test_a_continued_run_says_that_objects_are_not_compared(tmp_path, random_model, capsys):
+    def twice(text: str) -> str:
+        """Say it twice.
+
+        Args:
+            text: what
+        """
+        return text * 2
+
+    for note in (False, True):
+        train(settings_of(random_model, tmp_path), tools=[twice], reward_functions=["accuracy"])
+        said = "tools and environments that are Python objects are not compared" in capsys.readouterr().out
+        assert said == note
 
 
 def test_a_rollout_function_trains(tmp_path, random_model):

@@ -37,13 +37,22 @@ def arguments(model, output, *more):
     ]
 
 
+class Runs(dict):
+    """Number of ranks -> the folder of a run on so many, which is trained when it is first asked for."""
+
+    def __init__(self, folder, model):
+        super().__init__()
+        self.folder, self.model = folder, model
+
+    def __missing__(self, ranks):
+        self[ranks] = self.folder / str(ranks)
+        run_trainer(*arguments(self.model, self[ranks]), ranks=ranks)
+        return self[ranks]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, random_model):
-    folder = tmp_path_factory.mktemp("turns")
-    outputs = {ranks: folder / str(ranks) for ranks in (1, 2, 3)}
-    for ranks, output in outputs.items():
-        run_trainer(*arguments(random_model, output), ranks=ranks)
-    return outputs
+    return Runs(tmp_path_factory.mktemp("turns"), random_model)
 
 
 def sampled(output):
