@@ -214,6 +214,7 @@ def test_the_check_renders_what_a_run_renders():
     form.check(uses_tools=False, schemas=[])
 
 
+@pytest.mark.slow
 def test_calls_in_the_form_of_llama_reach_the_tool(random_model):
     """In a whole conversation. Names that no tool has are in the warning, once each."""
     policy = load(random_model)

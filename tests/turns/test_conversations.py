@@ -279,6 +279,7 @@ def test_a_reset_that_fails_costs_its_rows_alone(policy):
     assert len(play.warnings) == 1 and "ValueError: this row cannot be reset" in play.warnings[-1]
 
 
+@pytest.mark.slow
 def test_a_call_to_the_rewards_may_have_failed_environments_alone(policy):
     """As the groups of one rank, or those drawn anew: the columns that rewards need are those of the rows."""
     columns = [{"start": "broken", "answer": "1"}]
@@ -347,6 +348,7 @@ def test_an_environment_of_skyrl_serves_one_episode(policy):
         assert completion.num_turns == 3 and completion.environment_reward == 3.0
 
 
+@pytest.mark.slow
 def test_an_environment_of_skyrl_gets_the_row_and_gives_the_prompt(policy):
     """The prompt once, whatever its form; a prompt that ``init`` changes takes the place of the row's."""
     row = {"reward_spec": {"ground_truth": "6"}, "env_class": "gsm8k"}

@@ -152,6 +152,7 @@ def test_a_chat_with_a_run_whose_environment_makes_the_prompts(random_model, tmp
     assert "[assistant]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_broken_reward_ends_the_run_also_beside_environments_that_fail(random_model, tmp_path):
     """It fails on each completion that it gets: not on those of failed environments, which it does not get."""
     reward = f"reward.functions=['{USER.parents[1]}/rewards_for_tests.py:raises']"
