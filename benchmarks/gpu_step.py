@@ -279,7 +279,7 @@ class Trainer:
         return self.batch_of(torch.load(self.scratch / "groups.pt", weights_only=False))
 
     def taken_gradient(self) -> Tensor:
-        """That of norms, biases, embedding and three layers, in one vector; then all are zeroed."""
+        """Gradient of norms, biases, embedding and three layers, as one vector. All gradients are zeroed after it."""
         last = self.policy.model.config.num_hidden_layers - 1
         places = ["embed"]
         for number in (0, last // 2, last):
@@ -362,7 +362,7 @@ def write_reference(trainer: Trainer) -> dict:
 
 
 def timed(trainer: Trainer, pass_) -> tuple[object, float, float]:
-    """What the pass returns, its seconds, and its peak memory in GiB."""
+    """Run a pass. Returns its result, its seconds, and its peak memory in GiB."""
     is_cuda = trainer.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -376,7 +376,7 @@ def timed(trainer: Trainer, pass_) -> tuple[object, float, float]:
 
 
 def figures(trainer: Trainer, repeats: int) -> dict:
-    """Those of ``1 + repeats`` steps; of two where a rollout takes more than 5 s."""
+    """Figures of ``1 + repeats`` steps; of two steps where a rollout takes more than 5 s."""
     variant = trainer.variant
     groups = trainer.random_groups()
     sampling = []

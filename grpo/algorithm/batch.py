@@ -136,7 +136,7 @@ class Turns(Completion):
     environment_reward: float | None = None
     """The reward of the environment itself: its ``get_reward()``, or the sum of ``rewards``."""
     environment_failure: str | None = None
-    """The reason why the environment has failed; empty: it has not. None: there is none, or it got no action."""
+    """Reason of the environment's failure; empty if it works. None without an environment, or if it got no action."""
     num_turns: int = 1
     """Turns of the model."""
     fields: dict[str, Any] = field(default_factory=dict)

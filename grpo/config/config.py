@@ -219,7 +219,7 @@ DEBUG_LARGEST = {
 
 
 def debug_changes(config: Config) -> dict[str, Any]:
-    """What ``--debug`` changes: two small steps in one process, in the folder ``<output_dir>-debug``."""
+    """Keys that ``--debug`` sets, with their values: two small steps in one process, in ``<output_dir>-debug``."""
     changes: dict[str, Any] = {
         "output_dir": f"{config.output_dir.rstrip('/')}-debug",
         "checkpoint.resume": "never",

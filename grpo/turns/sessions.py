@@ -335,7 +335,7 @@ def _as_messages(value: Any) -> list[Message]:
 
 
 def as_content(value: Any) -> str | list[Message]:
-    """What an environment says: messages as they are, anything else as text."""
+    """Prompt or observation of an environment: messages as they are, anything else as text."""
     is_list = isinstance(value, list) and value
     if is_list and all(isinstance(item, dict) and "content" in item for item in value):
         messages = []

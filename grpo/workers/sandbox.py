@@ -63,7 +63,7 @@ class SandboxResult:
     output: str = ""
     """The text that a program printed, or its beginning."""
     exit_code: int = -signal.SIGKILL
-    """That of a program: negative numbers are signals. Default: it was killed with the sandbox."""
+    """Exit status of a program; a negative number is the signal that ended it. Default: killed with the sandbox."""
 
 
 def run_python(

@@ -23,6 +23,15 @@ GROUP = 2
 MAX_TURNS = 5
 ROOM = 1800
 """Bound of a prompt, and of a conversation, in tokens. Most tokens are single characters."""
+TWO_STEPS = (
+    "eval.before_training=false",
+    "optim.learning_rate=1e-3",
+    "optim.max_steps=2",
+    "logging.log_completions=1000",
+    "runtime.precision=fp32",
+    "runtime.threads_per_rank=1",
+)
+"""Settings of a run of two steps, large ones, of which every completion is saved."""
 
 
 def train(folder: Path, environment: str, *settings: str) -> Path:
@@ -47,12 +56,7 @@ def train(folder: Path, environment: str, *settings: str) -> Path:
         f"rollout.num_generations={GROUP}",
         f"rollout.max_completion_length={ROOM}",
         f"rollout.max_turns={MAX_TURNS}",
-        "eval.before_training=false",
-        "optim.learning_rate=1e-3",
-        "optim.max_steps=2",
-        "logging.log_completions=1000",
-        "runtime.precision=fp32",
-        "runtime.threads_per_rank=1",
+        *TWO_STEPS,
         *settings,
     ]
     assert main(arguments) == 0

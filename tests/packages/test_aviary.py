@@ -6,6 +6,7 @@ import json
 import pytest
 from conftest import DEFAULTS, ROOT
 from outputs import metrics_of
+from replays import TWO_STEPS
 from speaking import call, check_tokens, save_speaking_model
 from transformers import AutoTokenizer
 
@@ -63,12 +64,7 @@ def test_a_training_with_gsm8k_is_replayed_by_hand(tmp_path):
         "rollout.prompts_per_step=4",
         "rollout.num_generations=8",
         "rollout.max_completion_length=600",
-        "eval.before_training=false",
-        "optim.learning_rate=1e-3",
-        "optim.max_steps=2",
-        "logging.log_completions=1000",
-        "runtime.precision=fp32",
-        "runtime.threads_per_rank=1",
+        *TWO_STEPS,
     ]
     assert main(arguments) == 0
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -3,6 +3,7 @@
 import pytest
 from conftest import DEFAULTS
 from outputs import metrics_of
+from replays import TWO_STEPS
 from speaking import save_speaking_model
 
 from grpo.config import load_config
@@ -26,12 +27,7 @@ def test_a_training_with_a_task_is_scored_again_by_hand(tmp_path):
         "rollout.prompts_per_step=4",
         "rollout.num_generations=8",
         "rollout.max_completion_length=16",
-        "eval.before_training=false",
-        "optim.learning_rate=1e-3",
-        "optim.max_steps=2",
-        "logging.log_completions=1000",
-        "runtime.precision=fp32",
-        "runtime.threads_per_rank=1",
+        *TWO_STEPS,
     ]
     output = tmp_path / "run"
     assert main([DEFAULTS, f"output_dir={output}", *settings]) == 0
