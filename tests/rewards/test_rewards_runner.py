@@ -314,12 +314,14 @@ def test_failing_always_takes_bounded_time(run, tmp_path, word):
 def test_a_batch_that_is_merely_slow_is_called_row_by_row_from_then_on(path, caplog, tmp_path):
     calls = tmp_path / "calls"
     spec = RewardSpec(f"{path}:noted", args={"calls": str(calls)})
+    # The batch takes 5 s and is killed after 3: the limit, and a second for coroutines to be cancelled.
+    rows = 50
     with caplog.at_level(logging.WARNING, "grpo"), RewardRunner([spec], timeout_s=2.0) as runner:
-        assert runner.score(["q"] * 30, ["a"] * 30, {}).failures == [0]
+        assert runner.score(["q"] * rows, ["a"] * rows, {}).failures == [0]
         assert "now called row by row" in caplog.text
-        assert [rows for _, rows in read_calls(calls)] == [30] + [1] * 30
+        assert [number for _, number in read_calls(calls)] == [rows] + [1] * rows
         assert column(runner.score(["q"] * 2, ["a"] * 2, {})) == [1.0] * 2
-        assert [rows for _, rows in read_calls(calls)[31:]] == [1, 1]
+        assert [number for _, number in read_calls(calls)[1 + rows :]] == [1, 1]
 
 
 @pytest.mark.slow
