@@ -39,7 +39,7 @@ def read_tags(text: str, schemas: Schemas) -> list[Call]:
     for name, content in _blocks(text, f"<({names})>", "</{}>"):
         content = content.strip()
         if name == CALL_TAG:
-            calls += _calls_in_json(content)
+            calls += _calls_in(_from_json(content))
         elif len(parameters[name]) == 1:
             ((argument, schema),) = parameters[name].items()
             calls.append((name, {argument: _value(content, schema)}))
@@ -58,7 +58,7 @@ def read_json(text: str, schemas: Schemas) -> list[Call]:
         return []
     if not {"parameters", "arguments"} & written.keys():
         return []
-    return _calls_in_json(text)
+    return _calls_in(written)
 
 
 def read_python(text: str, schemas: Schemas) -> list[Call]:
@@ -172,9 +172,8 @@ def _parameters(schemas: Schemas) -> dict[str, dict[str, Any]]:
     return parameters
 
 
-def _calls_in_json(text: str) -> list[Call]:
-    """The call in a JSON object, or the calls in a JSON list."""
-    written = _from_json(text)
+def _calls_in(written: Any) -> list[Call]:
+    """The calls in what :func:`_from_json` returned: an object is one, a list may hold several."""
     if not isinstance(written, list):
         written = [written]
     calls = []
