@@ -61,7 +61,7 @@ def sampled(output):
     return {(*(row[key] for key in keys), tuple(row["token_ids"]), tuple(row["sampled"] or ())) for row in rows}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_same_conversations_and_weights_on_any_number_of_ranks(runs, ranks):
     assert sampled(runs[ranks]) <= sampled(runs[1]) and len(sampled(runs[ranks])) >= 72 // ranks - 8
     for one, many in zip(lines(runs[1]), lines(runs[ranks]), strict=True):
