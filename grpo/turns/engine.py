@@ -33,7 +33,7 @@ from grpo.system import UserError
 from grpo.turns.calls import Call
 from grpo.turns.format import TurnFormat
 from grpo.turns.function import sample_by_function
-from grpo.turns.sessions import Message, as_content, as_reward
+from grpo.turns.sessions import Message, as_reward, as_text
 from grpo.turns.tools import ENVIRONMENT, Tools
 from grpo.workers import Answer, Here, Request, Worker
 
@@ -206,7 +206,7 @@ class Conversation:
         else:
             key = self.key_of_tool[name]
             answer = self._ask(key, "call", name, arguments, self._next_seed())
-        error = as_content(answer.message)
+        error = as_text(answer.message)
         self.calls.append(ToolCall(name, answer.seconds, error))
         content = {"error": error} if error else answer.value  # the words of TRL
         return {"role": "tool", "name": name, "content": str(content)}

@@ -83,7 +83,7 @@ class LoadedTool:
         tool = self._function
         # Not tool(**arguments): the model cannot choose an argument that is filled in.
         result = tool.func(*tool.args, **arguments, **tool.keywords)
-        return then(result, _as_text)
+        return then(result, as_text)
 
 
 class LoadedEnvironment:
@@ -180,7 +180,7 @@ class LoadedEnvironment:
         """Call a method as a tool. Returns the result as the model reads it."""
         method = getattr(self._environment(slot), name)
         set_seed(seed)
-        return then(method(**arguments), _as_text)
+        return then(method(**arguments), as_text)
 
     def step(self, slot: int, action: str, seed: int) -> Any:
         """Give the text of a turn to a reset/step environment.
@@ -335,18 +335,23 @@ def _as_messages(value: Any) -> list[Message]:
 
 
 def as_content(value: Any) -> str | list[Message]:
-    """Prompt or observation of an environment: messages as they are, anything else as text."""
+    """Prompt or observation of an environment: messages as they are, anything else as text.
+
+    TypeError for a message whose content is a list of parts, which may be images.
+    """
     is_list = isinstance(value, list) and value
     if is_list and all(isinstance(item, dict) and "content" in item for item in value):
         messages = []
         for message in value:
-            content = as_content(message["content"])
+            if isinstance(message["content"], list):
+                raise TypeError("the content of an environment's message is a list: expected text")
+            content = as_text(message["content"])
             messages.append({"role": "user", **message, "content": content})
         return messages
-    return _as_text(value)
+    return as_text(value)
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A result as the model reads it; a list of mappings may be what a search has found."""
     # Broken Unicode, which no tokenizer takes, becomes question marks.
     text = str(value)[:MAX_RESULT_LENGTH]

@@ -18,6 +18,7 @@ from grpo.rollout import BuiltinEngine, SamplingParams, Stops
 from grpo.system import UserError
 from grpo.turns.builtin import calculator, python
 from grpo.turns.engine import TurnsEngine
+from grpo.turns.sessions import as_content
 from grpo.turns.tools import Tools
 
 USER = str(Path(__file__).parent / "user_tools.py")
@@ -411,6 +412,16 @@ def test_an_observation_that_cannot_be_sent_is_a_failure_of_its_environment(poli
     assert results(c)[0].startswith("[{'role': 'user', 'content': 'b', 'callback': <function")
     (failed,) = play(policy, [["b", "ok"]], f"environment={USER}:Unsendable")
     assert failed.stop_reason == "failed" and "pickle" in play.warnings[0]
+
+
+def test_content_in_parts_is_no_observation():
+    """The model would read Python's text of the list. A dataset with such prompts is refused, too."""
+    assert as_content([{"content": "a"}, {"role": "tool", "content": 2}]) == [
+        {"role": "user", "content": "a"},
+        {"role": "tool", "content": "2"},
+    ]
+    with pytest.raises(TypeError, match="is a list: expected text"):
+        as_content([{"role": "user", "content": [{"type": "text", "text": "a"}]}])
 
 
 def test_an_evaluation_needs_no_more_environments_than_a_step(policy):
