@@ -1,4 +1,4 @@
-"""Faster ways to compute on CUDA, by ``torch.compile`` and fused kernels: off until a check has found them right.
+"""Faster ways to compute on CUDA, by ``torch.compile``: off until a check has found them right.
 
 Each part named below has plain code beside it, which computes the same on every device. A run's start compares both
 with the run's own model (:func:`prove`), and keeps to the plain code, with a line, where they differ or where the
@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-SCORES, LAYERS, FLEX = "compiled log-probs", "compiled decoder layers", "FlexAttention over packed rows"
-STEP, FLASH, DRAW = "compiled decode steps", "flash attention in decode steps", "compiled drawing of tokens"
-UPDATE, DECODING = (SCORES, FLEX, LAYERS), (STEP, FLASH, DRAW)
+SCORES = "compiled log-probs"
+STEP = "compiled decode steps"
 
 _on: set[str] = set()
 
@@ -65,24 +64,10 @@ def compiled(part: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Let these modules compute by compiled code while :data:`LAYERS` is on.
-
-    Their ``forward`` alone is compiled: hooks of FSDP and checkpointing stay outside. A copy of a module has its own.
-    """
-    for layer in layers:
-        layer.forward = functools.partial(_layer_forward, layer)
-
-
-def _layer_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(layer).forward
-    return (_compile(forward, LAYERS) if LAYERS in _on else forward)(layer, *args, **kwargs)
-
-
 @functools.cache
 def _compile(function: Callable, part: str) -> Callable:
-    """Compiled at its first call, with dynamic shapes; FlexAttention needs a static head size."""
-    return torch.compile(function, dynamic=None if part == FLEX else True)
+    """Compiled at its first call, with dynamic shapes."""
+    return torch.compile(function, dynamic=True)
 
 
 def switch_off(*parts: str) -> None:
@@ -110,7 +95,7 @@ def prove(
         with only():
             expected = list(compute())
         _on.add(part)
-        if part in (FLEX, SCORES) and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        if part == SCORES and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
             raise RuntimeError("TORCHDYNAMO_DISABLE=1, and without a compiler it takes more memory")
         for plain, found in zip(expected, compute(), strict=True):
             if plain.numel() < 2:  # a rank's share may be empty, and one number has no standard deviation

@@ -56,8 +56,6 @@ class ForkedCache:
         self.new_R: Tensor | None = None
         """Number of new tokens of each row, while several are computed at once; None: one each."""
         self.use_cpu_kernel = torch.device(device).type == "cpu"
-        self.sequences: list[tuple[Tensor, ...]] = []
-        """Of prompts and own tokens what :func:`_sequences` returns; empty until the token's first layer."""
         self._update_layout()
 
     def fork(self, prompt_R: Tensor) -> None:
@@ -139,7 +137,7 @@ class ForkedCache:
     def begin_token(self) -> None:
         """Advance to the next token of every row: once per decode step, before the first layer."""
         self.length += 1
-        self.new_R, self.sequences = None, []
+        self.new_R = None
         if self.start_R is not None:
             index_C = torch.arange(self.length, device=self.start_R.device)
             self.own_bias = additive_mask(index_C < self.start_R[:, None], self.dtype)
@@ -159,22 +157,11 @@ class ForkedCache:
         scaling = D**-0.5 if scaling is None else scaling
         with torch.autocast(q_RH1D.device.type, enabled=False):
             q_UKjD = self._rows_to_prompts(q_RKgD)
-            if self.uses_flash:
-                if not self.sequences:
-                    keys, sizes = (self.prompts[layer][0], self.own[layer][0]), (q_UKjD.shape[2], H // K)
-                    self.sequences = [_sequences(*x) for x in zip(self._used_keys(), keys, sizes, strict=True)]
-                of_prompt = _flash_attention(q_UKjD, *self.prompts[layer], *self.sequences[0], scaling)
-                of_own = _flash_attention(q_RKgD, *self.own[layer], *self.sequences[1], scaling)
-            else:
-                kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
-                own = (buffer[:, :, : self.length] for buffer in self.own[layer])
-                of_prompt = kernel(q_UKjD, *self.prompts[layer], self.prompt_bias, scaling)
-                of_own = kernel(q_RKgD, *own, self.own_bias, scaling)
+            kernel = _cpu_attention if self.use_cpu_kernel else _plain_attention
+            own = (buffer[:, :, : self.length] for buffer in self.own[layer])
+            of_prompt = kernel(q_UKjD, *self.prompts[layer], self.prompt_bias, scaling)
+            of_own = kernel(q_RKgD, *own, self.own_bias, scaling)
             return _merged(*of_own, *of_prompt, self.grid, self.cell_R).reshape(R, 1, H, D)
-
-    @property
-    def uses_flash(self) -> bool:
-        return fast_paths.is_on(fast_paths.FLASH) and self.dtype in (torch.bfloat16, torch.float16)
 
     def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
         """Store one token's keys and values in the buffers."""
@@ -204,11 +191,6 @@ class ForkedCache:
         with torch.autocast(q_RHND.device.type, enabled=False):
             out = F.scaled_dot_product_attention(q_RHND.to(self.dtype), *keys_and_values, **options)
         return out.transpose(1, 2)
-
-    def _used_keys(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Index of the first key, and number of keys, of each prompt, and of each row's own tokens."""
-        start_R = torch.zeros_like(self.prompt_R) if self.start_R is None else self.start_R
-        return (torch.zeros_like(self.prompt_lengths_U), self.prompt_lengths_U), (start_R, self.length - start_R)
 
     def _update_layout(self) -> None:
         """Assign each row a cell of the ``[U, J]`` grid of :meth:`_rows_to_prompts`, and mask the prompts' padding."""
@@ -258,31 +240,10 @@ def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_UKjD, prompt_log_z_UKj, grid
     return torch.lerp(*(x.to(own_log_z_RKg.dtype) for x in outs), prompt_share_RKg1).to(own_out_RKgD.dtype)
 
 
-def _sequences(used: tuple[Tensor, Tensor], k_BKSD: Tensor, N: int) -> tuple[Tensor, ...]:
-    """Arguments of :func:`_flash_attention`: first query ``[b + 1]``, first key ``[b + 1]``, number of keys ``[b]``.
-
-    ``used``: index of the first key and number of keys, ``[B]`` each.
-    """
-    _, K, S, _ = k_BKSD.shape
-    start_b, used_b = (x_B.int().repeat_interleave(K) for x_B in used)
-    number_b = torch.arange(len(start_b) + 1, device=start_b.device, dtype=torch.int32)
-    first_key_b = number_b * S
-    first_key_b[:-1] += start_b
-    return number_b * N, first_key_b, used_b
-
-
-def _flash_attention(q_BKND, k_BKSD, v_BKSD, first_query_b, first_key_b, used_b, scaling: float) -> tuple[Tensor, ...]:
-    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over the used ones of S keys; on CUDA."""
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    inputs = (x.reshape(-1, 1, x.shape[-1]) for x in (q_BKND, k_BKSD, v_BKSD))  # of one head
-    options = dict(return_aux=AuxRequest(lse=True), scale=scaling, seqused_k=used_b)
-    out, log_z = varlen_attn(*inputs, first_query_b, first_key_b, q_BKND.shape[2], k_BKSD.shape[2], **options)
-    return out.view(q_BKND.shape), log_z.view(q_BKND.shape[:3])
-
-
 def _cpu_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same by the CPU's fused kernel, for all keys but those that an additive mask leaves out."""
+    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over S keys, without those that an additive mask leaves
+    out, by the CPU's fused kernel.
+    """
     mask = None if mask is None else mask.expand(-1, -1, q_BKND.shape[2], -1)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BKND, k_BKSD, v_BKSD, attn_mask=mask, scale=scaling
@@ -290,7 +251,7 @@ def _cpu_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) 
 
 
 def _plain_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """The same by matrix products: on CUDA where flash attention is off.
+    """The same by matrix products, on CUDA.
 
     Scores are in fp32 for half precision, as in fused kernels: bf16 would round a score of 64 by 0.25.
     """

@@ -2,8 +2,7 @@
 
 Only attention mixes the tokens of a row; every other layer works on single tokens and needs no change. Attention over
 the packed row is one kernel call for the prompts, and one per tile of completions, over the keys of their prompts and
-own tokens; on CUDA, where it has been proved, FlexAttention computes the whole row in one call. With one dense mask for
-the whole row, most work would be on pairs of tokens that do not see each other.
+own tokens. With one dense mask for the whole row, most work would be on pairs of tokens that do not see each other.
 
 Shapes: ``N`` tokens of the packed row, ``U`` prompts, ``P`` longest prompt, ``R`` completions of a tile, ``C`` longest
 of the tile, ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads, ``g = H/K``, ``D`` head size.
@@ -11,17 +10,13 @@ of the tile, ``S = P + C`` keys of a tile, ``H`` query heads, ``K`` key heads, `
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo.attention import fast_paths
 from grpo.attention.forked import ForkedCache, product_dtype
 from grpo.attention.layout import PackedLayout, pack, pack_prompts
 from grpo.attention.precision import ieee_fp32
@@ -30,10 +25,6 @@ ATTENTION = "sdpa_or_packed"
 """Name of our attention function in transformers: SDPA, unless a pass brings a packed layout or a forked cache."""
 ANY_MASK = (1, 1, 1, 1)
 """Shape of the mask of a packed pass, which is ignored: with a four-dimensional mask transformers builds none."""
-
-
-BLOCK = 128
-"""Tokens of a block of FlexAttention's mask."""
 
 
 class CannotPack(ValueError):
@@ -45,11 +36,6 @@ def packed_attention(
 ) -> Tensor:
     """Attention over a packed row; ``[1, N, H, D]``."""
     H, K, dtype = q_1HND.shape[1], k_1KND.shape[1], product_dtype(v_1KND)
-    if fast_paths.is_on(fast_paths.FLEX) and len(packed.tiles) > 1:
-        if "blocks" not in packed.masks:
-            packed.masks["blocks"] = block_mask(packed)
-        inputs = (x.to(dtype) for x in (q_1HND, k_1KND, v_1KND))
-        return _flex(*inputs, packed.masks["blocks"], scaling, H != K).transpose(1, 2)
     g, prompts = H // K, packed.tiles[0]
     with torch.autocast(v_1KND.device.type, enabled=False):
         q_s, k_s, v_s = (x[0].to(dtype).transpose(0, 1).split(packed.sizes) for x in (q_1HND, k_1KND, v_1KND))
@@ -88,35 +74,6 @@ def _additive_mask(packed: PackedLayout, number: int, g: int, dtype: torch.dtype
     return packed.masks[key]
 
 
-@fast_paths.compiled(fast_paths.FLEX)
-def _flex(q_1HND: Tensor, k_1KND: Tensor, v_1KND: Tensor, blocks: BlockMask, scaling: float | None, is_grouped: bool):
-    return flex_attention(q_1HND, k_1KND, v_1KND, block_mask=blocks, scale=scaling, enable_gqa=is_grouped)
-
-
-def block_mask(packed: PackedLayout) -> BlockMask:
-    """FlexAttention's mask of a packed row: a token sees earlier ones of its own sequence and of its prompt.
-
-    The pairs of blocks that any token needs are found from the sequences in each block, without an ``[N, N]`` mask.
-    """
-    N, device = packed.ids_1N.shape[1], packed.ids_1N.device
-    padding, num_sequences, num_blocks = packed.sizes[-1], len(packed.lengths) + 1, -(-N // BLOCK)
-    lengths = torch.tensor([*packed.lengths, padding])  # the padding is a sequence of its own
-    numbers = range(num_sequences), (*packed.prompts, num_sequences - 1)
-    sequence_N, prompt_N = (torch.tensor(values).repeat_interleave(lengths).to(device) for values in numbers)
-    block_N = torch.arange(N, device=device) // BLOCK
-    holds, sees = torch.zeros(2, num_blocks, num_sequences, device=device)
-    holds[block_N, sequence_N] = 1.0
-    sees[block_N, sequence_N] = sees[block_N, prompt_N] = 1.0
-    is_seen = (sees @ holds.T > 0).tril()
-    counts, indices = is_seen.sum(dim=-1), is_seen.int().argsort(dim=-1, descending=True, stable=True)
-
-    def visible(b, h, q, kv):
-        return (q >= kv) & ((sequence_N[kv] == sequence_N[q]) | (sequence_N[kv] == prompt_N[q]))
-
-    found = (x.int()[None, None] for x in (counts, indices))
-    return BlockMask.from_kv_blocks(*found, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(N, N))
-
-
 def _attention_forward(module, query, key, value, attention_mask, *, packed=None, forked=None, **options):
     """The function that transformers calls in every attention layer.
 
@@ -151,8 +108,7 @@ def _sdpa(module, query, key, value, attention_mask, **options):
 
 
 AttentionInterface.register("sdpa", _sdpa)
-# Compiled layers call it as it is: the shapes inside differ from micro-batch to micro-batch.
-AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention_forward))
+AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
@@ -178,10 +134,7 @@ def forked_hidden(backbone: nn.Module, ids_R: Tensor, positions_R, forked: Forke
 
 def _forward(backbone: nn.Module, ids: Tensor, positions: Tensor, **caches) -> Tensor:
     options = dict(attention_mask=torch.ones(ANY_MASK, dtype=torch.bool, device=ids.device), use_cache=False)
-    # In a rollout layers have other modules, copies of their weights, for which they would be compiled again.
-    samples = caches.get("forked") is not None
-    with fast_paths.without(fast_paths.LAYERS) if samples else contextlib.nullcontext():
-        return backbone(input_ids=ids, position_ids=positions, **options, **caches).last_hidden_state
+    return backbone(input_ids=ids, position_ids=positions, **options, **caches).last_hidden_state
 
 
 def window_of(config: PreTrainedConfig) -> tuple[str, int] | None:

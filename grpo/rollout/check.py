@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from grpo.attention import fast_paths, window_of
 from grpo.model import Policy
-from grpo.rollout.draw import SamplingParams, draw
 from grpo.rollout.llama_decoder import LlamaDecoder
 from grpo.rollout.prefill import prefill
 
@@ -33,35 +31,21 @@ def check_sampling(policy: Policy, reach: int = 0) -> None:
     )
 
 
-def prove_decoding(policy: Policy, llama_decoder: LlamaDecoder | None, sampling: SamplingParams) -> list[str]:
-    """Switch on those fast paths of decode steps that are right for this model; a line for each that is not.
+def prove_decoding(policy: Policy, llama_decoder: LlamaDecoder | None) -> list[str]:
+    """Switch on compiled decode steps if they are right for this model; else a line that says why not.
 
-    Call it inside of the engine's ``weights()``, in inference mode. Tokens are drawn with the filters of ``sampling``.
-    Without ``llama_decoder`` all are off.
+    Call it inside of the engine's ``weights()``, in inference mode. Without ``llama_decoder`` they are off.
     """
-    fast_paths.switch_off(*fast_paths.DECODING)
+    fast_paths.switch_off(fast_paths.STEP)
     if llama_decoder is None or not fast_paths.may_use(policy.device):
         return []
-    sampling = replace(sampling, temperature=sampling.temperature or 1.0)  # greedy decoding draws nothing
-    V, rng = policy.model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)
-
-    def drawn() -> list[Tensor]:
-        inputs = [((2 * torch.randn(R, V, generator=rng.manual_seed(R))), torch.rand(R, generator=rng)) for R in (8, 6)]
-        pairs = [draw(logits.to(policy.device), u.to(policy.device), sampling) for logits, u in inputs]
-        return [values_R for pair in pairs for values_R in pair]
-
     length = min(policy.context_length or 200, 200) - 10  # several blocks of a kernel
 
     def logits() -> list[Tensor]:
         return [torch.stack([logits_V for *_, logits_V in _decoded(policy, length, llama_decoder)[1]])]
 
     tolerance = 1e-3 if policy.precision == "fp32" else 0.1
-    cases = (
-        (fast_paths.STEP, logits, tolerance),
-        (fast_paths.FLASH, logits, tolerance),
-        (fast_paths.DRAW, drawn, 1e-5),
-    )
-    return [line for case in cases for line in fast_paths.prove(*case)]
+    return fast_paths.prove(fast_paths.STEP, logits, tolerance)
 
 
 def _decoded_and_plain_logits(policy: Policy, length: int) -> tuple[Tensor, Tensor]:

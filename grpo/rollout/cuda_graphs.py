@@ -78,8 +78,7 @@ class CUDAGraphRunner:
                     replay = step = None  # frees the KV cache of all rows before it is copied
                     batch.keep(live, t - 1)
                 count = left = min(SYNC_EVERY, T - t)
-                # Flash attention reads used tokens alone, whatever the width.
-                width = T if decoder.cache.uses_flash else min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T)
+                width = min(-(-(t + count - 1) // OWN_BUCKET) * OWN_BUCKET, T)
                 if shape != (len(batch.rows), width):
                     # ``step`` is kept because its graph reads tensors that it alone holds.
                     shape, step = (len(batch.rows), width), batch.make_step(width, t - 1)
@@ -107,7 +106,7 @@ class CUDAGraphRunner:
         if not self.capture:
             step()
             return step
-        if fast_paths.is_on(fast_paths.STEP) or fast_paths.is_on(fast_paths.DRAW):
+        if fast_paths.is_on(fast_paths.STEP):
             batch.compile_ahead(step)  # a compiler may wait for the device
         # A host sync cannot be captured. Its error is easier to recover from here than in the capture.
         mode = torch.cuda.get_sync_debug_mode()
@@ -242,13 +241,9 @@ class FixedWidthCache(ForkedCache):
         self.own, self.length = cache.own, width
 
     def begin_token(self) -> None:
-        self.index_1, self.sequences = self.next_1 - 1, []
-        self.own_bias = None if self.uses_flash else additive_mask((self.index_C >= self.next_1)[None], self.dtype)
+        self.index_1 = self.next_1 - 1
+        self.own_bias = additive_mask((self.index_C >= self.next_1)[None], self.dtype)
 
     def _store_token(self, layer: int, k_RK1D: Tensor, v_RK1D: Tensor) -> None:
         for buffer, x_RK1D in zip(self.own[layer], (k_RK1D, v_RK1D), strict=True):
             buffer.index_copy_(2, self.index_1, x_RK1D)
-
-    def _used_keys(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        of_prompts, (start_R, _) = super()._used_keys()
-        return of_prompts, (start_R, self.next_1.expand_as(start_R))

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo.attention import fast_paths
-
 BLOCK = 128
 """Tokens of a block; CUDA adds the probabilities of each block first. Most vocabularies are a multiple of it."""
 
@@ -68,11 +66,10 @@ def draw_and_record(logits_RV: Tensor, u_R: Tensor, sampling) -> tuple[Tensor, .
     return token_R, logprob_R - probs_RV.sum(dim=-1).log(), probs_RV > 0
 
 
-@fast_paths.compiled(fast_paths.DRAW)
 def _draw(logits_RV: Tensor, u_R: Tensor, sampling, records: bool) -> tuple[Tensor, ...]:
     """Tokens ``[R]``, their log-probs ``[R]`` before the filters, and if it ``records`` probabilities ``[R, V]`` after.
 
-    These are not renormalised. Compiled and without filters, it writes nothing of the size of the logits.
+    These are not renormalised.
     """
     logits_RV = logits_RV.float() if sampling.temperature == 1.0 else logits_RV.float() / sampling.temperature
     logits_RV = logits_RV - logits_RV.amax(dim=-1, keepdim=True)
@@ -135,26 +132,10 @@ def filter_probs(probs_RV: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def _least_of_top_p(probs_RV: Tensor, top_p: float) -> Tensor:
-    """``[R, 1]`` the largest probability so that those of at least it add up to ``top_p`` of the total.
-
-    On CUDA, where sorting 150,000 takes long, found bit by bit: floats from 0 to 1 have the order of their bits.
-    """
-    if not probs_RV.is_cuda:
-        sorted_RV = probs_RV.sort(dim=-1, descending=True).values
-        is_kept_RV = deterministic_cumsum(sorted_RV) - sorted_RV < top_p * sorted_RV.sum(dim=-1, keepdim=True)
-        return sorted_RV.gather(1, is_kept_RV.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
-    return _least_by_bits(probs_RV, top_p)
-
-
-def _least_by_bits(probs_RV: Tensor, top_p: float) -> Tensor:
-    bits_RV = probs_RV.view(torch.int32)
-    wanted_R1 = top_p * probs_RV.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    least_R1 = torch.zeros_like(bits_RV[:, :1])
-    for bit in reversed(range(30)):
-        larger_R1 = least_R1 + (1 << bit)
-        mass_R1 = torch.where(bits_RV >= larger_R1, probs_RV, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-        least_R1 = torch.where(mass_R1 >= wanted_R1, larger_R1, least_R1)
-    return least_R1.view(torch.float32)
+    """``[R, 1]`` the largest probability so that those of at least it add up to ``top_p`` of the total."""
+    sorted_RV = probs_RV.sort(dim=-1, descending=True).values
+    is_kept_RV = deterministic_cumsum(sorted_RV) - sorted_RV < top_p * sorted_RV.sum(dim=-1, keepdim=True)
+    return sorted_RV.gather(1, is_kept_RV.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
 
 
 def deterministic_cumsum(x_RV: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class BuiltinEngine:
             decoder = LlamaDecoder(policy.backbone) if self._is_llama else None
             if not self._is_proved:
                 self._is_proved = True
-                for note in prove_decoding(policy, decoder, sampling):
+                for note in prove_decoding(policy, decoder):
                     self.warn(note)
             if decoder and self.graphs is None and self.may_capture:
                 self.graphs = CUDAGraphRunner(policy)

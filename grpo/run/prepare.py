@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo.algorithm.batch import Problem
-from grpo.algorithm.logprobs import CompletionScorer
 from grpo.attention import fast_paths
 from grpo.checkpoint.format import Trained
 from grpo.checkpoint.resume import (
@@ -77,7 +76,7 @@ def prepare(config: Config, world: World, objects: Objects | None = None) -> Run
 
 
 def _prepare(config: Config, world: World, objects: Objects | None, on_failure: contextlib.ExitStack) -> Run | None:
-    fast_paths.switch_off(*fast_paths.UPDATE, *fast_paths.DECODING)  # until this run has proved them
+    fast_paths.switch_off(fast_paths.SCORES, fast_paths.STEP)  # until this run has proved them
     ends_process = objects is None or not world.is_alone
     objects = objects or Objects()
     ignore_save_signal()
@@ -172,9 +171,8 @@ def _prepare(config: Config, world: World, objects: Objects | None, on_failure: 
         engine = TurnsEngine(engine, tools, config, warn=builtin["warn"], num_ranks=world.size)
         with world.fail_together():
             engine.check()
-    others = [models.ref_scorer] if isinstance(models.ref_scorer, CompletionScorer) else []
-    checkpointing = config.model.gradient_checkpointing
-    for note in prove_update(world, policy, models.scorer, others, checkpointing=checkpointing):
+    tokens = config.optim.tokens_per_microbatch
+    for note in prove_update(world, policy, models.scorer, tokens):
         reporter.print(note)
     scorer = wrap_data_parallel(models.scorer, world, any_forward(policy))
     compared = {"data_fingerprint": data_fingerprint, "origin": start.origin, "content": content}

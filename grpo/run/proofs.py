@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -11,34 +9,26 @@ from grpo.algorithm.batch import Batch, Completion, Group, Problem, collate
 from grpo.algorithm.logprobs import CompletionScorer
 from grpo.attention import fast_paths
 from grpo.distributed import World, abandon_pass, is_sharded, share
-from grpo.model import Policy, decoder_layers
-from grpo.rollout.llama_decoder import has_llama_layers
+from grpo.model import Policy
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.15}
 """Of :func:`fast_paths.prove`. In bf16 packed and padded rows differ by up to 0.06 (24 layers, random, on a CPU)."""
 
 
-def prove_update(
-    world: World, policy: Policy, scorer: CompletionScorer, others: Iterable[CompletionScorer], *, checkpointing: bool
-) -> list[str]:
-    """Switch on those whose log-probs, entropies and gradients of norms and biases are the plain code's.
+def prove_update(world: World, policy: Policy, scorer: CompletionScorer, tokens_per_microbatch: int) -> list[str]:
+    """Switch on compiled log-probs if log-probs, entropies and gradients of norms and biases are the plain code's.
 
-    Returns a line for each other one; under FSDP without a compiler a single one. All ranks call it together. Layers
-    are compiled if they are Llama's, packed and not checkpointed; those of ``others``, the reference, too, so that its
-    log-probs are rounded alike.
+    Else returns a line that says why not. All ranks call it together.
     """
-    fast_paths.switch_off(*fast_paths.UPDATE)
+    fast_paths.switch_off(fast_paths.SCORES)
     if not fast_paths.may_use(world.device):
         return []
     if is_sharded(scorer):  # first without collectives, in which a rank whose compiler fails would leave the others
         logits = torch.randn(64, 99, generator=torch.Generator().manual_seed(0)).to(world.device)
         if notes := fast_paths.prove(fast_paths.SCORES, lambda: [_log_softmax(logits)], 1e-3, world.all_true):
             return notes
-    parts = [fast_paths.SCORES] * scorer.plain_head + [fast_paths.FLEX] * scorer.packed
-    if scorer.packed and has_llama_layers(policy.backbone) and not checkpointing:
-        for model in (policy.model, *(other.model for other in others)):
-            fast_paths.compile_layers(decoder_layers(model))
-        parts.append(fast_paths.LAYERS)
+    if not scorer.plain_head:
+        return []
 
     def scores_and_gradients() -> list[Tensor]:
         """Of two batches; gradients are those of weights of one dimension, under FSDP of this rank's share."""
@@ -60,8 +50,7 @@ def prove_update(
             policy.model.zero_grad()
         return found
 
-    tolerance = TOLERANCE[policy.precision]
-    return [line for part in parts for line in fast_paths.prove(part, scores_and_gradients, tolerance, world.all_true)]
+    return fast_paths.prove(fast_paths.SCORES, scores_and_gradients, TOLERANCE[policy.precision], world.all_true)
 
 
 @fast_paths.compiled(fast_paths.SCORES)

@@ -11,8 +11,6 @@ import torch
 from grpo.rollout.draw import (
     BLOCK,
     SamplingParams,
-    _least_by_bits,
-    _least_of_top_p,
     draw,
     filter_probs,
     first_exceeding,
@@ -136,8 +134,6 @@ def test_filters_agree_with_plain_python(top_k, top_p, min_p):
     probs_RV = (scales_R1 * torch.randn(8, 40, generator=generator, dtype=torch.float64)).softmax(-1).float()
     sampling = replace(PLAIN, top_k=top_k, top_p=top_p, min_p=min_p)
     values_RV = filter_probs(probs_RV, sampling)
-    if top_p < 1 and not top_k:
-        assert torch.equal(_least_by_bits(probs_RV, top_p), _least_of_top_p(probs_RV, top_p))  # CUDA's way
     for values, probabilities in zip(values_RV.tolist(), probs_RV.tolist(), strict=True):
         expected = filtered(probabilities, sampling)
         positive = [v for v, p in enumerate(values) if p > 0]
