@@ -241,8 +241,9 @@ def _merged(own_out_RKgD, own_log_z_RKg, prompt_out_UKjD, prompt_log_z_UKj, grid
 
 
 def _cpu_attention(q_BKND, k_BKSD, v_BKSD, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
-    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over S keys, without those that an additive mask leaves
-    out, by the CPU's fused kernel.
+    """Output ``[B, K, N, D]`` and ``log_z`` ``[B, K, N]`` of N queries over S keys, by the CPU's fused kernel.
+
+    An additive mask leaves keys out.
     """
     mask = None if mask is None else mask.expand(-1, -1, q_BKND.shape[2], -1)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
