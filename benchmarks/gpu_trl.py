@@ -1,32 +1,25 @@
-"""A GRPO step of TRL on a GPU, at the shape and with the lengths of ``gpu_step.py``.
+"""Steps of TRL on a GPU, with prompts of 256 tokens as in ``gpu.py``, and completions of 512.
 
-    .venv-trl/bin/python benchmarks/gpu_trl.py
-    .venv-trl/bin/python benchmarks/gpu_trl.py --dtype bfloat16    weights in bf16, which is faster
+    python benchmarks/gpu_trl.py --model DIR
 
-8 prompts of 256 tokens have 8 completions of 512 tokens each, which no token ends. Micro-batches
-have 16 rows, without gradient checkpointing; all else is TRL's default for its own generation.
+Weights are fp32. 8 prompts of 256 digits have 8 completions each, which no token ends. Micro-batches have 16 rows,
+without gradient checkpointing; all else is TRL's default for its own generation. The first of two
+steps is a warm-up. ``gpu.py`` starts this script with a random model; a digit must be a token.
 """
 
-import argparse
 import json
 import random
 import tempfile
 import time
 
 import torch
-import trl
-from common import trl_trainer
-from gpu_checks import SIZES
-from random_model import save_random_model
-from transformers import TrainerCallback
+from common import parser, trl_trainer
 from trl import GRPOTrainer
 
-PROMPTS = 8
-GROUP = 8
-PROMPT_LENGTH = 256
+ROWS = 64
 LENGTH = 512
-
-record = {"tokens": [], "step": [], "sampling": []}
+clock = []
+"""Begin and end of each generation."""
 
 
 def now() -> float:
@@ -34,70 +27,43 @@ def now() -> float:
     return time.perf_counter()
 
 
-def variety(completions, completion_ids, **columns) -> list[float]:
-    record["tokens"].append(sum(map(len, completion_ids)))
-    return [float(len(set(completion)) % 7) for completion in completions]
-
-
-class Clock(TrainerCallback):
-    def on_step_begin(self, *args, **kwargs):
-        self.started = now()
-
-    def on_step_end(self, *args, **kwargs):
-        record["step"].append(now() - self.started)
+def variety(completions, **columns) -> list[float]:
+    return [float(len(set(text)) % 7) for text in completions]
 
 
 class Timed(GRPOTrainer):
     def _generate_single_turn(self, *args, **kwargs):
-        started = now()
+        clock.append(now())
         result = super()._generate_single_turn(*args, **kwargs)
-        record["sampling"].append(now() - started)
+        clock.append(now())
         return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+p = parser(__doc__)
+p.add_argument("--model", required=True)
+a = p.parse_args()
+rows = [{"prompt": "".join(random.choices("0123456789", k=256))} for _ in range(16)]
+with tempfile.TemporaryDirectory() as folder:
+    trainer = trl_trainer(
+        a.model,
+        rows,
+        variety,
+        folder,
+        cls=Timed,
+        bf16=True,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=ROWS // 16,
+        num_generations=8,
+        max_completion_length=LENGTH,
+        max_steps=2,
+        gradient_checkpointing=False,
     )
-    parser.add_argument("--dtype", default="float32", help="of the weights")
-    parser.add_argument("--rows", type=int, default=16, help="of a micro-batch")
-    parser.add_argument("--steps", type=int, default=3, help="the first is a warm-up")
-    a = parser.parse_args()
-    rng = random.Random(0)
-    rows = []
-    for _ in range(PROMPTS * a.steps):
-        # A digit is a token.
-        digits = [rng.choice("0123456789") for _ in range(PROMPT_LENGTH)]
-        rows.append({"prompt": "".join(digits)})
-    with tempfile.TemporaryDirectory() as folder:
-        model = f"{folder}/model"
-        save_random_model(model, query_scale=4.0, **SIZES["qwen2.5-0.5b"])
-        trainer = trl_trainer(
-            model,
-            rows,
-            variety,
-            f"{folder}/run",
-            cls=Timed,
-            callbacks=[Clock()],
-            dtype=a.dtype,
-            bf16=True,
-            per_device_train_batch_size=a.rows,
-            gradient_accumulation_steps=PROMPTS * GROUP // a.rows,
-            num_generations=GROUP,
-            max_completion_length=LENGTH,
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            loss_type="grpo",
-            max_steps=a.steps,
-            gradient_checkpointing=False,
-        )
-        trainer.train()
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    print(json.dumps(record | vars(a) | {"trl": trl.__version__, "GiB": peak}))
-
-
-if __name__ == "__main__":
-    main()
+    trainer.train()
+begin, end = clock[-2:]
+found = {
+    "step s": now() - begin,
+    "sampling s": end - begin,
+    "sampled tokens/s": ROWS * LENGTH / (end - begin),
+    "GiB": torch.cuda.max_memory_allocated() / 2**30,
+}
+print(json.dumps(found))

@@ -1,71 +1,98 @@
-"""Scenarios on the emulated CUDA device (:mod:`emulated_cuda`); the tests are in ``test_*.py`` beside."""
+"""Scenarios on the emulated CUDA device (:mod:`emulated_cuda`); the tests are beside."""
 
 import json
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 
 import torch
-from conftest import load, save_random_model, small_run
+from conftest import ROOT, save_random_model, small_run
 from emulated_cuda.tensors import device
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import train_grpo
-from grpo.algorithm.batch import Problem
-from grpo.rollout import BuiltinEngine, SamplingParams
+from grpo.attention import fast_paths, packed
+from grpo.rollout.cuda_graphs import CUDAGraphRunner, FixedWidthCache
+from grpo.rollout.llama_decoder import LlamaDecoder
+from grpo.run import memory
+
+sys.path.insert(0, f"{ROOT}/benchmarks")
+import gpu
 
 CUDA = torch.device("cuda", 0)
 
 
-def save_model(folder: Path, architecture: str) -> Path:
-    """A Hugging Face folder with a small random model of this type, and the tiny tokenizer."""
-    save_random_model(folder)
-    if architecture != "qwen2":
-        sizes = json.loads((folder / "config.json").read_text())
-        for name in ("model_type", "rope_parameters", "layer_types"):
-            del sizes[name]
-        torch.manual_seed(1)
-        sizes |= dict(head_dim=16, sliding_window=16, initializer_range=0.05)  # the window is Gemma's
-        config = AutoConfig.for_model(architecture, **sizes)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+def trains(folder, settings):
+    """``train_grpo.py`` for two steps on a small random model; its metrics."""
+    arguments = small_run(save_random_model(Path(folder, "model")), Path(folder, "run"))
+    short = ["runtime.device=cuda", "optim.max_steps=2", "eval.before_training=false", "data.max_eval_samples=1"]
+    assert train_grpo.main([*arguments, *short, *settings]) == 0
+    lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def trains(folder, *, architecture, precision, settings):
-    """``train_grpo.py`` for two steps on a small random model; its metrics. In tf32, PyTorch is told so beforehand."""
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    model = save_model(Path(folder) / "model", architecture)
-    short = ["runtime.device=cuda", "optim.max_steps=2", "eval.max_samples=8", "eval.before_training=false"]
-    settings = [*settings, f"runtime.precision={'bf16' if precision == 'bf16' else 'fp32'}"]
-    assert train_grpo.main([*small_run(model, Path(folder) / "run"), *short, *settings]) == 0
-    assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == (precision == "tf32")
-    return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+def evaluates(expression):
+    """An expression on a device with 1 MiB, where host syncs are errors."""
+    ones = torch.ones(4, device=CUDA)
+    torch.cuda.set_sync_debug_mode("error")
+    device.memory_limit = 2**20
+    eval(expression, {"torch": torch, "ones": ones})
 
 
-def replays(folder, *, precision, mistake=None):
-    """Rollouts by graphs and by the loop, with weights that change in between: equal completions in each, and notes."""
-    policy, said = load(save_random_model(Path(folder)), packed=True, device=CUDA, precision=precision), []
-    loop, graphs = BuiltinEngine(policy), BuiltinEngine(policy, cuda_graphs=True, warn=said.append)
-    if mistake:
-        policy.model.get_output_embeddings().register_forward_hook(globals()[mistake])
-    problems = [Problem(u, "", tuple(range(5 + u, 10 + 3 * u))) for u in range(3)]
-    equal = []
-    for step in range(3):
-        sampling, address = SamplingParams(num_generations=8, max_completion_length=24), (0, "rollout", step)
-        both = [engine.generate(problems, sampling, seed_key=address) for engine in (graphs, loop)]
-        rows = [[completion.ids for group in groups for completion in group.completions] for groups in both]
-        equal.append(sum(a == b for a, b in zip(*rows, strict=True)) / len(rows[0]))
-        with torch.no_grad():
-            for p in policy.model.parameters():
-                p.mul_(1.3).add_(0.001)
-    return {"equal": equal, "said": said}
+def survives(folder):
+    """``gpu.py`` with a check that crashes, one that hangs and one that passes."""
+    gpu.FIGURES["machine"] = (lambda bench: {},)
+    gpu.CHECKS = {
+        "crashes": (lambda bench: os.kill(os.getpid(), signal.SIGSEGV),),
+        "hangs": (lambda bench: time.sleep(60),),
+        "passes": (lambda bench: {"number": 1.5},),
+    }
+    gpu.LIMIT_S = 3
+    return benchmark(folder, only=["crashes", "hangs", "passes"])
 
 
-def syncs(module, inputs, output):
-    """A mistake in decode steps, as a hook of the head."""
-    return output * float(output.abs().max() > 0)
+def benchmark(folder, only, mistake=None):
+    """``gpu.py`` with a planted mistake; results by name."""
+    gpu.figures.matmul_rate = gpu.figures.copy_bandwidth = lambda *_: 1.0
+    gpu.JOBS = gpu.FIGURES | gpu.CHECKS
+    fast_paths.may_use = lambda device: False  # it has no compiler
+    match mistake:
+        case "wrong positions":  # captured steps rotate as if every token stood one place further, and are not checked
+            CUDAGraphRunner._check = lambda _, replay, *__: replay()
+            decode = LlamaDecoder.__call__
+            LlamaDecoder.__call__ = lambda self, token_R, positions_R, cache: decode(
+                self,
+                token_R,
+                positions_R + isinstance(cache, FixedWidthCache),
+                cache,
+            )
+        case "freed memory":
+            add_to_head(reads_what_is_freed)
+        case "host sync":
+            add_to_head(lambda module, inputs, output: output * float(output.max() > -1e9))
+        case "wrong kernel":  # attention of packed rows is 3% too large if a backward pass is to follow
+            attention = packed.packed_attention
+            packed.packed_attention = lambda q, *more: attention(q, *more) * (1 + 0.03 * q.requires_grad)
+        case "short trial":  # the try of the largest step leaves out the update
+            memory._update = lambda *_, **__: None
+    arguments = ["--shape=small", f"--output={folder}"]
+    for name in only:
+        arguments += ["--only", name]
+    code = gpu.main(arguments)
+    rows = json.loads(Path(folder, "gpu_part.json").read_text())
+    return {"code": code} | {row["name"]: row["result"] for row in rows}
 
 
-def syncs_when_captured(module, inputs, output):
-    return syncs(module, inputs, output) if device.is_capturing() else None
+def add_to_head(hook):
+    policy_of = gpu.Bench.policy
+
+    def policy(self, precision):
+        result = policy_of(self, precision)
+        result.model.get_output_embeddings().register_forward_hook(hook)
+        return result
+
+    gpu.Bench.policy = policy
 
 
 def reads_what_is_freed(module, inputs, output):
@@ -73,23 +100,3 @@ def reads_what_is_freed(module, inputs, output):
         return output + vars(module).pop("stored")
     module.stored = torch.zeros(output.shape[-1], device=CUDA)
     return output
-
-
-def evaluates(expression):
-    """An expression on a device with 1 MiB, in deterministic mode, where host syncs are errors."""
-    ones = torch.ones(4, device=CUDA)
-    torch.use_deterministic_algorithms(True)
-    torch.cuda.set_sync_debug_mode("error")
-    device.memory_limit = 2**20
-    eval(expression, {"torch": torch, "ones": ones})
-
-
-def captures():
-    """A graph that reads ``x`` and writes ``out``."""
-    x, out, graph = torch.ones(4, device=CUDA), torch.zeros(4, device=CUDA), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out.copy_(x * 2)
-    x.fill_(3.0)
-    before = out.tolist()
-    graph.replay()
-    return before, out.tolist()

@@ -1,19 +1,20 @@
 """A CUDA device that is emulated on the CPU: tensors say ``cuda:0`` and compute on the CPU.
 
-The trainer runs on it as on a GPU. It refuses tensors of two devices in one operation, host syncs where they are
-forbidden, captures of what cannot be captured, operations that deterministic mode forbids, and allocations beyond its
-memory. It notes attention by the math kernel and graphs that read freed memory, and multiplies in TF32 where PyTorch is
-told to. It says nothing about time, real kernels, NCCL or the caching allocator.
+The trainer runs on it as on a GPU. It refuses tensors of two devices in one operation, host syncs
+where they are forbidden, captures of what cannot be captured, and allocations beyond its memory. It
+notes attention by the math kernel and graphs that read freed memory. It says nothing about time,
+real kernels, NCCL or the caching allocator.
 
-A **scenario** is a function in a file beside the tests, with arguments and a result that JSON can hold. It runs in a
-process of its own. ``gpu``, a fixture of ``tests/conftest.py``, returns its :class:`Report`::
+A **scenario** is a function in a file beside the tests, with arguments and a result that JSON can
+hold. It runs in a process of its own. ``gpu``, a fixture of ``tests/conftest.py``, returns its
+:class:`Report`::
 
     report = gpu.run("scenarios.captures")
     assert report.problems == []
 
-``guard.cpp`` is what a CPU build of PyTorch lacks to accept CUDA tensors. :mod:`~emulated_cuda.tensors` has the
-tensors, :mod:`~emulated_cuda.kernels` what CUDA computes otherwise than the CPU, :mod:`~emulated_cuda.graphs` streams
-and graphs; :mod:`~emulated_cuda.install` puts them in the place of ``torch.cuda``.
+``guard.cpp`` is what a CPU build of PyTorch lacks to accept CUDA tensors.
+:mod:`~emulated_cuda.tensors` has the tensors, :mod:`~emulated_cuda.graphs` streams and graphs;
+:mod:`~emulated_cuda.install` puts them in the place of ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from pathlib import Path
 
 import torch
 
-ROOT, HERE = Path(__file__).parents[3], Path(__file__).parent
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 
 
 @dataclass
 class Report:
-    """What a scenario returned and printed, and what the device noticed; see :class:`emulated_cuda.tensors.Device`."""
+    """What a scenario returned and printed, and what the device noticed."""
 
     returned: object
     output: str
     problems: list[str]
-    captured: int
     replays: int
 
 
@@ -52,13 +53,17 @@ def why_impossible() -> str | None:
 
 def compiled_guard() -> Path:
     """The library of ``guard.cpp`` for this version of PyTorch; compiled at first use."""
-    source, library = HERE / "guard.cpp", HERE / "__pycache__" / f"guard-{torch.__version__}.so"
+    source = HERE / "guard.cpp"
+    library = HERE / "__pycache__" / f"guard-{torch.__version__}.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         library.parent.mkdir(exist_ok=True)
         folder = Path(torch.__file__).parent
-        places = [f"-I{folder}/include", f"-L{folder}/lib", f"-Wl,-rpath,{folder}/lib", "-lc10", "-ltorch_cpu"]
         unfinished = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(["g++", "-O1", "-std=c++20", "-shared", "-fPIC", source, "-o", unfinished, *places], check=True)
+        command = (
+            f"g++ -O1 -std=c++20 -shared -fPIC {source} -o {unfinished} -I{folder}/include "
+            f"-L{folder}/lib -Wl,-rpath,{folder}/lib -lc10 -ltorch_cpu"
+        )
+        subprocess.run(command.split(), check=True)
         unfinished.rename(library)
     return library
 
@@ -67,27 +72,33 @@ class Emulator:
     """Runs scenarios, each in a fork of one process (``__main__.py``)."""
 
     def __init__(self):
-        path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE.parent)))
-        # No compiler knows this device.
         env = dict(
+            os.environ,
             OMP_NUM_THREADS="1",
-            TORCHDYNAMO_DISABLE="1",
+            TORCHDYNAMO_DISABLE="1",  # no compiler knows this device
             TOKENIZERS_PARALLELISM="false",
-            PYTHONPATH=path,
-            LD_PRELOAD=compiled_guard(),
+            PYTHONPATH=f"{ROOT}:{ROOT}/tests:{HERE.parent}",
+            LD_PRELOAD=str(compiled_guard()),
         )
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        command = [sys.executable, "-m", "emulated_cuda"]
-        self._server = subprocess.Popen(command, env=os.environ | env, cwd=ROOT, **pipes)
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "emulated_cuda"],
+            env=env,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def run(self, scenario: str, **arguments) -> Report:
         """Run ``module.function`` with these arguments. AssertionError, with its output, if it raises or is killed."""
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps([scenario, arguments, folder]), file=self._server.stdin, flush=True)
+            request = json.dumps([scenario, arguments, folder])
+            print(request, file=self._server.stdin, flush=True)
             ending = self._server.stdout.readline().strip()
             output = Path(folder, "output").read_text(errors="replace")
             assert ending == "0", f"{scenario} ended with {ending}\n{output[-6000:]}"
-            return Report(output=output, **json.loads(Path(folder, "report").read_text()))
+            report = json.loads(Path(folder, "report").read_text())
+            return Report(output=output, **report)
 
     def close(self) -> None:
         self._server.communicate()

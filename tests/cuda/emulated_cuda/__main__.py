@@ -17,14 +17,17 @@ from emulated_cuda.tensors import device
 def run(scenario: str, arguments: dict, folder: str) -> None:
     """In the fork: run the scenario, for at most 300 s; write ``output`` and ``report`` into ``folder``."""
     signal.alarm(300)
-    opened = os.open(Path(folder, "output"), os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    for number in (0, 1, 2):
-        os.dup2(opened, number)
+    with Path(folder, "output").open("w+") as file:
+        for number in (0, 1, 2):
+            os.dup2(file.fileno(), number)
     open_streams()
     module, _, function = scenario.rpartition(".")
-    returned = getattr(importlib.import_module(module), function)(**arguments)
-    noticed = {name: getattr(device, name) for name in ("problems", "captured", "replays")}
-    Path(folder, "report").write_text(json.dumps({"returned": returned} | noticed))
+    report = {
+        "returned": getattr(importlib.import_module(module), function)(**arguments),
+        "problems": device.problems,
+        "replays": device.replays,
+    }
+    Path(folder, "report").write_text(json.dumps(report))
 
 
 del os.environ["LD_PRELOAD"]  # the guard is for this process and its forks
@@ -32,7 +35,9 @@ for name in PRELOAD:
     importlib.import_module(name)
 install()
 for line in sys.stdin:
-    if (child := os.fork()) == 0:
+    child = os.fork()
+    if child == 0:
         end_as_interpreter(functools.partial(run, *json.loads(line)))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
 os._exit(0)  # an orderly end would take seconds

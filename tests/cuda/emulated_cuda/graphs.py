@@ -6,8 +6,7 @@ import threading
 
 import torch
 
-from emulated_cuda.kernels import compute
-from emulated_cuda.tensors import CUDA, address_of, device, tensors_in
+from emulated_cuda.tensors import CUDA, address_of, compute, device, tensors_in
 
 
 class Stream:
@@ -27,31 +26,33 @@ class Graph:
     """``torch.cuda.CUDAGraph``: replays operations on the memory they were recorded with; notices if it was freed."""
 
     def __init__(self):
-        self.recorded, self.made, self.is_invalid, self.thread = [], set(), False, None
+        self.recorded = []
+        self.made: set[int] = set()
+        self.is_invalid = False
 
-    def capture_begin(self, pool: tuple[int, int] | None = None, **_) -> None:
+    def capture_begin(self, *_, **__) -> None:
         assert device.capture is None, "another capture is under way"
-        if device.stream is device.default_stream:
-            raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
-        device.capture, self.thread = self, threading.get_ident()
+        assert device.stream is not device.default_stream, "a capture needs a stream of its own"
+        device.capture = self
+        self.thread = threading.get_ident()
 
     def capture_end(self) -> None:
         device.capture = None
         if self.is_invalid:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        device.captured += 1
 
     def record(self, func, args: tuple, kwargs: dict, outputs: list[torch.Tensor]) -> None:
         """``outputs``: new tensors; none, where the operation writes into an argument."""
         self.recorded.append((func, args, kwargs, outputs))
-        self.made |= set(map(address_of, outputs))
+        self.made.update(map(address_of, outputs))
 
     def replay(self) -> None:
         device.replays += 1
         for func, args, kwargs, outputs in self.recorded:
             for tensor in tensors_in((args, kwargs)):
-                if not (address_of(tensor) in self.made or address_of(tensor) in device.memory):
-                    device.problem(f"a graph reads freed memory: {tuple(tensor.shape)} {tensor.dtype} in {func}")
+                address = address_of(tensor)
+                if address not in self.made and address not in device.memory:
+                    device.problems.append(f"a graph reads freed memory: {tensor.shape} in {func}")
             computed = tensors_in(compute(func, args, kwargs))
             for old, new in zip(outputs, computed[: len(outputs)], strict=True):
                 old.copy_(new)

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from emulated_cuda.graphs import Graph, Stream
 from emulated_cuda.tensors import MODE, CudaTensor, device
 
-PROPERTIES = dict(name="emulated", major=9, minor=0)
-
 
 def install() -> None:
     """From now on this process has one GPU."""
@@ -28,7 +26,12 @@ def install() -> None:
         is_available=lambda: True,
         is_initialized=lambda: True,
         is_current_stream_capturing=device.is_capturing,
-        get_device_properties=lambda *_: SimpleNamespace(**PROPERTIES, total_memory=device.memory_limit),
+        get_device_properties=lambda *_: SimpleNamespace(
+            name="emulated",
+            major=9,
+            minor=0,
+            total_memory=device.memory_limit,
+        ),
         get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8),
         set_rng_state=lambda *_, **__: None,
         get_sync_debug_mode=lambda: device.sync_debug_mode,
@@ -36,8 +39,8 @@ def install() -> None:
         synchronize=lambda *_: device.sync("synchronize"),
         empty_cache=lambda: None,
         max_memory_allocated=lambda *_: device.peak,
-        max_memory_reserved=lambda *_: device.peak,
         reset_peak_memory_stats=lambda *_: setattr(device, "peak", device.allocated),
+        set_per_process_memory_fraction=device.limit_memory,
     )
     for name, replacement in replaced.items():
         setattr(torch.cuda, name, replacement)
@@ -48,33 +51,17 @@ def install() -> None:
     MODE.__enter__()
 
 
-def chosen_kernel(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False) -> str:
-    """The kernel that SDPA chooses on CUDA without cuDNN's: flash, efficient, or math, which keeps all scores."""
-    backends, half, D = torch.backends.cuda, q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
-    if backends.flash_sdp_enabled() and half and attn_mask is None and D <= 256 and v.shape[-1] == D:
-        return "flash"
-    is_aligned = D % (8 if half else 4) == 0 and v.shape[-1] % (8 if half else 4) == 0
-    if backends.mem_efficient_sdp_enabled() and q.dtype != torch.float64 and q.shape[1] == k.shape[1] and is_aligned:
-        return "efficient"
-    return "math"
-
-
-def attention(sdpa, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """SDPA with CUDA's choice of kernel. Fused ones are computed by the CPU's, which keeps no scores either."""
-    q, k, v, mask, options = query, key, value, attn_mask, dict(scale=scale, enable_gqa=enable_gqa)
+def attention(sdpa, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """SDPA by the formula. A problem where CUDA, without cuDNN's kernel, would not take a fused kernel but this."""
     if not isinstance(q, CudaTensor):
-        return sdpa(q, k, v, mask, dropout_p, is_causal, **options)
+        return sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-        q, k, v, mask = (x.to(dtype) if x is not None and x.dtype == torch.float32 else x for x in (q, k, v, mask))
-    if chosen_kernel(q, k, v, mask, dropout_p, is_causal, **options) == "math":
-        if q.dtype != torch.float64:
-            device.problem(f"attention by the math kernel: {q.dtype} q{tuple(q.shape)} k{tuple(k.shape)}")
-        return sdpa(q, k, v, mask, dropout_p, is_causal, **options)
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
-    elif mask is not None and any(stride % 8 for stride in mask.stride()[:-1]):
-        device.problem(f"attention copies its mask {tuple(mask.shape)}: its rows are not aligned")
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) if enable_gqa else x for x in (k, v))
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+        q, k, v = (x.to(dtype) if x.dtype == torch.float32 else x for x in (q, k, v))
+    width = q.shape[-1]
+    takes_flash = q.dtype.itemsize == 2 and attn_mask is None and width <= 256
+    takes_efficient = q.dtype != torch.float64 and q.shape[1] == k.shape[1] and width % 8 == 0
+    if not takes_flash and not takes_efficient and q.dtype != torch.float64:
+        device.problems.append(f"attention by the math kernel: {q.dtype} q{q.shape} k{k.shape}")
+    math = torch.ops.aten._scaled_dot_product_attention_math
+    return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]

@@ -1,0 +1,65 @@
+"""``train_grpo.py`` and ``benchmarks/gpu.py`` on the emulated CUDA device."""
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+MISTAKES = [
+    ("exact", "wrong kernel", "fp32 packed"),
+    ("graphs_fp32", "wrong positions", "captures, equal tokens"),
+    ("graphs_fp32", "host sync", "are not captured in CUDA graphs"),
+    ("memory", "short trial", "CUDA out of memory"),
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["runtime.precision=bf16", "algorithm.num_minibatches=2", "model.gradient_checkpointing=true"],
+        ["lora.rank=4", "rollout.stop=['1', '2']", "algorithm.beta=0.1"],
+        ["rollout.top_p=0.8", "rollout.keep_sampling_mask=true", "algorithm.num_iterations=2"],
+    ],
+)
+def test_two_steps(gpu, tmp_path, settings):
+    report = gpu.run("scenarios.trains", folder=str(tmp_path), settings=settings)
+    assert report.problems == [] and "not captured" not in report.output
+    steps = [line for line in report.returned if line["step"]]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["grad_norm"] > 0 and line["sampling/logprob_difference"] < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("expression", "error"),
+    [
+        ("ones + torch.ones(4)", "all tensors to be on the same device"),
+        ("ones.sum().item()", "called a synchronizing CUDA operation"),
+        ("torch.ones(2**18, device='cuda')", "CUDA out of memory"),
+    ],
+)
+def test_the_device_refuses_what_a_gpu_refuses(gpu, expression, error):
+    with pytest.raises(AssertionError, match=error):
+        gpu.run("scenarios.evaluates", expression=expression)
+
+
+def test_checks_of_the_benchmark_pass(gpu, tmp_path):
+    names = ["exact", "all", "graphs_fp32", "memory"]
+    report = gpu.run("scenarios.benchmark", folder=str(tmp_path), only=names)
+    assert report.returned == {"code": 0, "machine": "passed"} | dict.fromkeys(names, "passed")
+
+
+@pytest.mark.parametrize(("name", "mistake", "why"), MISTAKES)
+def test_checks_fail_where_something_is_broken(gpu, tmp_path, name, mistake, why):
+    report = gpu.run("scenarios.benchmark", folder=str(tmp_path), only=[name], mistake=mistake)
+    assert report.returned["code"] == 1 and why in report.returned[name]
+
+
+def test_a_graph_that_reads_freed_memory_is_noticed(gpu, tmp_path):
+    report = gpu.run("scenarios.benchmark", folder=str(tmp_path), only=["graphs_fp32"], mistake="freed memory")
+    assert "a graph reads freed memory" in report.output
+
+
+def test_a_crash_or_hang_stops_no_other(gpu, tmp_path):
+    found = gpu.run("scenarios.survives", folder=str(tmp_path)).returned
+    assert found["code"] == 1 and found["passes"] == "passed"
+    assert found["crashes"] == "failed: exit status -11" and "not done in time" in found["hangs"]
